@@ -1,0 +1,1 @@
+"""The checkpoint engine; see core/README.md."""

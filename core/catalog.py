@@ -1,0 +1,245 @@
+"""What a checkpoint holds, without its data.
+
+::
+
+    tensor (global, named by key)
+      └── fragments: boxes that tile it ── at ──▶ stored array (a dense array that exists in a file)
+                                                    └── extent: file, byte address, strides
+
+Several fragments with one box are replicas. A fragment and its array are aligned at their *last* axis; where one has
+more axes than the other, the extra leading ones have extent 1. So a layer of a stacked ``(L, rows, cols)`` array is a
+fragment of a ``(rows, cols)`` tensor with ``at == (layer, 0, 0)``, and the other way round.
+
+Late-bound extents: a DCP item is a whole torch zip, and where its data begins (and in which strides) stands inside the
+item. ``Catalog.bind`` finds it with one small read, at copy time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from core.box import Box, Shape
+from core.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from core.store import ReadStore
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A global tensor.
+
+    Args:
+        key: unique name.
+        dtype: canonical dtype name (``core.dtypes``).
+        shape: global shape, in elements.
+        flexible: a reader may ask for another shape (the documented ``allow_shape_mismatch``).
+    """
+
+    key: str
+    dtype: str
+    shape: Shape
+    flexible: bool = False
+
+    @property
+    def n_elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tensor as one dense array."""
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the elements of a stored array lie.
+
+    Args:
+        file: path relative to the store, ``/`` between components.
+        offset: byte address of element 0 or, if ``item_bytes`` is not None, of the container item that holds it.
+        strides: in elements per axis; None means C order without gaps.
+        item_bytes: length of that container item; the extent is then late-bound and ``strides`` is None.
+        encoding: codec of compressed bytes, or None for plain little-endian elements.
+        crc: CRC-32 of the record that begins at element 0 and is exactly this array, where the container states one.
+    """
+
+    file: str
+    offset: int
+    strides: Shape | None = None
+    item_bytes: int | None = None
+    encoding: str | None = None
+    crc: int | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the byte address must still be found by ``Catalog.bind``."""
+        return self.item_bytes is not None
+
+
+Coords = tuple[tuple[str, int], ...]
+"""Rank coordinates such as ``(("tp", 1), ("pp", 0))``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """A dense array that exists, or is to exist, in a checkpoint.
+
+    Args:
+        name: unique within the checkpoint.
+        dtype: canonical dtype name.
+        shape: in elements.
+        extent: where it lies; None for an array that is still to be laid out.
+        coords: rank coordinates in formats that store one file per rank, else ().
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    extent: Extent | None = None
+    coords: Coords = ()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the array as a dense one."""
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A box of a global tensor and the array region that holds it.
+
+    Args:
+        key: the tensor.
+        box: region of the tensor, in elements.
+        array: the array that holds it; None on the source side means that the region is zero by rule (vocabulary
+            padding), which no file stores.
+        at: index of the region's first element in ``array``, one number per axis of the array.
+    """
+
+    key: str
+    box: Box
+    array: StoredArray | None
+    at: Shape
+
+    def __post_init__(self) -> None:
+        if self.array is not None and len(self.at) != len(self.array.shape):
+            raise ValueError(f"fragment of {self.key}: at {self.at} does not fit array shape {self.array.shape}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A non-tensor entry: optimizer settings, random states, arguments, extra states.
+
+    Either ``value`` or ``raw_key`` tells its content. Tensors inside a value stand in it as ``TensorLeaf`` and are
+    listed in ``Catalog.hidden``.
+
+    Args:
+        key: unique name, in the same space as the tensors' keys.
+        value: the inert value (``core.inert``) where it was read with the metadata.
+        raw_key: the entry of ``Catalog.hidden`` (uint8, one axis) that holds the object's own torch stream, for objects
+            that are not read with the metadata; ``core.formats.torch_file.load_object`` parses it.
+        coords: rank coordinates, as in StoredArray.
+    """
+
+    key: str
+    value: object = None
+    raw_key: str | None = None
+    coords: Coords = ()
+
+
+def bind_nothing(store: ReadStore, array: StoredArray) -> StoredArray:
+    """The ``bind`` of formats whose byte addresses are known from metadata."""
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """All metadata of a checkpoint, no data.
+
+    Args:
+        format: name of the format it was read from or is meant for (``torch``, ``megatron``, ``dcp`` …).
+        version: the format's own version text, where it has one.
+        tensors: every global tensor by key, in a stable order. In a *rank catalog* (``attrs["is_rank_local"]``) the
+            keys are ``<rank directory>:<name>`` and the shapes those of one rank; ``core.layout.unshard`` makes them
+            global.
+        fragments_of: the fragments of one key, made on demand so that 10⁵ chunks need no 10⁵ objects.
+        objects: non-tensor entries by key.
+        hidden: tensors that belong to objects (``StoredObject``), by key; ``fragments_of`` answers for them too.
+        skeleton: nested containers with ``TensorLeaf``/``ObjectLeaf`` in place of entries, where the format keeps
+            nesting; None means flat.
+        attrs: facts beside the entries; each format's docstring lists its own. Common ones: ``iteration`` (int),
+            ``args`` (the training arguments as an inert namespace), ``aliases`` (key → key that shares its bytes),
+            ``is_rank_local``.
+        bind: finds the byte address and strides of a late-bound array.
+    """
+
+    format: str
+    version: str | None
+    tensors: Mapping[str, TensorMeta]
+    fragments_of: Callable[[str], Sequence[Fragment]]
+    objects: Mapping[str, StoredObject] = field(default_factory=dict)
+    hidden: Mapping[str, TensorMeta] = field(default_factory=dict)
+    skeleton: object = None
+    attrs: Mapping[str, object] = field(default_factory=dict)
+    bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing
+
+    def fragments(self, key: str) -> Sequence[Fragment]:
+        """The fragments of one tensor, replicas included, in a stable order."""
+        return self.fragments_of(key)
+
+    def all_fragments(self) -> Iterator[Fragment]:
+        """Every fragment of every tensor and hidden tensor."""
+        for key in self.tensors:
+            yield from self.fragments_of(key)
+        for key in self.hidden:
+            yield from self.fragments_of(key)
+
+    def meta(self, key: str) -> TensorMeta:
+        """The tensor or hidden tensor of a key."""
+        found = self.tensors.get(key)
+        return found if found is not None else self.hidden[key]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        return sum(meta.n_bytes for meta in self.tensors.values())
+
+    def with_attrs(self, **changes: object) -> Catalog:
+        """The same catalog with some attrs added or replaced."""
+        return replace(self, attrs={**self.attrs, **changes})
+
+
+def catalog_of_arrays(
+    *,
+    format: str,
+    arrays: Mapping[str, StoredArray],
+    version: str | None = None,
+    objects: Mapping[str, StoredObject] | None = None,
+    skeleton: object = None,
+    attrs: Mapping[str, object] | None = None,
+) -> Catalog:
+    """The catalog of a checkpoint in which every tensor is one array.
+
+    Args:
+        arrays: tensor key → the array that holds all of it.
+    """
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        array = arrays[key]
+        origin = (0,) * len(array.shape)
+        return (Fragment(key, Box(origin, array.shape), array, origin),)
+
+    return Catalog(
+        format=format,
+        version=version,
+        tensors={key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()},
+        fragments_of=fragments_of,
+        objects=objects or {},
+        skeleton=skeleton,
+        attrs=attrs or {},
+    )

@@ -1,0 +1,100 @@
+"""One table of element types and their spelling in every format.
+
+The canonical name is torch's (``bfloat16``, ``float8_e4m3fn``). Data is moved as opaque bytes; only a cast asks
+for more than ``itemsize``.
+
+Sources: torch 2.13 ``torch/storage.py`` (storage classes) and ``torch/_utils.py`` (``_rebuild_tensor_v3`` for the
+types that have none); safetensors 0.8 ``Dtype``; ml_dtypes 0.6 names.
+
+Not supported: torch's quantized and sub-byte shell types (``qint8``, ``int4`` …), which torch itself cannot save
+as plain storages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    Args:
+        name: canonical name, torch's without the ``torch.`` prefix.
+        itemsize: bytes per stored element (``float4_e2m1fn_x2`` holds two values in one).
+        kind: ``float``, ``int``, ``uint``, ``bool``, ``complex`` or ``packed``.
+        storage: name of torch's typed storage class, or None where pickles use ``UntypedStorage`` and name the dtype.
+        numpy: numpy or ml_dtypes name, or None where neither has it.
+        safetensors: name in a safetensors header, or None.
+    """
+
+    name: str
+    itemsize: int
+    kind: str
+    storage: str | None
+    numpy: str | None
+    safetensors: str | None
+
+
+_TABLE = (
+    DType("float64", 8, "float", "DoubleStorage", "float64", "F64"),
+    DType("float32", 4, "float", "FloatStorage", "float32", "F32"),
+    DType("float16", 2, "float", "HalfStorage", "float16", "F16"),
+    DType("bfloat16", 2, "float", "BFloat16Storage", "bfloat16", "BF16"),
+    DType("float8_e4m3fn", 1, "float", None, "float8_e4m3fn", "F8_E4M3"),
+    DType("float8_e5m2", 1, "float", None, "float8_e5m2", "F8_E5M2"),
+    DType("float8_e4m3fnuz", 1, "float", None, "float8_e4m3fnuz", "F8_E4M3FNUZ"),
+    DType("float8_e5m2fnuz", 1, "float", None, "float8_e5m2fnuz", "F8_E5M2FNUZ"),
+    DType("float8_e8m0fnu", 1, "float", None, "float8_e8m0fnu", "F8_E8M0"),
+    DType("float4_e2m1fn_x2", 1, "packed", None, None, "F4"),
+    DType("int64", 8, "int", "LongStorage", "int64", "I64"),
+    DType("int32", 4, "int", "IntStorage", "int32", "I32"),
+    DType("int16", 2, "int", "ShortStorage", "int16", "I16"),
+    DType("int8", 1, "int", "CharStorage", "int8", "I8"),
+    DType("uint64", 8, "uint", None, "uint64", "U64"),
+    DType("uint32", 4, "uint", None, "uint32", "U32"),
+    DType("uint16", 2, "uint", None, "uint16", "U16"),
+    DType("uint8", 1, "uint", "ByteStorage", "uint8", "U8"),
+    DType("bool", 1, "bool", "BoolStorage", "bool", "BOOL"),
+    DType("complex128", 16, "complex", "ComplexDoubleStorage", "complex128", None),
+    DType("complex64", 8, "complex", "ComplexFloatStorage", "complex64", "C64"),
+    DType("complex32", 4, "complex", None, None, None),
+)
+
+DTYPES = {dtype.name: dtype for dtype in _TABLE}
+BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE if dtype.storage is not None}
+BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors is not None}
+
+_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+    "fp8": "float8_e4m3fn",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+}
+
+
+def dtype_of(name: str) -> DType:
+    """The table row of ``name``: canonical, with a ``torch.`` prefix, or one of the usual short forms.
+
+    Raises:
+        UnsupportedError: the name is not in the table.
+    """
+    plain = name.removeprefix("torch.").lower()
+    found = DTYPES.get(_ALIASES.get(plain, plain))
+    if found is None:
+        raise UnsupportedError(f"dtype {name!r} is not known", hint=f"known: {', '.join(DTYPES)}")
+    return found
+
+
+def itemsize(name: str) -> int:
+    """Bytes per element of a canonical dtype name."""
+    found = DTYPES.get(name)
+    return found.itemsize if found is not None else dtype_of(name).itemsize

@@ -1,0 +1,164 @@
+"""Every error the project raises on purpose.
+
+The tree (exit codes are the command line's)::
+
+    CheckpointingException              1   root, the documented API's name
+    ├── UsageError                      2   the request itself makes no sense
+    ├── CorruptError                    3   the checkpoint is damaged or incomplete
+    │   ├── TruncatedError              3   a file is shorter than its metadata says
+    │   ├── MissingShardError           3   a file or a region of a tensor is absent
+    │   └── ReplicaMismatchError        3   copies that must be equal differ
+    ├── UnsupportedError                4   a format, layout or feature that is not handled
+    │   └── UnknownTensorError          4   no layout rule matches a tensor's name
+    ├── UnsafeError                     5   refused: names outside the directory, hostile pickles, …
+    ├── StorageError                    6   the operating system said no
+    │   └── SourceChangedError          6   a source file changed while it was read
+    ├── CapacityError                   7   does not fit in memory or on the disk
+    └── WorkerError                     8   a worker process failed
+
+An error is one sentence about *what* is wrong, fields saying *where* (file, key, rank, byte range), and
+a hint saying what to do next. The fields are printed by ``--json``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class CheckpointingException(Exception):
+    """Root of all errors raised on purpose.
+
+    Args:
+        message: what is wrong, one sentence, with the two values that disagree and their units.
+        file: path of the file concerned, relative to the checkpoint where there is one.
+        key: name of the tensor or object concerned.
+        rank: the rank or rank directory concerned.
+        span: byte range ``(start, stop)`` in ``file``.
+        hint: what the user can do next.
+    """
+
+    exit_code: ClassVar[int] = 1
+    code: ClassVar[str] = "error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        key: str | None = None,
+        rank: str | None = None,
+        span: tuple[int, int] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.file = file
+        self.key = key
+        self.rank = rank
+        self.span = span
+        self.hint = hint
+
+    def __str__(self) -> str:
+        where = [
+            f"{name} {value}"
+            for name, value in (("file", self.file), ("tensor", self.key), ("rank", self.rank))
+            if value is not None
+        ]
+        if self.span is not None:
+            where.append(f"bytes {self.span[0]}–{self.span[1]}")
+        text = self.message
+        if where:
+            text += f" ({', '.join(where)})"
+        if self.hint:
+            text += f". {self.hint[0].upper()}{self.hint[1:]}"
+        return text
+
+    def fields(self) -> dict[str, object]:
+        """The error as a JSON object; absent parts are left out."""
+        found: dict[str, object] = {"code": self.code, "message": self.message}
+        for name in ("file", "key", "rank", "hint"):
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = value
+        if self.span is not None:
+            found["span"] = list(self.span)
+        return found
+
+
+class UsageError(CheckpointingException):
+    """The request contradicts itself, or names something that does not exist."""
+
+    exit_code = 2
+    code = "usage"
+
+
+class CorruptError(CheckpointingException):
+    """The checkpoint contradicts itself: bad geometry, bad checksums, malformed metadata."""
+
+    exit_code = 3
+    code = "corrupt"
+
+
+class TruncatedError(CorruptError):
+    """A file ends before the bytes that its metadata promises."""
+
+    code = "truncated"
+
+
+class MissingShardError(CorruptError):
+    """A file, a rank or a region of a tensor is absent."""
+
+    code = "missing"
+
+
+class ReplicaMismatchError(CorruptError):
+    """Two stored copies of the same region hold different bytes."""
+
+    code = "replica_mismatch"
+
+
+class UnsupportedError(CheckpointingException):
+    """A format, version, layout or feature that the project does not handle."""
+
+    exit_code = 4
+    code = "unsupported"
+
+
+class UnknownTensorError(UnsupportedError):
+    """No layout rule matches a tensor's name; the hint proposes a rule."""
+
+    code = "unknown_tensor"
+
+
+class UnsafeError(CheckpointingException):
+    """Input that would leave the checkpoint directory, or asks for code to be run."""
+
+    exit_code = 5
+    code = "unsafe"
+
+
+class StorageError(CheckpointingException):
+    """The operating system refused to read or write (permission, input/output error, …)."""
+
+    exit_code = 6
+    code = "io"
+
+
+class SourceChangedError(StorageError):
+    """A source file changed between planning and the end of the copy."""
+
+    code = "source_changed"
+
+
+class CapacityError(CheckpointingException):
+    """The work does not fit in the memory or on the disk that it was given."""
+
+    exit_code = 7
+    code = "capacity"
+
+
+class WorkerError(CheckpointingException):
+    """A worker process failed; the message names it."""
+
+    exit_code = 8
+    code = "worker"

@@ -1,0 +1,100 @@
+"""The formats: a table of values, found by name or by looking at the files.
+
+A format is two functions (``read``, ``lay_out``) and a few facts. Third parties add one through the entry point group
+``ckpt.formats``, whose entries are ``Format`` values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from core.catalog import Catalog
+    from core.image import FileImage
+    from core.store import ReadStore
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A checkpoint format.
+
+    Args:
+        name: canonical name, as ``--to`` takes it.
+        title: a few words for people.
+        sniff: whether a store looks like this format; reads at most a few small pieces.
+        read: the catalog of a store; metadata only.
+        lay_out: file images of a target catalog whose arrays are to be placed; pure. None if the format is read-only.
+        aliases: other names that ``--to`` takes.
+        partition: how a target catalog's tensors are cut into arrays: ``whole`` (one array a tensor), ``as_stored``
+            (the source's pieces) or ``ranks`` (by a layout and a topology).
+        is_single_file: whether the destination may be one file.
+    """
+
+    name: str
+    title: str
+    sniff: Callable[[ReadStore], bool]
+    read: Callable[[ReadStore], Catalog]
+    lay_out: Callable[[Catalog], Sequence[FileImage]] | None
+    aliases: tuple[str, ...] = ()
+    partition: str = "whole"
+    is_single_file: bool = False
+
+
+_BUILT_IN = ("megatron", "torch_dist", "dcp", "torch_file")
+"""Modules of this package, each with a ``FORMAT``; the order is the order of sniffing."""
+
+
+def formats() -> list[Format]:
+    """Every format, the built-in ones first.
+
+    Raises:
+        UnsupportedError: two formats share a name.
+    """
+    found = [import_module(f"core.formats.{module}").FORMAT for module in _BUILT_IN]
+    found += [entry.load() for entry in entry_points(group="ckpt.formats")]
+    names: set[str] = set()
+    for format in found:
+        for name in (format.name, *format.aliases):
+            if name in names:
+                raise UnsupportedError(f"two formats are called {name!r}", hint="uninstall one of the plug-ins")
+            names.add(name)
+    return found
+
+
+def format_called(name: str) -> Format:
+    """The format of that name or alias.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    known = formats()
+    plain = name.lower().replace("-", "_")
+    for format in known:
+        if plain in (format.name, *format.aliases):
+            return format
+    raise UnsupportedError(f"format {name!r} is not known", hint=f"known: {_names(known)}")
+
+
+def sniffed(store: ReadStore) -> Format:
+    """The format that a store is in.
+
+    Raises:
+        UnsupportedError: no format recognises it.
+    """
+    known = formats()
+    for format in known:
+        if format.sniff(store):
+            return format
+    raise UnsupportedError(
+        "not a checkpoint in a known format", file=store.label, hint=f"formats that are recognised: {_names(known)}"
+    )
+
+
+def _names(known: Iterable[Format]) -> str:
+    return ", ".join(format.name for format in known)

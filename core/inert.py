@@ -1,0 +1,174 @@
+"""Inert stand-ins for Python objects found in pickles.
+
+Nothing here calls or imports what it names. A pickle becomes a tree of plain values (None, bool, int, float, complex,
+str, bytes, list, tuple, dict, set, frozenset) and of the classes below; ``core.pickle_writer`` turns such a tree back
+into an equal pickle.
+
+Leaves: where a tensor or a separately stored object was, the tree holds ``TensorLeaf(key)`` or ``ObjectLeaf(key)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """The name of a class or function; never looked up."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Inert:
+    """An object as its pickle describes it.
+
+    Attributes:
+        how: ``reduce`` (callable and arguments), ``newobj`` (class and arguments) or ``newobj_ex`` (with keywords).
+        fn: what is called or instantiated, nearly always a ``Global``.
+        args: positional arguments.
+        kwargs: keyword arguments, only with ``newobj_ex``.
+        state: what ``__setstate__`` would get, or ``NO_STATE``; for usual objects their attribute dict.
+        items: what was appended (list subclasses, deques, sets).
+        entries: key and value pairs that were set (dict subclasses).
+
+    Equality is identity: trees may be cyclic.
+    """
+
+    __slots__ = ("args", "entries", "fn", "how", "items", "kwargs", "state")
+
+    def __init__(
+        self,
+        how: str,
+        fn: object,
+        args: tuple[object, ...] = (),
+        *,
+        kwargs: dict[str, object] | None = None,
+        state: object = None,
+    ) -> None:
+        self.how = how
+        self.fn = fn
+        self.args = args
+        self.kwargs = kwargs
+        self.state: object = NO_STATE if state is None else state
+        self.items: list[object] = []
+        self.entries: list[tuple[object, object]] = []
+
+    @property
+    def class_name(self) -> str:
+        """Dotted name of what it would be an instance of, or of the function that would make it."""
+        return str(self.fn)
+
+    def __repr__(self) -> str:
+        return f"<inert {self.class_name}>"
+
+
+class _NoState:
+    """The type of ``NO_STATE``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "NO_STATE"
+
+
+NO_STATE = _NoState()
+"""An object whose pickle sets no state (None would be a legal state)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """The place of a tensor in a skeleton.
+
+    Args:
+        key: the tensor's key in the catalog.
+        wrapper: None for a plain tensor; ``parameter`` for a ``torch.nn.Parameter``.
+        requires_grad: as the source says.
+    """
+
+    key: str
+    wrapper: str | None = None
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLeaf:
+    """The place of a separately stored object in a skeleton."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """A persistent id (torch: a storage) that no one translated."""
+
+    value: object
+
+
+def namespace(fields: dict[str, object]) -> Inert:
+    """An inert ``argparse.Namespace``, as Megatron stores its arguments."""
+    made = Inert("newobj", Global("argparse", "Namespace"))
+    made.state = fields
+    return made
+
+
+def ordered_dict(entries: dict[object, object]) -> Inert:
+    """An inert ``collections.OrderedDict``."""
+    made = Inert("reduce", Global("collections", "OrderedDict"))
+    made.entries = list(entries.items())
+    return made
+
+
+def attributes(value: object) -> dict[str, object] | None:
+    """The attribute dict of an inert namespace-like object, or None if ``value`` is not one."""
+    if isinstance(value, Inert) and isinstance(value.state, dict):
+        return value.state
+    return None
+
+
+def as_mapping(value: object) -> dict[object, object] | None:
+    """The entries of a dict or of an inert dict subclass (OrderedDict, defaultdict), or None.
+
+    Later entries win, as they would in Python.
+    """
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, Inert) and (value.entries or str(value.fn) in _DICT_LIKE):
+        return dict(value.entries)
+    return None
+
+
+_DICT_LIKE = {"collections.OrderedDict", "collections.defaultdict", "collections.Counter", "builtins.dict"}
+
+
+def walk(value: object) -> Iterator[object]:
+    """Every object of an inert tree once, containers first, without recursion; shared and cyclic parts are safe."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (dict, list, tuple, set, frozenset, Inert)):
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+        yield node
+        if isinstance(node, dict):
+            for key, item in reversed(node.items()):
+                stack += (item, key)
+        elif isinstance(node, (list, tuple, set, frozenset)):
+            stack += reversed(list(node))
+        elif isinstance(node, Inert):
+            for key, item in reversed(node.entries):
+                stack += (item, key)
+            stack += reversed(node.items)
+            if node.state is not NO_STATE:
+                stack.append(node.state)
+            if node.kwargs:
+                stack.append(node.kwargs)
+            stack += (node.args, node.fn)
+        elif isinstance(node, Persistent):
+            stack.append(node.value)

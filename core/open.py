@@ -1,0 +1,142 @@
+"""Opening a checkpoint: from whatever the user points at to a store, a format and a catalog.
+
+Accepted: a checkpoint directory, one file of it, a Megatron rank directory, or a training root that holds iterations
+(``latest_checkpointed_iteration.txt`` beside ``iter_0000010/``, or ``step-10/`` as torchtitan names them). A root
+descends to the iteration that its tracker names, else to the newest one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.catalog import Catalog
+from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
+from core.formats import Format, sniffed
+from core.store import LocalStore, translated
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?)(\d+)$")
+_METADATA_FILES = (".metadata", "metadata.json", "common.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint.
+
+    Args:
+        path: the directory or file that holds it, after descending from a root.
+        store: read access to its files.
+        format: the format it is in.
+        catalog: its metadata.
+        iteration: training iteration, from the tracker, the directory's name or the metadata; None if none says.
+        notes: what the user should know about the choice that was made.
+    """
+
+    path: Path
+    store: LocalStore
+    format: Format
+    catalog: Catalog
+    iteration: int | None
+    notes: tuple[str, ...] = ()
+
+
+def open_checkpoint(path: Path, *, iteration: int | None = None) -> Checkpoint:
+    """Finds the checkpoint at ``path`` and reads its metadata.
+
+    Args:
+        path: see the module's docstring.
+        iteration: which iteration of a root; None for the one its tracker names, else the newest.
+
+    Raises:
+        UsageError: the path does not exist, or ``iteration`` is given where there is nothing to choose.
+        MissingShardError: the tracker or ``iteration`` names an iteration that is not there.
+        UnsupportedError: no format recognises it.
+        CorruptError: the metadata contradicts itself.
+    """
+    with translated(str(path), doing="open"):
+        if not os.path.lexists(path):
+            raise UsageError("no such file or directory", file=str(path), hint="check the spelling of the path")
+        is_dir = path.is_dir()
+    notes: list[str] = []
+    if not is_dir:
+        store = _store_of_file(path)
+    else:
+        folder, note = _iteration_dir(path, iteration)
+        notes += note
+        store = LocalStore(folder)
+        _refuse_empty(store)
+    try:
+        format = sniffed(store)
+        catalog = format.read(store)
+    except BaseException:
+        store.close()
+        raise
+    where = store.root / store.entry if store.entry else store.root
+    found = catalog.attrs.get("iteration")
+    named = _ITERATION_DIR.search(store.root.resolve().name)
+    number = found if isinstance(found, int) else int(named.group(1)) if named else None
+    if iteration is not None and number != iteration:
+        raise UsageError(
+            f"--iteration {iteration} was asked for, but this is iteration {number}",
+            file=str(path),
+            hint="point at the directory that holds the iterations",
+        )
+    return Checkpoint(where, store, format, catalog, number, tuple(notes))
+
+
+def _store_of_file(path: Path) -> LocalStore:
+    """The store for one file; a metadata file stands for its directory."""
+    if path.name in _METADATA_FILES or path.suffix == ".distcp":
+        return LocalStore(path.parent)
+    return LocalStore(path.parent, entry=path.name)
+
+
+def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
+    """The directory to read for ``root``, and notes about the choice."""
+    store = LocalStore(root)
+    iterations = {int(m.group(1)): name for name in store.folders() if (m := _ITERATION_DIR.match(name))}
+    has_tracker = store.exists(TRACKER)
+    if wanted is not None and (iterations or has_tracker):
+        if wanted not in iterations:
+            raise MissingShardError(
+                f"there is no iteration {wanted}", file=str(root), hint=f"iterations here: {_listed(iterations)}"
+            )
+        return root / iterations[wanted], []
+    if has_tracker:
+        text = store.read(TRACKER, 0, min(store.size(TRACKER), 64)).decode("utf-8", "replace").strip()
+        if text == "release":
+            name = "release"
+        elif text.isascii() and text.isdigit():
+            name = iterations.get(int(text), f"iter_{int(text):07d}")
+        else:
+            raise CorruptError(
+                f"the tracker holds {text[:40]!r}, neither a number nor 'release'",
+                file=str(root / TRACKER),
+                hint=f"pass --iteration; iterations here: {_listed(iterations)}",
+            )
+        if not (root / name).is_dir():
+            raise MissingShardError(
+                f"the tracker names {name}, which is not there",
+                file=str(root / TRACKER),
+                hint=f"pass --iteration; iterations here: {_listed(iterations)}",
+            )
+        return root / name, []
+    if iterations and not any(store.exists(name) for name in _METADATA_FILES):
+        newest = max(iterations)
+        return root / iterations[newest], [f"no tracker file: the newest iteration, {iterations[newest]}, was taken"]
+    return root, []
+
+
+def _refuse_empty(store: LocalStore) -> None:
+    if not store.files() and not store.folders():
+        raise UnsupportedError("the directory is empty", file=store.label, hint="point at a checkpoint")
+
+
+def _listed(iterations: dict[int, str]) -> str:
+    numbers = sorted(iterations)
+    if len(numbers) > 8:
+        return f"{numbers[0]}, {numbers[1]}, … {numbers[-2]}, {numbers[-1]} ({len(numbers)} in all)"
+    return ", ".join(map(str, numbers)) or "none"

@@ -1,0 +1,88 @@
+"""From a global catalog to a target catalog: which arrays the destination will have.
+
+A target catalog is an ordinary catalog whose arrays have no extent yet. A format's ``lay_out`` places them.
+
+Source of the partition names: ``core.formats.Format.partition``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from core.box import Box
+from core.catalog import Catalog, Fragment, StoredArray, TensorMeta, bind_nothing
+
+
+def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog:
+    """A catalog whose tensors have the dtypes that ``dtype_for`` gives; arrays follow in ``partitioned``."""
+    tensors = {
+        key: meta if (dtype := dtype_for(meta)) == meta.dtype else replace(meta, dtype=dtype)
+        for key, meta in catalog.tensors.items()
+    }
+    return replace(catalog, tensors=tensors)
+
+
+def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
+    """The target catalog of a format that stores global tensors.
+
+    Args:
+        catalog: what is to be written; keys, shapes and dtypes are final.
+        format: name of the target format.
+        by: ``whole`` (one array a tensor) or ``as_stored`` (one array per stored piece, so that every piece moves as one
+            run; replicas once; tensors whose pieces overlap in part become whole). Hidden tensors are always whole.
+    """
+    file_number = _file_numbers(catalog) if by == "as_stored" else {}
+
+    @lru_cache(maxsize=64)
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        meta = catalog.meta(key)
+        boxes = _whole(meta)
+        number_of: dict[Box, int | None] = {}
+        if by == "as_stored" and key in catalog.tensors:
+            number_of = _stored_boxes(meta, catalog.fragments(key), file_number)
+            boxes = list(number_of) or boxes
+        origin = (0,) * len(meta.shape)
+        return tuple(
+            Fragment(
+                key,
+                box,
+                StoredArray(
+                    key if len(boxes) == 1 else f"{key}@{','.join(map(str, box.offset))}",
+                    meta.dtype,
+                    box.shape,
+                    coords=() if (number := number_of.get(box)) is None else (("file", number),),
+                ),
+                origin,
+            )
+            for box in boxes
+        )
+
+    return replace(catalog, format=format, version=None, fragments_of=fragments_of, bind=bind_nothing)
+
+
+def _whole(meta: TensorMeta) -> list[Box]:
+    return [Box((0,) * len(meta.shape), meta.shape)]
+
+
+def _stored_boxes(meta: TensorMeta, fragments: Iterable[Fragment], file_number: dict[str, int]) -> dict[Box, int | None]:
+    """Distinct boxes of a tensor's pieces → number of the file each is to go to, or None; {} if they do not tile it."""
+    boxes: dict[Box, int | None] = {}
+    for fragment in fragments:
+        if fragment.array is None or fragment.array.extent is None:
+            return {}
+        if not fragment.box.is_empty or meta.n_elements == 0:
+            boxes.setdefault(fragment.box, file_number.get(fragment.array.extent.file))
+    tiles = sum(box.n_elements for box in boxes) == meta.n_elements and (meta.n_elements or len(boxes) == 1)
+    return boxes if tiles else {}
+
+
+def _file_numbers(catalog: Catalog) -> dict[str, int]:
+    """Source file → number, in order of first use; {} if all lies in one file, which the format may split as it likes."""
+    numbers: dict[str, int] = {}
+    for key in catalog.tensors:
+        for fragment in catalog.fragments(key):
+            if fragment.array is not None and fragment.array.extent is not None:
+                numbers.setdefault(fragment.array.extent.file, len(numbers))
+    return numbers if len(numbers) > 1 else {}
