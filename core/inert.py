@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Global:
     """The name of a class or function; never looked up."""
 
@@ -22,6 +22,9 @@ class Global:
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
+
+    def __repr__(self) -> str:
+        return str(self)  # as torch.float32 has it, so that a tuple of dtypes reads as in torch
 
 
 class Inert:
@@ -61,7 +64,8 @@ class Inert:
     @property
     def class_name(self) -> str:
         """Dotted name of what it would be an instance of, or of the function that would make it."""
-        return str(self.fn)
+        fn = self.fn  # of a hostile pickle it may be anything, and printing that may take for ever
+        return str(fn) if isinstance(fn, Global) else f"a called {type(fn).__name__}"
 
     def __repr__(self) -> str:
         return f"<inert {self.class_name}>"
@@ -102,11 +106,14 @@ class ObjectLeaf:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Persistent:
     """A persistent id (torch: a storage) that no one translated."""
 
     value: object
+
+    def __repr__(self) -> str:
+        return f"<persistent {type(self.value).__name__}>"  # printing a hostile value may take for ever
 
 
 def namespace(fields: dict[str, object]) -> Inert:

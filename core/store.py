@@ -28,6 +28,7 @@ from core.errors import (
 )
 
 MAX_OPEN_FILES = 128
+_IOV_MAX = 1024
 
 
 class ReadStore(Protocol):
@@ -58,6 +59,9 @@ class ReadStore(Protocol):
 
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
         """``n_bytes`` bytes from ``offset``."""
+
+    def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
+        """Fills several buffers, together ``n_bytes`` long, one after the other from ``offset``."""
 
 
 class WriteStore(Protocol):
@@ -213,6 +217,24 @@ class LocalStore:
                     )
                 done += n
 
+    def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
+        """See ReadStore: one system call per 1024 buffers.
+
+        Raises:
+            TruncatedError, MissingShardError, UnsafeError, StorageError: as for ``read_into``.
+        """
+        for first in range(0, len(buffers), _IOV_MAX):
+            part = buffers[first : first + _IOV_MAX]
+            wanted = n_bytes if len(part) == len(buffers) else sum(map(len, part))
+            with self._file(name) as fd, translated(name, doing="read"):
+                is_short = os.preadv(fd, part, offset) != wanted
+            if is_short:  # a signal, or the end of the file
+                at = offset
+                for buffer in part:
+                    self.read_into(name, at, buffer)
+                    at += len(buffer)
+            offset += wanted
+
     def verify_unchanged(self) -> None:
         """Compares every file that was opened with what it was at first.
 
@@ -320,6 +342,12 @@ class MemoryStore:
         """See ReadStore."""
         buffer[:] = self.read(name, offset, len(buffer))
 
+    def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
+        """See ReadStore."""
+        for buffer in buffers:
+            self.read_into(name, offset, buffer)
+            offset += len(buffer)
+
     def create(self, name: str, n_bytes: int) -> None:
         """See WriteStore."""
         if len(self.contents.get(name, b"\0")) != n_bytes or name not in self.contents:
@@ -331,6 +359,9 @@ class MemoryStore:
 
     def sync(self, name: str) -> None:
         """See WriteStore; memory needs nothing."""
+
+    def settle(self, name: str, offset: int, n_bytes: int) -> None:
+        """See ``core.output.Stage``; memory needs nothing."""
 
     def _content(self, name: str) -> bytearray:
         try:

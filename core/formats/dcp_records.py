@@ -1,0 +1,170 @@
+"""DCP's metadata classes as inert records, for two readers: ``core.safe_pickle`` and the C unpickler.
+
+A record is a list that gets the state of its object as its only element. The method by which both readers set the
+state is ``list.append``, so that no Python code runs per record.
+
+Source: torch 1.13 to 2.13, module paths as in SAFETY.md 2.1.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from typing import Any
+
+from core import safe_pickle
+from core.dtypes import DTYPES
+from core.errors import CorruptError
+from core.inert import Global
+
+
+class Record(list[Any]):
+    """An instance of one of DCP's classes: a list that gets the state as its only element.
+
+    The method by which both readers set the state is list.append, so that no Python code runs per record.
+    """
+
+    __slots__ = ()
+    __setstate__ = list.append
+    build = list.append
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
+class Root(Record):
+    """Metadata."""
+
+    __slots__ = ()
+
+
+class Tensor(Record):
+    """TensorStorageMetadata."""
+
+    __slots__ = ()
+
+
+class Bytes(Record):
+    """BytesStorageMetadata."""
+
+    __slots__ = ()
+
+
+class Chunk(Record):
+    """ChunkStorageMetadata."""
+
+    __slots__ = ()
+
+
+class Index(Record):
+    """MetadataIndex; hashed by identity, as its state comes later."""
+
+    __slots__ = ()
+
+
+class Properties(Record):
+    """TensorProperties."""
+
+    __slots__ = ()
+
+
+class Storage(Record):
+    """_StorageInfo."""
+
+    __slots__ = ()
+
+
+class HfStorage(Record):
+    """_HFStorageInfo."""
+
+    __slots__ = ()
+
+
+class Other(Record):
+    """Anything else; what it is made of is forgotten."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: object, **kwargs: object) -> Other:
+        return list.__new__(cls)
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+
+_CLASSES: dict[str, type[Record]] = {
+    "Metadata": Root,
+    "MCoreMetadata": Root,
+    "TensorStorageMetadata": Tensor,
+    "BytesStorageMetadata": Bytes,
+    "ChunkStorageMetadata": Chunk,
+    "MetadataIndex": Index,
+    "TensorProperties": Properties,
+    "_StorageInfo": Storage,
+    "_HFStorageInfo": HfStorage,
+    "StorageMeta": Record,
+    "SavePlan": Record,
+    "MCoreSavePlan": Record,
+    "WriteItem": Record,
+    "TensorWriteData": Record,
+    "BytesIOWriteData": Record,
+}
+_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint._hf_utils",
+    "torch.distributed.checkpoint.hf_storage",
+    "torch.distributed._shard.sharded_tensor.metadata",
+    "torch.distributed._shard.checkpoint.metadata",
+    "torch.distributed._shard.checkpoint.filesystem",
+    "megatron.core.dist_checkpointing.strategies.torch",
+)
+_KNOWN: dict[tuple[str, str], Any] = {(module, name): kind for module in _MODULES for name, kind in _CLASSES.items()}
+
+
+_HOOKS = _KNOWN | {
+    ("torch.serialization", "_get_layout"): lambda *args: args[0] if len(args) == 1 else NotImplemented,
+}
+_FOUND: dict[tuple[str, str], Any] = {
+    **_KNOWN,
+    **{("torch", name): Global("torch", name) for name in DTYPES},
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+}
+
+
+def read_by_machine(data: bytes, *, label: str) -> object:
+    """The record tree of a pickle, by the hardened reader.
+
+    Raises:
+        CorruptError, UnsafeError: those of ``core.safe_pickle.load``.
+    """
+    limits = safe_pickle.Limits(max_depth=None)
+    return safe_pickle.load(data, label=label, hooks=_HOOKS, persistent_load=_refuse_persistent, limits=limits)
+
+
+def _refuse_persistent(value: object) -> object:
+    raise CorruptError("the pickle uses a persistent id, which no .metadata needs")
+
+
+class _Unpickler(pickle.Unpickler):
+    """The C unpickler that knows only inert classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class of this module, whatever the name."""
+        return _FOUND.get((module, name), Other)
+
+
+def read_by_c(data: bytes) -> object:
+    """The record tree of a pickle, by the C unpickler. Only for a contained process (``core.contained``).
+
+    Empties the extension registry of the process. Any exception may come out.
+    """
+    copyreg.clear_extension_cache()
+    copyreg._inverted_registry.clear()  # type: ignore[attr-defined]
+    file = io.BufferedReader(io.BytesIO(data), 1 << 20)
+    root = _Unpickler(file).load()
+    if file.tell() != len(data):
+        raise CorruptError("bytes follow the end of the pickle")
+    return root

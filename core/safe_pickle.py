@@ -1,0 +1,152 @@
+"""Reads a pickle without running anything: a virtual machine for protocols 0 to 5 that builds inert trees.
+
+No name in a pickle is imported, looked up or called, and ``pickle.Unpickler`` is not used: it allocates whatever a
+memo index or a length asks for, and nested tuple keys overflow its stack (SAFETY.md 2.4). A name becomes a ``Global``;
+REDUCE, NEWOBJ, INST and OBJ become an ``Inert`` with its arguments; BUILD sets its ``state``; SETITEMS and APPENDS fill
+its ``entries`` and ``items``. Refused by name: the copyreg extension registry (EXT1/2/4), out-of-band buffers,
+text persistent ids.
+
+Bounds: every opcode is at least one byte and makes at most one object, so memory is below about 130 times the length
+of the pickle, and ``Limits.max_objects`` bounds it absolutely; time is linear; nothing recurses. Lengths are compared
+with the data before anything is allocated.
+
+Some callables that only make plain values are normalised (``core.pickle_reduce``): ``torch.Size`` to a tuple, sets,
+bytes of protocol 2, ``getattr(Class, "name")`` to a longer name, module names of Python 2.
+
+Source: CPython 3.11 ``pickle.py`` and ``pickletools.py`` (opcode semantics).
+"""
+
+from __future__ import annotations
+
+import gc
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
+from core.inert import NO_STATE, Inert
+from core.pickle_machine import Hook, Limits, Machine
+from core.pickle_names import classify, globals_of
+from core.pickle_reduce import Name
+
+__all__ = ["DEFAULT_LIMITS", "Limits", "classify", "gc_paused", "globals_of", "load", "load_next"]
+
+DEFAULT_LIMITS = Limits()
+
+
+def load(
+    data: bytes | memoryview,
+    *,
+    label: str,
+    persistent_load: Callable[[object], object] | None = None,
+    hooks: Mapping[Name, Hook] | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> object:
+    """The inert tree of a pickle that is all of ``data``.
+
+    Args:
+        data: the pickle.
+        label: name of the file, for errors.
+        persistent_load: makes the value of a persistent id; without it the tree holds ``Persistent``.
+        hooks: our functions that make the value of a REDUCE, NEWOBJ, INST or OBJ of a global, from its arguments. An
+            object that has a method ``build`` receives the state of a BUILD by it. What a hook returns as
+            ``NotImplemented`` becomes an ``Inert`` after all.
+        limits: what the pickle may ask for.
+
+    Raises:
+        CorruptError: not a well-formed pickle (TruncatedError: it ends too early).
+        UnsafeError: it asks for more than the limits, or for something that is never done.
+    """
+    value, stop = load_next(data, 0, label=label, persistent_load=persistent_load, hooks=hooks, limits=limits)
+    if stop != len(data):
+        raise CorruptError(f"{len(data) - stop} bytes follow the end of the pickle", file=label, span=(stop, len(data)))
+    return value
+
+
+def load_next(
+    data: bytes | memoryview,
+    start: int,
+    *,
+    label: str,
+    persistent_load: Callable[[object], object] | None = None,
+    hooks: Mapping[Name, Hook] | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> tuple[object, int]:
+    """The inert tree of the pickle that begins at byte ``start``, and the byte after its end.
+
+    For streams of several pickles. Arguments and errors are those of ``load``.
+    """
+    machine = Machine(persistent_load, hooks or {}, limits)
+    try:
+        with gc_paused():
+            value, stop = machine.run(data if type(data) is bytes else bytes(data), start)
+            if limits.max_depth is not None and machine.n_objects > limits.max_depth:
+                _check_depth(value, limits.max_depth)
+        return value, stop
+    except CheckpointingException as err:
+        if err.file is None:
+            err.file = label
+        raise
+    except (MemoryError, RecursionError) as err:
+        raise UnsafeError("the pickle asks for too much memory or depth", file=label) from err
+    except (IndexError, struct.error) as err:
+        if machine.at >= len(data):
+            raise TruncatedError("the pickle ends too early", file=label, span=(start, len(data))) from err
+        raise _malformed(label, machine.at, err) from err
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, LookupError) as err:
+        raise _malformed(label, machine.at, err) from err
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Switches the cyclic garbage collector off; it costs most of the time while millions of objects are made."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _malformed(label: str, at: int, err: Exception) -> CorruptError:
+    reason = f"{type(err).__name__}: {str(err)[:200]}"
+    return CorruptError(f"malformed pickle at byte {at}: {reason}", file=label)
+
+
+def _check_depth(value: object, max_depth: int) -> None:
+    """Raises UnsafeError if a depth-first walk that visits nothing twice goes deeper than ``max_depth``."""
+    seen: set[int] = set()
+    path: list[Iterator[object]] = [iter((value,))]
+    while path:
+        for node in path[-1]:
+            kind = type(node)
+            if kind is str or kind is int or id(node) in seen:
+                continue
+            children: Iterator[object]
+            if kind is dict:
+                children = iter([*node, *node.values()])  # type: ignore[misc, attr-defined]
+            elif kind is list or kind is tuple or kind is set or kind is frozenset:
+                children = iter(node)  # type: ignore[call-overload]
+            elif kind is Inert:
+                children = iter(_parts(node))  # type: ignore[arg-type]
+            else:
+                continue
+            seen.add(id(node))
+            path.append(children)
+            if len(path) > max_depth:
+                raise UnsafeError(f"the pickle nests more than {max_depth} levels deep")
+            break
+        else:
+            path.pop()
+
+
+def _parts(node: Inert) -> list[object]:
+    parts: list[object] = [node.fn, node.args, *node.items]
+    if node.kwargs:
+        parts.append(node.kwargs)
+    if node.state is not NO_STATE:
+        parts.append(node.state)
+    for entry in node.entries:
+        parts += entry
+    return parts
