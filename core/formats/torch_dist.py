@@ -1,0 +1,249 @@
+"""Megatron-core's distributed checkpoint, backend ``torch_dist``: DCP files with conventions of its own.
+
+On disk::
+
+    iter_0000010/
+    ├── metadata.json      {"sharded_backend": "torch_dist", "sharded_backend_version": 1, …}
+    ├── common.pt          what every rank shares (arguments, iteration …); absent in dialect ``common_object``
+    ├── .metadata          as in DCP, ``planner_data`` None
+    └── __0_0.distcp …     as in DCP
+
+Dialects (attrs["dialect"]), as written by
+
+* ``0.12``: megatron-core ≤ 0.15 (seen: 0.12.1). ``.metadata`` has ``mcore_data``; optimizer tensors of the format
+  ``fully_sharded_model_space`` are stored *reformulated*: their true shape stands in
+  ``mcore_data[key]["nd_reformulated_orig_global_shape"]``, and the catalog shows them as they are stored;
+* ``common_pt``: 0.16.1;
+* ``common_object``: HEAD (0.20 dev). No common.pt: the item ``common_state/shard_0_1`` holds ``[common]``.
+
+A ShardedObject is an object with the key ``<key>/shard_<offset>_<shape>`` and a list of one value.
+
+attrs: ``dialect``, ``sharded_backend_version``, ``common`` (the common state, inert, its tensors hidden ones), from it
+``args``, ``iteration``, ``checkpoint_version``, ``content_metadata``; ``mcore_data``; and those of ``dcp``.
+
+Written: the dialect of attrs["dialect"], else ``common_pt``. ``.metadata`` gets no ``all_local_plans`` (Megatron uses
+them only to skip planning in the first save after a load, and plans again without them).
+
+Not supported: ``sharded_backend: zarr`` (another format), versions of the backend other than 1.
+
+Source: megatron-core 0.12.1, 0.16.1 and Megatron-LM d98e8a64, pinned in tests/golden (``mcore*_torch_dist``);
+``megatron/core/dist_checkpointing/{core,serialization,strategies/torch,strategies/common}.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.box import whole
+from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.formats import Format, dcp
+from core.formats.dcp_items import array_called, lay_out_items
+from core.formats.torch_file import load_object, plan_tree
+from core.image import FileImage, literal_file
+from core.inert import as_mapping
+from core.skeleton import REMOVED, Entry, mapped
+
+if TYPE_CHECKING:
+    from core.store import ReadStore
+
+CONFIG = "metadata.json"
+COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+DIALECTS = ("0.12", "common_pt", "common_object")
+_MAX_CONFIG_BYTES = 1 << 20
+_SHARDED_OBJECT = re.compile(r".+/shard_\d+(\.\d+)*_\d+(\.\d+)*$")
+
+
+def sniff(store: ReadStore) -> bool:
+    """Whether the directory holds a ``metadata.json`` of this backend, or a broken one beside DCP files."""
+    if store.entry is not None or not store.exists(CONFIG):
+        return store.entry is None and store.exists(COMMON_FILE) and store.exists(dcp.METADATA)
+    try:
+        return _config(store).get("sharded_backend") == "torch_dist"
+    except CorruptError:
+        return dcp.sniff(store)
+
+
+def _config(store: ReadStore) -> dict[str, object]:
+    """The content of ``metadata.json``.
+
+    Raises:
+        CorruptError: it is not a JSON object.
+    """
+    size = store.size(CONFIG)
+    if size > _MAX_CONFIG_BYTES:
+        raise CorruptError(f"{size} bytes are too much for this file", file=CONFIG)
+    try:
+        found = json.loads(store.read(CONFIG, 0, size))
+    except (ValueError, RecursionError) as err:
+        raise CorruptError(f"not JSON: {err}", file=CONFIG, hint='it should be {"sharded_backend": …}') from err
+    if not isinstance(found, dict):
+        raise CorruptError(f"a JSON {type(found).__name__}, not an object", file=CONFIG)
+    return found
+
+
+def read(store: ReadStore) -> Catalog:
+    """The catalog of one iteration's directory.
+
+    Raises:
+        CorruptError: ``metadata.json``, ``.metadata`` or the common state is malformed.
+        MissingShardError: one of them, or a file of theirs, is absent.
+        UnsupportedError: another backend or version of it, or as for ``core.formats.dcp.read``.
+        UnsafeError: a hostile pickle, or a name outside the directory.
+    """
+    version = _checked_version(store)
+    metadata = dcp.metadata_of(store)
+    has_object = COMMON_OBJECT in metadata.objects
+    catalog = dcp.catalog_of(metadata, format="torch_dist")
+    if store.exists(COMMON_FILE):
+        value, arrays = _common_of_file(store)
+        if has_object:
+            raise CorruptError(f"there are both {COMMON_FILE} and {COMMON_OBJECT}", file=store.label)
+        dialect = "common_pt" if metadata.mcore_data is None else "0.12"
+    elif has_object:
+        value, arrays = _common_of_object(store, catalog)
+        catalog = dcp.catalog_of(metadata, format="torch_dist", without=(COMMON_OBJECT,))
+        dialect = "common_object"
+    else:
+        raise MissingShardError(
+            f"neither {COMMON_FILE} nor the object {COMMON_OBJECT} is there",
+            file=store.label,
+            hint="copy the checkpoint again, with all its files",
+        )
+    common = as_mapping(value)
+    if common is None:
+        raise CorruptError(f"the common state is a {type(value).__name__}, not a dict", file=store.label)
+    attrs: dict[str, object] = {"dialect": dialect, "sharded_backend_version": version, "common": common}
+    for name in ("args", "iteration", "checkpoint_version", "content_metadata"):
+        if name in common:
+            attrs[name] = common[name]
+    return _with_hidden(catalog, arrays).with_attrs(**attrs)
+
+
+def _checked_version(store: ReadStore) -> int:
+    if not store.exists(CONFIG):
+        raise MissingShardError(
+            f"{CONFIG} is not there; Megatron writes it last, so the save did not finish",
+            file=store.label,
+            hint="use an older checkpoint",
+        )
+    config = _config(store)
+    backend, version = config.get("sharded_backend"), config.get("sharded_backend_version", 1)
+    if backend != "torch_dist" or version != 1:
+        raise UnsupportedError(f"the backend {backend!r} of version {version!r} is not handled", file=CONFIG)
+    common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
+    if common != ("torch", 1):
+        raise UnsupportedError(f"the common backend {common[0]!r} of version {common[1]!r} is not handled", file=CONFIG)
+    return 1
+
+
+def _common_of_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray]]:
+    stream = StoredArray(COMMON_FILE, "uint8", (store.size(COMMON_FILE),), Extent(COMMON_FILE, 0))
+    return load_object(store, stream, key=COMMON_FILE)
+
+
+def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mapping[str, StoredArray]]:
+    raw_key = catalog.objects[COMMON_OBJECT].raw_key
+    assert raw_key is not None
+    stream = catalog.fragments(raw_key)[0].array
+    assert stream is not None
+    value, arrays = load_object(store, stream, key=COMMON_OBJECT)
+    if not isinstance(value, list) or len(value) != 1:
+        raise CorruptError(f"the object is a {type(value).__name__}, not a list of one common state", key=COMMON_OBJECT)
+    return value[0], arrays
+
+
+def _with_hidden(catalog: Catalog, arrays: Mapping[str, StoredArray]) -> Catalog:
+    """The catalog with more hidden tensors, each one array."""
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        array = arrays.get(key)
+        if array is None:
+            return catalog.fragments(key)
+        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
+
+    metas = {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
+    return replace(catalog, hidden={**catalog.hidden, **metas}, fragments_of=fragments_of)
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of one iteration's directory: ``.distcp`` files, metadata.json, common.pt, then ``.metadata``.
+
+    Args:
+        target: every array becomes a chunk. An object whose key is a ShardedObject's becomes an item; any other goes
+            into the common state, nested as the skeleton says. Honoured attrs: ``dialect``, ``common``,
+            ``mcore_data``, ``max_file_bytes``.
+
+    Raises:
+        UnsupportedError: the arrays are no chunks of their tensors, the dialect is not known, or an object for the
+            common state has not been loaded.
+    """
+    dialect = target.attrs.get("dialect", "common_pt")
+    if dialect not in DIALECTS:
+        raise UnsupportedError(f"the dialect {dialect!r} is not known", hint=f"known: {', '.join(DIALECTS)}")
+    common = _common_state(target)
+    objects = [item for item in target.objects.values() if is_sharded_object(item.key)]
+    config: dict[str, object] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    beside = []
+    if dialect == "common_object":
+        objects.append(StoredObject(COMMON_OBJECT, value=[common]))
+    else:
+        config |= {"common_backend": "torch", "common_backend_version": 1}
+        plan = plan_tree(common, array_of=lambda key: array_called(target, key), prefix="common")
+        beside = [FileImage(COMMON_FILE, plan.size, plan.arrays, plan.literals)]
+    layout = lay_out_items(target, objects, max_file_bytes=dcp.max_file_bytes(target))
+    return (
+        *layout.files,
+        literal_file(CONFIG, json.dumps(config).encode()),
+        *beside,
+        dcp.metadata_image(target, layout, planner_data=None, mcore_data=_mcore_data(target, str(dialect))),
+    )
+
+
+def is_sharded_object(key: str) -> bool:
+    """Whether a key is ``<name>/shard_<offset>_<shape>``, dots inside offset and shape."""
+    return _SHARDED_OBJECT.search(key) is not None
+
+
+def _common_state(target: Catalog) -> dict[object, object]:
+    """attrs["common"], and the values of all objects that are no ShardedObjects."""
+    loose = {key: item for key, item in target.objects.items() if not is_sharded_object(key)}
+    for key, item in loose.items():
+        if item.raw_key is not None:
+            raise UnsupportedError("the object's value must be loaded before it can join the common state", key=key)
+
+    placed: set[str] = set()
+
+    def value_of(entry: Entry) -> object:
+        if entry.key not in loose:
+            return REMOVED
+        placed.add(entry.key)
+        return loose[entry.key].value
+
+    found: dict[object, object] = {}
+    if loose and target.skeleton is not None:
+        found |= as_mapping(mapped(target.skeleton, value_of)) or {}
+    found |= {key: item.value for key, item in loose.items() if key not in placed}
+    return found | (as_mapping(target.attrs.get("common")) or {})
+
+
+def _mcore_data(target: Catalog, dialect: str) -> dict[str, object] | None:
+    """Megatron's facts about the tensors that are written; None where there is none and the dialect has none."""
+    found = target.attrs.get("mcore_data")
+    kept = {key: fact for key, fact in found.items() if key in target.tensors} if isinstance(found, dict) else {}
+    return kept if dialect == "0.12" or any(kept.values()) else None
+
+
+FORMAT = Format(
+    name="torch_dist",
+    title="Megatron distributed checkpoint (torch_dist)",
+    sniff=sniff,
+    read=read,
+    lay_out=lay_out,
+    partition="as_stored",
+)

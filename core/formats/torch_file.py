@@ -1,0 +1,206 @@
+"""``torch.save`` files: reading one into an inert tree and stored arrays, and planning one.
+
+A file is a torch zip (``torch_zip``): a pickle and one record per storage. Reading it runs nothing: the pickle becomes
+an inert tree (``core.safe_pickle``) with a ``TensorLeaf`` where a tensor is (``torch_tensor``), whose bytes stay in the
+file.
+
+A catalog of this format: every tensor that is reached through mappings and lists has its path, dot-joined, as key; where
+two paths join to one key, dots inside names are written ``\\.``. The skeleton is the whole unpickled root; what is no
+tensor stands in it inline and is listed in ``objects`` too. Tensors inside other objects are ``hidden``.
+
+attrs: ``aliases`` (key → first key that has the same bytes), ``unsupported`` (key → what it is, for tensors that are not
+plain dense ones; they are objects of the skeleton and cannot be written), ``notes``, and ``iteration`` and ``args`` where
+the root has them.
+
+Versions: torch 1.6 and later; written as torch 2.13 does. A written file loads with torch's defaults (``weights_only``):
+what that refuses lies below a reserved key, see ``torch_aside``, and comes back on reading.
+
+Not supported, refused by name: the stream and tar formats before torch 1.6, TorchScript, big-endian files, bare
+pickles.
+
+Source: torch 2.13 ``torch/serialization.py``; files written by it, pinned in tests/golden (``hf/llama/torch_single``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from core.box import whole
+from core.catalog import Catalog, Fragment, TensorMeta
+from core.errors import UnsupportedError
+from core.formats import Format
+from core.formats.torch_aside import set_aside
+from core.formats.torch_item import item_location as item_location
+from core.formats.torch_tree import TorchTree as TorchTree
+from core.formats.torch_tree import load_object as load_object
+from core.formats.torch_tree import parse as parse
+from core.formats.torch_tree import stream_kind
+from core.formats.torch_tree_plan import TreePlan as TreePlan
+from core.formats.torch_tree_plan import plan_tree as plan_tree
+from core.image import FileImage
+from core.inert import ObjectLeaf, Persistent, TensorLeaf, as_mapping, attributes, walk
+from core.safe_pickle import gc_paused
+from core.skeleton import mapped
+
+if TYPE_CHECKING:
+    from core.box import Shape
+    from core.catalog import StoredArray
+    from core.skeleton import Entry
+    from core.store import ReadStore
+
+FILE_NAME = "checkpoint.pt"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+PREFIX = "archive"
+
+
+def sniff(store: ReadStore) -> bool:
+    """Whether the file, or the only such file of the directory, is of one of torch's formats (the old ones too)."""
+    name = _file_of(store)
+    if name is None or store.size(name) < 4:
+        return False
+    kind = stream_kind(store, name, 0, store.size(name))
+    return kind in ("zip", "legacy", "tar") or (kind == "pickle" and name.endswith(SUFFIXES))
+
+
+def _file_of(store: ReadStore) -> str | None:
+    """The file that is the checkpoint, or None."""
+    if store.entry is not None:
+        return store.entry if store.exists(store.entry) else None
+    names = [name for name in store.files() if name.endswith(SUFFIXES)]
+    if FILE_NAME in names:
+        return FILE_NAME
+    return names[0] if len(names) == 1 else None
+
+
+def read(store: ReadStore) -> Catalog:
+    """The catalog of a single file, or of a directory that holds one.
+
+    Raises:
+        CorruptError, TruncatedError: the file is damaged.
+        UnsupportedError: another kind of file.
+        UnsafeError: a hostile pickle.
+    """
+    name = _file_of(store)
+    if name is None:
+        raise UnsupportedError(
+            "the directory does not hold exactly one torch file", file=store.label, hint="point at the file itself"
+        )
+    tree = parse(store, name)
+    arrays = {**tree.arrays, **tree.hidden}
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        return (_fragment(key, arrays[key]),)
+
+    attrs: dict[str, object] = {"aliases": tree.aliases, "unsupported": tree.unsupported, "notes": tree.notes}
+    root = as_mapping(tree.value) or {}
+    if type(root.get("iteration")) is int:
+        attrs["iteration"] = root["iteration"]
+    if attributes(root.get("args")) is not None:
+        attrs["args"] = root["args"]
+    return Catalog(
+        format="torch",
+        version=tree.version,
+        tensors={key: TensorMeta(key, array.dtype, array.shape) for key, array in tree.arrays.items()},
+        fragments_of=fragments_of,
+        objects=tree.objects,
+        hidden={key: TensorMeta(key, array.dtype, array.shape) for key, array in tree.hidden.items()},
+        skeleton=tree.value,
+        attrs=attrs,
+    )
+
+
+def _fragment(key: str, array: StoredArray) -> Fragment:
+    return Fragment(key, whole(array.shape), array, (0,) * len(array.shape))
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The image of one file, ``checkpoint.pt``.
+
+    Args:
+        target: every tensor is one array. Its skeleton is what will be saved; without one, a dict of all tensors and
+            objects by key. Tensors that ``attrs["aliases"]`` calls equal share a storage, of which only the first one's
+            array is placed.
+
+    Raises:
+        UnsupportedError: a tensor of a kind that is not handled is still there, or a tensor is in several pieces.
+    """
+    refuse_unsupported(target)
+    same_as = _aliases(target)
+
+    def array_of(key: str) -> StoredArray:
+        key = same_as.get(key, key)
+        array = target.fragments(key)[0].array
+        if array is None or array.shape != target.meta(key).shape:
+            raise UnsupportedError("a torch file holds every tensor in one piece", key=key)
+        return array
+
+    with gc_paused():
+        root = set_aside(_root(target))
+    plan = plan_tree(root, array_of, prefix=PREFIX)
+    return (FileImage(FILE_NAME, plan.size, plan.arrays, plan.literals),)
+
+
+def refuse_unsupported(catalog: Catalog) -> None:
+    """Returns if every tensor of the catalog can be copied.
+
+    Raises:
+        UnsupportedError: one is of a kind that is not handled; names it.
+    """
+    unsupported = catalog.attrs.get("unsupported")
+    if isinstance(unsupported, Mapping):
+        for key, kind in unsupported.items():
+            if key in catalog.objects:
+                raise UnsupportedError(
+                    f"a {kind} cannot be copied",
+                    key=str(key),
+                    hint="leave it out with --exclude, or save a plain tensor instead",
+                )
+    for item in catalog.objects.values():
+        if any(isinstance(node, Persistent) for node in walk(item.value)):
+            raise UnsupportedError(
+                "the object holds a bare storage, which cannot be copied",
+                key=item.key,
+                hint="leave it out with --exclude",
+            )
+
+
+def _aliases(target: Catalog) -> dict[str, str]:
+    """Key → the key whose array serves for it, where both are still alike."""
+    stated = target.attrs.get("aliases")
+    if not isinstance(stated, Mapping):
+        return {}
+
+    def looks(key: str) -> tuple[str, Shape] | None:
+        meta = target.tensors.get(key)
+        return None if meta is None else (meta.dtype, meta.shape)
+
+    return {key: first for key, first in stated.items() if looks(key) is not None and looks(key) == looks(first)}
+
+
+def _root(target: Catalog) -> object:
+    """What is to be saved, every object in its place."""
+    if target.skeleton is None:
+        flat: dict[object, object] = {key: TensorLeaf(key) for key in target.tensors}
+        flat.update((key, item.value) for key, item in target.objects.items())
+        return flat
+
+    def value_of(entry: Entry) -> object:
+        if not isinstance(entry.leaf, ObjectLeaf):
+            return entry.leaf
+        item = target.objects[entry.leaf.key]
+        if item.raw_key is not None:
+            raise UnsupportedError("an object was not read yet", key=item.key)
+        return item.value
+
+    return mapped(target.skeleton, value_of)
+
+
+FORMAT = Format(
+    name="torch",
+    title="torch.save file",
+    sniff=sniff,
+    read=read,
+    lay_out=lay_out,
+    is_single_file=True,
+)

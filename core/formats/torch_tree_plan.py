@@ -1,0 +1,146 @@
+"""A torch zip to be written: the pickle of an inert tree, and a record for every tensor in it.
+
+Source: torch 2.13 ``torch/serialization.py`` (``_save``), ``torch/_tensor.py`` (``_reduce_ex_internal``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from core.box import c_strides
+from core.dtypes import DTYPES
+from core.errors import UnsupportedError
+from core.formats.torch_zip_plan import ArchivePlan, plan_archive
+from core.image import CrcOf, Literal, PlacedArray
+from core.inert import Global, Inert, Persistent, TensorLeaf
+from core.pickle_writer import dumps
+from core.safe_pickle import gc_paused
+
+if TYPE_CHECKING:
+    from core.catalog import StoredArray
+
+
+@dataclass(frozen=True, slots=True)
+class TreePlan:
+    """A torch zip before it has data.
+
+    Args:
+        size: bytes of the zip.
+        arrays: the storages, in file order.
+        archive: where its records lie, relative to its begin.
+        payloads: the records that are no storages.
+        base: byte of the file at which the zip begins; offsets of ``arrays`` and literals include it.
+    """
+
+    size: int
+    arrays: list[PlacedArray]
+    archive: ArchivePlan
+    payloads: dict[str, bytes]
+    base: int = 0
+
+    def literals(self, crc_of: CrcOf) -> Iterator[Literal]:
+        """Everything but the arrays, in increasing offset.
+
+        Args:
+            crc_of: CRC-32 of a finished array, by its name.
+        """
+
+        def of_record(name: str) -> int:
+            return crc_of(self.arrays[int(name.removeprefix("data/"))].array.name)
+
+        for offset, data in self.archive.literals(self.payloads, of_record):
+            yield self.base + offset, data
+
+    def shifted(self, offset: int) -> TreePlan:
+        """The same zip, beginning ``offset`` bytes further on."""
+        moved = [PlacedArray(placed.offset + offset, placed.array) for placed in self.arrays]
+        return replace(self, arrays=moved, base=self.base + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """A storage of the new file: its persistent id."""
+
+    pid: tuple[object, ...]
+
+
+def plan_tree(value: object, array_of: Callable[[str], StoredArray], *, prefix: str) -> TreePlan:
+    """The torch zip of an inert tree.
+
+    Args:
+        value: what to save.
+        array_of: the array of a leaf's key; it tells dtype and shape. Every array is stored once, in C order; leaves with
+            one array share it.
+        prefix: name of the directory inside the zip, ``archive`` where torch has no file name.
+
+    Raises:
+        UnsupportedError: the tree refers to a storage of another file.
+    """
+    arrays: list[StoredArray] = []
+    number_of: dict[str, int] = {}
+
+    def reduced(leaf: TensorLeaf) -> Inert:
+        array = array_of(leaf.key)
+        number = number_of.setdefault(array.name, len(arrays))
+        if number == len(arrays):
+            arrays.append(array)
+        return _rebuild(leaf, array, number)
+
+    with gc_paused():
+        pickle = dumps(value, persistent_id=_persistent_id, reducers={TensorLeaf: reduced})
+    sizes = [array.n_bytes for array in arrays]
+    payloads = {
+        "data.pkl": pickle,
+        ".format_version": b"1",
+        ".storage_alignment": b"64",
+        "byteorder": b"little",
+        "version": b"3\n",
+        ".data/serialization_id": _serialization_id(pickle, sizes),
+    }
+    names = list(payloads)
+    records = [(name, len(payloads[name])) for name in names[:4]]
+    records += [(f"data/{number}", n_bytes) for number, n_bytes in enumerate(sizes)]
+    records += [(name, len(payloads[name])) for name in names[4:]]
+    archive = plan_archive(prefix, records)
+    placed = [PlacedArray(archive.data[4 + number], array) for number, array in enumerate(arrays)]
+    return TreePlan(archive.size, placed, archive, payloads)
+
+
+def _persistent_id(leaf: object) -> object:
+    if isinstance(leaf, Persistent):
+        raise UnsupportedError("the object refers to a storage of the file that it was read from")
+    return leaf.pid if isinstance(leaf, _Storage) else None
+
+
+def _rebuild(leaf: TensorLeaf, array: StoredArray, number: int) -> Inert:
+    """The call that makes a tensor."""
+    dtype = DTYPES[array.dtype]
+    needs_grad = leaf.requires_grad and dtype.kind in ("float", "complex")
+    hooks = Inert("reduce", Global("collections", "OrderedDict"))
+    place = (0, array.shape, c_strides(array.shape), needs_grad and leaf.wrapper is None, hooks)
+    if dtype.storage is not None:
+        n = array.n_bytes // dtype.itemsize
+        storage = _Storage(("storage", Global("torch", dtype.storage), str(number), "cpu", n))
+        tensor = Inert("reduce", Global("torch._utils", "_rebuild_tensor_v2"), (storage, *place))
+    else:
+        # torch 2.13 fails to load a tensor made by v3 that requires grad, its own files included.
+        place = (*place[:3], False, hooks)
+        untyped = Global("torch.storage", "UntypedStorage")
+        storage = _Storage(("storage", untyped, str(number), "cpu", array.n_bytes))
+        arguments = (storage, *place, Global("torch", dtype.name))
+        tensor = Inert("reduce", Global("torch._utils", "_rebuild_tensor_v3"), arguments)
+    if leaf.wrapper != "parameter":
+        return tensor
+    hooks = Inert("reduce", Global("collections", "OrderedDict"))
+    return Inert("reduce", Global("torch._utils", "_rebuild_parameter"), (tensor, needs_grad, hooks))
+
+
+def _serialization_id(pickle: bytes, sizes: list[int]) -> bytes:
+    """40 digits that depend on what the file describes (torch's depend on names and CRCs)."""
+    digest = hashlib.sha256(pickle)
+    for size in sizes:
+        digest.update(size.to_bytes(8, "little"))
+    return b"%040d" % (int.from_bytes(digest.digest(), "little") % 10**40)
