@@ -1,0 +1,38 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+GOLDEN_ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the checkpoints that other software wrote; see tests/golden/README.md. To be read only.
+
+    Unpacked once per run; under pytest-xdist all workers share one.
+    """
+    base_dir = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base_dir = base_dir.parent
+    golden_dir = base_dir / "golden"
+    with (base_dir / "golden.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not golden_dir.exists():
+            unfinished_dir = base_dir / "golden.unfinished"
+            with tarfile.open(GOLDEN_ARCHIVE) as archive:
+                archive.extractall(unfinished_dir, filter="data")
+            unfinished_dir.rename(golden_dir)
+    return golden_dir
+
+
+@pytest.fixture(scope="session")
+def repo_dir() -> Path:
+    """Root of the repository."""
+    return Path(__file__).resolve().parent.parent
