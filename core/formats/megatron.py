@@ -1,0 +1,251 @@
+"""Megatron-LM's checkpoint of one file per model parallel rank (``--ckpt-format torch``, "legacy").
+
+On disk::
+
+    root/
+    ├── latest_checkpointed_iteration.txt      "10", without a newline; or "release"
+    └── iter_0000010/                          or release/
+        ├── mp_rank_00_000/                    names: core.topology
+        │   ├── model_optim_rng.pt             a torch zip: args, iteration, model (or model0 … modelN), rng_state …
+        │   └── distrib_optim.pt               with the distributed optimizer: its flat buffers
+        └── mp_rank_01_000/ …
+
+Versions: checkpoint_version 2.0 and 3.0, names of ``megatron.core`` (core 0.4 to HEAD).
+
+A *rank catalog*: keys are ``<rank directory>:<path in the file>``, shapes those of one rank;
+``core.layout.unshard`` makes them global. Model and optimizer tensors are tensors; those of other entries (random
+states) are hidden ones inside their object. attrs: ``is_rank_local``, ``args``, ``iteration``,
+``checkpoint_version``, ``topology``, ``ranks`` (coordinates → (directory, skeleton of model_optim_rng.pt)),
+``aliases``, ``unsupported`` (as in ``core.formats.torch_file``), ``optimizer`` (``float16`` or ``distributed``,
+None without one), ``is_single_rank`` (only one rank's directory or file was pointed at; for looking at, not for
+converting).
+
+Not supported: files of before 2023-05 with the distributed optimizer (``model_rng.pt``, ``optim.pt``), ``.nemo``
+archives; expert parallel checkpoints whose ranks wrote over each other (ETP > TP), which are refused by name.
+
+Source: Megatron-LM d98e8a64 ``training/checkpointing.py``, pinned in tests/golden (``mcore_legacy``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from core.box import whole
+from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.formats import Format
+from core.formats.torch_file import TorchTree, parse, plan_tree
+from core.image import FileImage, literal_file
+from core.inert import ObjectLeaf, TensorLeaf, as_mapping
+from core.layout_args import check_agree, fields_of, topology_of
+from core.layout_state import OPTIMIZER, is_chunk, iteration_of
+from core.skeleton import entries, mapped
+from core.topology import Topology, matched_dirs, rank_dirs
+
+if TYPE_CHECKING:
+    from core.store import ReadStore
+
+MODEL_FILE = "model_optim_rng.pt"
+OPTIM_FILE = "distrib_optim.pt"
+TRACKER = "latest_checkpointed_iteration.txt"
+_RANK_DIR = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}$")
+_OTHER_FILES = ("model_rng.pt", "optim.pt", "model_weights.ckpt")
+
+
+def sniff(store: ReadStore) -> bool:
+    """Whether there are rank directories, or this is one, or its file."""
+    if store.entry is not None:
+        return store.entry == MODEL_FILE
+    return store.exists(MODEL_FILE) or any(map(_RANK_DIR.match, store.folders()))
+
+
+def read(store: ReadStore) -> Catalog:
+    """The rank catalog of an iteration's directory, of one rank directory, or of one rank's file.
+
+    Raises:
+        MissingShardError: a rank directory or its file is absent.
+        CorruptError: a file is damaged, or the ranks are not of one checkpoint.
+        UnsupportedError: files of an older kind, or no training arguments.
+        UnsafeError: a hostile pickle.
+    """
+    if store.entry is not None or store.exists(MODEL_FILE):
+        return _read_single(store)
+    folders = [name for name in store.folders() if _RANK_DIR.match(name)]
+    for folder in folders:
+        _check_folder(store, folder)
+    args = (as_mapping(parse(store, f"{folders[0]}/{MODEL_FILE}").value) or {}).get("args")
+    topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
+    expected = rank_dirs(
+        topology, world_size=_number(args, "world_size"), cp=_number(args, "context_parallel_size") or 1
+    )
+    coords_of = matched_dirs(folders, expected, topology=topology)
+    return _catalog(store, {folder: (folder + "/", coords) for folder, coords in coords_of.items()}, topology=topology)
+
+
+def _number(args: object, name: str) -> int | None:
+    value = fields_of(args).get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _check_folder(store: ReadStore, folder: str) -> None:
+    """The rank directory holds its model file."""
+    if store.exists(f"{folder}/{MODEL_FILE}"):
+        return
+    old = [name for name in _OTHER_FILES if store.exists(f"{folder}/{name}")]
+    if old:
+        raise UnsupportedError(
+            f"it holds {old[0]}, a kind of rank file that is not read",
+            file=folder,
+            hint="load and save the checkpoint with a newer Megatron-LM",
+        )
+    raise MissingShardError(
+        "the rank's file is not there",
+        file=f"{folder}/{MODEL_FILE}",
+        hint="copy the checkpoint again, with all its files",
+    )
+
+
+def _read_single(store: ReadStore) -> Catalog:
+    """The catalog of one rank."""
+    path = PurePath(store.label)
+    name = path.parent.name if store.entry is not None else path.name
+    folder = name if _RANK_DIR.match(name) else "mp_rank"
+    return _catalog(store, {folder: ("", ())}, topology=None)
+
+
+def _catalog(store: ReadStore, places: Mapping[str, tuple[str, Coords]], *, topology: Topology | None) -> Catalog:
+    """The catalog of some ranks.
+
+    Args:
+        places: rank directory → (path before its files, coordinates).
+        topology: None for one rank out of many.
+    """
+    arrays: dict[str, StoredArray] = {}
+    hidden: dict[str, StoredArray] = {}
+    objects: dict[str, StoredObject] = {}
+    aliases: dict[str, str] = {}
+    unsupported: dict[str, str] = {}
+    ranks: dict[Coords, tuple[str, object]] = {}
+    kinds: set[str] = set()
+    first: tuple[str, Mapping[object, object]] | None = None
+    for folder, (start, coords) in places.items():
+        file = start + MODEL_FILE
+        tree = parse(store, file, prefix=f"{folder}:", coords=coords)
+        skeleton = _inlined(tree)
+        root = as_mapping(skeleton)
+        if root is None:
+            raise CorruptError(f"the file holds a {type(skeleton).__name__}, not a dict", file=file)
+        if first is None:
+            first = (folder, root)
+        elif topology is not None:
+            check_agree(root.get("args"), first[1].get("args"), rank=folder, other_rank=first[0])
+        beside = _hidden_keys(root)
+        arrays |= {key: array for key, array in tree.arrays.items() if key not in beside}
+        hidden |= {key: array for key, array in tree.arrays.items() if key in beside} | tree.hidden
+        objects |= {item.key: item for item in _objects(root, folder, coords)}
+        aliases |= tree.aliases
+        unsupported |= tree.unsupported
+        ranks[coords] = (folder, skeleton)
+        if root.get(OPTIMIZER) is not None:
+            kinds.add("float16")
+        if store.exists(start + OPTIM_FILE):
+            kinds.add("distributed")
+            optim = parse(store, start + OPTIM_FILE, prefix=f"{folder}:distrib_optim.", coords=coords)
+            arrays |= optim.arrays
+            aliases |= optim.aliases
+        elif any(name.startswith("layer_wise_optimizer_") for name in store.files(start.rstrip("/"))):
+            kinds.add("layer-wise")
+    assert first is not None, "at least one rank was found"
+    head = first[1]
+    every = {**arrays, **hidden}
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        array = every[key]
+        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
+
+    return Catalog(
+        format="megatron",
+        version=None if "checkpoint_version" not in head else str(head["checkpoint_version"]),
+        tensors={key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()},
+        fragments_of=fragments_of,
+        objects=objects,
+        hidden={key: TensorMeta(key, array.dtype, array.shape) for key, array in hidden.items()},
+        attrs={
+            "is_rank_local": True,
+            "is_single_rank": topology is None,
+            "args": head.get("args"),
+            "iteration": iteration_of(head),
+            "checkpoint_version": head.get("checkpoint_version"),
+            "topology": topology if topology is not None or "args" not in head else topology_of(head["args"]),
+            "ranks": ranks,
+            "aliases": aliases,
+            "unsupported": unsupported,
+            "optimizer": next((kind for kind in ("distributed", "layer-wise", "float16") if kind in kinds), None),
+        },
+    )
+
+
+def _inlined(tree: TorchTree) -> object:
+    """The content of a file with every object in its place."""
+    objects = tree.objects
+    return mapped(
+        tree.value, lambda entry: objects[entry.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
+    )
+
+
+def _hidden_keys(root: Mapping[object, object]) -> set[str]:
+    """Keys of the tensors that belong to neither model nor optimizer."""
+    beside = {name: value for name, value in root.items() if not is_chunk(name) and name != OPTIMIZER}
+    return {entry.leaf.key for entry in entries(beside) if isinstance(entry.leaf, TensorLeaf)}
+
+
+def _objects(root: Mapping[object, object], folder: str, coords: Coords) -> Iterator[StoredObject]:
+    """The non-tensor entries of a rank: those of model and optimizer one by one, every other top-level one whole."""
+    for name, value in root.items():
+        if not is_chunk(name) and name != OPTIMIZER:
+            if not isinstance(value, TensorLeaf):
+                yield StoredObject(f"{folder}:{name}", value=value, coords=coords)
+            continue
+        for entry in entries({name: value}):
+            if not isinstance(entry.leaf, TensorLeaf):
+                yield StoredObject(f"{folder}:{entry.key}", value=entry.leaf, coords=coords)
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of a root: rank files under ``iter_N``, and the tracker.
+
+    Args:
+        target: what ``core.layout.shard`` makes: arrays without extent, attrs["ranks"], attrs["iteration"].
+
+    Raises:
+        UnsupportedError: the target has no rank files, because it was not sharded.
+    """
+    ranks = target.attrs.get("ranks")
+    if not isinstance(ranks, Mapping):
+        raise UnsupportedError("rank files need a parallel layout", hint="the checkpoint's names are not Megatron's")
+    number = target.attrs.get("iteration")
+    folder = f"iter_{number:07d}" if isinstance(number, int) else "release"
+    arrays: dict[Coords, dict[str, StoredArray]] = {coords: {} for coords in ranks}
+    for fragment in target.all_fragments():
+        assert fragment.array is not None
+        arrays[fragment.array.coords][fragment.array.name] = fragment.array
+    images = []
+    for coords, (name, skeleton) in ranks.items():
+        plan = plan_tree(skeleton, array_of=arrays[coords].__getitem__, prefix=PurePath(MODEL_FILE).stem)
+        images.append(FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals))
+    text = str(number) if isinstance(number, int) else "release"
+    return (*images, literal_file(TRACKER, text.encode("ascii"), is_metadata=True))
+
+
+FORMAT = Format(
+    name="megatron",
+    title="Megatron-LM rank files (mp_rank_*/model_optim_rng.pt)",
+    sniff=sniff,
+    read=read,
+    lay_out=lay_out,
+    aliases=("torch_ranks",),
+    partition="ranks",
+)

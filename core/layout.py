@@ -1,0 +1,74 @@
+"""Layouts: rank-local tensors to global ones and back, metadata only.
+
+::
+
+    rank files ──┐                                             ┌── shard ──▶ rank files of another topology
+    torch_dist ──┼── unshard ──▶ global per-layer form ────────┤
+    DCP, torch ──┘   (``core.layout_unshard``)                 └── stack ──▶ torch_dist
+
+The rules are data: ``layouts/megatron.toml``, read by ``core.layout_rules``. What is not handled yet (experts, VPP
+in the destination, optimizer state …) is refused by name.
+"""
+
+from __future__ import annotations
+
+from core.catalog import Catalog
+from core.layout_global import unshard_global
+from core.layout_rules import Rules, load_rules
+from core.layout_shard import shard
+from core.layout_stack import Stacked, stack
+from core.layout_unshard import unshard_ranks
+
+__all__ = ["Rules", "Stacked", "load_rules", "shard", "stack", "unshard"]
+
+
+def unshard(
+    catalog: Catalog,
+    *,
+    rules: Rules,
+    vocab_size: int | None = None,
+    optim: str = "refuse",
+    keep_padded_vocab: bool = False,
+    target_tp: int | None = None,
+) -> Catalog:
+    """The global per-layer form of a Megatron checkpoint.
+
+    Args:
+        catalog: a rank catalog (``core.formats.megatron``), or a torch_dist, DCP or torch catalog whose tensors have
+            Megatron's names: stacked or per layer, with or without ``model.`` before them. Its objects should have been
+            loaded (``core.objects.loaded``); extra states that have not been are left as they are, under their old
+            keys.
+        rules: the layout's table.
+        vocab_size: true rows of the vocabulary; None takes the training arguments' word.
+        optim: ``refuse`` optimizer state, or ``drop`` it with a note.
+        keep_padded_vocab: count padding rows as true ones.
+        target_tp: the TP size that the result is meant for; padding rows are then kept where that size needs exactly as
+            many, so that they move unchanged. None cuts them wherever the true vocabulary is known.
+
+    Returns:
+        A catalog as ``core.layout_unshard`` describes it.
+
+    Raises:
+        UnsupportedError: no training arguments, or something that is not handled yet.
+        UnknownTensorError: no rule fits a name.
+        MissingShardError: a rank, a layer or a tensor is absent.
+        CorruptError: ranks, shapes and arguments contradict each other.
+        UsageError: ``vocab_size`` does not fit.
+    """
+    if catalog.attrs.get("is_rank_local"):
+        return unshard_ranks(
+            catalog,
+            rules=rules,
+            vocab_size=vocab_size,
+            optim=optim,
+            keep_padded_vocab=keep_padded_vocab,
+            target_tp=target_tp,
+        )
+    return unshard_global(
+        catalog,
+        rules=rules,
+        vocab_size=vocab_size,
+        optim=optim,
+        keep_padded_vocab=keep_padded_vocab,
+        target_tp=target_tp,
+    )

@@ -1,0 +1,258 @@
+"""Layout rules as data: reading ``layouts/*.toml``, and finding the rule of a parameter.
+
+A file holds ordered ``[[rule]]`` rows; the first whose pattern fits a name decides. There is no catch-all: a name
+without a rule is an error that proposes one. ``layouts/megatron.toml`` explains the fields.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+
+from core.box import Shape
+from core.errors import UnknownTensorError, UnsupportedError, UsageError
+from core.store import translated
+
+KINDS = ("replicate", "split", "vocab", "opaque", "expert")
+STAGES = ("first", "last")
+_RULE_FIELDS = {"pattern", "rule", "axis", "parts", "group", "unit", "tied", "later", "source"}
+_NEEDS_AXIS = ("split", "vocab")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row.
+
+    Args:
+        pattern: searched in the parameter's name.
+        kind: ``replicate``, ``split``, ``vocab``, ``opaque`` or ``expert``.
+        axis: the axis that ``split`` and ``vocab`` cut, else None.
+        parts: ``whole`` or ``gated``.
+        group: ``tp`` or ``ep``.
+        unit: ``heads`` or None.
+        tied: name of the tensor that this one copies in models with shared embeddings, or None.
+        later: what the parameter belongs to if it is not handled yet, else None.
+        source: where the rule was established.
+    """
+
+    pattern: re.Pattern[str]
+    kind: str
+    axis: int | None = None
+    parts: str = "whole"
+    group: str = "tp"
+    unit: str | None = None
+    tied: str | None = None
+    later: str | None = None
+    source: str = ""
+
+    @property
+    def cut_axis(self) -> int | None:
+        """The axis that is cut, or None for what every shard holds whole."""
+        return self.axis if self.kind in _NEEDS_AXIS else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A layout's table.
+
+    Args:
+        rules: rows in order.
+        stages: (pattern, ``first`` or ``last``) for parameters outside of layers.
+        fused_names: (local, fused) beginnings of names within a layer.
+        layers: what stands before a layer's number.
+        layer_order: beginnings of names within a layer, in the order of a rank file.
+    """
+
+    rules: tuple[Rule, ...]
+    stages: tuple[tuple[re.Pattern[str], str], ...]
+    fused_names: tuple[tuple[str, str], ...]
+    layers: str
+    layer_order: tuple[str, ...]
+
+    def rule_of(self, name: str, *, shapes: Sequence[Shape] = ()) -> Rule:
+        """The rule of a parameter.
+
+        Args:
+            name: local or global name, without ``model.``.
+            shapes: its shape on every rank that has it, for the message.
+
+        Raises:
+            UnknownTensorError: no row fits; the hint proposes one.
+            UnsupportedError: the row says that it is not handled yet.
+        """
+        rule = _first_fit(self.rules, name)
+        if rule is None:
+            seen = ", ".join(sorted({"×".join(map(str, shape)) or "scalar" for shape in shapes}))
+            raise UnknownTensorError(
+                "no layout rule fits this tensor"
+                + (f" (shape on each of {len(shapes)} ranks: {seen})" if seen else ""),
+                key=name,
+                hint=f"write a file with this row, corrected if need be, for --rules:\n{proposal(name, shapes)}",
+            )
+        if rule.later is not None:
+            raise UnsupportedError(
+                f"{rule.later} cannot be resharded yet",
+                key=name,
+                hint="convert it without changing the layout, or use a model without them",
+            )
+        return rule
+
+    def stage_of(self, name: str) -> str | None:
+        """``first`` or ``last`` for a parameter or module outside of layers; None if no row says."""
+        return next((stage for pattern, stage in self.stages if pattern.search(name)), None)
+
+    def layer_of(self, name: str) -> tuple[int, str] | None:
+        """(number, name within the layer) of a parameter of a layer, else None."""
+        if not name.startswith(self.layers):
+            return None
+        number, dot, sub = name[len(self.layers) :].partition(".")
+        return (int(number), sub) if dot and number.isascii() and number.isdigit() else None
+
+    def stacked_of(self, name: str) -> str | None:
+        """The name within the layer of a key that stacks all layers (``decoder.layers.mlp.…``), else None."""
+        if not name.startswith(self.layers) or name[len(self.layers) :][:1].isdigit():
+            return None
+        return name[len(self.layers) :] or None
+
+    def layer_name(self, number: int, sub: str) -> str:
+        """The name of a layer's parameter."""
+        return f"{self.layers}{number}.{sub}"
+
+    def fused(self, sub: str) -> str:
+        """A name within a layer as torch_dist has it."""
+        return _exchanged(sub, self.fused_names)
+
+    def local(self, sub: str) -> str:
+        """A name within a layer as rank files of the local implementation have it."""
+        return _exchanged(sub, [(fused, local) for local, fused in self.fused_names])
+
+    def position(self, sub: str) -> int:
+        """Where a name within a layer stands in a rank file; names that the table does not know come last."""
+        for place, start in enumerate(self.layer_order):
+            if sub.startswith(start):
+                return place
+        return len(self.layer_order)
+
+
+@lru_cache(maxsize=1 << 16)
+def _first_fit(rules: tuple[Rule, ...], name: str) -> Rule | None:
+    return next((rule for rule in rules if rule.pattern.search(name)), None)
+
+
+def _exchanged(sub: str, pairs: Sequence[tuple[str, str]]) -> str:
+    for old, new in pairs:
+        if sub.startswith(old):
+            return new + sub[len(old) :]
+    return sub
+
+
+def proposal(name: str, shapes: Sequence[Shape]) -> str:
+    """A row that might fit an unknown tensor, in TOML."""
+    pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
+    shape = shapes[0] if shapes else ()
+    row = ["[[rule]]", f"pattern = '^{pattern}$'"]
+    if len(shape) < 2 or len(set(shapes)) > 1:
+        row += ['rule = "replicate"   # if every TP rank holds the same; else "split" with an axis']
+    else:
+        row += [
+            'rule = "split"   # or "replicate", if every TP rank holds the same',
+            f"axis = {int(shape[0] > shape[1])}",
+        ]
+    return "\n".join(row)
+
+
+def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
+    """The table of a family, with a user's rows before it.
+
+    Raises:
+        UsageError: the user's file is not TOML, or a row in it makes no sense; names the file and the row.
+        MissingShardError, StorageError: it cannot be read.
+    """
+    label = f"layouts/{family}.toml"
+    table = tomllib.loads(files("core").joinpath("layouts", f"{family}.toml").read_text(encoding="utf-8"))
+    rules, stages = _rows(table, label=label)
+    if extra is not None:
+        label = str(extra)
+        with translated(label, doing="read"):
+            data = extra.read_bytes()
+        try:
+            added = tomllib.loads(data.decode("utf-8"))
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
+            raise UsageError(f"the rules are not TOML: {err}", file=label) from err
+        unknown = sorted(set(added) - {"rule", "stage"})
+        if unknown:
+            raise UsageError(f"unknown tables: {', '.join(unknown)}", file=label, hint="use [[rule]] and [[stage]]")
+        more_rules, more_stages = _rows(added, label=label)
+        rules, stages = more_rules + rules, more_stages + stages
+    return Rules(
+        rules=tuple(rules),
+        stages=tuple(stages),
+        fused_names=tuple((row["local"], row["fused"]) for row in table["name"]),
+        layers=table["layers"],
+        layer_order=tuple(table["order"]["layer"]),
+    )
+
+
+def _rows(table: Mapping[str, object], *, label: str) -> tuple[list[Rule], list[tuple[re.Pattern[str], str]]]:
+    rules = [_rule(row, where=f"[[rule]] {n}", label=label) for n, row in _numbered(table, "rule", label)]
+    stages = []
+    for n, row in _numbered(table, "stage", label):
+        if row.get("stage") not in STAGES or set(row) - {"pattern", "stage"}:
+            raise UsageError(f"[[stage]] {n} needs a pattern and a stage, {' or '.join(STAGES)}", file=label)
+        stages.append((_pattern(row, where=f"[[stage]] {n}", label=label), str(row["stage"])))
+    return rules, stages
+
+
+def _numbered(table: Mapping[str, object], name: str, label: str) -> list[tuple[int, Mapping[str, object]]]:
+    rows = table.get(name, [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UsageError(f"{name} is not a list of tables", file=label, hint=f"write [[{name}]]")
+    return list(enumerate(rows, start=1))
+
+
+def _rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
+    def refuse(what: str) -> UsageError:
+        return UsageError(f"{where} {what}", file=label)
+
+    unknown = sorted(set(row) - _RULE_FIELDS)
+    if unknown:
+        raise refuse(f"has unknown fields: {', '.join(unknown)}")
+    kind, axis = row.get("rule"), row.get("axis")
+    if kind not in KINDS:
+        raise refuse(f"has rule {kind!r}; it is one of {', '.join(KINDS)}")
+    if kind in _NEEDS_AXIS and not (isinstance(axis, int) and 0 <= axis < 8):
+        raise refuse("needs an axis, a small number from 0")
+    for name, allowed in (("parts", ("whole", "gated")), ("group", ("tp", "ep")), ("unit", (None, "heads"))):
+        if name in row and row[name] not in allowed:
+            raise refuse(f"has {name} {row[name]!r}; it is one of {', '.join(filter(None, allowed))}")
+    if (kind == "expert" or row.get("group") == "ep") and "later" not in row:
+        raise refuse("cuts over expert parallel ranks, which is not handled yet")
+    text = {name: row.get(name) for name in ("tied", "later", "source")}
+    if any(value is not None and not isinstance(value, str) for value in text.values()):
+        raise refuse(f"has a field of {', '.join(text)} that is not text")
+    return Rule(
+        pattern=_pattern(row, where=where, label=label),
+        kind=str(kind),
+        axis=axis if isinstance(axis, int) else None,
+        parts=str(row.get("parts", "whole")),
+        group=str(row.get("group", "tp")),
+        unit=None if row.get("unit") is None else str(row["unit"]),
+        tied=None if text["tied"] is None else str(text["tied"]),
+        later=None if text["later"] is None else str(text["later"]),
+        source=str(text["source"] or ""),
+    )
+
+
+def _pattern(row: Mapping[str, object], *, where: str, label: str) -> re.Pattern[str]:
+    text = row.get("pattern")
+    if not isinstance(text, str) or not text:
+        raise UsageError(f"{where} has no pattern", file=label)
+    try:
+        return re.compile(text)
+    except re.error as err:
+        raise UsageError(f"{where}: {text!r} is not a regular expression: {err}", file=label) from err

@@ -1,0 +1,235 @@
+"""What stands beside the model in a Megatron checkpoint, and what becomes of it when the layout changes.
+
+=====================================  =================================================================================
+ entry                                  policy
+=====================================  =================================================================================
+ ``args``                               copied, sizes updated (``core.layout_args``); layout fields agree on all ranks
+ ``checkpoint_version``                 kept; below 2.0 refused: its QKV rows are ordered otherwise
+ ``iteration`` (older ``total_iters``)  kept
+ ``opt_param_scheduler``                kept
+ ``num_floating_point_operations…``     kept
+ ``rng_state``                          one per (TP, PP) rank: kept for rank files of the same sizes, and in torch_dist;
+                                        otherwise left out, with a note (Megatron needs --no-load-rng then)
+ ``rerun_state_machine``                left out of rank files, with a note (Megatron ignores it unless no size changed)
+ ``content_metadata``                   torch_dist only
+ ``optimizer``, ``distrib_optim.pt``    not resharded yet: refused, or left out on request
+ anything else                          kept if it is equal on all ranks, otherwise left out, with a note
+=====================================  =================================================================================
+
+Random states have the keys that torch_dist gives them, ``rng_state/shard_{pp}.{tp}_{PP}.{TP}``, wherever they came
+from.
+
+Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict``, ``load_checkpoint``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from core.catalog import Catalog
+from core.errors import CorruptError, UnsupportedError, UsageError
+from core.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, attributes
+from core.skeleton import MAX_DEPTH
+
+OPTIMIZER = "optimizer"
+RNG = "rng_state"
+RERUN = "rerun_state_machine"
+CONTENT = "content_metadata"
+TOP_LEVEL = (
+    *("args", "checkpoint_version", "iteration", "model", "opt_param_scheduler", RNG),
+    "num_floating_point_operations_so_far",
+)
+"""The usual entries of a rank file, in the order in which Megatron makes them."""
+
+_CHUNK = re.compile(r"model(0|[1-9]\d*)?$")
+_RNG_KEY = re.compile(rf"{RNG}/shard_(\d+)\.(\d+)_(\d+)\.(\d+)$")
+_SHARDED = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)$")
+
+
+def is_chunk(name: object) -> bool:
+    """Whether a top-level key is a model chunk: ``model``, ``model0``, ``model1`` …"""
+    return isinstance(name, str) and _CHUNK.match(name) is not None
+
+
+def rng_key(tp_rank: int, pp_rank: int, *, tp: int, pp: int) -> str:
+    """Key of a rank's random state."""
+    return f"{RNG}/shard_{pp_rank}.{tp_rank}_{pp}.{tp}"
+
+
+def rng_grid(keys: Sequence[str]) -> tuple[int, int] | None:
+    """(tp, pp) of the grid whose random states are all there, or None."""
+    found = [match for key in keys if (match := _RNG_KEY.match(key))]
+    grids = {(int(match[4]), int(match[3])) for match in found}
+    if len(grids) != 1:
+        return None
+    (tp, pp) = grids.pop()
+    places = {(int(match[2]), int(match[1])) for match in found}
+    return (tp, pp) if places == {(t, p) for p in range(pp) for t in range(tp)} else None
+
+
+def sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
+    """(name, offset, shape) of a ShardedObject's key, or None."""
+    match = _SHARDED.match(key)
+    if match is None:
+        return None
+    return match[1], tuple(map(int, match[2].split("."))), tuple(map(int, match[3].split(".")))
+
+
+def check_version(common: Mapping[object, object], *, file: str | None = None) -> object:
+    """The ``checkpoint_version`` of a checkpoint.
+
+    Raises:
+        UnsupportedError: below 2.0, or absent, which means 0.
+    """
+    version = common.get("checkpoint_version", 0)
+    if isinstance(version, bool) or not isinstance(version, (int, float)):
+        raise CorruptError(f"checkpoint_version is {version!r}, not a number", file=file)
+    if version < 2:
+        raise UnsupportedError(
+            f"checkpoint_version is {version}: before 2.0 the rows of query, key and value had another order",
+            file=file,
+            hint="load and save it once with a newer Megatron-LM",
+        )
+    return version
+
+
+def iteration_of(common: Mapping[object, object]) -> int | None:
+    """The training iteration, or None."""
+    for name in ("iteration", "total_iters"):
+        value = common.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two inert trees are equal.
+
+    Tensors are equal if their keys are, without the part before the first colon (the rank directory); their content is
+    for the engine to compare. Shared and cyclic parts are safe.
+    """
+    stack = [(one, other)]
+    seen: set[tuple[int, int]] = set()
+    while stack:
+        a, b = stack.pop()
+        if a is b:
+            continue
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, (dict, list, tuple, Inert)):
+            if (id(a), id(b)) in seen:
+                continue
+            seen.add((id(a), id(b)))
+        if isinstance(a, dict):
+            assert isinstance(b, dict)
+            if len(a) != len(b):
+                return False
+            for (key_a, value_a), (key_b, value_b) in zip(a.items(), b.items(), strict=True):
+                stack += ((key_a, key_b), (value_a, value_b))
+        elif isinstance(a, (list, tuple)):
+            assert isinstance(b, (list, tuple))
+            if len(a) != len(b):
+                return False
+            stack += zip(a, b, strict=True)
+        elif isinstance(a, Inert):
+            assert isinstance(b, Inert)
+            if a.how != b.how or (a.state is NO_STATE) != (b.state is NO_STATE):
+                return False
+            stack += ((a.fn, b.fn), (a.args, b.args), (a.kwargs, b.kwargs), (a.items, b.items), (a.entries, b.entries))
+            if a.state is not NO_STATE:
+                stack.append((a.state, b.state))
+        elif isinstance(a, TensorLeaf):
+            assert isinstance(b, TensorLeaf)
+            if a.key.partition(":")[2] != b.key.partition(":")[2]:
+                return False
+        elif a != b and not (isinstance(a, float) and isinstance(b, float) and a != a and b != b):
+            return False
+    return True
+
+
+def renamed_leaves(value: object, new_key: Callable[[str, str], str]) -> object:
+    """A copy of an entry's value whose tensors have other keys; what is shared stays shared.
+
+    Args:
+        value: an inert tree with ``TensorLeaf``s.
+        new_key: (path within the value, dot-joined; old key) → new key.
+
+    Raises:
+        CorruptError: nested deeper than ``MAX_DEPTH``, which includes cycles.
+    """
+    return _renamed(value, (), {}, new_key)
+
+
+def _renamed(
+    node: object, path: tuple[object, ...], made: dict[int, object], new_key: Callable[[str, str], str]
+) -> object:
+    if len(path) > MAX_DEPTH:
+        raise CorruptError(f"objects are nested deeper than {MAX_DEPTH} levels", key=".".join(map(str, path[:8])))
+
+    def below(item: object, name: object) -> object:
+        return _renamed(item, (*path, name), made, new_key)
+
+    if isinstance(node, TensorLeaf):
+        return replace(node, key=new_key(".".join(map(str, path)), node.key))
+    if not isinstance(node, (dict, list, tuple, Inert)):
+        return node
+    if id(node) not in made:
+        if isinstance(node, dict):
+            made[id(node)] = {key: below(item, key) for key, item in node.items()}
+        elif isinstance(node, list):
+            made[id(node)] = [below(item, index) for index, item in enumerate(node)]
+        elif isinstance(node, tuple):
+            made[id(node)] = tuple(below(item, index) for index, item in enumerate(node))
+        else:
+            copy = Inert(node.how, node.fn, node.args, kwargs=node.kwargs)
+            copy.args = tuple(below(item, f"args.{index}") for index, item in enumerate(node.args))
+            copy.state = below(node.state, "state")
+            copy.items = [below(item, index) for index, item in enumerate(node.items)]
+            copy.entries = [(key, below(item, key)) for key, item in node.entries]
+            made[id(node)] = copy
+    return made[id(node)]
+
+
+def is_ordered(container: object) -> bool:
+    """Whether a state dict is an OrderedDict."""
+    return isinstance(container, Inert) and container.fn == Global("collections", "OrderedDict")
+
+
+def module_versions(container: object) -> dict[str, object]:
+    """The ``_metadata`` of a module's state dict (module name → what torch notes about it), or {}."""
+    found = as_mapping((attributes(container) or {}).get("_metadata"))
+    return {} if found is None else {name: value for name, value in found.items() if isinstance(name, str)}
+
+
+def refuse_or_drop_optimizer(kind: str, *, optim: str, dropped: list[str]) -> None:
+    """Leaves optimizer state out, saying so, or refuses.
+
+    Args:
+        kind: what form it has, for people.
+        optim: ``refuse`` or ``drop``.
+
+    Raises:
+        UnsupportedError: ``optim`` is ``refuse``.
+        UsageError: it is neither.
+    """
+    if optim not in ("refuse", "drop"):
+        raise UsageError(f"optim is {optim!r}, neither 'refuse' nor 'drop'")
+    if optim == "refuse":
+        raise UnsupportedError(
+            f"optimizer state ({kind}) cannot be resharded yet",
+            hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",
+        )
+    dropped.append(f"optimizer ({kind}: not resharded yet; start Megatron with --no-load-optim)")
+
+
+def common_of(catalog: Catalog) -> Mapping[object, object]:
+    """The entries beside the model."""
+    return as_mapping(catalog.attrs.get("common")) or {}
+
+
+def texts_of(catalog: Catalog, name: str) -> list[str]:
+    """A copy of attrs["notes"] or attrs["dropped"]."""
+    found = catalog.attrs.get(name)
+    return [str(text) for text in found] if isinstance(found, (list, tuple)) else []

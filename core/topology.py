@@ -1,0 +1,290 @@
+"""Parallel sizes, the rank directories that Megatron writes for them, and which stage holds which layer.
+
+Directory names (``core.formats.megatron``)::
+
+    mp_rank_{tp:02d}                     neither PP > 1 nor EP > 1
+    mp_rank_{tp:02d}_{pp:03d}            PP > 1
+    mp_rank_{tp:02d}_{ep:03d}            EP > 1 and PP == 1: the same shape as the line above
+    mp_rank_{tp:02d}_{pp:03d}_{ep:03d}   both
+
+A name alone does not tell PP from EP, and with EP > 1 not every (TP, EP) pair exists. So names are never parsed: the
+sizes come from the training arguments, the names follow from the sizes, and the two sets are compared.
+
+Source: Megatron-LM d98e8a64, ``training/checkpointing.py`` ``get_checkpoint_name``, ``core/parallel_state.py``
+``RankGenerator``, ``core/transformer/transformer_block.py`` ``get_num_layers_to_build``.
+
+Not supported: ``pipeline_model_parallel_layout`` strings, ``use_tp_pp_dp_mapping`` with EP > 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+
+from core.catalog import Coords
+from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Sizes of the parallel groups that cut a model.
+
+    Args:
+        tp: tensor parallel size.
+        pp: pipeline parallel size, in stages.
+        vpp: model chunks a stage (virtual pipeline).
+        ep: expert parallel size.
+        etp: tensor parallel size of experts; None means the same as ``tp``.
+
+    Raises:
+        UsageError: a size is not a positive integer.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if size is None and field.name == "etp":
+                continue
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise UsageError(f"{field.name.upper()} size {size!r} is not a positive integer")
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size of experts."""
+        return self.tp if self.etp is None else self.etp
+
+    def __str__(self) -> str:
+        text = f"TP{self.tp} PP{self.pp}"
+        if self.vpp > 1:
+            text += f" VPP{self.vpp}"
+        if self.ep > 1:
+            text += f" EP{self.ep}"
+        if self.etp is not None and self.etp != self.tp:
+            text += f" ETP{self.etp}"
+        return text
+
+    def coords(self, tp_rank: int, pp_rank: int) -> Coords:
+        """Coordinates of one rank, as stored arrays carry them."""
+        return (("tp", tp_rank), ("pp", pp_rank))
+
+    def ranks(self) -> Iterator[tuple[int, int]]:
+        """(tp_rank, pp_rank) of every rank of one model replica, in the order of Megatron's global ranks."""
+        for pp_rank in range(self.pp):
+            for tp_rank in range(self.tp):
+                yield tp_rank, pp_rank
+
+
+def rank_dir(topology: Topology, *, tp_rank: int, pp_rank: int, ep_rank: int = 0) -> str:
+    """The name of a rank's directory."""
+    name = f"mp_rank_{tp_rank:02d}"
+    if topology.pp > 1:
+        name += f"_{pp_rank:03d}"
+    if topology.ep > 1:
+        name += f"_{ep_rank:03d}"
+    return name
+
+
+def rank_dirs(topology: Topology, *, world_size: int | None = None, cp: int = 1) -> list[dict[str, Coords]]:
+    """The sets of directories that a training run may have written, each name with its rank's coordinates.
+
+    Without expert parallelism there is one set, the full product. With it, TP and EP ranks co-vary, and which ranks
+    write changed over time: the newest rule comes first.
+
+    Args:
+        topology: the run's sizes.
+        world_size: ranks of the run; needed only with EP > 1, None then means as few as possible.
+        cp: context parallel size.
+
+    Raises:
+        UnsupportedError: two ranks would write different experts to one file (ETP > TP), or the sizes do not divide.
+    """
+    if topology.ep == 1:
+        names: dict[str, Coords] = {}
+        for tp_rank, pp_rank in topology.ranks():
+            names[rank_dir(topology, tp_rank=tp_rank, pp_rank=pp_rank)] = topology.coords(tp_rank, pp_rank)
+        return [names]
+    if topology.expert_tp > topology.tp:
+        raise UnsupportedError(
+            f"with ETP {topology.expert_tp} above TP {topology.tp}, Megatron lets several ranks write one file, "
+            "and experts are lost when it saves",
+            hint="save the model as torch_dist instead",
+        )
+    n_stage = _stage_ranks(topology, world_size=world_size, cp=cp)
+    newest: dict[str, Coords] = {}
+    before_0_19: dict[str, Coords] = {}
+    for pp_rank in range(topology.pp):
+        for q in range(n_stage):
+            tp_rank, ep_rank = q % topology.tp, (q // topology.expert_tp) % topology.ep
+            name = rank_dir(topology, tp_rank=tp_rank, pp_rank=pp_rank, ep_rank=ep_rank)
+            coords = (("tp", tp_rank), ("pp", pp_rank), ("ep", ep_rank))
+            is_expert_writer = q // (topology.expert_tp * topology.ep) == 0
+            if is_expert_writer:
+                before_0_19[name] = coords
+            if is_expert_writer or q // (topology.tp * cp) == 0:
+                newest[name] = coords
+    return [newest] if newest == before_0_19 else [newest, before_0_19]
+
+
+def _stage_ranks(topology: Topology, *, world_size: int | None, cp: int) -> int:
+    """Ranks of one pipeline stage."""
+    dense, expert = topology.tp * cp, topology.expert_tp * topology.ep
+    if world_size is None:
+        return max(dense, expert)
+    n_stage, rest = divmod(world_size, topology.pp)
+    if rest or n_stage == 0 or n_stage % dense or n_stage % expert:
+        raise UnsupportedError(f"a world of {world_size} ranks cannot be {topology}")
+    return n_stage
+
+
+def matched_dirs(found: Iterable[str], expected: list[dict[str, Coords]], *, topology: Topology) -> dict[str, Coords]:
+    """The expected set that equals the directories that exist.
+
+    Args:
+        found: directory names.
+        expected: what ``rank_dirs`` gives.
+        topology: for the message.
+
+    Raises:
+        MissingShardError: a directory is absent; names the missing and the unexpected ones.
+        CorruptError: there are more directories than the sizes allow.
+    """
+    names = set(found)
+    for candidate in expected:
+        if names == set(candidate):
+            return candidate
+    wanted = set(expected[0])
+    missing, unexpected = sorted(wanted - names), sorted(names - wanted)
+    text = f"the training arguments say {topology}, which is {len(wanted)} rank directories, but "
+    parts = []
+    if missing:
+        parts.append(f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    if unexpected:
+        parts.append(f"{_listed(unexpected)} {'is' if len(unexpected) == 1 else 'are'} not expected")
+    if missing:
+        raise MissingShardError(text + " and ".join(parts), hint="copy the checkpoint again, with all of its files")
+    raise CorruptError(text + " and ".join(parts), hint="move directories of other runs away")
+
+
+def _listed(names: list[str]) -> str:
+    if len(names) > 8:
+        return f"{', '.join(names[:6])}, … {names[-1]} ({len(names)} in all)"
+    return ", ".join(names)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSplit:
+    """How many layers every model chunk holds.
+
+    Layers are numbered over all chunks, virtual stages outermost: the offset of a chunk is the sum of all counts
+    before it in (vp, pp) order.
+
+    Args:
+        counts: ``counts[vp_rank][pp_rank]``, in layers.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the whole model."""
+        return sum(map(sum, self.counts))
+
+    def offset(self, vp_rank: int, pp_rank: int) -> int:
+        """Global number of a chunk's first layer."""
+        before = sum(map(sum, self.counts[:vp_rank]))
+        return before + sum(self.counts[vp_rank][:pp_rank])
+
+    def chunk_of(self, layer: int) -> tuple[int, int, int]:
+        """(vp_rank, pp_rank, local number) of a global layer.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        first = 0
+        for vp_rank, row in enumerate(self.counts):
+            for pp_rank, count in enumerate(row):
+                if first <= layer < first + count:
+                    return vp_rank, pp_rank, layer - first
+                first += count
+        raise ValueError(f"layer {layer} of {first}")
+
+
+def split_layers(
+    n_layers: int,
+    *,
+    pp: int,
+    vpp: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+    counts_embedding: bool = False,
+    counts_loss: bool = False,
+) -> LayerSplit:
+    """How Megatron distributes layers over pipeline stages and model chunks.
+
+    Args:
+        n_layers: layers of the model.
+        pp, vpp: pipeline stages, and model chunks a stage.
+        first, last: layers of the first and last stage, where they were set (uneven pipelines).
+        counts_embedding, counts_loss: the embedding (the loss) counts as one layer of the first (last) stage.
+
+    Raises:
+        UnsupportedError: the layers do not divide; says which pipeline sizes do.
+        CorruptError: the counts do not add up to ``n_layers``.
+    """
+    if first is not None or last is not None:
+        per_stage = _uneven(n_layers, pp, first, last)
+    else:
+        n_units = n_layers + counts_embedding + counts_loss
+        if n_units % pp:
+            sizes = [p for p in range(1, n_units + 1) if n_units % p == 0]
+            what = f"{n_layers} layers" + (f" (with embedding or loss: {n_units})" if n_units != n_layers else "")
+            raise UnsupportedError(
+                f"{what} do not divide over {pp} pipeline stages", hint=f"PP sizes that do: {_numbers(sizes)}"
+            )
+        per_stage = [n_units // pp] * pp
+    rows = []
+    for stage, count in enumerate(per_stage):
+        if count % vpp:
+            raise UnsupportedError(f"{count} layers of pipeline stage {stage} do not divide over {vpp} model chunks")
+    for vp_rank in range(vpp):
+        row = [count // vpp for count in per_stage]
+        if first is None and last is None:
+            row[0] -= counts_embedding and vp_rank == 0
+            row[-1] -= counts_loss and vp_rank == vpp - 1
+        rows.append(tuple(row))
+    split = LayerSplit(tuple(rows))
+    if split.n_layers != n_layers or any(count < 0 for row in rows for count in row):
+        raise CorruptError(
+            f"the pipeline stages hold {split.n_layers} layers, but the model has {n_layers}",
+            hint="the training arguments of this checkpoint contradict each other",
+        )
+    return split
+
+
+def _uneven(n_layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
+    """Layers per stage where the first or the last stage has a count of its own."""
+    given = (first or 0) + (last or 0)
+    n_middle_stages = pp - (first is not None) - (last is not None)
+    n_middle = n_layers - given
+    if (first is not None and first < 1) or (last is not None and last < 1) or n_middle_stages < 0 or n_middle < 0:
+        raise CorruptError(f"{first} layers first and {last} last do not fit {n_layers} layers in {pp} stages")
+    if n_middle_stages == 0:
+        if n_middle:
+            raise CorruptError(f"{first} layers first and {last} last are not the {n_layers} layers of the model")
+        return [count for count in (first, last) if count is not None]
+    if n_middle % n_middle_stages or n_middle == 0:
+        raise UnsupportedError(
+            f"{n_middle} layers do not divide over the {n_middle_stages} pipeline stages between first and last"
+        )
+    middle = [n_middle // n_middle_stages] * n_middle_stages
+    return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
+
+
+def _numbers(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,128 @@
+"""core.layout_rules: rules as data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core.errors import MissingShardError, UnknownTensorError, UnsupportedError, UsageError
+from core.layout import load_rules
+
+RULES = load_rules()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "axis", "parts"),
+    [
+        ("embedding.word_embeddings.weight", "vocab", 0, "whole"),
+        ("output_layer.weight", "vocab", 0, "whole"),
+        ("embedding.position_embeddings.weight", "replicate", None, "whole"),
+        ("decoder.layers.0.input_layernorm.weight", "replicate", None, "whole"),
+        ("decoder.layers.0.self_attention.linear_qkv.layer_norm_bias", "replicate", None, "whole"),
+        ("decoder.layers.11.self_attention.linear_qkv.weight", "split", 0, "whole"),
+        ("decoder.layers.11.self_attention.linear_qkv.bias", "split", 0, "whole"),
+        ("decoder.layers.0.self_attention.q_layernorm.weight", "replicate", None, "whole"),
+        ("decoder.layers.0.self_attention.linear_proj.weight", "split", 1, "whole"),
+        ("decoder.layers.0.self_attention.linear_proj.bias", "replicate", None, "whole"),
+        ("decoder.layers.0.mlp.linear_fc1.weight", "split", 0, "gated"),
+        ("decoder.layers.0.mlp.linear_fc1.bias", "split", 0, "gated"),
+        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "replicate", None, "whole"),
+        ("decoder.layers.0.mlp.linear_fc2.weight", "split", 1, "whole"),
+        ("decoder.layers.0.mlp.linear_fc2.bias", "replicate", None, "whole"),
+        ("decoder.layers.0.mlp.linear_fc2._extra_state", "opaque", None, "whole"),
+        ("decoder.final_layernorm.weight", "replicate", None, "whole"),
+    ],
+)
+def test_rule_of_a_gpt_parameter(name: str, kind: str, axis: int | None, parts: str) -> None:
+    rule = RULES.rule_of(name)
+    assert (rule.kind, rule.cut_axis, rule.parts) == (kind, axis, parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight", "mixture-of-experts"),
+        ("decoder.layers.0.mlp.experts.linear_fc2.weight12", "mixture-of-experts"),
+        ("decoder.layers.0.mlp.experts.weight1", "mixture-of-experts"),
+        ("decoder.layers.0.mlp.router.expert_bias", "mixture-of-experts"),
+        ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "mixture-of-experts"),
+        ("mtp.layers.0.eh_proj.weight", "multi-token prediction"),
+        ("decoder.layers.0.self_attention.linear_kv_up_proj.weight", "multi-latent attention"),
+        ("decoder.layers.0.mixer.in_proj.weight", "Mamba"),
+        ("encoder.layers.0.input_layernorm.weight", "BERT and T5"),
+        ("decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight", "LoRA"),
+        ("language_model.encoder.layers.0.self_attention.query_key_value.weight", "megatron.legacy"),
+    ],
+)
+def test_what_is_not_handled_yet_is_refused_by_name(name: str, what: str) -> None:
+    with pytest.raises(UnsupportedError, match=what) as caught:
+        RULES.rule_of(name)
+    assert not isinstance(caught.value, UnknownTensorError)
+    assert caught.value.key == name
+
+
+def test_an_unknown_name_is_an_error_with_shapes_and_a_row_that_works(tmp_path: Path) -> None:
+    name = "decoder.layers.3.mlp.extra.weight"
+    with pytest.raises(UnknownTensorError) as caught:
+        RULES.rule_of(name, shapes=[(4, 8), (4, 8)])
+    assert "2 ranks: 4×8" in caught.value.message
+    hint = caught.value.hint
+    assert hint is not None
+    path = tmp_path / "rules.toml"
+    path.write_text(hint.split("\n", 1)[1])
+    more = load_rules(path)
+    assert more.rule_of(name).kind == "split"
+    assert more.rule_of(name.replace("3", "17")).kind == "split"
+    assert more.rule_of("decoder.layers.3.mlp.linear_fc2.weight").cut_axis == 1
+
+
+def test_a_users_rows_come_first(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(
+        "[[rule]]\npattern = 'position_embeddings'\nrule = 'split'\naxis = 1\n"
+        "[[stage]]\npattern = '^embedding'\nstage = 'last'\n"
+    )
+    rules = load_rules(path)
+    assert rules.rule_of("embedding.position_embeddings.weight").cut_axis == 1
+    assert rules.stage_of("embedding.position_embeddings.weight") == "last"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("[[rule]\n", "not TOML"),
+        ("[[rule]]\nrule = 'split'\naxis = 0\n", "has no pattern"),
+        ("[[rule]]\npattern = '('\nrule = 'replicate'\n", "not a regular expression"),
+        ("[[rule]]\npattern = 'a'\nrule = 'mirror'\n", "rule 'mirror'"),
+        ("[[rule]]\npattern = 'a'\nrule = 'split'\n", "needs an axis"),
+        ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = -1\n", "needs an axis"),
+        ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = 0\nparts = 'three'\n", "parts 'three'"),
+        ("[[rule]]\npattern = 'a'\nrule = 'expert'\n", "expert parallel"),
+        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ncolour = 1\n", "unknown fields: colour"),
+        ("[[stage]]\npattern = 'a'\nstage = 'middle'\n", "needs a pattern and a stage"),
+        ("[rule]\npattern = 'a'\n", "not a list of tables"),
+        ("[[rules]]\npattern = 'a'\n", "unknown tables: rules"),
+    ],
+)
+def test_rows_that_make_no_sense_name_the_file_and_the_fault(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=what) as caught:
+        load_rules(path)
+    assert caught.value.file == str(path)
+
+
+def test_a_rules_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(MissingShardError):
+        load_rules(tmp_path / "absent.toml")
+
+
+def test_fused_and_local_names_are_inverse() -> None:
+    for sub in ("input_layernorm.weight", "pre_mlp_layernorm.bias", "mlp.linear_fc1.weight"):
+        assert RULES.local(RULES.fused(sub)) == sub
+    assert RULES.fused("input_layernorm.weight") == "self_attention.linear_qkv.layer_norm_weight"
+
+
+def test_every_rule_says_where_it_was_established() -> None:
+    assert all(rule.source for rule in RULES.rules)

@@ -1,0 +1,107 @@
+"""core.topology: sizes, rank directories, layers of stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
+from core.topology import Topology, matched_dirs, rank_dirs, split_layers
+
+
+def names(topology: Topology, **options: int) -> list[list[str]]:
+    return [sorted(candidate) for candidate in rank_dirs(topology, **options)]
+
+
+def test_names_without_pipeline_have_one_number() -> None:
+    assert names(Topology(tp=2)) == [["mp_rank_00", "mp_rank_01"]]
+
+
+def test_names_with_a_pipeline_have_two_numbers() -> None:
+    assert names(Topology(tp=1, pp=2)) == [["mp_rank_00_000", "mp_rank_00_001"]]
+
+
+def test_one_name_is_a_pipeline_stage_or_an_expert_rank_by_the_sizes() -> None:
+    (by_pp,) = rank_dirs(Topology(pp=2))
+    (by_ep,) = rank_dirs(Topology(ep=2))
+    assert by_pp["mp_rank_00_001"] == (("tp", 0), ("pp", 1))
+    assert by_ep["mp_rank_00_001"] == (("tp", 0), ("pp", 0), ("ep", 1))
+
+
+@pytest.mark.parametrize(
+    ("topology", "world_size", "expected"),
+    [
+        (Topology(tp=2, ep=2, etp=2), 4, [["00_000", "00_001", "01_000", "01_001"]]),
+        (Topology(tp=4, ep=8, etp=1), 8, [[f"{q % 4:02d}_{q:03d}" for q in (0, 4, 1, 5, 2, 6, 3, 7)]]),
+        (Topology(tp=4, ep=2, etp=1), 8, [["00_000", "01_001", "02_000", "03_001"], ["00_000", "01_001"]]),
+        (Topology(tp=2, ep=2, etp=1), 2, [["00_000", "01_001"]]),
+        (Topology(tp=1, pp=2, ep=2, etp=1), 4, [["00_000_000", "00_000_001", "00_001_000", "00_001_001"]]),
+    ],
+)
+def test_expert_ranks_covary_with_tensor_ranks(topology: Topology, world_size: int, expected: list[list[str]]) -> None:
+    wanted = [sorted(f"mp_rank_{name}" for name in candidate) for candidate in expected]
+    assert names(topology, world_size=world_size) == wanted
+
+
+@pytest.mark.parametrize(("topology", "world_size"), [(Topology(ep=2, etp=2), 4), (Topology(tp=2, ep=2, etp=4), 8)])
+def test_expert_shards_that_overwrote_each_other_are_refused(topology: Topology, world_size: int) -> None:
+    with pytest.raises(UnsupportedError, match="ETP"):
+        rank_dirs(topology, world_size=world_size)
+
+
+def test_missing_and_unexpected_directories_are_listed() -> None:
+    topology = Topology(tp=2, pp=2)
+    with pytest.raises(MissingShardError, match=r"mp_rank_01_001 is missing and mp_rank_07 is not expected"):
+        matched_dirs(
+            ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_07"], rank_dirs(topology), topology=topology
+        )
+    with pytest.raises(CorruptError, match="mp_rank_02 is not expected"):
+        matched_dirs(["mp_rank_00", "mp_rank_01", "mp_rank_02"], rank_dirs(Topology(tp=2)), topology=Topology(tp=2))
+
+
+def test_the_older_set_of_expert_writers_is_found() -> None:
+    topology = Topology(tp=4, ep=2, etp=1)
+    found = matched_dirs(["mp_rank_00_000", "mp_rank_01_001"], rank_dirs(topology, world_size=8), topology=topology)
+    assert list(found) == ["mp_rank_00_000", "mp_rank_01_001"]
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.0])
+def test_a_size_that_is_no_positive_integer_is_refused(size: int) -> None:
+    with pytest.raises(UsageError, match="TP size"):
+        Topology(tp=size)
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"n_layers": 8, "pp": 2}, ((4, 4),)),
+        ({"n_layers": 8, "pp": 2, "vpp": 2}, ((2, 2), (2, 2))),
+        ({"n_layers": 10, "pp": 4, "first": 2, "last": 2}, ((2, 3, 3, 2),)),
+        ({"n_layers": 10, "pp": 3, "first": 4}, ((4, 3, 3),)),
+        ({"n_layers": 10, "pp": 2, "first": 4, "last": 6}, ((4, 6),)),
+        ({"n_layers": 6, "pp": 2, "counts_embedding": True, "counts_loss": True}, ((3, 3),)),
+        ({"n_layers": 7, "pp": 4, "counts_embedding": True}, ((1, 2, 2, 2),)),
+        ({"n_layers": 7, "pp": 2, "vpp": 2, "counts_loss": True}, ((2, 2), (2, 1))),
+        ({"n_layers": 6, "pp": 1, "counts_embedding": True, "counts_loss": True}, ((6,),)),
+    ],
+)
+def test_layers_per_stage(options: dict[str, int], counts: tuple[tuple[int, ...], ...]) -> None:
+    assert split_layers(**options).counts == counts
+
+
+def test_layers_of_virtual_stages_are_numbered_chunk_by_chunk() -> None:
+    split = split_layers(8, pp=2, vpp=2)
+    assert [split.offset(v, p) for v in range(2) for p in range(2)] == [0, 2, 4, 6]
+    assert [split.chunk_of(layer) for layer in (0, 3, 4, 7)] == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
+
+
+def test_layers_that_do_not_divide_name_the_sizes_that_do() -> None:
+    with pytest.raises(UnsupportedError, match=r"61 layers do not divide over 16 .*PP sizes that do: 1, 61"):
+        split_layers(61, pp=16)
+
+
+@pytest.mark.parametrize(
+    "options", [{"n_layers": 10, "pp": 2, "first": 4, "last": 4}, {"n_layers": 4, "pp": 1, "first": 2, "last": 2}]
+)
+def test_counts_that_do_not_add_up_are_corrupt(options: dict[str, int]) -> None:
+    with pytest.raises(CorruptError):
+        split_layers(**options)
