@@ -1,0 +1,312 @@
+"""PyTorch Distributed Checkpoint (DCP), as ``torch.distributed.checkpoint.save`` writes it.
+
+On disk::
+
+    step-10/
+    ├── .metadata          one pickle: names, shapes, chunks, and where every item lies
+    ├── __0_0.distcp       items: whole torch zips, back to back (``core.formats.dcp_items``)
+    └── __1_0.distcp …     one or more files per writer
+
+Versions: everything with this file layout (torch 2.1 to 2.13); older ones lack some attributes of ``.metadata``.
+
+A catalog's extents are late-bound: where in an item the data begins, and with which strides, stands in the item. A
+tensor that was saved transposed or channels-last keeps its strides there while ``.metadata`` says nothing of them.
+Objects are not read with the metadata: each is a hidden stream ``raw:<key>``.
+
+Written objects: torch imports the classes that they name, so one that names Megatron's (the training arguments do)
+could be loaded nowhere else, and would stop ``dcp_to_torch_save``. Such an object is stored as plain containers
+(``core.formats.torch_aside``), and is itself again when it is read here.
+
+attrs: ``metadata_extras`` (names of attributes of ``.metadata`` beyond DCP's own), ``orphans`` (keys of items that no
+entry refers to, if any), and ``mcore_data`` where Megatron added it.
+
+Not supported, refused by name: items that went through a stream transform (``stream.zstd/1``),
+``SerializationFormat.SAFETENSORS`` (which torch itself cannot load), Hugging Face storage, and metadata of single ranks
+(``__0.metadata``, saved without collectives).
+
+Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,metadata,default_planner}.py``; checkpoints written by it,
+pinned in tests/golden (``torch_dcp``).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.box import Box
+from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta
+from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
+from core.formats import Format
+from core.formats.dcp_items import Item, ItemLayout, lay_out_items
+from core.formats.dcp_metadata import DcpItem, DcpMetadata, read_metadata
+from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
+from core.formats.torch_aside import set_aside
+from core.formats.torch_file import item_location
+from core.image import literal_file
+from core.inert import ObjectLeaf, TensorLeaf
+from core.safe_pickle import globals_of
+from core.skeleton import Index, Path, entries, nested
+
+if TYPE_CHECKING:
+    from core.image import FileImage
+    from core.store import ReadStore
+
+METADATA = ".metadata"
+_RANK_METADATA = re.compile(r"__\d+\.metadata$")
+_IMPORTABLE = sys.stdlib_module_names | {"torch", "numpy"}
+
+
+def sniff(store: ReadStore) -> bool:
+    """Whether the directory holds ``.metadata`` or what an unfinished save leaves of one."""
+    if store.entry is not None:
+        return False
+    return store.exists(METADATA) or _unfinished(store) is not None
+
+
+def _unfinished(store: ReadStore) -> str | None:
+    """A file that tells that this was to become a DCP checkpoint, or None."""
+    for name in store.files():
+        if name == METADATA + ".tmp" or _RANK_METADATA.match(name) or name.endswith(".distcp"):
+            return name
+    return None
+
+
+def read(store: ReadStore) -> Catalog:
+    """The catalog of a plain DCP directory.
+
+    Raises:
+        MissingShardError: ``.metadata``, or a file that it names, is absent.
+        TruncatedError: a file is shorter than ``.metadata`` says.
+        CorruptError: ``.metadata`` contradicts itself.
+        UnsupportedError: items are stored in a way that is not handled.
+        UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
+    """
+    metadata = metadata_of(store)
+    return catalog_of(metadata, format="dcp")
+
+
+def metadata_of(store: ReadStore) -> DcpMetadata:
+    """The content of ``.metadata``, checked against the files that it names; raises as ``read`` does."""
+    if not store.exists(METADATA):
+        left = _unfinished(store)
+        if left is not None and _RANK_METADATA.match(left):
+            raise UnsupportedError(
+                f"only per-rank metadata such as {left} is there, no {METADATA}",
+                file=store.label,
+                hint="this was saved without collectives; load and save it again with torch, collectives on",
+            )
+        raise MissingShardError(
+            f"{METADATA} is not there; torch writes it last, so the save did not finish",
+            file=store.label,
+            hint="use an older checkpoint",
+        )
+    metadata = read_metadata(store.read(METADATA, 0, store.size(METADATA)), label=METADATA)
+    _check_files(store, metadata)
+    return metadata
+
+
+def _check_files(store: ReadStore, metadata: DcpMetadata) -> None:
+    """Every named file is there and long enough."""
+    ends = [0] * len(metadata.files)
+    for file, offset, n_bytes in zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True):
+        if offset + n_bytes > ends[file]:
+            ends[file] = offset + n_bytes
+    number = {name: n for n, name in enumerate(metadata.files)}
+    for item in metadata.objects.values():
+        ends[number[item.file]] = max(ends[number[item.file]], item.offset + item.n_bytes)
+    for name, end in zip(metadata.files, ends, strict=True):
+        if not store.exists(name):
+            raise MissingShardError(
+                f"{METADATA} names a file that is not there",
+                file=name,
+                key=_first_key(metadata, name, beyond=0),
+                hint="copy the checkpoint again, with all its files",
+            )
+        size = store.size(name)
+        if end > size:
+            raise TruncatedError(
+                f"the file has {size} bytes, but {METADATA} places items up to byte {end}",
+                file=name,
+                key=_first_key(metadata, name, beyond=size),
+                span=(size, end),
+                hint="copy the checkpoint again, or use an older one",
+            )
+
+
+def _first_key(metadata: DcpMetadata, file: str, *, beyond: int) -> str | None:
+    """The first tensor, else object, of which an item in ``file`` ends behind byte ``beyond``."""
+    for key in metadata.tensors:
+        for _, item in metadata.chunks(key):
+            if item.file == file and item.offset + item.n_bytes > beyond:
+                return key
+    for key, item in metadata.objects.items():
+        if item.file == file and item.offset + item.n_bytes > beyond:
+            return key
+    return None
+
+
+def catalog_of(metadata: DcpMetadata, *, format: str, without: Sequence[str] = ()) -> Catalog:
+    """The catalog of checked metadata.
+
+    Args:
+        format: ``dcp`` or ``torch_dist``.
+        without: keys of objects that the caller shows elsewhere.
+    """
+    tensors = {key: TensorMeta(key, tensor.dtype, tensor.shape) for key, tensor in metadata.tensors.items()}
+    raw_of = {key: _raw_key(key, tensors) for key in metadata.objects if key not in without}
+    object_of = {raw: key for key, raw in raw_of.items()}
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        named = object_of.get(key)
+        return _chunks(metadata, key) if named is None else (_stream(key, metadata.objects[named]),)
+
+    hidden = {raw: TensorMeta(raw, "uint8", (metadata.objects[key].n_bytes,)) for key, raw in raw_of.items()}
+    attrs: dict[str, object] = {"metadata_extras": metadata.extras}
+    if metadata.orphans:
+        attrs["orphans"] = metadata.orphans
+    if metadata.mcore_data is not None:
+        attrs["mcore_data"] = metadata.mcore_data
+    return Catalog(
+        format=format,
+        version=metadata.version,
+        tensors=tensors,
+        fragments_of=fragments_of,
+        objects={key: StoredObject(key, raw_key=raw) for key, raw in raw_of.items()},
+        hidden=hidden,
+        skeleton=_skeleton(metadata, raw_of),
+        attrs=attrs,
+        bind=item_location,
+    )
+
+
+def _raw_key(key: str, tensors: Mapping[str, TensorMeta]) -> str:
+    """Name of an object's stream, which no tensor has."""
+    name = f"raw:{key}"
+    while name in tensors:
+        name = f"raw:{name}"
+    return name
+
+
+def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
+    tensor = metadata.tensors[key]
+    origin = (0,) * len(tensor.shape)
+    made = []
+    for box, item in metadata.chunks(key):
+        place = Extent(item.file, item.offset, item_bytes=item.n_bytes)
+        name = f"{key}@{','.join(map(str, box.offset))}"
+        made.append(Fragment(key, box, StoredArray(name, tensor.dtype, box.shape, place), origin))
+    return made
+
+
+def _stream(raw: str, item: DcpItem) -> Fragment:
+    array = StoredArray(raw, "uint8", (item.n_bytes,), Extent(item.file, item.offset))
+    return Fragment(raw, Box((0,), (item.n_bytes,)), array, (0,))
+
+
+def _skeleton(metadata: DcpMetadata, objects: Mapping[str, str]) -> object:
+    """The nesting that planner_data tells, or None where there is none."""
+    if metadata.planner_data is None:
+        return None
+    keys = [key for key in metadata.planner_data if key in metadata.tensors or key in objects]
+    keys += [key for key in (*metadata.tensors, *objects) if key not in metadata.planner_data]
+    leaves: dict[Path, object] = {}
+    for key in keys:
+        path = metadata.planner_data.get(key, (key,))
+        place: Path = tuple(Index(part) if isinstance(part, int) else part for part in path)
+        if place in leaves or not place:
+            raise CorruptError(f"planner_data gives the path {path} to two entries", file=METADATA, key=key)
+        leaves[place] = ObjectLeaf(key) if key in objects else TensorLeaf(key)
+    return nested(leaves)
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of a plain DCP directory: ``__<n>_0.distcp`` …, then ``.metadata``.
+
+    Args:
+        target: every array becomes a chunk, every object an item. The paths of its skeleton become ``planner_data``, so
+            that ``dcp_to_torch_save`` rebuilds the nesting; without one every key is its own path. Honoured attrs:
+            ``max_file_bytes``, see ``core.formats.dcp_items.lay_out_items``.
+
+    Raises:
+        UnsupportedError: the arrays are no chunks of their tensors.
+    """
+    objects = [_loadable(item) for item in target.objects.values()]
+    layout = lay_out_items(target, objects, max_file_bytes=max_file_bytes(target))
+    return (*layout.files, metadata_image(target, layout, planner_data=_planner_data(target)))
+
+
+def _loadable(item: StoredObject) -> StoredObject:
+    """The object in a form that torch can load, which imports every class that is named."""
+    if all(name.module.partition(".")[0] in _IMPORTABLE for name in globals_of(item.value)):
+        return item
+    return replace(item, value=set_aside(item.value))
+
+
+def max_file_bytes(target: Catalog) -> int | None:
+    """attrs["max_file_bytes"], or None."""
+    found = target.attrs.get("max_file_bytes")
+    return found if isinstance(found, int) else None
+
+
+def _planner_data(target: Catalog) -> dict[str, tuple[str | int, ...]]:
+    """Key → path, for every tensor and object; a key that is not its path, dot-joined, stands at the root."""
+    paths: dict[str, tuple[str | int, ...]] = {}
+    if target.skeleton is not None:
+        for entry in entries(target.skeleton):
+            path = tuple(int(part) if isinstance(part, Index) else str(part) for part in entry.path)
+            if ".".join(map(str, path)) == entry.key and (entry.key in target.tensors or entry.key in target.objects):
+                paths[entry.key] = path
+    for key in (*target.tensors, *target.objects):
+        paths.setdefault(key, (key,))
+    return paths
+
+
+def metadata_image(
+    target: Catalog,
+    layout: ItemLayout,
+    *,
+    planner_data: Mapping[str, tuple[str | int, ...]] | None,
+    mcore_data: Mapping[str, object] | None = None,
+) -> FileImage:
+    """The image of ``.metadata``.
+
+    Args:
+        target: what is written.
+        layout: where its items lie.
+        planner_data: paths of the keys; None for Megatron.
+        mcore_data: Megatron's facts about tensors; None to leave the attribute out.
+    """
+    attributes = {} if mcore_data is None else {"mcore_data": dict(mcore_data)}
+    keys = (*target.tensors, *layout.objects) if planner_data is None else tuple(planner_data)
+    data = write_metadata(_rows(target, layout, keys), planner_data=planner_data, attributes=attributes)
+    return literal_file(METADATA, data, is_metadata=True)
+
+
+def _rows(target: Catalog, layout: ItemLayout, keys: Iterable[str]) -> Iterator[TensorRow | ObjectRow]:
+    names = [image.path for image in layout.files]
+    for key in keys:
+        meta = target.tensors.get(key)
+        if meta is not None:
+            yield TensorRow(key, meta.dtype, meta.shape, _chunk_rows(layout.chunks[key], names))
+        else:
+            item = layout.objects[key]
+            yield ObjectRow(key, names[item.file], item.offset, item.size)
+
+
+def _chunk_rows(chunks: Iterable[Item], names: Sequence[str]) -> Iterator[ChunkRow]:
+    for item in chunks:
+        assert item.box is not None
+        yield ChunkRow(item.box.offset, item.box.shape, names[item.file], item.offset, item.size)
+
+
+FORMAT = Format(
+    name="dcp",
+    title="PyTorch Distributed Checkpoint",
+    sniff=sniff,
+    read=read,
+    lay_out=lay_out,
+    partition="as_stored",
+)
