@@ -7,8 +7,9 @@ one leading ``$`` key, so that ``torch.load(weights_only=True)`` reads the resul
                                       "state": {"lr": 0.1, "kind": {"$global": ["mine", "Kind.a"]}}}
     (1, {2: b"x"})                   {"$tuple": [1, {"$dict": [[2, b"x"]]}]}
 
-None, bool, int, float, str, bytes, tensor leaves, lists, and dicts whose keys are strings without a leading ``$``, stand for
-themselves. Parts that are shared stay shared, so the result is never much larger than the value. Nothing recurses.
+None, bool, int, float, str, bytes, tensor leaves, lists, and dicts whose keys are strings without a leading ``$``,
+stand for themselves. Parts that are shared stay shared, so the result is never much larger than the value. Nothing
+recurses.
 """
 
 from __future__ import annotations

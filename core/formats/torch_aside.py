@@ -8,9 +8,10 @@ places::
     {"model": {…}, "__ckpt_inert__": {"version": 1, "entries": [
         {"path": ["args"], "position": 1, "value": {"$new": {"$global": ["argparse", "Namespace"]}, …}}]}}
 
-``value`` is spelled by ``core.plain``. ``position`` is the entry's place in its mapping. In a list or tuple None holds
-the place. A dict subclass that is refused (``defaultdict``) leaves its entries in a plain dict, and an entry with
-``keeps_entries`` says what it was. A root that is no mapping stands below ``__ckpt_root__``.
+``value`` is spelled by ``core.plain``. ``position`` is the entry's place in its mapping. In a list or tuple that also
+holds tensors or mappings, None holds the place; others are set aside whole. A dict subclass that is refused
+(``defaultdict``) leaves its entries in a plain dict, and an entry with ``keeps_entries`` says what it was. A root that
+is no mapping stands below ``__ckpt_root__``.
 
 ``put_back(set_aside(tree))`` equals ``tree``, save that what was shared between places is then separate.
 

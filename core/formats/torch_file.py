@@ -4,16 +4,16 @@ A file is a torch zip (``torch_zip``): a pickle and one record per storage. Read
 an inert tree (``core.safe_pickle``) with a ``TensorLeaf`` where a tensor is (``torch_tensor``), whose bytes stay in the
 file.
 
-A catalog of this format: every tensor that is reached through mappings and lists has its path, dot-joined, as key; where
-two paths join to one key, dots inside names are written ``\\.``. The skeleton is the whole unpickled root; what is no
-tensor stands in it inline and is listed in ``objects`` too. Tensors inside other objects are ``hidden``.
+A catalog of this format: every tensor that is reached through mappings and lists has its path, dot-joined, as key;
+where two paths join to one key, dots inside names are written ``\\.``. The skeleton is the whole unpickled root; what
+is no tensor stands in it inline and is listed in ``objects`` too. Tensors inside other objects are ``hidden``.
 
-attrs: ``aliases`` (key → first key that has the same bytes), ``unsupported`` (key → what it is, for tensors that are not
-plain dense ones; they are objects of the skeleton and cannot be written), ``notes``, and ``iteration`` and ``args`` where
-the root has them.
+attrs: ``aliases`` (key → first key that has the same bytes), ``unsupported`` (key → what it is, for tensors that are
+not plain dense ones; they are objects of the skeleton and cannot be written), ``notes``, and ``iteration`` and
+``args`` where the root has them.
 
-Versions: torch 1.6 and later; written as torch 2.13 does. A written file loads with torch's defaults (``weights_only``):
-what that refuses lies below a reserved key, see ``torch_aside``, and comes back on reading.
+Versions: torch 1.6 and later; written as torch 2.13 does. A written file loads with torch's defaults
+(``weights_only``): what that refuses lies below a reserved key, see ``torch_aside``, and comes back on reading.
 
 Not supported, refused by name: the stream and tar formats before torch 1.6, TorchScript, big-endian files, bare
 pickles.

@@ -1,15 +1,16 @@
 """Where the data of a DCP item lies: an item is a torch zip of one bare tensor, embedded in a bigger file.
 
-``.metadata`` states offset and length of the item, dtype and shape of the tensor; the byte address and the strides stand
-inside the item. Torch writes items at any offset, and a tensor that was transposed or channels-last when it was saved keeps
-those strides, so both must be read.
+``.metadata`` states offset and length of the item, dtype and shape of the tensor; the byte address and the strides
+stand inside the item. Torch writes items at any offset, and a tensor that was transposed or channels-last when it was
+saved keeps those strides, so both must be read.
 
 This is asked for every one of 10⁵ items, at copy time, from several threads. So one read of the item's first bytes must
 do: they hold the pickle and the headers up to the data. Items of equal dtype, shape and strides begin with the same
 bytes, and what was found for one serves for all. Where the first bytes are not laid out as torch does it, the zip's
 directory decides.
 
-Source: torch 2.13 ``torch/distributed/checkpoint/filesystem.py``; items that it and megatron-core wrote, in tests/golden.
+Source: torch 2.13 ``torch/distributed/checkpoint/filesystem.py``; items that it and megatron-core wrote, in
+tests/golden.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ def _located(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[int
 def _scanned(head: bytes, file: str) -> tuple[int, Location] | None:
     """The same from the first bytes of an item, or None if they are not what torch writes or not enough.
 
-    Walks the local headers. Only a record with a descriptor has a length there that must be searched for: the pickle ends
-    where a descriptor that states its length follows.
+    Walks the local headers. Only a record with a descriptor has a length there that must be searched for: the pickle
+    ends where a descriptor that states its length follows.
     """
     at = 0
     found: Location | None = None

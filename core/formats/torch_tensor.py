@@ -14,8 +14,8 @@ with Python attributes wrap such a call. Several tensors may name one storage, w
 
 Everything that a file states is checked with Python's integers before anybody uses it (torch leaves some of that to C).
 
-Not a plain dense tensor, hence not read (the call stays inert; ``unsupported_kind`` names it): quantized, sparse, nested,
-meta tensors, subclasses such as DTensor, lazily conjugated or negated views, element types without a row in
+Not a plain dense tensor, hence not read (the call stays inert; ``unsupported_kind`` names it): quantized, sparse,
+nested, meta tensors, subclasses such as DTensor, lazily conjugated or negated views, element types without a row in
 ``core.dtypes``, and expanded views of more than 4 GiB.
 
 Source: torch 2.13 ``torch/_utils.py``, ``torch/_tensor.py``, ``torch/serialization.py``.
@@ -67,8 +67,8 @@ class Location:
 class TensorReader:
     """The hooks of one pickle, and the tensors that they found.
 
-    A tensor becomes a ``TensorLeaf`` whose key is ``<label><number>``, unique in the pickle; a tensor that occurs at several
-    places is one leaf.
+    A tensor becomes a ``TensorLeaf`` whose key is ``<label><number>``, unique in the pickle; a tensor that occurs at
+    several places is one leaf.
 
     Args:
         label: begin of the keys.
@@ -213,8 +213,8 @@ def located(storage: object, offset: object, size: object, stride: object, dtype
         last = offset + sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True))
         if (last + 1) * itemsize > storage_bytes:
             raise CorruptError(
-                f"a tensor of shape {shape!r:.200} and strides {strides!r:.200} reaches byte {(last + 1) * itemsize} of a "
-                f"storage of {storage_bytes} bytes"
+                f"a tensor of shape {shape!r:.200} and strides {strides!r:.200} reaches byte "
+                f"{(last + 1) * itemsize} of a storage of {storage_bytes} bytes"
             )
     found = Location(
         f"data/{key}",

@@ -6,7 +6,7 @@ Also for zips inside other files: Megatron's rank files, and the objects of a DC
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -33,7 +33,8 @@ class TorchTree:
     """A torch file's content.
 
     Args:
-        value: the unpickled root, inert, with a ``TensorLeaf`` for every tensor that is handled.
+        value: the unpickled root, inert, with a ``TensorLeaf`` for every tensor that is handled. An object whose key is
+            not its path stands in it as an ``ObjectLeaf``; so does a root that is neither tensor nor container.
         arrays: the tensors reached through mappings and lists, by key, in order.
         aliases: key → the first key whose bytes are the same.
         objects: everything else that is reached so, with its value, by key.
@@ -71,11 +72,11 @@ def parse(
     """
     n_bytes = store.size(file) - start if n_bytes is None else n_bytes
     refuse_other_streams(store, file, start, n_bytes)
-    archive = read_archive(store, file, start=start, n_bytes=n_bytes)
-    check_kind(store, archive)
-    reader = TensorReader(f"{prefix}#")
-    pickle = archive.record("data.pkl")
     with _in_file(file), gc_paused():
+        archive = read_archive(store, file, start=start, n_bytes=n_bytes)
+        check_kind(store, archive)
+        reader = TensorReader(f"{prefix}#")
+        pickle = archive.record("data.pkl")
         tree = put_back(load(store.read(file, pickle.offset, pickle.n_bytes), label=file, hooks=reader.hooks))
         made = _Reading(archive, reader, prefix, coords).tree(tree)
     stated = archive.records.get("version")
@@ -201,7 +202,7 @@ class _Reading:
             kind = unsupported_kind(leaf)
             if kind is not None:
                 unsupported[key] = kind
-            return leaf if path_key == plain_key or not entry.path else ObjectLeaf(key)
+            return leaf if path_key == plain_key and entry.path else ObjectLeaf(key)
 
         value = mapped(root, named)
         inside = {
@@ -239,17 +240,16 @@ class _Reading:
         return StoredArray(key, location.dtype, location.shape, extent, self._coords)
 
 
-def keys_of(found: list[Entry], *, taken: object = ()) -> list[tuple[str, str]]:
+def keys_of(found: list[Entry], *, taken: Container[str] = ()) -> list[tuple[str, str]]:
     """A unique key for every entry, and the plain one.
 
-    The plain key is the path, dot-joined. Where several entries have the same, those with dots in names get them escaped
-    (``a\\.b``); what is still the same is numbered.
+    The plain key is the path, dot-joined. Where several entries have the same, those with dots in names get them
+    escaped (``a\\.b``); what is still the same is numbered.
 
     Args:
         found: entries of one tree.
-        taken: a container of keys that must not be used.
+        taken: keys that must not be used.
     """
-    assert hasattr(taken, "__contains__")
     plain = [_joined(entry.path) for entry in found]
     count = Counter(plain)
     used: set[str] = set()

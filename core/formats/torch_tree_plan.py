@@ -72,8 +72,8 @@ def plan_tree(value: object, array_of: Callable[[str], StoredArray], *, prefix: 
 
     Args:
         value: what to save.
-        array_of: the array of a leaf's key; it tells dtype and shape. Every array is stored once, in C order; leaves with
-            one array share it.
+        array_of: the array of a leaf's key; it tells dtype and shape. Every array is stored once, in C order, also if
+            several leaves have it.
         prefix: name of the directory inside the zip, ``archive`` where torch has no file name.
 
     Raises:

@@ -116,6 +116,7 @@ class _Entry:
 
     name: bytes
     flags: int
+    method: int
     crc: int
     n_bytes: int
     header: int
@@ -154,6 +155,7 @@ class _Reader:
     def archive(self) -> Archive:
         directory, n_bytes, n_entries = self._directory()
         entries = list(self._entries(self._read(directory, n_bytes), n_entries))
+        self._refuse_compressed(entries)
         offsets = self._data_offsets(entries, directory)
         root = ""
         records: dict[str, Record] = {}
@@ -258,26 +260,34 @@ class _Reader:
             if stored == U32 or size == U32 or header == U32 or disk == U16:
                 extra = data[at + CENTRAL.size + n : end - n_comment]
                 size, stored, header, disk = self._wide(extra, (size, stored, header, disk))
-            self._check_kind(name, flags, method, disk)
-            if stored != size:
+            self._check_readable(name, flags, disk)
+            if stored != size and not method:
                 self._contradiction(f"a stored record has two sizes, {stored} and {size} bytes")
-            yield _Entry(name, flags, crc, size, header)
+            yield _Entry(name, flags, method, crc, size, header)
             at = end
         if at != len(data):
             self._contradiction(f"the zip's directory has {len(data) - at} bytes more than its {n_entries} entries")
 
-    def _check_kind(self, name: bytes, flags: int, method: int, disk: int) -> None:
+    def _check_readable(self, name: bytes, flags: int, disk: int) -> None:
         if flags & (_ENCRYPTED | _MASKED):
             raise UnsupportedError(f"the zip record {self._name(name)!r} is encrypted", file=self._file)
-        if method != 0 or flags & _PATCHED:
-            how = "deflated" if method == 8 else f"compressed (method {method})"
-            raise UnsupportedError(
-                f"the zip record {self._name(name)!r} is {how}; torch.save stores its records",
-                file=self._file,
-                hint="load the file with torch and save it again, or repack it with: zip -0",
-            )
+        if flags & _PATCHED:
+            raise UnsupportedError(f"the zip record {self._name(name)!r} is a patch", file=self._file)
         if disk:
             raise UnsupportedError("a zip of several disks", file=self._file)
+
+    def _refuse_compressed(self, entries: list[_Entry]) -> None:
+        packed = next((entry for entry in entries if entry.method), None)
+        if packed is None:
+            return
+        if any(entry.name.endswith(b"/constants.pkl") for entry in entries):
+            raise _torchscript(self._file)
+        how = "deflated" if packed.method == 8 else f"compressed (method {packed.method})"
+        raise UnsupportedError(
+            f"the zip record {self._name(packed.name)!r} is {how}; torch.save stores its records",
+            file=self._file,
+            hint="load the file with torch and save it again, or repack it with: zip -0",
+        )
 
     def _wide(self, extra: bytes, narrow: tuple[int, int, int, int]) -> list[int]:
         """Size, stored size, header offset and disk, with those that do not fit taken from the ZIP64 field."""
@@ -388,11 +398,7 @@ def check_kind(store: ReadStore, archive: Archive) -> None:
         CorruptError: its byte order is none.
     """
     if "constants.pkl" in archive.records:
-        raise UnsupportedError(
-            "a TorchScript program, not a checkpoint",
-            file=archive.file,
-            hint="load it with torch.jit.load and save its state_dict()",
-        )
+        raise _torchscript(archive.file)
     if "data.pkl" not in archive.records:
         raise UnsupportedError("a zip without data.pkl, so not one that torch.save wrote", file=archive.file)
     order = archive.records.get("byteorder")
@@ -405,3 +411,11 @@ def check_kind(store: ReadStore, archive: Archive) -> None:
         )
     if text != b"little":
         raise CorruptError(f"the byte order is {text!r}", file=archive.file)
+
+
+def _torchscript(file: str) -> UnsupportedError:
+    return UnsupportedError(
+        "a TorchScript program, not a checkpoint",
+        file=file,
+        hint="load it with torch.jit.load and save its state_dict()",
+    )

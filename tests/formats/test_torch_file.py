@@ -14,6 +14,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,9 @@ from tests.materialize import materialized, tensor_bytes
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.int64, torch.int32,
-    torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.complex128,
-    torch.complex64, torch.complex32,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    torch.bool, torch.complex128, torch.complex64, torch.complex32,
 )  # fmt: skip
 
 
@@ -258,9 +259,10 @@ def test_writing_is_a_function_of_the_content() -> None:
 def test_plain_values_keep_their_places_and_types(tmp_path: Path) -> None:
     value = {
         "tensor": filled(torch.float32, 2),
-        "none": None, "yes": True, "int": -5, "big": 1 << 200, "float": 0.1, "nan": [float("inf")], "text": "grün\ud800",
-        "bytes": b"\0\xff", "array": bytearray(b"abc"), "complex": 1 - 2j, "set": {1, "a"}, "empty": {}, "list": [],
-        "tuple": (1, (2, [3])), "dtype": torch.bfloat16, "device": torch.device("cuda", 3),
+        "none": None, "yes": True, "int": -5, "big": 1 << 200, "float": 0.1, "list": [float("inf")],
+        "text": "grün\ud800", "bytes": b"\0\xff", "array": bytearray(b"abc"), "complex": 1 - 2j,
+        "set": {1, "a"}, "empty": {}, "none in it": [], "tuple": (1, (2, [3])),
+        "dtype": torch.bfloat16, "device": torch.device("cuda", 3),
         "counter": collections.Counter("abca"),
         "ordered": collections.OrderedDict([("z", 1), ("a", filled(torch.int8, 3))]),
         5: "five", (1, 2): "pair", None: "nothing", (torch.float32, torch.bfloat16): {"param": filled(torch.int8, 4)},
@@ -353,6 +355,7 @@ def test_what_weights_only_refuses_is_set_aside_and_comes_back(tmp_path: Path) -
         collections.OrderedDict(a=Thing(x=1), t=filled(torch.int8, 3)),
         collections.defaultdict(list, a=Thing(x=1), t=filled(torch.int8, 3)),
         collections.defaultdict(dict, t=filled(torch.int8, 3)),
+        np.arange(3),
     ],
 )
 def test_any_root_is_set_aside_and_comes_back(root: object, tmp_path: Path) -> None:
@@ -413,6 +416,14 @@ def test_a_bare_tensor_is_a_checkpoint(tmp_path: Path) -> None:
     assert list(catalog.tensors) == ["value"]
     for loaded in loads(written(catalog, store), tmp_path / "new.pt"):
         assert_same(loaded, filled(torch.float32, 3, 4).t())
+
+
+@pytest.mark.parametrize("value", [None, 5, "text", [1, 2], {}, ()])
+def test_a_file_without_tensors_is_read_and_written(value: object) -> None:
+    catalog, store = opened(saved(value))
+    assert not catalog.tensors
+    assert [item.value for item in catalog.objects.values()] == ([value] if value != {} else [])
+    assert_same(torch.load(io.BytesIO(written(catalog, store))), value)
 
 
 def test_a_flat_catalog_becomes_a_dict(tmp_path: Path) -> None:
@@ -848,6 +859,23 @@ def test_a_truncated_item_is_refused_at_every_length() -> None:
             with contextlib.suppress(CorruptError):
                 where = item_location(short, array).extent
                 assert where is not None and where.offset + array.n_bytes <= n
+
+
+def test_items_are_located_from_many_threads() -> None:
+    tensors = [filled(torch.float32, 3 + n % 5, 4, seed=n) for n in range(60)]
+    streams = [saved(tensor if n % 3 else tensor.t()) for n, tensor in enumerate(tensors)]
+    store = MemoryStore({f"{n}": stream for n, stream in enumerate(streams)})
+
+    def address(n: int) -> Extent | None:
+        shape = tuple(tensors[n].shape) if n % 3 else tuple(tensors[n].t().shape)
+        late = Extent(f"{n}", 0, item_bytes=len(streams[n]))
+        return item_location(store, StoredArray("t", "float32", shape, late)).extent
+
+    expected = [address(n) for n in range(60)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            assert list(pool.map(address, range(60))) == expected
+    assert {extent is not None and extent.strides for extent in expected} >= {None, (1, 4)}
 
 
 def test_a_truncated_item_names_its_file() -> None:
