@@ -31,7 +31,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):
             raise ValueError(f"box offset {self.offset} and shape {self.shape} differ in rank")
-        if any(n < 0 for n in self.offset) or any(n < 0 for n in self.shape):
+        if self.shape and (min(self.offset) < 0 or min(self.shape) < 0):
             raise ValueError(f"box offset {self.offset} or shape {self.shape} is negative")
 
     @property
@@ -185,14 +185,10 @@ def boxes_of_flat_range(shape: Shape, start: int, stop: int) -> list[Box]:
     first, head = divmod(start, row)
     last, tail = divmod(stop, row)
     if first == last:
-        return [
-            Box((first, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], head, tail)
-        ]
+        return [Box((first, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], head, tail)]
     boxes = []
     if head:
-        boxes += [
-            Box((first, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], head, row)
-        ]
+        boxes += [Box((first, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], head, row)]
         first += 1
     if last > first:
         boxes.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))

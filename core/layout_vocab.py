@@ -68,9 +68,11 @@ def cut_vocab(
     """
     if n_rows is None or n_rows == shape[0]:
         return shape
-    if target_tp is not None and facts.padded_rows(n_rows, tp=target_tp) == shape[0]:
+    rows = n_rows if target_tp is None else facts.padded_rows(n_rows, tp=target_tp)
+    if rows == shape[0]:
         return shape
-    notes.append(f"{name}: {shape[0] - n_rows} padding rows are cut ({shape[0]} to {n_rows})")
+    padding = "no padding" if rows == n_rows else f"{rows - n_rows} of them zeros"
+    notes.append(f"{name}: {shape[0]} rows become {rows} ({n_rows} true ones, {padding})")
     return (n_rows, *shape[1:])
 
 

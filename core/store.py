@@ -191,6 +191,11 @@ class LocalStore:
                 pass
         return self._seen[name][0]
 
+    def stamp(self, name: str) -> tuple[int, int, int]:
+        """Size, modification time (ns) and inode of a file, as they were when it was first opened."""
+        self.size(name)
+        return self._seen[name]
+
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
         """See ReadStore and ``read_into``."""
         buffer = bytearray(n_bytes)

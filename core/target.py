@@ -66,7 +66,9 @@ def _whole(meta: TensorMeta) -> list[Box]:
     return [Box((0,) * len(meta.shape), meta.shape)]
 
 
-def _stored_boxes(meta: TensorMeta, fragments: Iterable[Fragment], file_number: dict[str, int]) -> dict[Box, int | None]:
+def _stored_boxes(
+    meta: TensorMeta, fragments: Iterable[Fragment], file_number: dict[str, int]
+) -> dict[Box, int | None]:
     """Distinct boxes of a tensor's pieces → number of the file each is to go to, or None; {} if they do not tile it."""
     boxes: dict[Box, int | None] = {}
     for fragment in fragments:

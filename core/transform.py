@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 from core.catalog import Catalog, Fragment, TensorMeta
 from core.dtypes import dtype_of
 from core.errors import UsageError
 from core.inert import ObjectLeaf, TensorLeaf, walk
+from core.select import matcher
 from core.skeleton import REMOVED, Entry, entries, mapped, nested
 
 
@@ -31,7 +31,7 @@ def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[s
     """Keeps the entries that match an ``include`` glob (all, if there is none) and no ``exclude`` glob.
 
     Args:
-        include, exclude: shell globs over whole keys; ``*`` also matches dots. They choose tensors and objects alike.
+        include, exclude: patterns of ``core.select`` over whole keys. They choose tensors and objects alike.
 
     Raises:
         UsageError: an ``include`` glob matches nothing, or nothing remains.
@@ -39,13 +39,14 @@ def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[s
     if not include and not exclude:
         return Selection(catalog, ())
     every = [*catalog.tensors, *catalog.objects]
-    for glob in (*include, *exclude):
-        if not any(fnmatchcase(key, glob) for key in every):
+    wanted = [matcher(glob) for glob in include]
+    unwanted = [matcher(glob) for glob in exclude]
+    for glob, matches in zip((*include, *exclude), (*wanted, *unwanted), strict=True):
+        if not any(map(matches, every)):
             raise UsageError(f"no tensor or object matches {glob!r}", hint="list the keys with: ckpt inspect --flat")
 
     def is_kept(key: str) -> bool:
-        wanted = not include or any(fnmatchcase(key, glob) for glob in include)
-        return wanted and not any(fnmatchcase(key, glob) for glob in exclude)
+        return (not wanted or any(m(key) for m in wanted)) and not any(m(key) for m in unwanted)
 
     tensors = {key: meta for key, meta in catalog.tensors.items() if is_kept(key)}
     if not tensors:
@@ -54,7 +55,8 @@ def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[s
     skeleton = catalog.skeleton
     if skeleton is not None:
         skeleton = mapped(skeleton, lambda entry: entry.leaf if is_kept(entry.key) else REMOVED)
-    hidden_keys = {leaf.key for item in objects.values() for leaf in walk(item.value) if isinstance(leaf, TensorLeaf)}
+    values = [catalog.attrs.get("common"), *(item.value for item in objects.values())]
+    hidden_keys = {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
     hidden_keys |= {item.raw_key for item in objects.values() if item.raw_key is not None}
     kept = replace(
         catalog,
@@ -62,8 +64,15 @@ def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[s
         objects=objects,
         hidden={key: meta for key, meta in catalog.hidden.items() if key in hidden_keys},
         skeleton=skeleton,
+        attrs={**catalog.attrs, "aliases": _among(catalog.attrs.get("aliases"), tensors)},
     )
     return Selection(kept, tuple(key for key in every if not is_kept(key)))
+
+
+def _among(aliases: object, tensors: Mapping[str, TensorMeta]) -> dict[str, str]:
+    """The aliases whose two sides both remain."""
+    known = aliases if isinstance(aliases, Mapping) else {}
+    return {key: first for key, first in known.items() if key in tensors and first in tensors}
 
 
 def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> tuple[Catalog, list[tuple[str, str]]]:
@@ -122,10 +131,12 @@ def renamed(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
     def fragments_of(key: str) -> list[Fragment]:
         return [replace(fragment, key=key) for fragment in catalog.fragments(old_of.get(key, key))]
 
-    aliases = catalog.attrs.get("aliases")
+    aliases, mcore_data = catalog.attrs.get("aliases"), catalog.attrs.get("mcore_data")
     attrs = dict(catalog.attrs)
     if isinstance(aliases, Mapping):
         attrs["aliases"] = {new_of.get(a, a): new_of.get(b, b) for a, b in aliases.items()}
+    if isinstance(mcore_data, Mapping):
+        attrs["mcore_data"] = {new_of.get(key, key): value for key, value in mcore_data.items()}
     return replace(
         catalog,
         tensors={new_of[key]: replace(meta, key=new_of[key]) for key, meta in catalog.tensors.items()},
@@ -189,13 +200,13 @@ def cast_of(rules: Sequence[tuple[str | None, str]]) -> Callable[[TensorMeta], s
     Raises:
         UnsupportedError: a dtype is not known.
     """
-    parsed = [(glob, dtype_of(name).name) for glob, name in rules]
+    parsed = [(None if glob is None else matcher(glob), dtype_of(name).name) for glob, name in rules]
 
     def dtype_for(meta: TensorMeta) -> str:
         chosen = meta.dtype
-        for glob, dtype in parsed:
-            if glob is not None:
-                if fnmatchcase(meta.key, glob):
+        for matches, dtype in parsed:
+            if matches is not None:
+                if matches(meta.key):
                     chosen = dtype
                 continue
             found = dtype_of(meta.dtype)

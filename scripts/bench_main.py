@@ -161,10 +161,13 @@ class Bench:
         """Start-up, and 100 000 chunks against ``pickle.loads`` on their metadata, start-up apart."""
         names = ("start-up of ckpt --help", "start-up of ckpt inspect", "inspect of 100 000 chunks")
         if any(map(self.wants, names)):
-            with self.source("tiny", 0) as tiny, self.source("chunks", 100_000) as chunks:
-                with self.tolerant("inspect"):
-                    for case in self._inspect(names, tiny, chunks):
-                        self.add(case)
+            with (
+                self.tolerant("inspect"),
+                self.source("tiny", 0) as tiny,
+                self.source("chunks", 100_000) as chunks,
+            ):
+                for case in self._inspect(names, tiny, chunks):
+                    self.add(case)
 
     def _inspect(self, names: Sequence[str], tiny: Path, chunks: Path) -> list[Case]:
         commands = [ckpt("--help"), ckpt("inspect", tiny), ckpt("inspect", chunks)]

@@ -172,7 +172,9 @@ def make_megatron(folder: Path, n_bytes: int, tp: int) -> None:
 
 def make_torch(folder: Path, n_bytes: int) -> None:
     folder.mkdir(parents=True)
-    torch.save(rank_dict(n_layers_for(n_bytes), 1, 0), folder / "model.pt")
+    state = rank_dict(n_layers_for(n_bytes), 1, 0)
+    del state["rng_state"]
+    torch.save(state, folder / "model.pt")
 
 
 def _dcp_state(n_layers: int, model: dict[str, Any]) -> dict[str, Any]:

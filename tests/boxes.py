@@ -119,9 +119,7 @@ class Model:
 
     def target(self, *, dtype: str = DTYPE, gap: int = 7) -> tuple[Catalog, list[FileImage]]:
         """The target catalog, and one file image per two arrays."""
-        arrays = {
-            name: StoredArray(name, dtype, shape) for cut in self.cuts.values() for name, shape, _ in cut.parts
-        }
+        arrays = {name: StoredArray(name, dtype, shape) for cut in self.cuts.values() for name, shape, _ in cut.parts}
         images = []
         names = list(arrays)
         for number in range(0, len(names), 2):
@@ -137,9 +135,7 @@ class Model:
         """The catalog of given arrays."""
 
         def fragments_of(key: str) -> list[Fragment]:
-            return [
-                Fragment(key, box, arrays[name], at) for name, _, held in self.cuts[key].parts for box, at in held
-            ]
+            return [Fragment(key, box, arrays[name], at) for name, _, held in self.cuts[key].parts for box, at in held]
 
         tensors = {key: TensorMeta(key, dtype, shape) for key, shape in self.tensors.items()}
         return Catalog("fake", None, tensors, fragments_of)

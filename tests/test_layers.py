@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("core", "core.errors", "core.dtypes", "core.box", "core.inert"),
     (
-        *("core.catalog", "core.topology", "core.store", "core.image", "core.select", "core.contained"),
+        *("core.catalog", "core.topology", "core.store", "core.image", "core.select", "core.contained", "core.linux"),
         *("core.safe_pickle", "core.pickle_*"),
         *("core.skeleton", "core.plain", "core.checksum", "core.coverage", "core.gather"),
     ),
@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (*("core.open", "core.plan", "core.cast", "core.match", "core.places", "core.bands", "core.weave"),),
     (
-        *("core.copy", "core.copier", "core.output", "core.ledger"),
+        *("core.copy", "core.copier", "core.output", "core.ledger", "core.stage_store"),
         *("core.commit", "core.journal", "core.manifest", "core.comm"),
     ),
     ("core.convert", "core.summary", "core.checks", "core.checks.*"),

@@ -126,7 +126,7 @@ def test_padding_is_cut_with_a_note_or_kept_for_a_destination_that_needs_as_much
     key = "embedding.word_embeddings.weight"
     _, cut = global_form(golden, "dense_gqa", "tp4_pp1")
     assert cut.tensors[key].shape == (300, 64)
-    assert any("212 padding rows are cut (512 to 300)" in note for note in cut.attrs["notes"])  # type: ignore[attr-defined]
+    assert any("512 rows become 300 (300 true ones, no padding)" in note for note in cut.attrs["notes"])  # type: ignore[attr-defined]
     assert [fragment.box.offset[0] for fragment in cut.fragments(key)] == [0, 128, 256]
     _, kept = global_form(golden, "dense_gqa", "tp4_pp1", target_tp=4)
     assert kept.tensors[key].shape == (512, 64)

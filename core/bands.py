@@ -1,0 +1,445 @@
+"""Work items: what one thread does at a time.
+
+The matched boxes of a tensor become
+
+* **moves**: a run of bytes that is consecutive in its source and in all its destinations; streamed;
+* **weaves**: sources and destinations that meet in boxes which are not consecutive on both sides (splits and merges
+  along an inner axis). All sources and destinations that hang together are walked in common row bands, so that every
+  source byte is read once and every destination byte is written once, both in long runs;
+* **comparisons**: replicas with their primary.
+
+Items are about ``ITEM_BYTES`` long, so that threads share the largest tensor too. Which items there are, and their
+order, follows from the plan alone: a resumed run meets the same ones. Everything here is integers; only late-bound
+addresses are asked for through ``bind``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import gcd, prod
+
+from core.box import Box, Shape, c_strides
+from core.catalog import Fragment, StoredArray
+from core.checksum import BLOCK_BYTES
+from core.coverage import first_overlap
+from core.dtypes import itemsize
+from core.errors import CorruptError
+from core.gather import is_dense
+from core.match import Match
+from core.places import Places
+
+ITEM_BYTES = 32 << 20
+"""Target bytes of one item, about."""
+_SMALL_BYTES = 64 << 10
+_MANY_PAIRS = 64
+
+Bind = Callable[[StoredArray], StoredArray]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordCrc:
+    """A CRC-32 that the source states for a whole array.
+
+    Args:
+        file: the source file.
+        array: name of the source array.
+        n_bytes: of the array.
+        crc: as stated.
+        start: byte address of the array in its file.
+    """
+
+    file: str
+    array: str
+    n_bytes: int
+    crc: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the elements of a source piece lie.
+
+    Args:
+        file: None for zeros.
+        start: byte address of the piece's first element.
+        strides: bytes per axis of the tensor.
+        record: the CRC of the array, if it is stated and the whole array is read.
+    """
+
+    file: str | None
+    start: int
+    strides: Shape
+    record: RecordCrc | None = None
+
+    def at(self, delta: Sequence[int]) -> int:
+        """Byte address of the element that lies ``delta`` elements from the first."""
+        return self.start + sum(d * step for d, step in zip(delta, self.strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the elements of a target fragment go.
+
+    Args:
+        array: number of the array in ``Places``.
+        start: index of the fragment's first element in the flattened array.
+        strides: elements per axis of the tensor.
+    """
+
+    array: int
+    start: int
+    strides: Shape
+
+    def at(self, delta: Sequence[int]) -> int:
+        """Flat index of the element that lies ``delta`` elements from the first."""
+        return self.start + sum(d * step for d, step in zip(delta, self.strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A run of elements, consecutive in the source and in every destination.
+
+    Args:
+        key: the tensor.
+        n_elements: length of the run.
+        source: where it begins.
+        destinations: (array number, flat element index) of each copy to write.
+        dtypes: of the source and of the target.
+    """
+
+    key: str
+    n_elements: int
+    source: Source
+    destinations: tuple[tuple[int, int], ...]
+    dtypes: tuple[str, str]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes to write."""
+        return self.n_elements * itemsize(self.dtypes[1]) * len(self.destinations)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A source piece and a destination that meet in ``box``; their ``start`` is the box's first element."""
+
+    box: Box
+    source: Source
+    destination: Destination
+
+
+@dataclass(frozen=True, slots=True)
+class Weave:
+    """Consecutive row bands of sources and destinations that hang together.
+
+    Args:
+        key: the tensor.
+        links: who meets whom; the boxes are disjoint.
+        bands: boxes to walk, in C order.
+        is_regular: whether every link spans each band on the axes up to the cut one, so that bands of one shape differ
+            only by their addresses.
+        dtypes: of the source and of the target.
+    """
+
+    key: str
+    links: Sequence[Link]
+    bands: Sequence[Box]
+    is_regular: bool
+    dtypes: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Copies that must equal their primary in a box.
+
+    Args:
+        key: the tensor.
+        box: the region; the sources begin at its first element.
+        primary: the source that is used.
+        copies: the other sources.
+        bands: parts of the box, each at most a digest block long.
+        dtype: of all.
+    """
+
+    key: str
+    box: Box
+    primary: Source
+    copies: tuple[Source, ...]
+    bands: Sequence[Box]
+    dtype: str
+
+
+Item = Move | Weave | Comparison
+
+
+def items_of(
+    match: Match, *, places: Places, bind: Bind, band_bytes: int, item_bytes: int = ITEM_BYTES
+) -> Iterator[Item]:
+    """The work items of one tensor: comparisons, then moves, then weaves.
+
+    Args:
+        band_bytes: most source bytes that a band of a weave may hold.
+        item_bytes: about how many bytes an item is to hold.
+    """
+    if match.meta.n_elements == 0:
+        return
+    viewer = _Viewer(match, places, bind)
+    yield from _comparisons(match, viewer, min(band_bytes, BLOCK_BYTES), item_bytes)
+    size = itemsize(match.dtype)
+    dtypes = (match.dtype, match.meta.dtype)
+    runs: dict[tuple[int, Box], list[int]] = {}
+    woven: list[tuple[int, int, Box]] = []
+    for n_piece, n_target, box in match.pairs:
+        in_source = is_dense(box.shape, size, viewer.source(n_piece).strides)
+        if in_source and is_dense(box.shape, 1, viewer.destination(n_target).strides):
+            runs.setdefault((n_piece, box), []).append(n_target)
+        else:
+            woven.append((n_piece, n_target, box))
+    if len(runs) > _MANY_PAIRS and sum(box.n_elements for _, box in runs) * size < _SMALL_BYTES * len(runs):
+        woven += [(n_piece, n_target, box) for (n_piece, box), targets in runs.items() for n_target in targets]
+        runs = {}
+    for (n_piece, box), n_targets in runs.items():
+        source = viewer.source_of(n_piece, box)
+        ends = [viewer.destination_of(n_target, box) for n_target in n_targets]
+        move = Move(match.meta.key, box.n_elements, source, tuple((end.array, end.start) for end in ends), dtypes)
+        yield from _cut_move(move, item_bytes)
+    for layer in _layers(woven):
+        for links in _components(layer, match, viewer):
+            yield from _cut_weave(match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes)
+
+
+class _Viewer:
+    """Addresses of the pieces and targets of one match, found once."""
+
+    def __init__(self, match: Match, places: Places, bind: Bind) -> None:
+        self._match = match
+        self._places = places
+        self._bind = bind
+        self._sources: dict[int, Source] = {}
+        self._destinations: dict[int, Destination] = {}
+        self._n_read: dict[str, int] = {}
+        for box, fragment in match.pieces:
+            if fragment.array is not None:
+                name = fragment.array.name
+                self._n_read[name] = self._n_read.get(name, 0) + box.n_elements
+
+    def source(self, n_piece: int) -> Source:
+        """The source of a primary piece."""
+        found = self._sources.get(n_piece)
+        if found is None:
+            box, fragment = self._match.pieces[n_piece]
+            found = self._sources[n_piece] = self.bound(fragment, box)
+        return found
+
+    def bound(self, fragment: Fragment, box: Box) -> Source:
+        """The source of a part of a fragment."""
+        rank = box.rank
+        if fragment.array is None:
+            return Source(None, 0, tuple(n * itemsize(self._match.dtype) for n in c_strides(box.shape)))
+        array = self._bind(fragment.array)
+        extent = array.extent
+        if extent is None or extent.is_late:
+            raise CorruptError("the array's place in its file was not found", key=fragment.key)
+        size = itemsize(array.dtype)
+        of_array = [n * size for n in (extent.strides or c_strides(array.shape))]
+        if any(step < 0 for step in of_array):
+            raise CorruptError(f"strides {extent.strides} are negative", key=fragment.key, file=extent.file)
+        strides = _aligned(of_array, rank)
+        start = extent.offset + sum(i * step for i, step in zip(fragment.at, of_array, strict=True))
+        start += sum((a - b) * step for a, b, step in zip(box.offset, fragment.box.offset, strides, strict=True))
+        record = None
+        if extent.crc is not None and self._n_read.get(array.name) == prod(array.shape):
+            record = RecordCrc(extent.file, array.name, array.n_bytes, extent.crc, extent.offset)
+        return Source(extent.file, start, strides, record)
+
+    def destination(self, n_target: int) -> Destination:
+        """The destination of a target fragment."""
+        found = self._destinations.get(n_target)
+        if found is None:
+            fragment = self._match.targets[n_target]
+            assert fragment.array is not None
+            number = self._places.number_of(fragment.array.name)
+            assert number is not None
+            of_array = c_strides(fragment.array.shape)
+            start = sum(i * step for i, step in zip(fragment.at, of_array, strict=True))
+            found = self._destinations[n_target] = Destination(number, start, _aligned(of_array, fragment.box.rank))
+        return found
+
+    def source_of(self, n_piece: int, box: Box) -> Source:
+        """The source of a box in a piece."""
+        whole = self.source(n_piece)
+        start = whole.at(_delta(box, self._match.pieces[n_piece][0]))
+        return Source(whole.file, start, whole.strides, whole.record)
+
+    def destination_of(self, n_target: int, box: Box) -> Destination:
+        """The destination of a box in a target fragment."""
+        whole = self.destination(n_target)
+        start = whole.at(_delta(box, self._match.targets[n_target].box))
+        return Destination(whole.array, start, whole.strides)
+
+
+def _aligned(strides: Sequence[int], rank: int) -> Shape:
+    """Strides of an array's axes as strides of a tensor's, aligned at the last; 0 where the array has no such axis."""
+    extra = len(strides) - rank
+    return tuple(strides[extra:]) if extra >= 0 else (0,) * -extra + tuple(strides)
+
+
+def _delta(box: Box, origin: Box) -> list[int]:
+    return [a - b for a, b in zip(box.offset, origin.offset, strict=True)]
+
+
+def _comparisons(match: Match, viewer: _Viewer, band_bytes: int, item_bytes: int) -> Iterator[Comparison]:
+    groups: dict[tuple[Box, int], list[Fragment]] = {}
+    primaries: dict[int, Fragment] = {}
+    for box, fragment, primary in match.copies:
+        groups.setdefault((box, id(primary)), []).append(fragment)
+        primaries[id(primary)] = primary
+    for (box, number), fragments in groups.items():
+        used = viewer.bound(primaries[number], box)
+        copies = tuple(dict.fromkeys(viewer.bound(fragment, box) for fragment in fragments))
+        size = itemsize(match.dtype)
+        axis = _cut_axis(box.shape, size, band_bytes)
+        for bands in _bands(box, axis, size, 1, band_bytes=band_bytes, item_bytes=item_bytes):
+            yield Comparison(match.meta.key, box, used, copies, bands, match.dtype)
+
+
+def _cut_move(move: Move, item_bytes: int) -> Iterator[Move]:
+    """A move in parts of about ``item_bytes``, cut where a block of the first destination begins."""
+    source_size, target_size = (itemsize(name) for name in move.dtypes)
+    position = move.destinations[0][1] * target_size
+    done = 0
+    while done < move.n_elements:
+        stop = position + done * target_size + item_bytes
+        if item_bytes >= 2 * BLOCK_BYTES:
+            stop -= stop % BLOCK_BYTES
+        end = max(done + 1, (stop - position) // target_size)
+        if end * target_size + item_bytes // 16 > move.n_elements * target_size:
+            end = move.n_elements
+        source = Source(move.source.file, move.source.start + done * source_size, (), move.source.record)
+        ends = tuple((array, start + done) for array, start in move.destinations)
+        yield Move(move.key, end - done, source, ends, move.dtypes)
+        done = end
+
+
+def _layers(pairs: list[tuple[int, int, Box]]) -> list[list[tuple[int, int, Box]]]:
+    """Pairs in groups whose boxes are disjoint: targets that repeat a region go to other layers."""
+    if first_overlap([box for _, _, box in pairs]) is None:
+        return [pairs] if pairs else []
+    of_target: dict[int, list[tuple[int, int, Box]]] = {}
+    for pair in pairs:
+        of_target.setdefault(pair[1], []).append(pair)
+    n_seen: dict[tuple[Box, ...], int] = {}
+    by_turn: dict[int, list[tuple[int, int, Box]]] = {}
+    for group in of_target.values():
+        boxes = tuple(box for _, _, box in group)
+        turn = n_seen[boxes] = n_seen.get(boxes, 0) + 1
+        by_turn.setdefault(turn, []).extend(group)
+    layers = []
+    for layer in by_turn.values():
+        if first_overlap([box for _, _, box in layer]) is None:
+            layers.append(layer)
+        else:  # targets that overlap in part: one by one
+            one_by_one: dict[int, list[tuple[int, int, Box]]] = {}
+            for pair in layer:
+                one_by_one.setdefault(pair[1], []).append(pair)
+            layers += list(one_by_one.values())
+    return layers
+
+
+def _components(pairs: list[tuple[int, int, Box]], match: Match, viewer: _Viewer) -> Iterator[list[Link]]:
+    """The links of each group of sources and destinations that hang together.
+
+    Two pairs hang together if they share a source piece or a target, or pieces (or targets) of one array whose regions
+    there are interleaved.
+    """
+    size = itemsize(match.dtype)
+    parent: dict[object, object] = {}
+
+    def root(node: object) -> object:
+        while (above := parent.setdefault(node, node)) != node:
+            parent[node] = parent[above]
+            node = above
+        return node
+
+    for n_piece, n_target, _ in pairs:
+        box, fragment = match.pieces[n_piece]
+        source: object = ("piece", n_piece)
+        if fragment.array is not None and not is_dense(box.shape, size, viewer.source(n_piece).strides):
+            source = ("from", fragment.array.name)
+        destination: object = ("target", n_target)
+        if not is_dense(match.targets[n_target].box.shape, 1, viewer.destination(n_target).strides):
+            destination = ("to", viewer.destination(n_target).array)
+        parent[root(source)] = root(destination)
+        parent[root(("piece", n_piece))] = root(source)
+    groups: dict[object, list[Link]] = {}
+    for n_piece, n_target, box in pairs:
+        link = Link(box, viewer.source_of(n_piece, box), viewer.destination_of(n_target, box))
+        groups.setdefault(root(("piece", n_piece)), []).append(link)
+    yield from groups.values()
+
+
+def _cut_weave(
+    key: str, links: list[Link], dtypes: tuple[str, str], *, band_bytes: int, item_bytes: int
+) -> Iterator[Weave]:
+    rank = links[0].box.rank
+    offset = tuple(min(link.box.offset[axis] for link in links) for axis in range(rank))
+    end = tuple(max(link.box.end[axis] for link in links) for axis in range(rank))
+    bounds = Box(offset, tuple(b - a for a, b in zip(offset, end, strict=True)))
+    size, target_size = (itemsize(name) for name in dtypes)
+    n_ends = len({link.destination.array for link in links} | {link.source.file for link in links})
+    is_consecutive = all(sorted(link.source.strides, reverse=True) == list(link.source.strides) for link in links)
+    wanted = min(band_bytes, max(1 << 20, n_ends << 18)) if is_consecutive else band_bytes
+    axis = _cut_axis(bounds.shape, size, wanted)
+    is_regular = all(
+        link.box.offset[: axis + 1] == offset[: axis + 1] and link.box.end[: axis + 1] == end[: axis + 1]
+        for link in links
+    )
+    row_bytes = links[0].destination.strides[axis] * target_size
+    for bands in _bands(bounds, axis, size, row_bytes, band_bytes=wanted, item_bytes=item_bytes):
+        yield Weave(key, links, bands, is_regular, dtypes)
+
+
+def _cut_axis(shape: Shape, size: int, band_bytes: int) -> int:
+    """The first axis of whose indices one fits into a band."""
+    axis = 0
+    while axis < len(shape) - 1 and prod(shape[axis + 1 :]) * size > band_bytes:
+        axis += 1
+    return axis
+
+
+def _bands(
+    bounds: Box, axis: int, size: int, row_bytes: int, *, band_bytes: int, item_bytes: int
+) -> Iterator[list[Box]]:
+    """Row bands of a box, in groups of about ``item_bytes``.
+
+    Args:
+        axis: where they are cut.
+        size: bytes per element.
+        row_bytes: bytes of a destination's row; groups end at its digest blocks where that comes out even.
+        band_bytes: most bytes of a band, unless one element is longer.
+        item_bytes: bytes of a group.
+    """
+    shape = bounds.shape
+    if not shape:
+        yield [bounds]
+        return
+    rows = max(1, band_bytes // (prod(shape[axis + 1 :]) * size))
+    even = BLOCK_BYTES // gcd(BLOCK_BYTES, row_bytes)
+    if axis == 0 and even < rows:
+        rows -= rows % even
+    bands: list[Box] = []
+    n_bytes = 0
+    for index in product(*(range(n) for n in shape[:axis])):
+        for first in range(0, shape[axis], rows):
+            start = (*index, first, *(0,) * (len(shape) - axis - 1))
+            extent = (*(1,) * axis, min(rows, shape[axis] - first), *shape[axis + 1 :])
+            bands.append(Box(tuple(a + b for a, b in zip(bounds.offset, start, strict=True)), extent))
+            n_bytes += prod(extent) * size
+            is_even = axis > 0 or (first + rows) % even == 0
+            if n_bytes >= item_bytes and (is_even or n_bytes >= 2 * item_bytes):
+                yield bands
+                bands, n_bytes = [], 0
+    if bands:
+        yield bands

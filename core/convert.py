@@ -1,0 +1,464 @@
+"""Converting and resharding: the only place where format, layout, plan, copy and commit meet.
+
+::
+
+    open → [unshard] → select, rename, cast → [shard | stack | nest] → lay out → plan → stage, copy, literals, commit
+
+``prepare`` does all of it that moves no data; ``run`` does the rest. Both doors call these two.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from core import __version__
+from core.catalog import Catalog
+from core.commit import Stage
+from core.copy import execute
+from core.errors import UnsupportedError, UsageError
+from core.formats import Format, format_called
+from core.formats.torch_file import load_object, refuse_unsupported
+from core.image import FileImage
+from core.journal import identity_of
+from core.layout import load_rules, shard, stack, unshard
+from core.layout_args import topology_of
+from core.manifest import finish_files, manifest_name, write_manifest
+from core.objects import inlined, loaded, state_dict, vetted, with_common
+from core.open import Checkpoint, open_checkpoint
+from core.plan import Plan, make_plan
+from core.target import partitioned, retyped
+from core.topology import Topology
+from core.transform import cast_of, rename, select
+
+MIB = 1 << 20
+DEFAULT_MEMORY_BYTES = 512 * MIB
+DEFAULT_THREADS = 2
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopologyChange:
+    """Parallel sizes to change, and those that the user believes the source has.
+
+    Args:
+        tp, pp, vpp, ep, etp: sizes of the destination; None keeps the source's.
+        source: asserted sizes of the source by name; a mismatch is an error.
+    """
+
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    source: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One conversion, as asked for.
+
+    Args:
+        src: what to read, see ``core.open``.
+        dst: what to write; None proposes a name beside ``src``.
+        to: target format; None keeps the source's.
+        iteration: which iteration of a training root.
+        topology: parallel sizes to change and to check; None for none.
+        keeps_layout: sizes that ``topology`` leaves open stay the source's; otherwise they become 1.
+        vocab_size: the true number of vocabulary rows, where the checkpoint does not say.
+        keep_padded_vocab: keep padding rows as if they were real ones.
+        optim: ``carry`` or ``drop``.
+        dtype: casts, see ``core.transform.cast_of``.
+        include, exclude, rename: see ``core.transform``.
+        drop_unknown: leave out objects of unknown classes where the target cannot hold them.
+        memory_bytes: most memory the process may use, imports included.
+        threads: copying threads.
+        resume: keep an unfinished stage on failure, and continue one.
+        force: replace an existing destination, once the new one is complete.
+        crc, digest: compute CRC-32 and content digests in the same pass.
+        fsync: wait until the bytes are on the disk.
+        rules: a TOML file with additional layout rules.
+    """
+
+    src: Path
+    dst: Path | None = None
+    to: str | None = None
+    iteration: int | None = None
+    topology: TopologyChange | None = None
+    keeps_layout: bool = False
+    vocab_size: int | None = None
+    keep_padded_vocab: bool = False
+    optim: str = "carry"
+    dtype: tuple[tuple[str | None, str], ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+    drop_unknown: bool = False
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    threads: int = DEFAULT_THREADS
+    resume: bool = False
+    force: bool = False
+    crc: bool = True
+    digest: bool = True
+    fsync: bool = True
+    rules: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A job ready to run: everything is decided and proven, no data has moved.
+
+    Args:
+        job: what was asked for.
+        source: the opened source.
+        target_format: the format of the destination.
+        dst: where the result goes.
+        images: the output files.
+        plan: the proven work.
+        renamed: (old key, new key) of what ``rename`` changed.
+        notes: what the user should know.
+        dropped: entries of the source that the destination will not hold, with the reason.
+    """
+
+    job: Job
+    source: Checkpoint
+    target_format: Format
+    dst: Path
+    images: tuple[FileImage, ...]
+    plan: Plan
+    renamed: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the destination is one file."""
+        return self.target_format.is_single_file and self.dst.suffix != ""
+
+    @property
+    def files(self) -> list[tuple[str, int]]:
+        """Output files and their sizes in bytes."""
+        return [(image.path, image.size) for image in self.images]
+
+    def files_for_rank(self, rank: int) -> list[str]:
+        """Source files that one rank of the destination needs.
+
+        Args:
+            rank: index of a rank's file among those of the destination, in their order.
+
+        Raises:
+            UsageError: there is no such rank.
+        """
+        with_data = [image for image in self.images if image.arrays]
+        if not 0 <= rank < len(with_data):
+            raise UsageError(f"there is no rank {rank}: the destination has {len(with_data)} files with tensors")
+        wanted = {placed.array.name for placed in with_data[rank].arrays}
+        found: set[str] = set()
+        for key in self.plan.keys():
+            work = self.plan.match(key)
+            for n_piece, n_target, _ in work.pairs:
+                target, piece = work.targets[n_target].array, work.pieces[n_piece][1].array
+                if target is not None and target.name in wanted and piece is not None and piece.extent is not None:
+                    found.add(piece.extent.file)
+        return sorted(found)
+
+    def as_dict(self) -> dict[str, object]:
+        """The plan as a JSON object."""
+        return {
+            "src": str(self.source.path),
+            "source_format": self.source.format.name,
+            "dst": str(self.dst),
+            "target_format": self.target_format.name,
+            "n_tensors": len(self.plan.target.tensors),
+            "read_bytes": self.plan.read_bytes,
+            "write_bytes": self.plan.file_bytes,
+            "memory_bytes": self.plan.memory_bytes,
+            "n_fragments": self.plan.n_fragments,
+            "files": [{"path": path, "bytes": size} for path, size in self.files],
+            "renamed": [{"old": old, "new": new} for old, new in self.renamed],
+            "notes": list(self.notes),
+            "dropped": list(self.dropped),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a finished job did.
+
+    Args:
+        src, dst: where from and to.
+        source_format, format: names of the formats.
+        n_tensors: tensors written.
+        bytes_read: bytes of tensors read.
+        bytes_written: bytes of all output files.
+        bytes_resumed: those of them that an earlier, interrupted run had written.
+        seconds: wall time.
+        files: output files, relative to ``dst`` (or its name, if it is one file).
+        manifest: path of the manifest.
+        notes, dropped: see ``Prepared``.
+    """
+
+    src: str
+    dst: str
+    source_format: str
+    format: str
+    n_tensors: int
+    bytes_read: int
+    bytes_written: int
+    bytes_resumed: int
+    seconds: float
+    files: tuple[str, ...]
+    manifest: str
+    notes: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """The report as a JSON object."""
+        return asdict(self)
+
+
+@contextmanager
+def prepare(job: Job) -> Iterator[Prepared]:
+    """Opens the source, decides and proves everything; the source is closed at the end of the block.
+
+    Raises:
+        CheckpointingException: any kind; nothing has been written.
+    """
+    source = open_checkpoint(job.src, iteration=job.iteration)
+    try:
+        yield _prepared(job, source)
+    finally:
+        source.store.close()
+
+
+def _prepared(job: Job, source: Checkpoint) -> Prepared:
+    format = source.format if job.to is None else format_called(job.to)
+    if format.lay_out is None:
+        raise UnsupportedError(f"format {format.name} can be read, but not written")
+    notes = list(source.notes)
+    dropped: list[str] = []
+    catalog, renamed = _global_catalog(job, source, format, notes, dropped)
+    checked = vetted(catalog, keeps_unknown=format.partition == "ranks", drop_unknown=job.drop_unknown)
+    dropped += checked.dropped
+    catalog = retyped(checked.catalog, cast_of(job.dtype))
+    dst = job.dst or _proposed_dst(job, source, format)
+    catalog, target = _source_and_target(job, catalog, format)
+    notes += [note for note in _texts(target.attrs.get("notes")) if note not in notes]
+    dropped += [text for text in _texts(target.attrs.get("dropped")) if text not in dropped]
+    images = tuple(format.lay_out(target))
+    if format.is_single_file and dst.suffix:
+        images = (replace(images[0], path=dst.name),)
+    plan = make_plan(catalog, target, images, threads=job.threads, memory_bytes=job.memory_bytes)
+    return Prepared(
+        job=job,
+        source=source,
+        target_format=format,
+        dst=dst,
+        images=images,
+        plan=plan,
+        renamed=tuple(renamed),
+        notes=tuple(notes),
+        dropped=tuple(dropped),
+    )
+
+
+def _global_catalog(
+    job: Job, source: Checkpoint, format: Format, notes: list[str], dropped: list[str]
+) -> tuple[Catalog, list[tuple[str, str]]]:
+    """The source as global tensors under their final keys, its objects loaded."""
+    catalog = source.catalog
+    catalog = loaded(catalog, source.store, load_object)
+    if _is_laid_out(job, catalog, format):
+        rules = load_rules(job.rules)
+        _check_source_sizes(job, catalog)
+        catalog = unshard(
+            catalog,
+            rules=rules,
+            vocab_size=job.vocab_size,
+            optim="drop" if job.optim == "drop" else "refuse",
+            keep_padded_vocab=job.keep_padded_vocab,
+            target_tp=_topology(job, catalog, format).tp if _is_cut(job, format) else None,
+        )
+    elif job.optim == "drop":
+        raise UsageError("--no-optim needs a Megatron checkpoint", hint="use --exclude with globs")
+    chosen = select(catalog, include=job.include, exclude=job.exclude)
+    refuse_unsupported(chosen.catalog)
+    if chosen.left_out:
+        notes.append(f"{len(chosen.left_out)} entries left out by --include/--exclude")
+    return rename(chosen.catalog, job.rename)
+
+
+def _is_cut(job: Job, format: Format) -> bool:
+    """Whether the destination is cut by a parallel layout."""
+    return format.partition == "ranks" or format.name == "torch_dist" or job.topology is not None
+
+
+def _is_laid_out(job: Job, catalog: Catalog, format: Format) -> bool:
+    """Whether the source must be brought into Megatron's global form."""
+    if catalog.attrs.get("is_rank_local") or format.partition == "ranks" or job.topology is not None:
+        return True
+    return format.name == "torch_dist" and catalog.format != "torch_dist" and "args" in catalog.attrs
+
+
+def _source_topology(catalog: Catalog) -> Topology | None:
+    """Sizes of the run that saved, or None where nothing says."""
+    found = catalog.attrs.get("topology")
+    if isinstance(found, Topology):
+        return found
+    return topology_of(catalog.attrs["args"]) if catalog.attrs.get("args") is not None else None
+
+
+def _check_source_sizes(job: Job, catalog: Catalog) -> None:
+    asserted = job.topology.source if job.topology is not None else {}
+    if not asserted:
+        return
+    found = _source_topology(catalog)
+    if found is None:
+        raise UsageError(
+            "the checkpoint does not say which parallel sizes it was saved with",
+            hint=f"leave out {', '.join('--' + name for name in asserted)}",
+        )
+    for name, size in asserted.items():
+        actual = found.expert_tp if name == "etp" else getattr(found, name)
+        if actual != size:
+            raise UsageError(
+                f"--{name} {size} was said, but the checkpoint has {name.upper()} {actual} ({found})",
+                hint=f"say --{name} {actual}, or leave it out",
+            )
+
+
+def _topology(job: Job, catalog: Catalog, format: Format) -> Topology:
+    """Sizes of the destination.
+
+    Sizes that are not given stay the source's where global tensors are only cut into pieces by them, or where the job
+    keeps the layout; rank files get 1.
+    """
+    keeps = job.keeps_layout or format.partition != "ranks"
+    base = (_source_topology(catalog) if keeps else None) or Topology()
+    change = job.topology or TopologyChange()
+    new = {name: size for name in ("tp", "pp", "vpp", "ep", "etp") if (size := getattr(change, name)) is not None}
+    return replace(base, **new)
+
+
+def _source_and_target(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Catalog]:
+    """(the source under the target's keys, the target catalog whose arrays are to be placed)."""
+    is_megatron = catalog.attrs.get("family") == "megatron"
+    if format.partition == "ranks":
+        target = shard(catalog, _topology(job, catalog, format), rules=load_rules(job.rules), vocab_size=job.vocab_size)
+        return catalog, target
+    if is_megatron and format.name == "torch_dist":
+        stacked = stack(
+            catalog, _topology(job, catalog, format), rules=load_rules(job.rules), vocab_size=job.vocab_size
+        )
+        return stacked.source, stacked.target
+    catalog = with_common(catalog) if format.name == "torch_dist" else state_dict(catalog)
+    if format.is_single_file:
+        catalog = inlined(catalog)
+    return catalog, partitioned(catalog, format=format.name, by=format.partition)
+
+
+def _texts(found: object) -> list[str]:
+    return [str(text) for text in found] if isinstance(found, (list, tuple)) else []
+
+
+_SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors"}
+
+
+def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
+    """A name beside the source: ``SRC-tp4-pp1`` for another layout, else ``SRC.FORMAT``."""
+    src = job.src.resolve()
+    stem = src.name.removesuffix(src.suffix) if source.store.entry else src.name
+    if job.topology is not None and job.keeps_layout:
+        topology = _topology(job, source.catalog, format)
+        name = f"{stem}-tp{topology.tp}-pp{topology.pp}"
+        return src.parent / (name if job.to is None else f"{name}.{format.name}")
+    return src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))
+
+
+def run(job: Job, *, progress: Progress | None = None) -> Report:
+    """Does the job: all or nothing, unless ``resume`` keeps an unfinished stage.
+
+    Args:
+        job: what to do.
+        progress: called with (bytes done, bytes in all) from the copying threads.
+
+    Raises:
+        CheckpointingException: any kind; the destination is untouched.
+    """
+    begun = time.monotonic()
+    with prepare(job) as prepared:
+        plan, source = prepared.plan, prepared.source
+        is_file = prepared.is_file
+        needed = plan.file_bytes
+        stage = Stage(
+            prepared.dst,
+            is_file=is_file,
+            resume=job.resume,
+            force=job.force,
+            fsync=job.fsync,
+            identity=identity_of(plan, source.store, options=_identity(job)) if job.resume else "",
+            needed_bytes=needed,
+            keep=(source.path,),
+        )
+        with stage:
+            result = execute(
+                plan,
+                source.store,
+                stage.store,
+                crc=job.crc,
+                digest=job.digest,
+                progress=_counted(progress, plan.write_bytes),
+                journal=stage.journal,
+            )
+            files = finish_files(plan, result, stage.store, crc=job.crc)
+            manifest = manifest_name(prepared.dst.name if is_file else None)
+            tool = f"ckpt-toolkit {__version__}"
+            write_manifest(stage.store, manifest, plan, result, files, tool=tool, crc=job.crc)
+            source.store.verify_unchanged()
+            stage.commit()
+        return Report(
+            src=str(source.path),
+            dst=str(prepared.dst),
+            source_format=source.format.name,
+            format=prepared.target_format.name,
+            n_tensors=len(plan.target.tensors),
+            bytes_read=result.read_bytes,
+            bytes_written=plan.file_bytes,
+            bytes_resumed=result.resumed_bytes,
+            seconds=time.monotonic() - begun,
+            files=tuple(path for path, _ in prepared.files),
+            manifest=str(prepared.dst.parent / manifest if is_file else prepared.dst / manifest),
+            notes=(*prepared.notes, *stage.notes),
+            dropped=prepared.dropped,
+        )
+
+
+def _identity(job: Job) -> str:
+    """The options that decide which bytes are written, and by which version of the tool."""
+    options = asdict(job)
+    for name in ("src", "dst", "resume", "force", "fsync", "threads", "memory_bytes"):
+        del options[name]
+    return json.dumps([__version__, options], default=str, sort_keys=True)
+
+
+def _counted(progress: Progress | None, n_bytes: int) -> Callable[[int], None] | None:
+    """Turns steps into totals; safe for threads."""
+    if progress is None:
+        return None
+    lock = threading.Lock()
+    done = 0
+
+    def step(n: int) -> None:
+        nonlocal done
+        with lock:
+            done += n
+            progress(done, n_bytes)
+
+    return step

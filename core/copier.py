@@ -1,0 +1,162 @@
+"""What one copying thread does with one work item, and its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from core.bands import Comparison, Item, Move, Source, Weave
+from core.checksum import BLOCK_BYTES
+from core.dtypes import itemsize
+from core.errors import ReplicaMismatchError
+from core.gather import Layout, dense, is_dense, read_box
+from core.output import Output, Stage
+from core.weave import Weaver
+
+if TYPE_CHECKING:
+    from core.box import Box
+    from core.ledger import ItemRecord, Ledger
+    from core.places import Places
+    from core.store import ReadStore
+
+CHUNK_BYTES = BLOCK_BYTES
+"""Bytes that a move holds at once; they stay in the processor's second-level cache."""
+
+
+class Copier:
+    """One thread's hands.
+
+    Args:
+        source: the source files.
+        stage: the target files.
+        places: where the target arrays lie.
+        ledger: gets the checksums.
+        buffer_bytes: most bytes of buffers; a third of it bounds the bands.
+        crc, digest: what to compute.
+        progress: told about written bytes.
+        is_stopped: asked between chunks whether to give up.
+    """
+
+    def __init__(
+        self,
+        source: ReadStore,
+        stage: Stage,
+        places: Places,
+        ledger: Ledger,
+        *,
+        buffer_bytes: int,
+        crc: bool,
+        digest: bool,
+        progress: Callable[[int], None] | None,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        self._source = source
+        self._is_stopped = is_stopped
+        self._band = bytearray(band_bytes_of(buffer_bytes))
+        self._raw = bytearray(len(self._band))
+        self._chunk_bytes = min(CHUNK_BYTES, len(self._band))
+        self._extra = bytearray(self._chunk_bytes)
+
+        def begin(dtypes: tuple[str, str]) -> Output:
+            return Output(dtypes, stage, places, ledger, self._extra, crc=crc, digest=digest, progress=progress)
+
+        self._begin = begin
+        self.read_bytes = 0
+
+    def do(self, item: Item) -> tuple[ItemRecord | None, set[str]]:
+        """Does an item, or part of it if the copy is stopped.
+
+        Returns:
+            What to record of it (None if it cannot be resumed), and the files it wrote to.
+        """
+        if isinstance(item, Comparison):
+            self._compare(item)
+            return None, set()
+        out = self._begin(item.dtypes)
+        if isinstance(item, Move):
+            self._move(item, out)
+        else:
+            self._weave(item, out)
+        if self._is_stopped():
+            return None, set()
+        return out.close()
+
+    def _move(self, item: Move, out: Output) -> None:
+        source_size, target_size = (itemsize(name) for name in item.dtypes)
+        position = item.destinations[0][1] * target_size
+        source = item.source
+        if source.file is None:
+            self._extra[:] = bytes(len(self._extra))
+        done = 0
+        while done < item.n_elements and not self._is_stopped():
+            room = self._chunk_bytes - (position + done * target_size) % self._chunk_bytes
+            n = max(1, min(item.n_elements - done, room // target_size, self._chunk_bytes // source_size))
+            data = memoryview(self._band)[: n * source_size]
+            if source.file is None:
+                out.put_zeros(item.destinations, done, memoryview(self._extra)[: n * target_size])
+            else:
+                address = source.start + done * source_size
+                self._source.read_into(source.file, address, data)
+                self.read_bytes += len(data)
+                if source.record is not None:
+                    out.check(source.record, address, (data,), len(data))
+                out.put_all(item.destinations, done, data)
+            done += n
+
+    def _weave(self, item: Weave, out: Output) -> None:
+        weaver = Weaver(self._source, memoryview(self._band), memoryview(self._raw))
+        self.read_bytes += weaver.weave(item, out, is_stopped=self._is_stopped)
+
+    def _compare(self, item: Comparison) -> None:
+        size = itemsize(item.dtype)
+        for band in item.bands:
+            if self._is_stopped():
+                return
+            delta = [a - b for a, b in zip(band.offset, item.box.offset, strict=True)]
+            n_bytes = band.n_elements * size
+            first = memoryview(self._band)[:n_bytes]
+            self._read_dense(item.primary, delta, band, size, first)
+            for copy in item.copies:
+                other = memoryview(self._extra)[:n_bytes]
+                self._read_dense(copy, delta, band, size, other)
+                if not self._band.startswith(other):
+                    raise _mismatch(item, copy, band, bytes(first), bytes(other))
+
+    def _read_dense(self, source: Source, delta: list[int], band: Box, size: int, out: memoryview) -> None:
+        """The elements of a band in C order."""
+        self.read_bytes += len(out)
+        address = source.at(delta)
+        file = source.file
+        if file is None:
+            out[:] = bytes(len(out))
+        elif is_dense(band.shape, size, source.strides):
+            self._source.read_into(file, address, out)
+        else:
+            read_box(
+                lambda at, buffer: self._source.read_into(file, at, buffer),
+                Layout(address, source.strides),
+                out,
+                dense(band.shape, size),
+                shape=band.shape,
+                itemsize=size,
+                raw=memoryview(self._raw),
+            )
+
+
+def band_bytes_of(buffer_bytes: int) -> int:
+    """Most bytes of a band, for a thread's share of the memory: the band, its raw source, and a chunk to cast into."""
+    return buffer_bytes // 3 & ~63
+
+
+def _mismatch(item: Comparison, copy: Source, band: Box, first: bytes, other: bytes) -> ReplicaMismatchError:
+    at = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b) // itemsize(item.dtype)
+    index = []
+    for extent, offset in zip(reversed(band.shape), reversed(band.offset), strict=True):
+        index.append(offset + at % extent)
+        at //= extent
+    return ReplicaMismatchError(
+        f"two copies differ, first at index {tuple(reversed(index))}: {item.primary.file} and {copy.file}",
+        file=copy.file,
+        key=item.key,
+        hint="the ranks disagree; the checkpoint is damaged or was saved by diverged ranks",
+    )

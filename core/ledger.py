@@ -1,0 +1,149 @@
+"""The books of a copy: which bytes of which array have been written, with which checksums."""
+
+from __future__ import annotations
+
+import threading
+from array import array as columns
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from core.bands import RecordCrc
+from core.checksum import ArraySum, RunSum, crc32_combine, digest_of
+from core.errors import CorruptError
+
+if TYPE_CHECKING:
+    from core.places import Places
+
+
+class Readable(Protocol):
+    """The part of a stage that the books need, to hash blocks that two items share."""
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fills ``buffer`` from ``offset``."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRun:
+    """A run of an array that an item has written.
+
+    Args:
+        array: number in ``Places``.
+        offset, n_bytes: bytes of the array.
+        crc: CRC-32 of these bytes.
+    """
+
+    array: int
+    offset: int
+    n_bytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """A run of source bytes whose array has a stated CRC.
+
+    Args:
+        record: what the source states.
+        offset, n_bytes: bytes of the source array.
+        crc: CRC-32 of these bytes, as read.
+    """
+
+    record: RecordCrc
+    offset: int
+    n_bytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRecord:
+    """What one item did."""
+
+    written: tuple[WrittenRun, ...] = ()
+    checked: tuple[CheckedRun, ...] = ()
+
+
+class Ledger:
+    """Joins the runs of all items; safe for threads.
+
+    Args:
+        places: the arrays.
+        stage: where they are written.
+        crc, digest: what is computed.
+
+    Attributes:
+        crcs: CRC-32 by array number.
+        digests: 16 bytes per array number.
+    """
+
+    def __init__(self, places: Places, stage: Readable, *, crc: bool, digest: bool) -> None:
+        self._places = places
+        self._stage = stage
+        self._crc = crc
+        self._digest = digest
+        self._lock = threading.Lock()
+        self._open: dict[int, ArraySum] = {}
+        self._checked: dict[tuple[str, str], list[CheckedRun]] = {}
+        self.crcs = columns("I", bytes(4 * len(places)))
+        self.digests = bytearray(16 * len(places)) if digest else bytearray()
+        if digest:
+            for number in range(len(places)):
+                if places.bytes_of(number) == 0:
+                    self.digests[16 * number : 16 * number + 16] = digest_of(b"")
+
+    def add(self, number: int, run: RunSum) -> None:
+        """Takes a run of an array that has been fed to its end."""
+        with self._lock:
+            array = self._array(number)
+            array.add(run)
+        self._close_if_complete(number, array)
+
+    def add_unsummed(self, number: int, n_bytes: int) -> None:
+        """Takes bytes of an array that were written piecemeal."""
+        with self._lock:
+            array = self._array(number)
+            array.add_unsummed(n_bytes)
+        self._close_if_complete(number, array)
+
+    def _array(self, number: int) -> ArraySum:
+        found = self._open.get(number)
+        if found is None:
+            found = self._open[number] = ArraySum(self._places.bytes_of(number), crc=self._crc, digest=self._digest)
+        return found
+
+    def _close_if_complete(self, number: int, array: ArraySum) -> None:
+        with self._lock:
+            if not array.is_complete or self._open.pop(number, None) is None:
+                return
+        file, base = self._places.file_of(number), self._places.offset_of(number)
+        crc, digest = array.finish(lambda offset, buffer: self._stage.read_into(file, base + offset, buffer))
+        with self._lock:
+            self.crcs[number] = crc
+            if digest:
+                self.digests[16 * number : 16 * number + 16] = digest
+
+    def check(self, runs: Iterable[CheckedRun]) -> None:
+        """Takes runs of source arrays, and compares the CRC of an array once it has been read whole.
+
+        Raises:
+            CorruptError: it is not what the source states.
+        """
+        for run in runs:
+            record = run.record
+            with self._lock:
+                found = self._checked.setdefault((record.file, record.array), [])
+                found.append(run)
+                if sum(other.n_bytes for other in found) != record.n_bytes:
+                    continue
+                del self._checked[record.file, record.array]
+            crc = 0
+            for other in sorted(found, key=lambda r: r.offset):
+                crc = crc32_combine(crc, other.crc, other.n_bytes)
+            if crc != record.crc:
+                raise CorruptError(
+                    f"the bytes have CRC-32 {crc:08x}, the file states {record.crc:08x}",
+                    file=record.file,
+                    key=record.array,
+                    span=(record.start, record.start + record.n_bytes),
+                    hint="the checkpoint is damaged; copy it again, or use an older one",
+                )

@@ -1,0 +1,90 @@
+"""System calls that Python does not offer, with a harmless answer where the kernel or the file system lacks them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_SYNC_FILE_RANGE_WRITE = 2
+_MISSING = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+
+
+@lru_cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    offset = ctypes.c_int64
+    for name, types in (
+        ("fallocate64", [ctypes.c_int, ctypes.c_int, offset, offset]),
+        ("sync_file_range", [ctypes.c_int, offset, offset, ctypes.c_uint]),
+        ("renameat2", [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]),
+    ):
+        function = getattr(libc, name, None)
+        if function is not None:
+            function.argtypes = types
+    return libc
+
+
+def allocate(fd: int, n_bytes: int) -> None:
+    """Makes a file ``n_bytes`` long and reserves its space, where the file system can.
+
+    Raises:
+        OSError: no space left, too large, …
+    """
+    fallocate = getattr(_libc(), "fallocate64", None)
+    if n_bytes and fallocate is not None:
+        while fallocate(fd, 0, 0, n_bytes) != 0:
+            number = ctypes.get_errno()
+            if number == errno.EINTR:
+                continue
+            if number in _MISSING:  # glibc's posix_fallocate would write to every block instead
+                break
+            raise OSError(number, os.strerror(number))
+    os.ftruncate(fd, n_bytes)
+
+
+def start_writeback(fd: int, offset: int, n_bytes: int) -> None:
+    """Asks the kernel to begin to write a range to the disk, so that a later fsync finds little left to do."""
+    sync_file_range = getattr(_libc(), "sync_file_range", None)
+    if sync_file_range is not None:
+        sync_file_range(fd, offset, n_bytes, _SYNC_FILE_RANGE_WRITE)  # a hint: errors show up in fsync
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Renames to a name that is free.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: as for ``os.rename``.
+    """
+    if not _renameat2(source, target, _RENAME_NOREPLACE):
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        os.rename(source, target)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Swaps two names at once; False if the file system cannot, and nothing was done.
+
+    Raises:
+        OSError: as for ``os.rename``.
+    """
+    return _renameat2(first, second, _RENAME_EXCHANGE)
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    renameat2 = getattr(_libc(), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _MISSING:
+        return False
+    raise OSError(number, os.strerror(number), str(target))

@@ -1,0 +1,184 @@
+"""Who fills what of one tensor: the fragments of the source and of the target, matched and proven."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.box import Box, whole
+from core.cast import check_cast
+from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
+from core.coverage import BoxIndex, first_hole, first_overlap, is_tiled
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.places import described, region_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The proven work of one tensor.
+
+    Args:
+        meta: the target tensor.
+        dtype: of the source.
+        pieces: primary sources: disjoint boxes, each a part of its fragment's box, none empty.
+        copies: (common box, fragment, primary): fragments whose bytes must equal the primary's in that box.
+        targets: the target fragments that are not empty.
+        pairs: (number of the piece, number of the target, common box).
+    """
+
+    meta: TensorMeta
+    dtype: str
+    pieces: Sequence[tuple[Box, Fragment]]
+    copies: Sequence[tuple[Box, Fragment, Fragment]]
+    targets: Sequence[Fragment]
+    pairs: Sequence[tuple[int, int, Box]]
+
+
+def match(source: Catalog, target: Catalog, key: str, *, zeros: Sequence[Box] = ()) -> Match:
+    """Who fills what of one tensor, proven.
+
+    Raises:
+        MissingShardError, CorruptError, UnsupportedError: see ``make_plan``.
+    """
+    meta = target.meta(key)
+    if key not in source.tensors and key not in source.hidden:
+        raise MissingShardError("the source has no such tensor", key=key)
+    found = source.fragments(key)
+    targets = [fragment for fragment in target.fragments(key) if not fragment.box.is_empty]
+    _check_shapes(source.meta(key), meta, zeros)
+    dtype = _check_fragments(found, source.meta(key))
+    _check_targets(targets, meta)
+    if dtype != meta.dtype:
+        check_cast(dtype, meta.dtype, key=key)
+    offered = [fragment for fragment in found if not fragment.box.is_empty]
+    offered += [Fragment(key, box, None, ()) for box in zeros if not box.is_empty]
+    pieces, copies = _primaries(offered)
+    pairs = _pairs(key, [box for box, _ in pieces], targets, meta)
+    if not _is_covered(meta, [fragment.box for fragment in targets]):
+        hole = first_hole(whole(meta.shape), [fragment.box for fragment in targets])
+        raise CorruptError(f"{described(hole)} would not be written anywhere", key=key)
+    return Match(meta, dtype, pieces, copies, targets, pairs)
+
+
+def _check_shapes(have: TensorMeta, want: TensorMeta, zeros: Sequence[Box]) -> None:
+    if have.shape == want.shape or want.flexible:
+        return
+    grows = len(have.shape) == len(want.shape) and all(a <= b for a, b in zip(have.shape, want.shape, strict=True))
+    if not (zeros and grows):
+        raise CorruptError(f"the source has shape {have.shape}, the target {want.shape} (elements)", key=want.key)
+
+
+def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
+    """The one dtype of a tensor's source arrays; bounds and encodings are checked on the way."""
+    dtype = None
+    for fragment in fragments:
+        _check_bounds(fragment, meta)
+        array = fragment.array
+        if array is None:
+            continue
+        if dtype is not None and array.dtype != dtype:
+            raise CorruptError(f"stored in part as {dtype}, in part as {array.dtype}", key=meta.key, file=_file(array))
+        dtype = array.dtype
+        if array.extent is None:
+            raise CorruptError(f"array {array.name!r} of the source lies nowhere", key=meta.key)
+        if array.extent.encoding is not None:
+            raise UnsupportedError(f"cannot decode {array.extent.encoding}", key=meta.key, file=_file(array))
+    return meta.dtype if dtype is None else dtype
+
+
+def _check_targets(targets: Sequence[Fragment], meta: TensorMeta) -> None:
+    for fragment in targets:
+        _check_bounds(fragment, meta)
+        if fragment.array is None:
+            raise CorruptError(f"{described(fragment.box)} of the target has no array", key=meta.key)
+        if fragment.array.dtype != meta.dtype:
+            raise CorruptError(
+                f"array {fragment.array.name!r} is {fragment.array.dtype}, not {meta.dtype}", key=meta.key
+            )
+
+
+def _check_bounds(fragment: Fragment, meta: TensorMeta) -> None:
+    box, array = fragment.box, fragment.array
+    if box.rank != len(meta.shape) or any(stop > n for stop, n in zip(box.end, meta.shape, strict=True)):
+        raise CorruptError(
+            f"{described(box)} does not lie in shape {meta.shape}",
+            key=meta.key,
+            file=None if array is None else _file(array),
+        )
+    if array is None:
+        return
+    shape = region_shape(box, len(array.shape))
+    fits = shape is not None and all(
+        start >= 0 and start + n <= extent for start, n, extent in zip(fragment.at, shape, array.shape, strict=True)
+    )
+    if not fits:
+        raise CorruptError(
+            f"{described(box)} does not fit at {fragment.at} in array {array.name!r} of shape {array.shape}",
+            key=meta.key,
+            file=_file(array),
+        )
+
+
+def _primaries(
+    offered: Sequence[Fragment],
+) -> tuple[list[tuple[Box, Fragment]], list[tuple[Box, Fragment, Fragment]]]:
+    """Disjoint pieces, earlier fragments first, and the copies that overlap them."""
+    first: dict[Box, Fragment] = {}
+    copies = []
+    for fragment in offered:
+        primary = first.setdefault(fragment.box, fragment)
+        if primary is not fragment and (fragment.array, fragment.at) != (primary.array, primary.at):
+            copies.append((fragment.box, fragment, primary))
+    boxes = list(first)
+    if first_overlap(boxes) is None:
+        return list(first.items()), copies
+    index = BoxIndex(boxes)
+    fragments = list(first.values())
+    pieces: list[tuple[Box, Fragment]] = []
+    for number, fragment in enumerate(fragments):
+        rest = [fragment.box]
+        for other, common in sorted(index.meeting(fragment.box), key=lambda hit: hit[0]):
+            if other < number:
+                copies += [
+                    (part, fragment, fragments[other]) for old in rest if (part := old.intersect(common)) is not None
+                ]
+                rest = [piece for old in rest for piece in old.subtract(common)]
+        pieces += [(box, fragment) for box in rest]
+    return pieces, copies
+
+
+def _pairs(key: str, boxes: list[Box], targets: list[Fragment], meta: TensorMeta) -> list[tuple[int, int, Box]]:
+    """Every piece with every target it meets; each target is filled."""
+    number_of = {box: number for number, box in enumerate(boxes)}
+    index: BoxIndex | None = None
+    pairs = []
+    for n_target, fragment in enumerate(targets):
+        box = fragment.box
+        same = number_of.get(box)
+        if same is not None:
+            pairs.append((same, n_target, box))
+            continue
+        index = index or BoxIndex(boxes)
+        hits = sorted(index.meeting(box), key=lambda hit: hit[1].offset)
+        if sum(common.n_elements for _, common in hits) != box.n_elements:
+            hole = first_hole(box, [common for _, common in hits])
+            raise MissingShardError(
+                f"nothing holds {described(hole)} of shape {meta.shape} (elements)",
+                key=key,
+                hint="a shard is missing or incomplete; copy the checkpoint again or use an older one",
+            )
+        pairs += [(n_piece, n_target, common) for n_piece, common in hits]
+    return pairs
+
+
+def _is_covered(meta: TensorMeta, boxes: list[Box]) -> bool:
+    """Whether boxes, which may repeat or overlap, cover a tensor."""
+    if meta.n_elements == 0:
+        return True
+    distinct = list(dict.fromkeys(boxes))
+    region = whole(meta.shape)
+    return distinct == [region] or is_tiled(region, distinct) or first_hole(region, distinct) is None
+
+
+def _file(array: StoredArray) -> str | None:
+    return None if array.extent is None else array.extent.file

@@ -1,0 +1,216 @@
+"""Non-tensor entries on their way from one format to another: loading, vetting, nesting.
+
+Policy (SAFETY: inspect warns, validate detects, convert rejects): an object that names something *dangerous* is never
+carried. One that names classes nobody knows is carried only into Megatron rank files, where it stays the inert pickle
+that it was; for every other target the user must say ``drop_unknown``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from core.box import whole
+from core.catalog import Catalog, Fragment, StoredArray, StoredObject, TensorMeta
+from core.errors import UnsafeError, UnsupportedError
+from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.safe_pickle import classify, globals_of
+from core.skeleton import REMOVED, Entry, entries, mapped
+from core.store import ReadStore
+
+
+class Loader(Protocol):
+    """Parses one object's own stream, see ``core.formats.torch_file.load_object``."""
+
+    def __call__(self, store: ReadStore, array: StoredArray, *, key: str) -> tuple[object, Mapping[str, StoredArray]]:
+        """(inert value, arrays of the tensors inside it)."""
+
+
+def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
+    """The catalog with every raw object read: its value inline, its tensors hidden, no ``raw_key`` left.
+
+    Args:
+        store: where the objects lie.
+        load: parses one object's stream.
+    """
+    raw = [item for item in catalog.objects.values() if item.raw_key is not None]
+    if not raw:
+        return catalog
+    objects = dict(catalog.objects)
+    hidden = dict(catalog.hidden)
+    arrays: dict[str, StoredArray] = {}
+    for item in raw:
+        assert item.raw_key is not None
+        stream = catalog.fragments(item.raw_key)[0].array
+        assert stream is not None
+        value, inside = load(store, stream, key=item.key)
+        del hidden[item.raw_key]
+        for key, array in inside.items():
+            hidden[key] = TensorMeta(key, array.dtype, array.shape)
+            arrays[key] = array
+        objects[item.key] = replace(item, value=value, raw_key=None)
+
+    def fragments_of(key: str) -> list[Fragment] | tuple[Fragment, ...]:
+        array = arrays.get(key)
+        if array is None:
+            return tuple(catalog.fragments(key))
+        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
+
+    return replace(catalog, objects=objects, hidden=hidden, fragments_of=fragments_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Vetted:
+    """A catalog without the objects that must not be carried.
+
+    Args:
+        catalog: the remaining entries.
+        dropped: ``key (reason)`` of every object that was left out.
+    """
+
+    catalog: Catalog
+    dropped: tuple[str, ...]
+
+
+def vetted(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Vetted:
+    """Applies the policy of the module's docstring; every object must have been ``loaded``.
+
+    Args:
+        keeps_unknown: the target can hold classes that nobody knows.
+        drop_unknown: leave such objects out instead of refusing.
+
+    Raises:
+        UnsafeError: an object names something dangerous.
+        UnsupportedError: an object names an unknown class and may be neither kept nor dropped.
+    """
+    dropped: dict[str, str] = {}
+    for item in catalog.objects.values():
+        names = globals_of(item.value)
+        for name in sorted(names, key=str):
+            verdict = classify(name)
+            if verdict == "dangerous":
+                raise UnsafeError(
+                    f"the object names {name}, which would run code when it is loaded",
+                    key=item.key,
+                    hint="leave it out with --exclude, and find out who wrote this checkpoint",
+                )
+            if verdict == "unknown" and not keeps_unknown:
+                if not drop_unknown:
+                    raise UnsupportedError(
+                        f"the object is of the unknown class {name}, which this format cannot hold",
+                        key=item.key,
+                        hint="leave such objects out with --drop-unknown",
+                    )
+                dropped[item.key] = f"unknown class {name}"
+    if not dropped:
+        return Vetted(catalog, ())
+    skeleton = catalog.skeleton
+    if skeleton is not None:
+        skeleton = mapped(skeleton, lambda entry: REMOVED if entry.key in dropped else entry.leaf)
+    gone = {leaf.key for key in dropped for leaf in walk(catalog.objects[key].value) if isinstance(leaf, TensorLeaf)}
+    kept = replace(
+        catalog,
+        objects={key: item for key, item in catalog.objects.items() if key not in dropped},
+        hidden={key: meta for key, meta in catalog.hidden.items() if key not in gone},
+        skeleton=skeleton,
+    )
+    return Vetted(kept, tuple(f"{key} ({reason})" for key, reason in dropped.items()))
+
+
+def inlined(catalog: Catalog) -> Catalog:
+    """The catalog with a skeleton that holds every object's value in place, as a ``.pt`` file needs it.
+
+    A flat catalog gets a flat skeleton: one entry per tensor and object, under its key.
+    """
+
+    def value_of(entry: Entry) -> object:
+        if isinstance(entry.leaf, ObjectLeaf):
+            return catalog.objects[entry.leaf.key].value
+        return entry.leaf
+
+    if catalog.skeleton is not None:
+        return replace(catalog, skeleton=mapped(catalog.skeleton, value_of))
+    flat: dict[object, object] = {key: TensorLeaf(key) for key in catalog.tensors}
+    flat.update({key: item.value for key, item in catalog.objects.items()})
+    return replace(catalog, skeleton=flat)
+
+
+def state_dict(catalog: Catalog) -> Catalog:
+    """The catalog as one nested state dict, its common state among the entries.
+
+    * A global Megatron catalog (``core.layout.unshard``) becomes what its rank files hold: ``{"model": {…}, "args": …}``,
+      so that its tensors' keys begin with ``model.``.
+    * A torch_dist catalog keeps its keys at the top level; the entries of the common state join them.
+    * Any other catalog stays as it is.
+
+    Every tensor becomes visible, also those inside objects, under its path.
+    """
+    common = as_mapping(catalog.attrs.get("common"))
+    if common is None:
+        return catalog
+    top = {str(name): value for name, value in common.items()}
+    if catalog.attrs.get("family") == "megatron":
+        found = catalog.attrs.get("order")
+        order = found if isinstance(found, tuple) else tuple(catalog.tensors)
+        model: dict[object, object] = {}
+        for name in dict.fromkeys((*order, *catalog.tensors)):
+            if name in catalog.tensors:
+                model[name] = TensorLeaf(name)
+            elif name in catalog.objects:
+                model[name] = catalog.objects[name].value
+        top |= {key: item.value for key, item in catalog.objects.items() if key not in model}
+        top["model"] = model
+    else:
+        top |= {key: TensorLeaf(key) for key in catalog.tensors}
+        top |= {key: item.value for key, item in catalog.objects.items()}
+    return _keyed_by_path(catalog, top)
+
+
+def with_common(catalog: Catalog) -> Catalog:
+    """The catalog as torch_dist has it: tensors at the top level, every other entry in the common state.
+
+    A catalog that has a common state already stays as it is.
+    """
+    if as_mapping(catalog.attrs.get("common")) is not None:
+        return catalog
+    if catalog.skeleton is None:
+        common: object = {key: item.value for key, item in catalog.objects.items()}
+    else:
+        common = mapped(inlined(catalog).skeleton, lambda e: REMOVED if isinstance(e.leaf, TensorLeaf) else e.leaf)
+    return replace(catalog, objects={}, skeleton=None).with_attrs(common=common)
+
+
+def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
+    """The catalog with ``skeleton``, in which every tensor's key is its path."""
+    old_of: dict[str, str] = {}
+
+    def change(entry: Entry) -> object:
+        if not isinstance(entry.leaf, TensorLeaf):
+            return entry.leaf
+        key = ".".join(map(str, entry.path))
+        old_of[key] = entry.leaf.key
+        return replace(entry.leaf, key=key)
+
+    made = mapped(skeleton, change)
+
+    def fragments_of(key: str) -> tuple[Fragment, ...]:
+        old = old_of.get(key)
+        if old is None:
+            return tuple(catalog.fragments(key))
+        return tuple(replace(fragment, key=key) for fragment in catalog.fragments(old))
+
+    shown = set(old_of.values())
+    return replace(
+        catalog,
+        tensors={new: replace(catalog.meta(old), key=new) for new, old in old_of.items()},
+        hidden={key: meta for key, meta in catalog.hidden.items() if key not in shown},
+        objects={
+            entry.key: StoredObject(entry.key, value=entry.leaf)
+            for entry in entries(made)
+            if not isinstance(entry.leaf, TensorLeaf)
+        },
+        fragments_of=fragments_of,
+        skeleton=made,
+        attrs={name: value for name, value in catalog.attrs.items() if name not in ("common", "family", "aliases")},
+    )

@@ -1,0 +1,187 @@
+"""Source catalog × target catalog → proven work.
+
+``make_plan`` shows, before any byte moves, that
+
+* every target fragment lies in an array that a file image places, and the fragments of an array tile it;
+* the arrays of a file image lie in the file without touching each other, and every one of them gets filled;
+* the target fragments of a tensor cover it, and every element they ask for has a source (or is zero by rule);
+* where sources overlap, one is the *primary* and the others are *copies* to be compared with it.
+
+Nothing per fragment is kept: ``Plan.match`` derives the work of one key again when it is copied, so that 10⁵–10⁶
+fragments never exist at once. What is kept is a few bytes per placed array, and the totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from core.box import Box
+from core.catalog import Catalog
+from core.dtypes import itemsize
+from core.errors import CapacityError
+from core.image import FileImage
+from core.match import Match, match
+from core.places import ArrayCoverage, Places
+
+MIB = 1 << 20
+DEFAULT_THREADS = 2
+DEFAULT_BUFFER_BYTES = 8 * MIB
+MIN_BUFFER_BYTES = MIB
+RUNTIME_BYTES = 48 * MIB
+"""What the interpreter, its modules and numpy occupy."""
+ARRAY_BYTES = 220
+"""Most bytes per placed array that the plan and the results occupy, names apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Proven work, derived key by key.
+
+    Args:
+        source, target: the catalogs.
+        places: where the target's arrays lie.
+        zeros: regions of target tensors that are zero by rule.
+        threads: copying threads.
+        buffer_bytes: most bytes of buffers per thread.
+        read_bytes: source bytes to read, copies included.
+        write_bytes: bytes of the target's arrays.
+        file_bytes: bytes of all output files.
+        n_fragments: source fragments that take part.
+        n_transfers: box copies.
+        n_copies: replicas to compare.
+        n_casts: tensors whose dtype changes.
+        memory_bytes: what the process needs.
+    """
+
+    source: Catalog
+    target: Catalog
+    places: Places
+    zeros: Mapping[str, Sequence[Box]]
+    threads: int
+    buffer_bytes: int
+    read_bytes: int
+    write_bytes: int
+    file_bytes: int
+    n_fragments: int
+    n_transfers: int
+    n_copies: int
+    n_casts: int
+    memory_bytes: int
+
+    @property
+    def images(self) -> Sequence[FileImage]:
+        """The file images."""
+        return self.places.images
+
+    def keys(self) -> Iterator[str]:
+        """Keys with work, in order."""
+        return _keys(self.target, self.places)
+
+    def match(self, key: str) -> Match:
+        """The work of one key, derived again."""
+        return match(self.source, self.target, key, zeros=self.zeros.get(key, ()))
+
+
+@dataclass(slots=True)
+class _Totals:
+    read_bytes: int = 0
+    n_fragments: int = 0
+    n_transfers: int = 0
+    n_copies: int = 0
+    n_casts: int = 0
+
+
+def make_plan(
+    source: Catalog,
+    target: Catalog,
+    images: Sequence[FileImage],
+    *,
+    zeros: Mapping[str, Sequence[Box]] | None = None,
+    threads: int = DEFAULT_THREADS,
+    memory_bytes: int | None = None,
+) -> Plan:
+    """The plan that fills the target's arrays from the source.
+
+    Args:
+        source: a catalog whose arrays have extents; it has every key of the target.
+        target: a catalog whose arrays the images place by name. A key of ``attrs["aliases"]`` whose array is not placed
+            has no bytes of its own and is passed over.
+        images: file images, from the target format's ``lay_out``.
+        zeros: target key → boxes that no source holds and that are zero; None takes ``target.attrs["zeros"]``.
+        threads: copying threads.
+        memory_bytes: most bytes the process may use, imports included; None for no limit.
+
+    Raises:
+        MissingShardError: the source lacks a tensor, or a region that the target asks for.
+        CorruptError: boxes out of bounds, shapes that differ, holes or double writes in target arrays, bad images.
+        UnsupportedError: a cast that is not made, or compressed sources.
+        CapacityError: the work does not fit in ``memory_bytes``.
+    """
+    if zeros is None:
+        found = target.attrs.get("zeros")
+        zeros = found if isinstance(found, Mapping) else {}
+    places = Places(images)
+    totals = _Totals()
+    coverage = ArrayCoverage(places)
+    for key in _keys(target, places):
+        work = match(source, target, key, zeros=zeros.get(key, ()))
+        coverage.add(target.fragments(key))
+        _count(totals, work)
+    coverage.finish()
+    buffer_bytes, need = _memory(threads, len(places), memory_bytes)
+    return Plan(
+        source=source,
+        target=target,
+        places=places,
+        zeros=zeros,
+        threads=threads,
+        buffer_bytes=buffer_bytes,
+        read_bytes=totals.read_bytes,
+        write_bytes=places.n_bytes,
+        file_bytes=sum(image.size for image in images),
+        n_fragments=totals.n_fragments,
+        n_transfers=totals.n_transfers,
+        n_copies=totals.n_copies,
+        n_casts=totals.n_casts,
+        memory_bytes=need,
+    )
+
+
+def _keys(target: Catalog, places: Places) -> Iterator[str]:
+    aliases = target.attrs.get("aliases")
+    aliases = aliases if isinstance(aliases, Mapping) else {}
+    for keys in (target.tensors, target.hidden):
+        for key in keys:
+            if key in aliases and all(
+                fragment.array is None or places.number_of(fragment.array.name) is None
+                for fragment in target.fragments(key)
+            ):
+                continue
+            yield key
+
+
+def _count(totals: _Totals, work: Match) -> None:
+    size = itemsize(work.dtype)
+    stored = [(box, fragment) for box, fragment in work.pieces if fragment.array is not None]
+    totals.read_bytes += size * sum(box.n_elements for box, _ in stored)
+    totals.read_bytes += size * sum(box.n_elements for box, _, _ in work.copies)
+    totals.n_fragments += len(stored) + len(work.copies)
+    totals.n_transfers += len(work.pairs)
+    totals.n_copies += len(work.copies)
+    totals.n_casts += work.dtype != work.meta.dtype
+
+
+def _memory(threads: int, n_arrays: int, memory_bytes: int | None) -> tuple[int, int]:
+    """Bytes of buffers per thread, and bytes that the process needs."""
+    fixed = RUNTIME_BYTES + n_arrays * ARRAY_BYTES
+    buffer_bytes = DEFAULT_BUFFER_BYTES
+    if memory_bytes is not None:
+        buffer_bytes = min(buffer_bytes, (memory_bytes - fixed) // threads)
+        if buffer_bytes < MIN_BUFFER_BYTES:
+            least = fixed + threads * MIN_BUFFER_BYTES
+            raise CapacityError(
+                f"{memory_bytes} bytes of memory are allowed, but {threads} threads and {n_arrays} arrays need {least}",
+                hint=f"allow at least {-(-least // MIB)} MiB, or use fewer threads",
+            )
+    return buffer_bytes, fixed + threads * buffer_bytes

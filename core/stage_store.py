@@ -1,0 +1,177 @@
+"""The files of a stage: created at their full size, filled from many threads, synced."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from core.errors import TruncatedError
+from core.linux import allocate, start_writeback
+from core.store import checked_name, translated
+
+MAX_OPEN_FILES = 128
+_SYNC_THREADS = 4
+
+
+class StageStore:
+    """A directory that is being written.
+
+    Args:
+        root: the directory; it exists.
+        is_durable: whether the bytes are meant to be on the disk in the end; if so, ranges that are finished are sent
+            there while others are still being filled.
+    """
+
+    def __init__(self, root: Path, *, is_durable: bool = True) -> None:
+        self.root = root
+        self._is_durable = is_durable
+        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._names: set[str] = set()
+        self._lock = threading.Lock()
+
+    def create(self, name: str, n_bytes: int) -> None:
+        """See WriteStore.
+
+        Raises:
+            CapacityError: the disk is full, or a limit on file sizes is reached.
+            StorageError: the file cannot be made.
+        """
+        path = self.root / checked_name(name)
+        with translated(name, doing="create"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._file(name) as fd:
+                if os.fstat(fd).st_size != n_bytes:
+                    os.ftruncate(fd, 0)
+                    allocate(fd, n_bytes)
+        self._names.add(name)
+
+    def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
+        """See WriteStore.
+
+        Raises:
+            CapacityError, StorageError: the system refuses.
+        """
+        with self._file(name) as fd, translated(name, doing="write"):
+            done = os.pwrite(fd, data, offset)
+            while done < len(data):
+                done += os.pwrite(fd, memoryview(data)[done:], offset + done)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fills ``buffer`` from ``offset``.
+
+        Raises:
+            TruncatedError: the file is too short.
+            StorageError: the system refuses.
+        """
+        with self._file(name) as fd, translated(name, doing="read back"):
+            done = 0
+            while done < len(buffer):
+                n = os.preadv(fd, [buffer[done:]], offset + done)
+                if n == 0:
+                    raise TruncatedError("the unfinished file is too short", file=name)
+                done += n
+
+    def settle(self, name: str, offset: int, n_bytes: int) -> None:
+        """See ``core.output.Stage``."""
+        if self._is_durable:
+            with self._file(name) as fd:
+                start_writeback(fd, offset, n_bytes)
+
+    def sync(self, name: str) -> None:
+        """See WriteStore.
+
+        Raises:
+            StorageError: the system could not write.
+        """
+        with self._file(name) as fd, translated(name, doing="sync"):
+            os.fsync(fd)
+
+    def sync_all(self) -> None:
+        """Syncs every file that was created, and the directories, the innermost first.
+
+        Raises:
+            StorageError: the system could not write.
+        """
+        with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+            for _ in pool.map(self.sync, sorted(self._names)):
+                pass
+        sync_folders(self.root)
+
+    def close(self) -> None:
+        """Closes every file.
+
+        Raises:
+            StorageError: a write that was still pending failed.
+        """
+        with self._lock:
+            opened = list(self._open.items())
+            self._open.clear()
+        for name, file in opened:
+            with translated(name, doing="close"):
+                os.close(file.fd)
+
+    @contextmanager
+    def _file(self, name: str) -> Iterator[int]:
+        """An open descriptor of ``name``; at most ``MAX_OPEN_FILES`` idle ones are kept."""
+        with self._lock:
+            opened = self._open.get(name)
+            if opened is None:
+                with translated(name, doing="open"):
+                    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                    opened = _OpenFile(os.open(self.root / checked_name(name), flags, 0o666))
+                self._open[name] = opened
+                self._close_idle()
+            self._open.move_to_end(name)
+            opened.n_users += 1
+        try:
+            yield opened.fd
+        finally:
+            with self._lock:
+                opened.n_users -= 1
+
+    def _close_idle(self) -> None:
+        excess = len(self._open) - MAX_OPEN_FILES
+        if excess > 0:
+            for name in [name for name, file in self._open.items() if file.n_users == 0][:excess]:
+                if self._open[name] is not next(reversed(self._open.values())):
+                    os.close(self._open.pop(name).fd)
+
+
+class _OpenFile:
+    """A descriptor and how many threads are using it."""
+
+    __slots__ = ("fd", "n_users")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.n_users = 0
+
+
+def sync_folders(root: Path) -> None:
+    """Syncs a directory and all below it, the innermost first.
+
+    Raises:
+        StorageError: the system could not write.
+    """
+    folders: Iterable[str] = [folder for folder, _, _ in os.walk(root, topdown=False)]
+    for folder in folders:
+        sync_folder(Path(folder))
+
+
+def sync_folder(folder: Path) -> None:
+    """Syncs one directory: the names in it are on the disk afterwards.
+
+    Raises:
+        StorageError: the system could not write.
+    """
+    with translated(str(folder), doing="sync"):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

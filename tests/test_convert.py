@@ -1,0 +1,229 @@
+"""core.convert end to end: every pair of formats, on checkpoints that other software wrote, read by the real readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from core.convert import Job, TopologyChange, prepare, run
+from core.errors import CheckpointingException, UnsupportedError, UsageError
+from core.open import open_checkpoint
+from tests.rank_files import assert_same_bits
+
+FORMATS = ("torch", "dcp", "torch_dist", "megatron")
+_SOURCES = {
+    "torch": "hf/llama/torch_single/model_zip.pt",
+    "dcp": "torch_dcp/fsdp2_dp2",
+    "torch_dist": "mcore_torch_dist/dense_gqa/tp2_pp2",
+    "torch_dist_optim": "mcore0161_torch_dist/dense_gqa/tp2_pp2_optim",
+    "megatron": "mcore_legacy/dense_gqa/tp2_pp2",
+}
+
+
+def convert(src: Path, dst: Path, to: str, **options: Any) -> Path:
+    """Converts and returns the destination."""
+    run(Job(src=src, dst=dst, to=to, fsync=False, **options))
+    return dst
+
+
+def torch_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a torch file, by its path."""
+
+    def walk(node: object, path: tuple[object, ...]) -> dict[str, torch.Tensor]:
+        if isinstance(node, torch.Tensor):
+            return {".".join(map(str, path)): node}
+        if isinstance(node, dict):
+            return {k: v for name, item in node.items() for k, v in walk(item, (*path, name)).items()}
+        if isinstance(node, (list, tuple)):
+            return {k: v for index, item in enumerate(node) for k, v in walk(item, (*path, index)).items()}
+        return {}
+
+    file = path / "checkpoint.pt" if path.is_dir() else path
+    return walk(torch.load(file, weights_only=True), ())
+
+
+def dcp_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a DCP directory, through torch's own loader."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    state = {
+        key: torch.full(tuple(meta.size), 0, dtype=meta.properties.dtype)
+        for key, meta in metadata.state_dict_metadata.items()
+        if isinstance(meta, TensorStorageMetadata)
+    }
+    dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+    return state
+
+
+def tensors_of(path: Path, format: str) -> dict[str, torch.Tensor]:
+    """Every tensor by key, through the real reader of a format of global tensors."""
+    return torch_tensors(path) if format == "torch" else dcp_tensors(path)
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        assert_same_bits(found[key], wanted[key], key)
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "torch_dist"])
+@pytest.mark.parametrize("source", ["torch", "dcp", "torch_dist", "torch_dist_optim"])
+def test_global_formats_convert_into_one_another_bit_for_bit(
+    golden: Path, tmp_path: Path, source: str, to: str
+) -> None:
+    src = golden / _SOURCES[source]
+    if src.is_dir() and "mcore" in str(src):
+        src = src / "iter_0000010"
+    wanted = tensors_of(src, "torch" if source == "torch" else "dcp")
+    found = tensors_of(convert(src, tmp_path / "out", to), to)
+    assert_same_tensors({key: found[key] for key in wanted}, wanted)
+    assert all("rng" in key or "common_step" in key or "state" in key for key in found.keys() - wanted.keys())
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+@pytest.mark.parametrize("source", ["tp1_pp1", "tp2_pp2", "tp4_pp1", "tp2_pp2_vpp2"])
+def test_rank_files_become_the_true_global_weights(golden: Path, tmp_path: Path, source: str, to: str) -> None:
+    found = tensors_of(convert(golden / "mcore_legacy/dense_gqa" / source, tmp_path / "out", to), to)
+    model = {key.removeprefix("model."): tensor for key, tensor in found.items() if key.startswith("model.")}
+    wanted = {}
+    for key, tensor in load_file(golden / "oracle/dense_gqa/global.safetensors").items():
+        key = key.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+        wanted[key.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")] = tensor
+    assert_same_tensors(model, wanted)
+
+
+@pytest.mark.parametrize("middle", ["torch", "dcp"])
+def test_rank_files_survive_a_detour_through_a_global_format(golden: Path, tmp_path: Path, middle: str) -> None:
+    from tests.rank_files import assert_same_weights
+
+    convert(golden / _SOURCES["megatron"], tmp_path / "a", middle)
+    change = TopologyChange(tp=2, pp=2)
+    convert(tmp_path / "a", tmp_path / "b", "megatron", topology=change)
+    assert_same_weights(tmp_path / "b", golden / _SOURCES["megatron"])
+
+
+def test_written_torch_files_load_with_torchs_defaults_and_zip_tools(golden: Path, tmp_path: Path) -> None:
+    import zipfile
+
+    out = convert(golden / _SOURCES["megatron"], tmp_path / "model.pt", "torch")
+    assert out.is_file()
+    loaded = torch.load(out)
+    assert loaded["iteration"] == 10
+    assert isinstance(loaded["model"], dict)
+    assert torch.load(out, mmap=True).keys() == loaded.keys()
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None
+    assert (tmp_path / "model.pt.ckpt-manifest.json").is_file()
+
+
+def test_dcp_with_nested_containers_unflattens_in_torch(golden: Path, tmp_path: Path) -> None:
+    convert(golden / _SOURCES["dcp"], tmp_path / "a.pt", "torch")
+    convert(tmp_path / "a.pt", tmp_path / "b", "dcp")
+    dcp_to_torch_save(golden / _SOURCES["dcp"], tmp_path / "wanted.pt")
+    dcp_to_torch_save(tmp_path / "b", tmp_path / "found.pt")
+    wanted = torch.load(tmp_path / "wanted.pt", weights_only=True)
+    for name in ("a.pt", "found.pt"):
+        found = torch.load(tmp_path / name, weights_only=True)
+        assert str(_plain(found)) == str(_plain(wanted))
+
+
+def _plain(node: object) -> object:
+    if isinstance(node, torch.Tensor):
+        return node.tolist()
+    if isinstance(node, dict):
+        return {key: _plain(item) for key, item in sorted(node.items(), key=lambda pair: str(pair[0]))}
+    if isinstance(node, (list, tuple)):
+        return [_plain(item) for item in node]
+    return node
+
+
+def test_two_runs_are_byte_identical(golden: Path, tmp_path: Path) -> None:
+    for to in FORMATS:
+        convert(golden / _SOURCES["megatron"], tmp_path / "a" / to, to)
+        convert(golden / _SOURCES["megatron"], tmp_path / "b" / to, to, threads=1, memory_bytes=70 << 20)
+    first = {p.relative_to(tmp_path / "a"): p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}
+    second = {p.relative_to(tmp_path / "b"): p.read_bytes() for p in (tmp_path / "b").rglob("*") if p.is_file()}
+    assert first == second
+
+
+def test_dtype_include_exclude_and_rename_do_what_they_say(golden: Path, tmp_path: Path) -> None:
+    src = golden / _SOURCES["torch"]
+    before = torch_tensors(src)
+    out = convert(
+        src,
+        tmp_path / "out",
+        "dcp",
+        dtype=((None, "float32"), ("*.norm.weight", "float16")),
+        include=("model",),
+        exclude=("*.mlp.*",),
+        rename=((r"^model\.", ""),),
+    )
+    after = dcp_tensors(out)
+    wanted = {
+        key.removeprefix("model."): tensor.to(torch.float16 if key.endswith(".norm.weight") else torch.float32)
+        for key, tensor in before.items()
+        if key.startswith("model.") and ".mlp." not in key
+    }
+    assert_same_tensors(after, wanted)
+
+
+def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: Path) -> None:
+    change = TopologyChange(tp=2, source={"tp": 4})
+    job = Job(src=golden / "mcore_legacy/dense_gqa/tp4_pp1", dst=tmp_path / "out", topology=change, keeps_layout=True)
+    with prepare(job) as prepared:
+        assert [path for path, _ in prepared.files][-1] == "latest_checkpointed_iteration.txt"
+        assert prepared.plan.read_bytes > 0
+        assert prepared.files_for_rank(0) == [f"mp_rank_{r:02d}/model_optim_rng.pt" for r in range(4)]
+        assert prepared.as_dict()["memory_bytes"] == prepared.plan.memory_bytes
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"topology": TopologyChange(tp=2, source={"tp": 8})}, UsageError, "--tp 8 was said, but the checkpoint has TP 4"),
+        ({"topology": TopologyChange(tp=3)}, UnsupportedError, "3"),
+        ({"topology": TopologyChange(pp=3)}, UnsupportedError, "3"),
+        ({"topology": TopologyChange(vpp=2)}, UnsupportedError, "chunk"),
+        ({"topology": TopologyChange(ep=2)}, UnsupportedError, ""),
+        ({"dtype": ((None, "float7"),)}, UnsupportedError, "float7"),
+        ({"include": ("nothing",)}, UsageError, "nothing"),
+    ],
+)
+def test_requests_that_cannot_be_met_are_refused_before_anything_is_written(
+    golden: Path, tmp_path: Path, options: dict[str, Any], error: type[CheckpointingException], text: str
+) -> None:
+    job = Job(src=golden / "mcore_legacy/dense_gqa/tp4_pp1", dst=tmp_path / "out", keeps_layout=True, **options)
+    with pytest.raises(error, match=text):
+        run(job)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("source", ["mcore_legacy/dense_gqa/tp2_pp2_optim", "mcore_legacy/dense_gqa/tp1_pp1_dp2_distopt"])
+def test_an_optimizer_is_refused_or_left_out_by_request(golden: Path, tmp_path: Path, source: str) -> None:
+    with pytest.raises(UnsupportedError, match="--no-optim"):
+        convert(golden / source, tmp_path / "out", "megatron")
+    report = run(Job(src=golden / source, dst=tmp_path / "out", to="megatron", optim="drop", fsync=False))
+    assert any("optimizer" in text for text in (*report.notes, *report.dropped))
+
+
+def test_experts_are_refused_by_name(golden: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="experts"):
+        convert(golden / "mcore_legacy/moe_seq/tp1_pp1", tmp_path / "out", "megatron")
+
+
+def test_the_proposed_name_stands_beside_the_source(golden: Path, tmp_path: Path) -> None:
+    import shutil
+
+    src = tmp_path / "run"
+    shutil.copytree(golden / _SOURCES["megatron"], src)
+    report = run(Job(src=src, topology=TopologyChange(tp=4, pp=1), keeps_layout=True, fsync=False))
+    assert Path(report.dst) == tmp_path / "run-tp4-pp1"
+    assert open_checkpoint(Path(report.dst)).iteration == 10
+    assert Path(run(Job(src=src, to="dcp", fsync=False)).dst) == tmp_path / "run.dcp"

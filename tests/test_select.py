@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from core.errors import UsageError
+from core.select import matching, ranges
+
+KEYS = [f"decoder.layers.{i}.mlp.weight" for i in range(12)] + ["embedding.weight", "embedding.weightless", "a[0].b"]
+
+
+def test_a_name_selects_itself_and_what_is_below_it() -> None:
+    assert matching(KEYS, "embedding") == ["embedding.weight", "embedding.weightless"]
+    assert matching(KEYS, "embedding.weight") == ["embedding.weight"]
+    assert matching(KEYS, "decoder.layers.1") == ["decoder.layers.1.mlp.weight"]
+
+
+def test_stars_match_dots_and_a_pattern_selects_below_as_well() -> None:
+    assert matching(KEYS, "*.weight") == [key for key in KEYS if key.endswith(".weight")]
+    assert matching(KEYS, "decoder.*.mlp") == KEYS[:12]
+    assert matching(KEYS, "embedding.weigh?") == ["embedding.weight"]
+
+
+def test_folded_layers_can_be_pasted_as_they_are_shown() -> None:
+    assert matching(KEYS, "decoder.layers.[0-11].mlp.weight") == KEYS[:12]
+    assert matching(KEYS, "decoder.layers.[0,10-11].mlp.weight") == [KEYS[0], KEYS[10], KEYS[11]]
+    assert matching(KEYS, "decoder.layers.[0-10:5]") == [KEYS[0], KEYS[5], KEYS[10]]
+
+
+def test_brackets_with_letters_are_character_classes() -> None:
+    assert matching(KEYS, "[ed]*.weight") == [*KEYS[:12], "embedding.weight"]
+    assert matching(KEYS, "[!e]*.weight") == KEYS[:12]
+    assert matching(["a-b", "a^b"], "a[-^]b") == ["a-b", "a^b"]
+
+
+def test_a_key_with_special_characters_selects_itself_first() -> None:
+    assert matching(KEYS, "a[0].b") == ["a[0].b"]
+
+
+def test_bad_ranges_are_usage_errors() -> None:
+    with pytest.raises(UsageError, match="not a range"):
+        matching(KEYS, "layers.[5-2]")
+    with pytest.raises(UsageError, match="not a range"):
+        matching(KEYS, "layers.[0-99999999]")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([0], "0"), ([0, 1, 2], "0-2"), ([0, 2, 4], "0-4:2"), ([1, 2, 5, 7, 8], "1-2,5,7-8"), ([3, 1], "1,3")],
+)
+def test_numbers_are_written_as_ranges(numbers: list[int], text: str) -> None:
+    assert ranges(numbers) == text
+    keys = [f"x.{n}" for n in range(12)]
+    assert matching(keys, f"x.[{text}]") == [f"x.{n}" for n in sorted(numbers)] or len(text) == 1
