@@ -1,0 +1,161 @@
+"""The command ``ckpt``: parses the line, runs one command, maps whatever happens to one line and an exit code.
+
+Parsing and running are apart: a typer command returns the work as a function, and ``main`` calls it, so that no
+exception of the work passes through typer. Bodies are imported when they run; ``ckpt --help`` imports none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from io import TextIOWrapper
+from typing import Annotated
+
+from typer import Exit, Option, Typer
+
+from ckpt_cli.command import Command, Group
+from ckpt_cli.failure import end_on_signals, failure_of
+from ckpt_cli.options import InspectOptions, TransferOptions, accepts
+from ckpt_cli.terminal import screen_of
+from core.errors import UsageError
+
+Work = Callable[[], int]
+"""A command that is parsed and not yet run; returns the exit code."""
+
+_ALIASES = (
+    "Every size also goes by the names of other tools: --target-tp, --target-tensor-parallel-size, and so on. "
+    "The layout of SRC is read from SRC; --tp, --pp, --vpp, --ep, --etp (or --tensor-model-parallel-size …) beside it "
+    "are assertions."
+)
+
+app = Typer(
+    name="ckpt",
+    cls=Group,
+    help="Look at training checkpoints, convert them between formats, and change their parallel layout.",
+    epilog="Exit codes: 0 fine, 1 findings, 2 usage, 3 corrupt or incomplete, 4 unsupported, 5 unsafe, 6 input/output, "
+    "7 memory or disk full, 8 worker failed, 70 internal error, 130 interrupted.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+        "max_content_width": 100,
+    },
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            number = version("ckpt-toolkit")
+        except PackageNotFoundError:
+            number = "(not installed)"
+        print(f"ckpt {number}")
+        raise Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("inspect", cls=Command, short_help="Show what a checkpoint holds and what can be done with it.")
+@accepts(InspectOptions)
+def _inspect(options: InspectOptions) -> Work:
+    """Show what a checkpoint holds, how it is laid out and what can be done with it; reads no tensor data."""
+    from ckpt_cli.inspect import inspect
+
+    return partial(inspect, options)
+
+
+@app.command("convert", cls=Command, epilog=_ALIASES, short_help="Write a checkpoint in another format.")
+@accepts(TransferOptions)
+def _convert(options: TransferOptions) -> Work:
+    """Write a checkpoint in another format (--to). Bytes are moved, not loaded: memory stays small."""
+    from ckpt_cli.convert import convert
+
+    return partial(convert, options)
+
+
+@app.command(
+    "reshard", cls=Command, epilog=_ALIASES, short_help="Write a Megatron checkpoint for other parallel sizes."
+)
+@accepts(TransferOptions)
+def _reshard(options: TransferOptions) -> Work:
+    """Write a Megatron checkpoint for other parallel sizes (--tp-new, --pp-new, …)."""
+    from ckpt_cli.reshard import reshard
+
+    return partial(reshard, options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line.
+
+    Args:
+        argv: arguments after the program's name; None for the process's own.
+
+    Returns:
+        The exit code; see ``ckpt_cli.failure``.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _prepare_streams()
+    restore = end_on_signals()
+    try:
+        work = app(arguments, prog_name="ckpt", standalone_mode=False)
+        code = work() if callable(work) else int(work or 0)
+        sys.stdout.flush()
+    except SystemExit:  # typer's, and only where nobody reads its help to the end
+        code = failure_of(BrokenPipeError()).exit_code
+    except BaseException as err:
+        code = _report(err, arguments)
+    finally:
+        restore()
+    return code
+
+
+def _prepare_streams() -> None:
+    """Closed streams lead nowhere, and what an encoding does not hold is spelled out, so that printing cannot fail."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _report(err: BaseException, arguments: list[str]) -> int:
+    """Tells the user about ``err``; returns the exit code."""
+    if type(err).__name__ == "NoArgsIsHelpError":  # the name in every typer; the class is private
+        print(getattr(err, "message", ""), file=sys.stderr)
+        return UsageError.exit_code
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    failure = failure_of(err)
+    with suppress(OSError):
+        if "--debug" in options and not isinstance(err, BrokenPipeError):
+            import traceback
+
+            traceback.print_exception(err)
+        if failure.line:
+            label = screen_of(sys.stderr).styled("error:", "bold", "red")
+            print(f"ckpt: {label} {failure.line}", file=sys.stderr)
+    try:
+        if "--json" in options and failure.line:
+            print(json.dumps({"error": {**failure.fields, "exit_code": failure.exit_code}}))
+        sys.stdout.flush()
+    except OSError:  # a full disk or a closed pipe; the interpreter's own flush at the end must not fail again
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return failure.exit_code

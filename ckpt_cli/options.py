@@ -1,0 +1,291 @@
+"""The options of the commands, each declared once.
+
+A command takes one frozen dataclass; ``accepts`` turns it into the signature that typer wants. Long options may be
+written with ``-`` or ``_`` inside.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from typer import Argument, BadParameter, Option
+
+from ckpt_cli.command import PANELS
+from core.errors import UsageError
+
+Options = TypeVar("Options")
+Result = TypeVar("Result")
+OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+
+
+def accepts(options: type[Options]) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
+    """Makes a typer command of a function that takes one ``options`` dataclass."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in fields(options)  # type: ignore[arg-type]  # any dataclass will do
+    ]
+
+    def decorate(body: Callable[[Options], Result]) -> Callable[..., Result]:
+        def command(**values: Any) -> Result:
+            return body(options(**values))
+
+        command.__name__ = body.__name__
+        command.__doc__ = body.__doc__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes of ``512MiB``, ``1GB``, ``1.5g``, ``65536``; ``k m g t`` are powers of ten, ``Ki Mi Gi Ti`` of two.
+
+    Raises:
+        UsageError: not a size, or zero.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    n_bytes = int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else 0
+    if n_bytes <= 0:
+        raise UsageError(f"{text!r} is not a size", hint="write 512MiB, 1GB or a number of bytes")
+    return n_bytes
+
+
+def casts_of(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
+    """``(glob or None, dtype)`` of each ``--dtype``: ``bf16`` or ``GLOB=bf16``."""
+    pairs = []
+    for text in texts or ():
+        glob, equals, dtype = text.rpartition("=")
+        if not dtype or (equals and not glob):
+            raise UsageError(f"--dtype: {text!r} is neither DTYPE nor GLOB=DTYPE")
+        pairs.append((glob if equals else None, dtype))
+    return tuple(pairs)
+
+
+def renames_of(texts: list[str] | None) -> tuple[tuple[str, str], ...]:
+    """``(regex, replacement)`` of each ``--rename OLD=NEW``; a ``=`` inside OLD is written ``\\=``."""
+    pairs = []
+    for text in texts or ():
+        found = re.fullmatch(r"((?:[^=\\]|\\.)+)=(.*)", text, re.DOTALL)
+        if found is None:
+            raise UsageError(f"--rename: {text!r} is not OLD=NEW")
+        pairs.append((found[1], found[2]))
+    return tuple(pairs)
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    """A parser for one of some words."""
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise BadParameter(f"{text!r} is none of: {', '.join(words)}")
+        return text
+
+    return parse
+
+
+def _whole(low: int, high: int = 2**31 - 1) -> Callable[[str | int], int]:
+    """A parser for whole numbers from ``low`` to ``high``; defaults come as numbers."""
+
+    def parse(text: str | int) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if not low <= number <= high:
+            limits = f"from {low} to {high}" if high < 2**31 - 1 else f"of at least {low}"
+            raise BadParameter(f"{text!r} is not a whole number {limits}")
+        return number
+
+    return parse
+
+
+Flag = partial(Option, show_default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectOptions:
+    """``ckpt inspect``."""
+
+    path: Annotated[
+        Path, Argument(metavar="PATH", help="A checkpoint directory, one of its files, or a training root.")
+    ] = Path()
+    keys: Annotated[
+        list[str] | None,
+        Argument(metavar="KEY…", help="Show these entries: names, or patterns such as 'decoder.layers.[0-3].*'."),
+    ] = None
+    iteration: Annotated[
+        int | None, Option("--iteration", metavar="N", parser=_whole(0), help="Which iteration of a training root.")
+    ] = None
+    tree: Annotated[
+        bool | None,
+        Flag("--tree/--flat", help="Folded tree (layers.[0-31]), or one line for each tensor. [tree]"),
+    ] = None
+    sort: Annotated[
+        str | None,
+        Option("--sort", metavar="name|size", parser=_one_of("name", "size"), help="Order; else as stored."),
+    ] = None
+    values: Annotated[
+        int,
+        Option("--values", metavar="N", parser=_whole(0, 10_000), show_default=False, help="Show the first N numbers."),
+    ] = 0
+    limit: Annotated[
+        int | None,
+        Option(
+            "--limit", metavar="N", parser=_whole(0), help="Show at most N lines; 0 for all. [200 for a tree, else all]"
+        ),
+    ] = None
+    json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False
+    debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False
+
+
+def _target_size(short: str, long: str, text: str) -> object:
+    names = (f"--{short}-new", f"--target-{short}", f"--target-{long}")
+    return Option(*names, metavar="N", parser=_whole(1), rich_help_panel=LAYOUT, help=text)
+
+
+def _source_size(short: str, long: str) -> object:
+    return Option(f"--{short}", f"--{long}", metavar="N", parser=_whole(1), hidden=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOptions:
+    """What ``ckpt convert`` and ``ckpt reshard`` take; they differ in what they require."""
+
+    src: Annotated[Path, Argument(metavar="SRC", help="The checkpoint: a directory, a file or a training root.")] = (
+        Path()
+    )
+    dst: Annotated[Path | None, Argument(metavar="DST", help="What to write; proposed beside SRC if left out.")] = None
+    output: Annotated[
+        Path | None, Option("-o", "--output", metavar="DST", rich_help_panel=OUTPUT, help="Another way to say DST.")
+    ] = None
+    to: Annotated[
+        str | None, Option("--to", metavar="FORMAT", rich_help_panel=OUTPUT, help="dcp, torch_dist, torch, megatron.")
+    ] = None
+    iteration: Annotated[
+        int | None,
+        Option(
+            "--iteration",
+            metavar="N",
+            parser=_whole(0),
+            rich_help_panel=OUTPUT,
+            help="Which iteration of a training root.",
+        ),
+    ] = None
+    force: Annotated[
+        bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace DST, once the new one is complete.")
+    ] = False
+    resume: Annotated[
+        bool, Flag("--resume", rich_help_panel=OUTPUT, help="Keep unfinished work on failure, and continue it.")
+    ] = False
+    dry_run: Annotated[
+        bool, Flag("--dry-run", "-n", rich_help_panel=OUTPUT, help="Print the plan; read and write no data.")
+    ] = False
+    rank: Annotated[
+        int | None,
+        Option(
+            "--rank",
+            metavar="R",
+            parser=_whole(0),
+            rich_help_panel=OUTPUT,
+            help="With --dry-run: files that rank R needs.",
+        ),
+    ] = None
+
+    tp_new: Annotated[int | None, _target_size("tp", "tensor-parallel-size", "Tensor parallel size to write.")] = None
+    pp_new: Annotated[int | None, _target_size("pp", "pipeline-parallel-size", "Pipeline parallel size.")] = None
+    vpp_new: Annotated[
+        int | None, _target_size("vpp", "virtual-pipeline-parallel-size", "Virtual pipeline chunks per stage.")
+    ] = None
+    ep_new: Annotated[int | None, _target_size("ep", "expert-parallel-size", "Expert parallel size.")] = None
+    etp_new: Annotated[
+        int | None, _target_size("etp", "expert-tensor-parallel-size", "Tensor parallel size of the experts.")
+    ] = None
+    tp: Annotated[int | None, _source_size("tp", "tensor-model-parallel-size")] = None
+    pp: Annotated[int | None, _source_size("pp", "pipeline-model-parallel-size")] = None
+    vpp: Annotated[int | None, _source_size("vpp", "virtual-pipeline-model-parallel-size")] = None
+    ep: Annotated[int | None, _source_size("ep", "expert-model-parallel-size")] = None
+    etp: Annotated[int | None, _source_size("etp", "expert-tensor-parallel-size")] = None
+    vocab_size: Annotated[
+        int | None,
+        Option(
+            "--vocab-size",
+            metavar="N",
+            parser=_whole(1),
+            rich_help_panel=LAYOUT,
+            help="True vocabulary size, unpadded.",
+        ),
+    ] = None
+    keep_padded_vocab: Annotated[
+        bool, Flag("--keep-padded-vocab", rich_help_panel=LAYOUT, help="Keep the padding rows as they are.")
+    ] = False
+    rules: Annotated[
+        Path | None,
+        Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),
+    ] = None
+
+    include: Annotated[
+        list[str] | None,
+        Option("--include", metavar="GLOB", rich_help_panel=CONTENT, help="Carry only these keys; repeatable."),
+    ] = None
+    exclude: Annotated[
+        list[str] | None, Option("--exclude", metavar="GLOB", rich_help_panel=CONTENT, help="Leave these out.")
+    ] = None
+    rename: Annotated[
+        list[str] | None,
+        Option("--rename", metavar="OLD=NEW", rich_help_panel=CONTENT, help="Regex on keys; NEW may use \\1."),
+    ] = None
+    dtype: Annotated[
+        list[str] | None,
+        Option(
+            "--dtype",
+            metavar="[GLOB=]DTYPE",
+            rich_help_panel=CONTENT,
+            help="Cast the model's floating tensors, or those of a glob: bf16, fp16, fp32, …",
+        ),
+    ] = None
+    no_optim: Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave the optimizer's state out.")] = (
+        False
+    )
+    drop_unknown: Annotated[
+        bool,
+        Flag("--drop-unknown", rich_help_panel=CONTENT, help="Leave out objects of classes that are not known."),
+    ] = False
+
+    memory: Annotated[
+        str | None,
+        Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Most memory the process may use. [512MiB]"),
+    ] = None
+    threads: Annotated[
+        int | None,
+        Option(
+            "--threads", "-j", metavar="N", parser=_whole(1, 64), rich_help_panel=ENGINE, help="Threads that copy. [2]"
+        ),
+    ] = None
+    no_crc: Annotated[
+        bool, Flag("--no-crc", rich_help_panel=ENGINE, help="Neither check nor write CRC-32 checksums.")
+    ] = False
+    no_digest: Annotated[
+        bool, Flag("--no-digest", rich_help_panel=ENGINE, help="No content digests in the manifest.")
+    ] = False
+    no_fsync: Annotated[
+        bool, Flag("--no-fsync", rich_help_panel=ENGINE, help="Do not wait until the disk has everything.")
+    ] = False
+
+    json: Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")] = False
+    quiet: Annotated[bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print nothing but errors.")] = False
+    debug: Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")] = False

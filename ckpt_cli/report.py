@@ -1,0 +1,79 @@
+"""The plan of a dry run and the report of a finished one, as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt_cli.render import Cell, bytes_text, facts, n_text, seconds_text, table
+from ckpt_cli.terminal import Screen, escaped
+
+if TYPE_CHECKING:
+    from core.convert import Prepared, Report
+
+LISTED = 12
+"""So many entries of a list are shown; ``--json`` has them all."""
+
+
+def plan_lines(
+    screen: Screen, prepared: Prepared, *, rank: int | None, rank_files: Sequence[str] | None
+) -> Iterator[str]:
+    """What would be done."""
+    yield screen.styled(f"would write {escaped(str(prepared.dst))}", "bold")
+    source = prepared.source
+    plan = prepared.plan
+    size = f"{n_text(len(prepared.files), 'file')}, {bytes_text(plan.file_bytes)}"
+    yield from facts(
+        screen,
+        [
+            ("from", f"{escaped(str(source.path))} ({source.format.name})"),
+            ("to", f"{prepared.target_format.name}, {size}"),
+            ("tensors", f"{len(plan.target.tensors):,}"),
+            ("reads", bytes_text(plan.read_bytes)),
+            ("memory", f"{bytes_text(plan.memory_bytes)} of the {bytes_text(prepared.job.memory_bytes)} allowed"),
+            *_listed("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
+            *_listed("not carried", prepared.dropped, style="yellow"),
+            *_listed("note", prepared.notes, style="yellow"),
+        ],
+    )
+    yield ""
+    rows = [[Cell(escaped(path)), Cell(bytes_text(size), ("dim",))] for path, size in prepared.files[:LISTED]]
+    yield from table(screen, rows, align="<>", indent=2)
+    if len(prepared.files) > LISTED:
+        yield screen.plain(screen.styled(f"  … {n_text(len(prepared.files) - LISTED, 'more file')}", "dim"))
+    if rank_files is not None:
+        yield ""
+        yield screen.styled(f"rank {rank} needs {n_text(len(rank_files), 'file')} of the source", "bold")
+        for name in rank_files:
+            yield f"  {escaped(name)}"
+
+
+def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterator[str]:
+    """What was done."""
+    done = screen.styled("✓ wrote", "green", "bold")
+    name = " (no DST was given; this name was proposed)" if is_proposed else ""
+    yield screen.plain(f"{done} {screen.styled(escaped(str(report.dst)), 'bold')}{name}")
+    rate = bytes_text(round(report.bytes_written / report.seconds)) if report.seconds > 0 else "–"
+    size = f"{report.format}, {n_text(len(report.files), 'file')}, {bytes_text(report.bytes_written)}"
+    pairs: list[tuple[str, Cell | str]] = [
+        ("format", size),
+        ("tensors", f"{report.n_tensors:,}"),
+        ("time", f"{seconds_text(report.seconds)} ({rate}/s)"),
+    ]
+    if report.bytes_resumed:
+        pairs.append(("resumed", f"{bytes_text(report.bytes_resumed)} were written already"))
+    pairs.append(("manifest", escaped(report.manifest)))
+    pairs += _listed("not carried", report.dropped, style="yellow")
+    pairs += _listed("note", report.notes, style="yellow")
+    yield from facts(screen, pairs, indent=2)
+
+
+def _listed(name: str, items: Sequence[str], *, style: str | None = None) -> list[tuple[str, Cell | str]]:
+    """The items below one another, the first beside ``name``; the rest counted."""
+    styles = (style,) if style else ()
+    rows: list[tuple[str, Cell | str]] = [
+        ("" if number else name, Cell(escaped(item), styles)) for number, item in enumerate(items[:LISTED])
+    ]
+    if len(items) > LISTED:
+        rows.append(("", Cell(f"… {len(items) - LISTED} more (--json lists all)", ("dim",))))
+    return rows

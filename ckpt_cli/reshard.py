@@ -1,0 +1,23 @@
+"""``ckpt reshard``: a Megatron checkpoint for other parallel sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_cli.transfer import job_of, transfer
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_cli.options import TransferOptions
+
+
+def reshard(options: TransferOptions) -> int:
+    """Runs the command; returns the exit code.
+
+    Raises:
+        UsageError: nothing to change.
+    """
+    sizes = (options.tp_new, options.pp_new, options.vpp_new, options.ep_new, options.etp_new)
+    if options.to is None and options.vocab_size is None and all(size is None for size in sizes):
+        raise UsageError("which layout? no target size is given", hint="say for example: --tp-new 4 --pp-new 2")
+    return transfer(job_of(options, keeps_layout=True), options)

@@ -1,0 +1,89 @@
+"""What the output can take: width, colours, glyphs; and text made safe for it.
+
+Names and messages come out of untrusted files. ``escaped`` is applied to each of them before it is printed, so that
+no file can move the cursor, change colours or reverse the direction of text.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+_SGR = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """How a stream is written to.
+
+    Args:
+        width: columns of the terminal; None for files and pipes, where nothing is shortened.
+        has_color: whether escape sequences for colours are wanted.
+        has_unicode: whether the encoding holds more than ASCII.
+    """
+
+    width: int | None = None
+    has_color: bool = False
+    has_unicode: bool = True
+
+    def styled(self, text: str, *styles: str) -> str:
+        """``text`` in the given styles, or as it is where colours are not wanted."""
+        if not self.has_color or not styles or not text:
+            return text
+        return f"\x1b[{';'.join(_SGR[style] for style in styles)}m{text}\x1b[0m"
+
+    def plain(self, text: str) -> str:
+        """``text`` with our own glyphs spelled in ASCII where the encoding has no others."""
+        return text if self.has_unicode else text.translate(_ASCII)
+
+
+_ASCII = {
+    ord(glyph): ascii
+    for glyph, ascii in {
+        "·": "|", "×": "x", "…": "...", "–": "-", "→": "->", "✓": "+", "✗": "-",
+        "├": "|", "└": "`", "─": "-", "│": "|", "━": "=",
+    }.items()
+}  # fmt: skip
+
+
+def screen_of(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Screen:
+    """What ``stream`` can take.
+
+    Args:
+        stream: stdout or stderr.
+        environ: ``NO_COLOR`` and ``TERM=dumb`` switch colours off, ``FORCE_COLOR`` on, ``COLUMNS`` sets the width.
+    """
+    is_terminal = stream.isatty()
+    wants_color = is_terminal and environ.get("TERM") != "dumb"
+    if environ.get("FORCE_COLOR"):
+        wants_color = True
+    if environ.get("NO_COLOR"):
+        wants_color = False
+    encoding = (stream.encoding or "ascii").lower().replace("-", "").replace("_", "")
+    width = max(shutil.get_terminal_size().columns, 40) if is_terminal else None
+    return Screen(width, wants_color, encoding.startswith("utf"))
+
+
+def escaped(text: str) -> str:
+    """``text`` with everything that is not printable spelled as ``\\x1b``, ``\\n``, ``\\u202e``."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def columns_of(text: str) -> int:
+    """Columns that ``text`` (without escape sequences) takes in a terminal."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def padded(text: str, width: int, *, right: bool = False) -> str:
+    """``text`` filled with spaces to ``width`` columns, on the left if it is to be aligned ``right``."""
+    room = " " * max(width - columns_of(text), 0)
+    return room + text if right else text + room

@@ -1,0 +1,101 @@
+"""What ``convert`` and ``reshard`` share: the job, the dry run, the progress, and the report at the end.
+
+``--json`` prints one object (fields may be added, none change meaning)::
+
+    {"schema": "ckpt.transfer/1", "dry_run": false, … the engine's report, see core.convert.Report.as_dict …}
+    {"schema": "ckpt.plan/1", "dry_run": true, … the plan, see core.convert.Prepared.as_dict …}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from ckpt_cli.options import casts_of, renames_of, size_in_bytes
+from ckpt_cli.progress import progress_bar
+from ckpt_cli.report import plan_lines, report_lines
+from ckpt_cli.terminal import escaped, screen_of
+from core.convert import Job, TopologyChange, prepare, run
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_cli.options import TransferOptions
+
+_SIZES = ("tp", "pp", "vpp", "ep", "etp")
+
+
+def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
+    """The engine's job for some options.
+
+    Args:
+        keeps_layout: parallel sizes that are not given stay the source's; otherwise they become 1.
+
+    Raises:
+        UsageError: the options contradict one another.
+    """
+    if options.dst is not None and options.output is not None and options.dst != options.output:
+        raise UsageError(f"two destinations: {options.dst} and -o {options.output}", hint="give one")
+    if options.rank is not None and not options.dry_run:
+        raise UsageError("--rank lists what one rank needs; it goes with --dry-run")
+    if options.keep_padded_vocab and options.vocab_size is not None:
+        raise UsageError("--keep-padded-vocab and --vocab-size contradict each other", hint="give one")
+    new = {name: getattr(options, f"{name}_new") for name in _SIZES}
+    asserted = {name: size for name in _SIZES if (size := getattr(options, name)) is not None}
+    topology = None
+    if asserted or any(size is not None for size in new.values()):
+        topology = TopologyChange(**new, source=asserted)
+    defaults = Job(src=options.src)
+    return Job(
+        src=options.src,
+        dst=options.output or options.dst,
+        to=options.to,
+        iteration=options.iteration,
+        topology=topology,
+        keeps_layout=keeps_layout,
+        vocab_size=options.vocab_size,
+        keep_padded_vocab=options.keep_padded_vocab,
+        optim="drop" if options.no_optim else "carry",
+        dtype=casts_of(options.dtype),
+        include=tuple(options.include or ()),
+        exclude=tuple(options.exclude or ()),
+        rename=renames_of(options.rename),
+        drop_unknown=options.drop_unknown,
+        memory_bytes=defaults.memory_bytes if options.memory is None else size_in_bytes(options.memory),
+        threads=options.threads or defaults.threads,
+        resume=options.resume,
+        force=options.force,
+        crc=not options.no_crc,
+        digest=not options.no_digest,
+        fsync=not options.no_fsync,
+        rules=options.rules,
+    )
+
+
+def transfer(job: Job, options: TransferOptions) -> int:
+    """Runs or plans the job and tells about it; returns the exit code."""
+    out = screen_of(sys.stdout)
+    if options.dry_run:
+        with prepare(job) as prepared:
+            files = None if options.rank is None else prepared.files_for_rank(options.rank)
+            if options.json:
+                plan = prepared.as_dict()
+                if files is not None:
+                    plan["rank"] = {"number": options.rank, "files": files}
+                print(json.dumps({"schema": "ckpt.plan/1", "dry_run": True, **plan}))
+            else:
+                for line in plan_lines(out, prepared, rank=options.rank, rank_files=files):
+                    print(line)
+        return 0
+    is_chatty = not options.quiet and not options.json
+    with progress_bar(is_wanted=not options.quiet) as progress:
+        report = run(job, progress=progress)
+    if options.json:
+        print(json.dumps({"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}))
+    elif is_chatty:
+        for line in report_lines(out, report, is_proposed=job.dst is None):
+            print(line)
+    elif report.dropped:
+        said = screen_of(sys.stderr).styled("note:", "yellow")
+        print(f"ckpt: {said} not carried: {escaped(', '.join(report.dropped))}", file=sys.stderr)
+    return 0

@@ -1,0 +1,107 @@
+"""Key patterns: how people name some of the tensors of a checkpoint.
+
+=================  ====================================================================
+ written            means
+=================  ====================================================================
+ ``a.b``            that key, and every key below it (``a.b.weight``, ``a.b/shard_0_1``)
+ ``*``, ``?``       any characters, dots too; any one character
+ ``[0-31]``         the numbers 0 to 31, as ``ckpt inspect`` writes folded layers
+ ``[0,2,4-6]``      some numbers; ``[0-30:2]``: every second one
+ ``[abc]``          one of these characters; ``[!abc]``: none of them
+=================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from core.errors import UsageError
+
+_NUMBERS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")
+_WILD = re.compile(r"\[(!?[^\[\]]+)\]|\*|\?")
+_MAX_NUMBERS = 100_000
+
+
+def matching(keys: Iterable[str], pattern: str) -> list[str]:
+    """The keys that ``pattern`` selects, in their order.
+
+    A pattern that is itself a key selects that key and what is below it, whatever characters it has.
+
+    Raises:
+        UsageError: a number range is backwards or absurdly long.
+    """
+    keys = list(keys)
+    below = (f"{pattern}.", f"{pattern}/", f"{pattern}:")
+    exact = [key for key in keys if key == pattern or key.startswith(below)]
+    if exact:
+        return exact
+    matches = matcher(pattern)
+    return [key for key in keys if matches(key)]
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """A function that tells whether a key is selected by ``pattern``.
+
+    Raises:
+        UsageError: as for ``matching``.
+    """
+    parts = []
+    numbers: list[frozenset[int]] = []
+    start = 0
+    for wild in _WILD.finditer(pattern):
+        parts.append(re.escape(pattern[start : wild.start()]))
+        start = wild.end()
+        inside = wild[1]
+        if wild[0] == "*":
+            parts.append(".*")
+        elif wild[0] == "?":
+            parts.append(".")
+        elif _NUMBERS.fullmatch(inside) and (len(inside) > 1):
+            numbers.append(_numbers_of(inside, pattern))
+            parts.append(r"(0|[1-9]\d*)")
+        else:
+            negated = inside.startswith("!")
+            chars = re.sub(r"([\\^\[\]])", r"\\\1", inside[1:] if negated else inside)
+            parts.append(f"[{'^' if negated else ''}{chars}]")
+    parts.append(re.escape(pattern[start:]))
+    try:
+        expression = re.compile("".join(parts) + r"(?:[./:].*)?", re.DOTALL)
+    except re.error as err:
+        raise UsageError(f"{pattern!r} is not a key pattern: {err}") from err
+
+    def matches(key: str) -> bool:
+        found = expression.fullmatch(key)
+        if found is None:
+            return False
+        return all(int(text) in allowed for text, allowed in zip(found.groups(), numbers, strict=True))
+
+    return matches
+
+
+def _numbers_of(text: str, pattern: str) -> frozenset[int]:
+    found: set[int] = set()
+    for part in text.split(","):
+        span, _, step = part.partition(":")
+        first, _, last = span.partition("-")
+        values = range(int(first), int(last or first) + 1, max(int(step or 1), 1))
+        if not values or len(values) + len(found) > _MAX_NUMBERS:
+            raise UsageError(f"[{part}] in {pattern!r} is not a range of numbers")
+        found.update(values)
+    return frozenset(found)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Distinct numbers in the notation that ``matcher`` reads: ``0-31``, ``0,2,5-7``, ``0-30:2``."""
+    values = sorted(numbers)
+    if len(values) > 2:
+        step = values[1] - values[0]
+        if step > 1 and values == list(range(values[0], values[-1] + 1, step)):
+            return f"{values[0]}-{values[-1]}:{step}"
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

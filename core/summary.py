@@ -1,0 +1,343 @@
+"""What ``ckpt inspect`` says about a checkpoint, as plain values; metadata only.
+
+A rank catalog (Megatron rank files) is shown unsharded where its layout is understood, otherwise rank by rank with the
+reason; its optimizer entries, which have no global names, are listed under their rank directories either way.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from core.catalog import Catalog, TensorMeta
+from core.errors import CheckpointingException
+from core.fold import components
+from core.formats import Format, formats
+from core.inert import Global, attributes
+from core.optim_format import TITLES, optim_format_of, role_of
+
+if TYPE_CHECKING:
+    from core.open import Checkpoint
+
+SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
+_ARG_OF_SIZE = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "cp": "context_parallel_size",
+    "dp": "data_parallel_size",
+}
+_MODEL_ARGS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "swiglu",
+    "normalization", "position_embedding_type", "max_position_embeddings", "seq_length", "num_experts",
+    "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by",
+    "params_dtype", "use_distributed_optimizer", "transformer_impl",
+)  # fmt: skip
+ROLES = ("model", "moments", "masters", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors with one purpose.
+
+    Args:
+        name: one of ``ROLES``.
+        n_tensors, n_elements, n_bytes: every tensor counted once (in a rank view: once a rank).
+        dtypes: dtype → bytes, the largest first.
+    """
+
+    name: str
+    n_tensors: int
+    n_elements: int
+    n_bytes: int
+    dtypes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Something that can or cannot be done.
+
+    Args:
+        action: ``convert`` or ``reshard``.
+        is_possible: whether ckpt does it.
+        targets: format names, for ``convert``.
+        why: the reason if not, or a condition if so.
+    """
+
+    action: str
+    is_possible: bool
+    targets: tuple[str, ...] = ()
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a checkpoint is and holds.
+
+    Args:
+        path: where it was found, after descending from a root.
+        format, title, version: name of the format, a few words for people, the format's own version.
+        iteration: training iteration, or None.
+        n_files, file_bytes: regular files of the checkpoint and their bytes on disk.
+        parallel: sizes by name (``tp``, ``pp`` …), for checkpoints that state them; {} otherwise.
+        n_ranks: how many ranks wrote files, where the file names tell; else None.
+        model: facts from the training arguments.
+        groups: what the tensors are for.
+        optimizer: name in ``core.optim_format``, or None.
+        verdicts: what can be done with it.
+        notes: what the user should know.
+        view: the catalog whose tensors are shown.
+        is_unsharded: the view is global although the files are rank-local.
+        n_objects: entries that are not tensors.
+    """
+
+    path: str
+    format: str
+    title: str
+    version: str | None
+    iteration: int | None
+    n_files: int
+    file_bytes: int
+    parallel: Mapping[str, int]
+    n_ranks: int | None
+    model: Mapping[str, object]
+    groups: tuple[Group, ...]
+    optimizer: str | None
+    verdicts: tuple[Verdict, ...]
+    notes: tuple[str, ...]
+    view: Catalog = field(repr=False)
+    is_unsharded: bool = False
+    n_objects: int = 0
+
+    @property
+    def total(self) -> Group:
+        """All groups together."""
+        return Group(
+            "total",
+            sum(group.n_tensors for group in self.groups),
+            sum(group.n_elements for group in self.groups),
+            sum(group.n_bytes for group in self.groups),
+            {},
+        )
+
+    @property
+    def optimizer_title(self) -> str | None:
+        """The optimizer's form in words, or None."""
+        return None if self.optimizer is None else TITLES[self.optimizer]
+
+
+def summarized(checkpoint: Checkpoint) -> Summary:
+    """Everything that ``ckpt inspect`` shows, save for single tensors."""
+    catalog = checkpoint.catalog
+    unsharded = _unsharded(catalog)
+    view = catalog if unsharded.catalog is None else _merged(unsharded.catalog, catalog)
+    n_files, file_bytes, n_writers = _files(checkpoint)
+    ranks = catalog.attrs.get("ranks")
+    bare = [bare_key(key, catalog) for key in catalog.tensors]
+    optimizer = optim_format_of(
+        bare, [bare_key(key, catalog) for key in catalog.objects], has_flattened=_has_flattened(catalog)
+    )
+    notes = [*checkpoint.notes]
+    if catalog.attrs.get("is_rank_local") and unsharded.catalog is None:
+        notes.append("shown rank by rank: what several ranks hold is counted several times")
+    notes += _strings(catalog.attrs.get("notes"))
+    notes += _warnings(catalog)
+    return Summary(
+        path=str(checkpoint.path),
+        format=checkpoint.format.name,
+        title=checkpoint.format.title,
+        version=catalog.version,
+        iteration=checkpoint.iteration,
+        n_files=n_files,
+        file_bytes=file_bytes,
+        parallel=_parallel(catalog),
+        n_ranks=len(ranks) if isinstance(ranks, Mapping) else n_writers,
+        model=_model(catalog),
+        groups=groups_of(view.tensors.values(), bare=lambda key: bare_key(key, view)),
+        optimizer=optimizer,
+        verdicts=_verdicts(checkpoint.format, unsharded, optimizer),
+        notes=tuple(dict.fromkeys(notes)),
+        view=view,
+        is_unsharded=unsharded.catalog is not None and bool(catalog.attrs.get("is_rank_local")),
+        n_objects=len(catalog.objects),
+    )
+
+
+def groups_of(tensors: Iterable[TensorMeta], *, bare: Callable[[str], str] = str) -> tuple[Group, ...]:
+    """The tensors by purpose; groups without tensors are left out.
+
+    Args:
+        bare: key → key without rank directory.
+    """
+    members: dict[str, list[TensorMeta]] = {name: [] for name in ROLES}
+    for meta in tensors:
+        members[role_of(bare(meta.key))].append(meta)
+    groups = []
+    for name, metas in members.items():
+        if not metas:
+            continue
+        dtypes: dict[str, int] = {}
+        n_elements = 0
+        for meta in metas:
+            n_elements += meta.n_elements
+            dtypes[meta.dtype] = dtypes.get(meta.dtype, 0) + meta.n_bytes
+        by_size = dict(sorted(dtypes.items(), key=lambda item: -item[1]))
+        groups.append(Group(name, len(metas), n_elements, sum(dtypes.values()), by_size))
+    return tuple(groups)
+
+
+def path_of(key: str, view: Catalog) -> list[str]:
+    """The names on the way to a key in the tree; a rank directory is a name of its own."""
+    rank, name = _split_rank(key, view)
+    return components(name) if rank is None else [rank, *components(name)]
+
+
+def _split_rank(key: str, catalog: Catalog) -> tuple[str | None, str]:
+    if catalog.attrs.get("is_rank_local") or catalog.attrs.get("has_rank_keys"):
+        rank, colon, name = key.partition(":")
+        if colon and "." not in rank:
+            return rank, name
+    return None, key
+
+
+def bare_key(key: str, catalog: Catalog) -> str:
+    """A key without the rank directory before it."""
+    return _split_rank(key, catalog)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsharded:
+    """The global form of a checkpoint with a known layout, or why there is none."""
+
+    catalog: Catalog | None
+    why: str | None
+
+
+def _unsharded(catalog: Catalog) -> _Unsharded:
+    """The global per-layer catalog, for checkpoints of the Megatron family."""
+    if not catalog.attrs.get("is_rank_local") and "args" not in catalog.attrs:
+        return _Unsharded(None, "only Megatron checkpoints have a parallel layout that can be changed")
+    from core.layout import load_rules, unshard
+
+    try:
+        return _Unsharded(unshard(catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True), None)
+    except CheckpointingException as err:
+        return _Unsharded(None, err.message)
+
+
+def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:
+    """The global view of the model, followed by the entries that stay rank-local (optimizer state)."""
+    if not ranks.attrs.get("is_rank_local"):
+        return ranks
+    local = {
+        key: meta for key, meta in ranks.tensors.items() if role_of(bare_key(key, ranks)) in ("moments", "masters")
+    }
+
+    def fragments_of(key: str) -> object:
+        return ranks.fragments(key) if key in local else unsharded.fragments(key)
+
+    return replace(
+        unsharded,
+        tensors={**unsharded.tensors, **local},
+        fragments_of=fragments_of,  # type: ignore[arg-type]
+        objects=ranks.objects,
+        attrs={**unsharded.attrs, "is_rank_local": False, "has_rank_keys": True},
+    )
+
+
+def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
+    """(regular files, their bytes, ranks that wrote ``.distcp`` files or None)."""
+    store = checkpoint.store
+    if store.entry is not None:
+        return 1, os.stat(store.path(store.entry)).st_size, None
+    names = store.files()
+    for folder in store.folders():
+        names += [f"{folder}/{name}" for name in store.files(folder)]
+    sizes = [os.stat(store.path(name)).st_size for name in names]
+    writers = {found[1] for name in names if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
+    return len(names), sum(sizes), len(writers) or None
+
+
+def _parallel(catalog: Catalog | None) -> dict[str, int]:
+    if catalog is None:
+        return {}
+    topology = catalog.attrs.get("topology")
+    args = attributes(catalog.attrs.get("args")) or {}
+    sizes = {}
+    for name in SIZES:
+        found = getattr(topology, name, None)
+        if not isinstance(found, int):
+            found = args.get(_ARG_OF_SIZE[name])
+        if isinstance(found, int) and not isinstance(found, bool):
+            sizes[name] = found
+    return sizes
+
+
+def _model(catalog: Catalog) -> dict[str, object]:
+    """The training arguments that describe the model; enums and dtypes by name."""
+    args = attributes(catalog.attrs.get("args")) or {}
+    facts = {name: args[name] for name in _MODEL_ARGS if args.get(name) is not None}
+    return {
+        name: value if isinstance(value, (bool, int, float, str)) else str(value).removeprefix("torch.")
+        for name, value in facts.items()
+        if isinstance(value, (bool, int, float, str, Global))
+    }
+
+
+def _has_flattened(catalog: Catalog) -> bool:
+    data = catalog.attrs.get("mcore_data")
+    return isinstance(data, Mapping) and any(
+        isinstance(item, Mapping) and "nd_reformulated_orig_global_shape" in item for item in data.values()
+    )
+
+
+def _strings(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else []
+
+
+def _warnings(catalog: Catalog) -> list[str]:
+    """Objects that name code nobody should run; nothing is run here, but others would."""
+    from core.safe_pickle import classify, globals_of
+
+    dangerous: set[str] = set()
+    for item in catalog.objects.values():
+        if item.value is not None and not isinstance(item.value, (bool, int, float, str, bytes)):
+            dangerous |= {str(name) for name in globals_of(item.value) if classify(name) == "dangerous"}
+    if not dangerous:
+        return []
+    return [f"WARNING: it names {', '.join(sorted(dangerous))}, which torch.load would run; ckpt runs nothing"]
+
+
+def _verdicts(own: Format, unsharded: _Unsharded, optimizer: str | None) -> tuple[Verdict, ...]:
+    """What can be done; targets of one condition share a verdict."""
+    is_known = unsharded.catalog is not None
+    without = [_NO_OPTIM] if optimizer is not None else []
+    cut = [*without, _NO_VPP] if _parallel(unsharded.catalog).get("vpp", 1) > 1 else without
+    targets_of: dict[str | None, list[str]] = {}
+    for format in formats():
+        if format.lay_out is None or format.name == own.name:
+            continue
+        if own.partition != "ranks" and format.partition != "ranks":
+            targets_of.setdefault(None, []).append(format.name)
+        elif is_known:
+            keeps_layout = own.partition == "ranks" and format.name == "torch_dist"
+            targets_of.setdefault(_joined(cut if keeps_layout else without), []).append(format.name)
+    verdicts = [Verdict("convert", True, tuple(names), why) for why, names in targets_of.items()]
+    if not verdicts:
+        verdicts.append(Verdict("convert", False, (), unsharded.why))
+    verdicts.append(Verdict("reshard", is_known, (), _joined(cut) if is_known else unsharded.why))
+    return tuple(verdicts)
+
+
+_NO_OPTIM = "the optimizer must be left out: --no-optim"
+_NO_VPP = "model chunks must be joined: --vpp-new 1"
+
+
+def _joined(conditions: list[str]) -> str | None:
+    return "; ".join(conditions) or None

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import errno
+import signal
+
+import pytest
+
+from ckpt_cli.failure import Terminated, failure_of
+from core import errors
+
+
+@pytest.mark.parametrize(
+    ("err", "code"),
+    [
+        (errors.UsageError("x"), 2),
+        (errors.CorruptError("x"), 3),
+        (errors.TruncatedError("x"), 3),
+        (errors.MissingShardError("x"), 3),
+        (errors.UnsupportedError("x"), 4),
+        (errors.UnknownTensorError("x"), 4),
+        (errors.UnsafeError("x"), 5),
+        (errors.StorageError("x"), 6),
+        (errors.CapacityError("x"), 7),
+        (errors.WorkerError("x"), 8),
+        (MemoryError(), 7),
+        (RecursionError("maximum recursion depth exceeded"), 3),
+        (OSError(errno.ENOSPC, "No space left on device", "/out/file"), 7),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 7),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 7),
+        (PermissionError(errno.EACCES, "Permission denied", "/out"), 6),
+        (FileNotFoundError(errno.ENOENT, "No such file", b"/out"), 6),
+        (OSError("odd"), 6),
+        (KeyError("bug"), 70),
+        (ZeroDivisionError(), 70),
+        (KeyboardInterrupt(), 130),
+        (Terminated(signal.SIGTERM), 143),
+        (Terminated(signal.SIGHUP), 129),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141),
+    ],
+)
+def test_every_exception_has_its_exit_code(err: BaseException, code: int) -> None:
+    assert failure_of(err).exit_code == code
+
+
+def test_the_line_tells_what_where_and_what_to_do() -> None:
+    err = errors.TruncatedError("the file ends early", file="a.pt", key="w", span=(4, 8), hint="copy it again")
+    failure = failure_of(err)
+    assert failure.line == "the file ends early (file a.pt, tensor w, bytes 4–8). Copy it again"
+    assert failure.fields == {
+        "code": "truncated",
+        "message": "the file ends early",
+        "file": "a.pt",
+        "key": "w",
+        "hint": "copy it again",
+        "span": [4, 8],
+    }
+
+
+def test_names_out_of_files_stay_in_one_line_and_move_no_cursor() -> None:
+    line = failure_of(errors.CorruptError("bad\nname", key="\x1b[2Jkey\r")).line
+    assert line == "bad\\nname (tensor \\x1b[2Jkey\\r)"
+    assert failure_of(KeyError("a\nb")).line.isprintable()
+
+
+def test_an_operating_system_error_names_its_file() -> None:
+    line = failure_of(OSError(errno.ENOSPC, "No space left on device", "/out/file")).line
+    assert line.startswith("no space left on device (file /out/file)")
+
+
+def test_a_bug_says_that_it_is_one() -> None:
+    line = failure_of(AttributeError("'NoneType' object has no attribute 'x'")).line
+    assert line.startswith("internal error, AttributeError: 'NoneType' object has no attribute 'x'")
+    assert "--debug" in line
+
+
+def test_a_broken_pipe_is_silent() -> None:
+    assert failure_of(BrokenPipeError()).line == ""

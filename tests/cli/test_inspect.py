@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_cli.app import main
+from core.convert import Job, TopologyChange, prepare
+from core.errors import UnsupportedError
+from core.formats import formats
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs ``ckpt inspect`` in this process; returns stdout after a clean run."""
+
+    def call(*arguments: object) -> str:
+        code = main(["inspect", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        assert (code, err) == (0, "")
+        return out
+
+    return call
+
+
+@pytest.fixture
+def shown(run: Run) -> Callable[..., Any]:
+    """``ckpt inspect --json``, parsed."""
+    return lambda *arguments: json.loads(run(*arguments, "--json"))
+
+
+def oracle(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Key → (dtype, shape) of a safetensors file."""
+    data = path.read_bytes()
+    (n,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + n])
+    return {key: (item["dtype"], item["shape"]) for key, item in header.items() if key != "__metadata__"}
+
+
+EVERY = [
+    ("mcore_legacy/dense_gqa/tp2_pp2", "megatron", None),
+    ("mcore_legacy/dense_gqa/tp2_pp1_optim", "megatron", "megatron_float16"),
+    ("mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", "megatron", "megatron_distributed"),
+    ("mcore_legacy/dense_gqa/tp1_pp2_vpp2", "megatron", None),
+    ("mcore_legacy/dense_gelu/tp2_pp2", "megatron", None),
+    ("mcore_legacy/moe_seq/tp2_pp1_ep2", "megatron", None),
+    ("mcore_torch_dist/dense_gqa/tp2_pp2", "torch_dist", None),
+    ("mcore_torch_dist/dense_gqa/tp2_pp2_optim", "torch_dist", "per_parameter"),
+    ("mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable", "torch_dist", "dp_reshardable"),
+    ("mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_fullyreshardable", "torch_dist", "fully_reshardable"),
+    ("mcore0161_torch_dist/dense_gelu/tp2_pp2", "torch_dist", None),
+    ("mcore0121_torch_dist/dense_gqa/tp2_pp2_optim", "torch_dist", "per_parameter"),
+    (
+        "mcore0121_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_fully_sharded_model_space",
+        "torch_dist",
+        "fully_sharded_model_space",
+    ),
+    (
+        "mcore0121_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dp_zero_gather_scatter",
+        "torch_dist",
+        "dp_zero_gather_scatter",
+    ),
+    ("torch_dcp/fsdp2_dp4", "dcp", "torch_by_name"),
+    ("torch_dcp/tp2_only", "dcp", None),
+    ("hf/llama/torch_single/model_zip.pt", "torch", None),
+    ("hf/llama/torch_single/nested_zip.pt", "torch", None),
+]
+
+
+@pytest.mark.parametrize(("name", "format", "optimizer"), EVERY, ids=lambda value: str(value).replace("/", "-"))
+def test_every_golden_checkpoint_is_told_apart(
+    name: str, format: str, optimizer: str | None, golden: Path, shown: Callable[..., Any], run: Run
+) -> None:
+    page = shown(golden / name)
+    assert page["schema"] == "ckpt.inspect/1"
+    assert page["format"] == format
+    assert (page["optimizer"] or {}).get("format") == optimizer
+    assert page["totals"]["tensors"] == len(page["tensors"])
+    assert page["totals"]["bytes"] == sum(tensor["bytes"] for tensor in page["tensors"])
+    assert page["file_bytes"] > 0
+    for options in ([], ["--flat"], ["--sort", "size"]):
+        assert run(golden / name, *options)
+
+
+@pytest.mark.parametrize("layout", ["tp1_pp1", "tp2_pp2", "tp4_pp1", "tp1_pp2_vpp2"])
+def test_rank_files_are_shown_as_the_global_model(layout: str, golden: Path, shown: Callable[..., Any]) -> None:
+    page = shown(golden / "mcore_legacy/dense_gqa" / layout)
+    true = {
+        key.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.").replace(
+            "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+        ): item
+        for key, item in oracle(golden / "oracle/dense_gqa/global.safetensors").items()
+    }
+    found = {tensor["key"]: tensor["shape"] for tensor in page["tensors"] if tensor["group"] == "model"}
+    assert found.keys() == true.keys()
+    vocab = ("embedding.word_embeddings.weight", "output_layer.weight")
+    assert {key: shape for key, shape in found.items() if key not in vocab} == {
+        key: shape for key, (_, shape) in true.items() if key not in vocab
+    }
+    assert page["is_unsharded"]
+    assert page["iteration"] == 10
+    sizes = [int(part[2:].lstrip("p")) for part in layout.split("_")[:2]]
+    assert [page["parallel"]["tp"], page["parallel"]["pp"]] == sizes
+    assert page["model"]["num_layers"] == 4
+
+
+def test_layers_are_folded(golden: Path, run: Run) -> None:
+    page = run(golden / "mcore_legacy/dense_gqa/tp2_pp2")
+    assert "layers.[0-3]" in page
+    assert "4 × " in page
+    assert "layers.0" not in page
+    assert "decoder.layers.0." in run(golden / "mcore_legacy/dense_gqa/tp2_pp2", "--flat")
+
+
+def test_one_tensor_shows_which_rank_holds_which_box(golden: Path, shown: Callable[..., Any], run: Run) -> None:
+    key = "decoder.layers.3.self_attention.linear_proj.weight"
+    page = shown(golden / "mcore_legacy/dense_gqa/tp2_pp2", key)
+    (tensor,) = page["tensors"]
+    places = tensor["places"]
+    assert [(place["offset"], place["shape"]) for place in places] == [([0, 0], [64, 32]), ([0, 32], [64, 32])]
+    assert [(place["rank"]["tp"], place["rank"]["pp"]) for place in places] == [(0, 1), (1, 1)]
+    assert [place["file"] for place in places] == [
+        "mp_rank_00_001/model_optim_rng.pt",
+        "mp_rank_01_001/model_optim_rng.pt",
+    ]
+    text = run(golden / "mcore_legacy/dense_gqa/tp2_pp2", key)
+    assert "[0:64, 32:64]" in text
+    assert "mp_rank_01_001/model_optim_rng.pt" in text
+
+
+@pytest.mark.parametrize("name", ["mcore_legacy/dense_gqa/tp4_pp1", "mcore_legacy/dense_gqa/tp1_pp2"])
+@pytest.mark.parametrize("key", ["decoder.layers.2.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc1.weight"])
+def test_values_are_those_of_the_true_tensor(name: str, key: str, golden: Path, shown: Callable[..., Any]) -> None:
+    (tensor,) = shown(golden / name, key, "--values", "200")["tensors"]
+    data = (golden / "oracle/dense_gqa/global.safetensors").read_bytes()
+    (n,) = struct.unpack_from("<Q", data)
+    begin, _ = json.loads(data[8 : 8 + n])[key]["data_offsets"]
+    wide = b"".join(b"\0\0" + data[8 + n + begin + 2 * i : 8 + n + begin + 2 * i + 2] for i in range(200))
+    assert tensor["values"] == list(struct.unpack("<200f", wide))
+
+
+def test_values_of_every_dtype_in_a_nested_file_can_be_shown(golden: Path, shown: Callable[..., Any]) -> None:
+    for tensor in shown(golden / "hf/llama/torch_single/nested_zip.pt")["tensors"]:
+        (one,) = shown(golden / "hf/llama/torch_single/nested_zip.pt", tensor["key"], "--values", 5)["tensors"]
+        n = 1
+        for extent in tensor["shape"]:
+            n *= extent
+        assert len(one["values"]) == min(5, n)
+
+
+def test_patterns_choose_tensors_and_a_pasted_fold_works(golden: Path, shown: Callable[..., Any]) -> None:
+    path = golden / "mcore_legacy/dense_gqa/tp2_pp2"
+    keys = [t["key"] for t in shown(path, "decoder.layers.[1-2].mlp.linear_fc2")["tensors"]]
+    assert keys == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in (1, 2)]
+
+
+def test_a_pattern_without_a_match_is_a_usage_error(golden: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(golden / "torch_dcp/tp2_only"), "no.such.key"]) == 2
+    assert "no tensor or object matches 'no.such.key'" in capsys.readouterr().err
+
+
+def test_objects_are_shown_and_nothing_is_run(golden: Path, shown: Callable[..., Any], run: Run) -> None:
+    path = golden / "torch_dcp/fsdp2_dp2"
+    (found,) = shown(path, "app.optim.param_groups.0.betas")["objects"]
+    assert found == {"key": "app.optim.param_groups.0.betas", "value": [0.9, 0.999]}
+    assert "0.999" in run(path, "app.optim.param_groups.0.betas")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mcore_legacy/dense_gqa/tp2_pp2/iter_0000010", "mcore_legacy/dense_gqa/tp2_pp2/iter_0000010/mp_rank_01_000"],
+)
+def test_an_iteration_and_one_rank_directory_open_too(name: str, golden: Path, shown: Callable[..., Any]) -> None:
+    page = shown(golden / name)
+    assert page["format"] == "megatron"
+    assert page["is_unsharded"] == ("mp_rank" not in name)
+    assert page["is_unsharded"] or page["notes"]
+
+
+def test_an_object_of_every_rank_can_be_named_without_the_rank(golden: Path, shown: Callable[..., Any]) -> None:
+    found = shown(golden / "mcore_legacy/dense_gqa/tp2_pp1", "iteration")["objects"]
+    assert found == [{"key": f"mp_rank_{rank:02d}:iteration", "value": 10} for rank in (0, 1)]
+
+
+def test_verdicts_name_formats_and_reasons(golden: Path, shown: Callable[..., Any]) -> None:
+    dense = {item["action"]: item for item in shown(golden / "mcore_legacy/dense_gqa/tp2_pp2")["can"]}
+    assert dense["reshard"]["possible"]
+    assert set(dense["convert"]["to"]) == {"dcp", "torch_dist", "torch"}
+    experts = {item["action"]: item for item in shown(golden / "mcore_legacy/moe_seq/tp2_pp1_ep2")["can"]}
+    assert not experts["reshard"]["possible"]
+    assert experts["reshard"]["why"]
+    plain = {item["action"]: item for item in shown(golden / "torch_dcp/tp2_only")["can"]}
+    assert not plain["reshard"]["possible"]
+    assert "torch" in plain["convert"]["to"]
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in EVERY], ids=lambda name: name.replace("/", "-"))
+def test_verdicts_are_what_the_engine_does(name: str, golden: Path, shown: Callable[..., Any], tmp_path: Path) -> None:
+    page = shown(golden / name)
+    said: dict[str, tuple[bool, str]] = {}
+    for verdict in page["can"]:
+        for target in verdict["to"] or [verdict["action"]]:
+            said[target] = (verdict["possible"], verdict["why"] or "")
+    for target in ("reshard", *(format.name for format in formats() if format.name != page["format"])):
+        is_possible, why = said.get(target, (False, ""))
+        sizes = {"tp": 1} if target == "reshard" else {}
+        if "--vpp-new 1" in why and is_possible:
+            sizes["vpp"] = 1
+        job = Job(
+            src=golden / name,
+            dst=tmp_path / "out",
+            to=None if target == "reshard" else target,
+            topology=TopologyChange(**sizes) if sizes else None,
+            keeps_layout=target == "reshard",
+            optim="drop" if "--no-optim" in why and is_possible else "carry",
+        )
+        try:
+            with prepare(job):
+                is_done = True
+        except UnsupportedError:
+            is_done = False
+        assert is_done == is_possible, target
+
+
+def test_the_limit_counts_lines_and_zero_means_all(golden: Path, run: Run) -> None:
+    path = golden / "torch_dcp/fsdp2_dp2"
+    lines = run(path, "--flat", "--limit", 3).splitlines()
+    assert len(lines) == 4
+    assert "more lines" in lines[-1]
+    assert len(run(path, "--flat").splitlines()) == len(run(path, "--flat", "--limit", 0).splitlines()) > 50
+
+
+def test_sort_by_size_puts_the_largest_first(golden: Path, shown: Callable[..., Any]) -> None:
+    sizes = [tensor["bytes"] for tensor in shown(golden / "torch_dcp/fsdp2_dp2", "--sort", "size")["tensors"]]
+    assert sizes == sorted(sizes, reverse=True)
+    names = [tensor["key"] for tensor in shown(golden / "torch_dcp/fsdp2_dp2", "--sort", "name")["tensors"]]
+    assert names == sorted(names)
+
+
+def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path, run: Run) -> None:
+    import torch
+
+    torch.save({"\x1b]0;owned\x07\x1b[2J": torch.zeros(2), "[red]markup[/red]": torch.ones(1)}, tmp_path / "a.pt")
+    for options in ([], ["--flat"], ["*owned*"]):
+        page = run(tmp_path / "a.pt", *options)
+        assert "\x1b" not in page
+        assert "\x07" not in page
+        assert "\\x1b]0;owned\\x07" in page
+    assert "[red]markup[/red]" in run(tmp_path / "a.pt")

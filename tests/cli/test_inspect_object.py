@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ckpt_cli.inspect_object import MAX_NODES, plain
+from core.catalog import Catalog, StoredObject
+from core.formats import Format
+from core.inert import Global, Inert, ObjectLeaf, TensorLeaf, namespace, ordered_dict
+from core.open import Checkpoint
+from core.store import LocalStore
+
+CATALOG = Catalog("test", None, {}, lambda key: ())
+CHECKPOINT = Checkpoint(
+    Path(), LocalStore(Path()), Format("test", "", lambda store: True, lambda store: CATALOG, None), CATALOG, None
+)
+
+
+def shown(value: object) -> object:
+    """The value as it comes out of JSON again."""
+    return json.loads(json.dumps(plain(StoredObject("x", value=value), CHECKPOINT)))
+
+
+def test_plain_values_stay_and_others_are_described() -> None:
+    assert shown({"a": [1, 2.5, None, True, "x"], 3: (b"abc", {4})}) == {
+        "a": [1, 2.5, None, True, "x"],
+        "3": ["<3 bytes>", [4]],
+    }
+    assert shown([float("nan"), float("-inf"), 1 + 2j]) == ["nan", "-inf", "(1+2j)"]
+    assert shown([TensorLeaf("w"), ObjectLeaf("o"), Global("torch", "bfloat16")]) == [
+        {"<tensor>": "w"},
+        {"<object>": "o"},
+        "torch.bfloat16",
+    ]
+
+
+def test_instances_show_their_class_and_attributes() -> None:
+    assert shown(namespace({"lr": 0.1})) == {"<class>": "argparse.Namespace", "lr": 0.1}
+    assert shown(ordered_dict({"a": 1})) == {"a": 1}
+    assert shown(Inert("reduce", Global("numpy", "array"), ([1],), state=(2,))) == {
+        "<class>": "numpy.array",
+        "<arguments>": [[1]],
+        "<state>": [2],
+    }
+
+
+def test_hostile_values_end() -> None:
+    cyclic: list[object] = []
+    cyclic.append(cyclic)
+    assert "…" in json.dumps(shown(cyclic), ensure_ascii=False)
+    bomb: object = "x"
+    for _ in range(60):
+        bomb = [bomb, bomb]
+    assert len(json.dumps(shown(bomb))) < 40 * MAX_NODES
+    assert isinstance(shown(1 << 100_000), str)
+    assert isinstance(shown("\udc80\x1b"), str)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_cli.app import app
+from ckpt_cli.options import InspectOptions, TransferOptions, size_in_bytes
+from core.errors import UsageError
+
+
+def parsed(*arguments: str) -> Any:
+    """The options that a command line gives, without running it."""
+    work = app(list(arguments), prog_name="ckpt", standalone_mode=False)
+    assert isinstance(work, partial)
+    return work.args[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("65536", 65536),
+        ("512MiB", 512 * 2**20),
+        ("512mib", 512 * 2**20),
+        ("1GB", 10**9),
+        ("1.5g", 1_500_000_000),
+        ("2 Ti", 2 * 2**40),
+        ("64k", 64_000),
+        ("100B", 100),
+    ],
+)
+def test_sizes_take_decimal_and_binary_units(text: str, n_bytes: int) -> None:
+    assert size_in_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "x", "1XB", "1e9", "MiB", "1 2", "0.1B"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="not a size"):
+        size_in_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("tp", "tensor-parallel-size"),
+        ("pp", "pipeline-parallel-size"),
+        ("vpp", "virtual-pipeline-parallel-size"),
+        ("ep", "expert-parallel-size"),
+        ("etp", "expert-tensor-parallel-size"),
+    ],
+)
+@pytest.mark.parametrize("command", ["convert", "reshard"])
+def test_target_sizes_go_by_the_names_of_other_tools(command: str, short: str, long: str) -> None:
+    for name in (f"--{short}-new", f"--target-{short}", f"--target-{long}"):
+        for spelled in (name, "--" + name[2:].replace("-", "_")):
+            for words in ((spelled, "4"), (f"{spelled}=4",)):
+                assert getattr(parsed(command, "a", "b", *words), f"{short}_new") == 4
+
+
+def test_source_sizes_go_by_megatrons_names() -> None:
+    options = parsed("reshard", "--tensor_model_parallel_size", "8", "--pp", "2", "--expert-model-parallel-size=4")
+    assert (options.tp, options.pp, options.ep) == (8, 2, 4)
+    assert options.tp_new is None
+
+
+def test_underscores_in_values_stay() -> None:
+    options = parsed(
+        "convert", "a_b", "--to", "torch_dist", "--rename", "x_y=--p_q", "--include=l_1.*", "-o", "--out_dir"
+    )
+    assert options.src == Path("a_b")
+    assert options.to == "torch_dist"
+    assert options.rename == ["x_y=--p_q"]
+    assert options.include == ["l_1.*"]
+    assert options.output == Path("--out_dir")
+
+
+def test_arguments_after_two_dashes_are_no_options() -> None:
+    assert parsed("inspect", "--", "--my_checkpoint").path == Path("--my_checkpoint")
+
+
+def test_the_source_is_the_current_directory_unless_given() -> None:
+    assert parsed("inspect") == InspectOptions()
+    assert parsed("convert", "--to", "dcp") == TransferOptions(to="dcp")
+
+
+def test_switches_with_two_sides_tell_both_from_neither() -> None:
+    assert [parsed("inspect", *words).tree for words in ((), ("--tree",), ("--flat",))] == [None, True, False]

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+
+from ckpt_cli.progress import bar_text
+from ckpt_cli.render import (
+    Cell,
+    box_text,
+    bytes_text,
+    count_text,
+    facts,
+    n_text,
+    seconds_text,
+    shortened,
+    table,
+    tree_rows,
+)
+from ckpt_cli.terminal import Screen
+from core.box import Box
+from core.catalog import TensorMeta
+from core.fold import tree_of
+
+PLAIN = Screen()
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (10239, "10.0 KiB"),
+        (1024**2 - 1, "1.00 MiB"),
+        (1536 * 1024**2, "1.50 GiB"),
+        (999 * 1024**2, "999 MiB"),
+        (5 * 1024**5, "5.00 PiB"),
+        (5000 * 1024**5, "5000 PiB"),
+    ],
+)
+def test_bytes_have_three_digits_and_a_binary_unit(n_bytes: int, text: str) -> None:
+    assert bytes_text(n_bytes) == text
+
+
+def test_counts_seconds_boxes_and_plurals_read_well() -> None:
+    assert [count_text(n) for n in (0, 9999, 10_000, 187_520, 1_240_000_000)] == [
+        "0",
+        "9999",
+        "10.0 K",
+        "188 K",
+        "1.24 B",
+    ]
+    assert [seconds_text(s) for s in (0.42, 38.2, 250, 7500)] == ["0.42 s", "38 s", "4 min 10 s", "2 h 05 min"]
+    assert box_text(Box((0, 64), (192, 0))) == "[0:192, 64:64]"
+    assert box_text(Box((), ())) == "[]"
+    assert [n_text(n, "box", "boxes") for n in (1, 2)] == ["1 box", "2 boxes"]
+
+
+def test_columns_are_aligned_without_the_escape_sequences() -> None:
+    rows = [["a", Cell("1", ("dim",)), "x"], ["層層", Cell("100"), "y"]]
+    assert list(table(PLAIN, rows, align="<><")) == ["a       1  x", "層層  100  y"]
+    colored = list(table(Screen(has_color=True), rows, align="<><"))
+    assert colored[0] == "a       \x1b[2m1\x1b[0m  x"
+
+
+def test_long_values_wrap_beside_their_name_in_a_terminal_only() -> None:
+    pairs = [("note", "word " * 20), ("", "second")]
+    wide = list(facts(PLAIN, pairs))
+    assert len(wide) == 2
+    narrow = list(facts(Screen(width=40), pairs))
+    assert len(narrow) > 3
+    assert all(len(line) <= 40 for line in narrow)
+    assert narrow[0].startswith("note  word")
+    assert narrow[1].startswith("      word")
+
+
+def test_a_tree_shows_one_layer_of_equal_ones_and_how_many_there_are() -> None:
+    metas = [
+        TensorMeta(f"decoder.layers.{i}.{n}", "bfloat16", (8, 4)) for i in range(3) for n in ("a.weight", "b.bias")
+    ]
+    rows = tree_rows(tree_of([TensorMeta("embedding.weight", "float32", (16,)), *metas]))
+    assert list(table(PLAIN, list(rows), align="<<<>")) == [
+        "embedding.weight      float32   [16]                64 B",
+        "decoder.layers.[0-2]            3 × 2 tensors  3 × 128 B",
+        "├─ a.weight           bfloat16  [8, 4]              64 B",
+        "└─ b.bias             bfloat16  [8, 4]              64 B",
+    ]
+
+
+def test_names_in_a_tree_cannot_reach_the_terminal() -> None:
+    (row,) = tree_rows(tree_of([TensorMeta("\x1b[2Jx", "int8", ())]))
+    assert row[0].text == "\\x1b[2Jx"
+
+
+def test_shortened_lists_say_how_much_is_missing() -> None:
+    assert list(shortened(PLAIN, ["1", "2", "3"], 2)) == ["1", "2", "… 1 more line; --limit 0 shows all"]
+    assert list(shortened(PLAIN, ["1", "2", "3"], 0)) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 140, 400])
+def test_a_progress_bar_never_wraps(width: int) -> None:
+    for done in (0, 1, 5 * 2**30, 10 * 2**30):
+        text = bar_text(Screen(width=width), done, 10 * 2**30, 123_456_789.0)
+        assert len(text) < width
+
+
+def test_a_progress_bar_tells_bytes_rate_and_time_left() -> None:
+    text = bar_text(Screen(width=100), 2**30, 4 * 2**30, float(2**29))
+    assert " 25 %" in text
+    assert "1.00 GiB of 4.00 GiB" in text
+    assert "512 MiB/s" in text
+    assert "6.00 s left" in text
+    assert "left" not in bar_text(Screen(width=100), 0, 0, 0.0)

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_cli.app import main
+from core.catalog import StoredArray
+from core.formats.torch_tree_plan import plan_tree
+from core.inert import TensorLeaf
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line in this process; returns exit code, stdout, stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main(list(map(str, arguments)))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def shown(*arguments: object, run: Run) -> Any:
+    """The JSON object of a clean run."""
+    code, out, err = run(*arguments, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its relative name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_convert_writes_what_it_reports(golden: Path, tmp_path: Path, run: Run) -> None:
+    report = shown("convert", golden / "torch_dcp/tp2_only", tmp_path / "out.pt", "--to", "torch", run=run)
+    assert report["schema"] == "ckpt.transfer/1"
+    assert report["dry_run"] is False
+    assert report["dst"] == str(tmp_path / "out.pt")
+    assert report["format"] == "torch"
+    assert report["n_tensors"] == 21
+    assert report["bytes_written"] == (tmp_path / "out.pt").stat().st_size
+    page = shown("inspect", tmp_path / "out.pt", run=run)
+    before = shown("inspect", golden / "torch_dcp/tp2_only", run=run)
+    assert {t["key"]: t["shape"] for t in page["tensors"]} == {t["key"]: t["shape"] for t in before["tensors"]}
+
+
+def test_the_summary_names_the_destination_and_what_was_not_carried(golden: Path, tmp_path: Path, run: Run) -> None:
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
+    code, out, err = run("reshard", source, tmp_path / "out", "--tp", 2, "--tp-new", 1, "--no-optim")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"✓ wrote {tmp_path / 'out'}")
+    assert "31" in out
+    assert "not carried" in out
+    assert "optimizer" in out
+    assert (tmp_path / "out/latest_checkpointed_iteration.txt").exists()
+
+
+def test_reshard_changes_the_parallel_sizes(golden: Path, tmp_path: Path, run: Run) -> None:
+    shown(
+        "reshard", golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "out", "--target-tp", 4, "--pp_new=1", run=run
+    )
+    page = shown("inspect", tmp_path / "out", run=run)
+    assert (page["parallel"]["tp"], page["parallel"]["pp"], page["ranks"]) == (4, 1, 4)
+
+
+def test_a_wrong_assertion_about_the_source_is_refused(golden: Path, tmp_path: Path, run: Run) -> None:
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp2"
+    code, out, err = run("reshard", source, tmp_path / "out", "--tensor-model-parallel-size", 8, "--tp-new", 1)
+    assert (code, out) == (2, "")
+    assert "TP 2" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_optimizer_is_not_left_out_silently(golden: Path, tmp_path: Path, run: Run) -> None:
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
+    code, _, err = run("reshard", source, tmp_path / "out", "--tp-new", 1)
+    assert code == 4
+    assert "--no-optim" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_destination_a_name_beside_the_source_is_proposed(golden: Path, tmp_path: Path, run: Run) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(golden / "torch_dcp/tp2_only", source)
+    code, out, _ = run("convert", source, "--to", "torch")
+    assert code == 0
+    assert "this name was proposed" in out
+    assert sorted(path.name for path in tmp_path.iterdir() if "manifest" not in path.name) == ["source", "source.pt"]
+
+
+def test_quiet_prints_nothing_unless_something_was_left_behind(golden: Path, tmp_path: Path, run: Run) -> None:
+    assert run("convert", golden / "torch_dcp/tp2_only", tmp_path / "a.pt", "--to", "torch", "-q") == (0, "", "")
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
+    code, out, err = run("reshard", source, tmp_path / "b", "--tp-new", 1, "--no-optim", "-q")
+    assert (code, out) == (0, "")
+    assert err.startswith("ckpt: note: not carried: optimizer")
+    assert err.count("\n") == 1
+
+
+def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: Path, run: Run) -> None:
+    source = golden / "mcore_legacy/dense_gqa/tp4_pp1"
+    arguments = ("reshard", source, tmp_path / "out", "--tp-new", 2, "--dry-run", "--rank", 1)
+    plan = shown(*arguments, run=run)
+    assert plan["schema"] == "ckpt.plan/1"
+    assert plan["dry_run"] is True
+    assert plan["dst"] == str(tmp_path / "out")
+    assert plan["rank"]["number"] == 1
+    assert set(plan["rank"]["files"]) <= {f"mp_rank_{rank:02d}/model_optim_rng.pt" for rank in range(4)}
+    assert "mp_rank_03/model_optim_rng.pt" in plan["rank"]["files"]
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert out.startswith(f"would write {tmp_path / 'out'}")
+    assert "rank 1 needs" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_holds_what_is_then_written(golden: Path, tmp_path: Path, run: Run) -> None:
+    arguments = ("convert", golden / "mcore_legacy/dense_gelu/tp2_pp2", tmp_path / "out", "--to", "torch_dist")
+    plan = shown(*arguments, "--dry-run", run=run)
+    shown(*arguments, run=run)
+    written = {name: len(data) for name, data in files_in(tmp_path / "out").items()}
+    assert {item["path"]: item["bytes"] for item in plan["files"]}.items() <= written.items()
+
+
+def test_renames_are_listed_and_done(golden: Path, tmp_path: Path, run: Run) -> None:
+    arguments = (
+        "convert",
+        golden / "torch_dcp/tp2_only",
+        tmp_path / "o.pt",
+        "--to",
+        "torch",
+        "--rename",
+        r"^model\.=m_",
+    )
+    code, out, _ = run(*arguments, "--dry-run")
+    assert code == 0
+    assert "model.norm.weight → m_norm.weight" in out or "renames" in out
+    shown(*arguments, run=run)
+    keys = [tensor["key"] for tensor in shown("inspect", tmp_path / "o.pt", run=run)["tensors"]]
+    assert "m_norm.weight" in keys
+    assert not any(key.startswith("model.") for key in keys)
+
+
+def test_casts_and_globs_are_honoured(golden: Path, tmp_path: Path, run: Run) -> None:
+    shown(
+        *("convert", golden / "torch_dcp/fsdp2_dp2", tmp_path / "o.pt", "--to", "torch", "--include", "app.model.*"),
+        *("--exclude", "*.norm.*", "--dtype", "bf16", "--dtype", "*embed*=fp32"),
+        run=run,
+    )
+    dtypes = {t["key"]: t["dtype"] for t in shown("inspect", tmp_path / "o.pt", run=run)["tensors"]}
+    assert all(key.startswith("app.model.") and ".norm." not in key for key in dtypes)
+    assert {key for key, dtype in dtypes.items() if dtype == "float32"} == {"app.model.model.embed_tokens.weight"}
+    assert "bfloat16" in dtypes.values()
+
+
+def test_an_existing_destination_is_refused_and_replaced_only_by_force(golden: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "out.pt").write_bytes(b"precious")
+    arguments = ("convert", golden / "torch_dcp/tp2_only", tmp_path / "out.pt", "--to", "torch")
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert "exists" in err
+    assert (tmp_path / "out.pt").read_bytes() == b"precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.pt"]
+    assert run(*arguments, "--force")[0] == 0
+    assert (tmp_path / "out.pt").read_bytes() != b"precious"
+
+
+def test_a_memory_limit_that_cannot_hold_is_refused(golden: Path, tmp_path: Path, run: Run) -> None:
+    code, _, err = run("convert", golden / "torch_dcp/tp2_only", tmp_path / "o", "--to", "torch", "--memory", "1MiB")
+    assert code == 7
+    assert "memory" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_switching_checks_off_changes_no_tensor(golden: Path, tmp_path: Path, run: Run) -> None:
+    arguments = ("convert", golden / "torch_dcp/tp2_only", "--to", "torch_dist")
+    shown(*arguments, tmp_path / "a", run=run)
+    shown(*arguments, tmp_path / "b", "--no-fsync", "--no-digest", "--threads", 1, run=run)
+    a, b = files_in(tmp_path / "a"), files_in(tmp_path / "b")
+    assert {name: data for name, data in a.items() if name.endswith(".distcp")} == {
+        name: data for name, data in b.items() if name.endswith(".distcp")
+    }
+
+
+def big_sparse_file(path: Path, n_bytes: int) -> None:
+    """A torch file with one tensor of ``n_bytes`` zeros that takes no room on the disk."""
+    array = StoredArray("w", "uint8", (n_bytes,))
+    plan = plan_tree({"w": TensorLeaf("w")}, lambda key: array, prefix="big")
+    with path.open("wb") as file:
+        file.truncate(plan.size)
+        for offset, data in plan.literals(lambda name: 0):
+            file.seek(offset)
+            file.write(data)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, repo_dir: Path) -> None:
+    big_sparse_file(tmp_path / "big.pt", 4 << 30)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt_cli", "convert", tmp_path / "big.pt", tmp_path / "out", "--to", "dcp"],
+        cwd=repo_dir,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    stage = tmp_path / ".out.ckpt-stage/data"
+    deadline = time.monotonic() + 60  # against hanging only
+    while not (stage.exists() and any(path.stat().st_blocks > 0 for path in stage.iterdir())):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert (out, err) == ("", f"ckpt: error: interrupted ({number.name})\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["big.pt"]
