@@ -29,6 +29,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from ckpt_cli.terminal import escaped
 from core.errors import CapacityError, CheckpointingException, CorruptError, StorageError, UsageError
@@ -64,20 +65,24 @@ class Terminated(KeyboardInterrupt):
 
 
 def end_on_signals() -> Callable[[], None]:
-    """Makes SIGTERM and SIGHUP raise ``Terminated`` in the main thread.
+    """Makes SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the main thread, once.
 
-    A signal that the parent chose to ignore (``nohup``) stays ignored. In any other thread this does nothing.
+    Later ones are ignored, so that nothing interrupts the cleaning up (a closing terminal sends SIGHUP twice, people
+    press Ctrl-C twice). A signal that the parent chose to ignore (``nohup``) stays ignored. In any other thread this
+    does nothing.
 
     Returns:
         A function that restores the earlier handlers.
     """
+    before: dict[int, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
         raise Terminated(number)
 
-    before = {}
     is_main = threading.current_thread() is threading.main_thread()
-    for number in (signal.SIGTERM, signal.SIGHUP) if is_main else ():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ():
         handler = signal.getsignal(number)
         if handler is not signal.SIG_IGN:
             before[number] = handler

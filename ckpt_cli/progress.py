@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 from time import monotonic
 
@@ -63,18 +63,23 @@ class _Bar:
             self._samples.pop(0)
         then, before = self._samples[0]
         rate = (done - before) / (now - then) if now > then else 0.0
-        sys.stderr.write("\r\x1b[2K" + bar_text(self._screen_now(), done, total, rate))
-        sys.stderr.flush()
+        _draw_line(bar_text(self._screen_now(), done, total, rate))
 
     def erase(self) -> None:
         """Leaves an empty line."""
-        sys.stderr.write("\r\x1b[2K")
-        sys.stderr.flush()
+        _draw_line("")
 
     def _screen_now(self) -> Screen:
         """The screen with the width it has now: windows are resized during long copies."""
         now = screen_of(sys.stderr)
         return now if now.width is not None else self._screen
+
+
+def _draw_line(text: str) -> None:
+    """Replaces the line; a terminal that is gone is no reason to stop the work."""
+    with suppress(OSError):
+        sys.stderr.write("\r\x1b[2K" + text)
+        sys.stderr.flush()
 
 
 def bar_text(screen: Screen, done: int, total: int, rate: float) -> str:
@@ -93,4 +98,8 @@ def bar_text(screen: Screen, done: int, total: int, rate: float) -> str:
     if room < 8:
         return screen.plain(figures[:width].strip())
     full = int(share * room)
-    return screen.plain(screen.styled("━" * full, "green") + screen.styled("━" * (room - full), "dim") + figures)
+    return screen.plain(
+        screen.styled("━" * full, "green")
+        + screen.styled(("━" if screen.has_color else "─") * (room - full), "dim")
+        + figures
+    )

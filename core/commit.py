@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
-from core.journal import FileJournal, is_journal_of
+from core.journal import BATCH_BYTES, FileJournal, is_journal_of
 from core.linux import exchange, rename_new
 from core.manifest import manifest_name
 from core.stage_store import StageStore, sync_folder
@@ -49,6 +49,7 @@ class Stage:
         identity: of the plan, see ``core.journal.identity_of``; needed with ``resume``.
         needed_bytes: bytes of all files to come; 0 leaves the free space unchecked.
         keep: paths that the destination must not contain, such as the source.
+        batch_bytes: with ``resume``, how much a killed run may lose.
 
     Attributes:
         store: the files being written.
@@ -72,6 +73,7 @@ class Stage:
         identity: str = "",
         needed_bytes: int = 0,
         keep: Sequence[Path] = (),
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self.dst = Path(os.path.abspath(dst))
         self.is_file = is_file
@@ -85,6 +87,7 @@ class Stage:
         self._identity = identity
         self._needed_bytes = needed_bytes
         self._keep = keep
+        self._batch_bytes = batch_bytes
         self._lock_fd = -1
         self._is_committed = False
         self._is_continued = False
@@ -121,7 +124,9 @@ class Stage:
         self._check_space()
         self.store = StageStore(self.data_dir, is_durable=self._fsync)
         if self._resume:
-            self.journal = FileJournal(journal_path, self._identity, sync=self._sync_data)
+            self.journal = FileJournal(
+                journal_path, self._identity, sync=self._sync_data, batch_bytes=self._batch_bytes
+            )
 
     def _sync_data(self, files: Iterable[str]) -> None:
         for file in files:

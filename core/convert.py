@@ -2,7 +2,7 @@
 
 ::
 
-    open → [unshard] → select, rename, cast → [shard | stack | nest] → lay out → plan → stage, copy, literals, commit
+    open → [unshard] → select, cast, rename → [shard | stack | nest] → lay out → plan → stage, copy, literals, commit
 
 ``prepare`` does all of it that moves no data; ``run`` does the rest. Both doors call these two.
 """
@@ -76,7 +76,8 @@ class Job:
         keep_padded_vocab: keep padding rows as if they were real ones.
         optim: ``carry`` or ``drop``.
         dtype: casts, see ``core.transform.cast_of``.
-        include, exclude, rename: see ``core.transform``.
+        include, exclude, rename: see ``core.transform``. They and ``dtype`` go by the names that the source has once it
+            is global, as ``ckpt inspect`` shows them.
         drop_unknown: leave out objects of unknown classes where the target cannot hold them.
         memory_bytes: most memory the process may use, imports included.
         threads: copying threads.
@@ -247,7 +248,7 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     catalog, renamed = _global_catalog(job, source, format, notes, dropped)
     checked = vetted(catalog, keeps_unknown=format.partition == "ranks", drop_unknown=job.drop_unknown)
     dropped += checked.dropped
-    catalog = retyped(checked.catalog, cast_of(job.dtype))
+    catalog = checked.catalog
     dst = job.dst or _proposed_dst(job, source, format)
     catalog, target = _source_and_target(job, catalog, format)
     notes += [note for note in _texts(target.attrs.get("notes")) if note not in notes]
@@ -292,7 +293,7 @@ def _global_catalog(
     refuse_unsupported(chosen.catalog)
     if chosen.left_out:
         notes.append(f"{len(chosen.left_out)} entries left out by --include/--exclude")
-    return rename(chosen.catalog, job.rename)
+    return rename(retyped(chosen.catalog, cast_of(job.dtype)), job.rename)
 
 
 def _is_cut(job: Job, format: Format) -> bool:

@@ -53,7 +53,8 @@ def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor, name: str) -> No
     assert found.dtype == wanted.dtype, name
     assert found.shape == wanted.shape, name
     assert torch.equal(
-        found.detach().contiguous().reshape(-1).view(torch.uint8), wanted.detach().contiguous().reshape(-1).view(torch.uint8)
+        found.detach().contiguous().reshape(-1).view(torch.uint8),
+        wanted.detach().contiguous().reshape(-1).view(torch.uint8),
     ), name
 
 

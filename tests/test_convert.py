@@ -166,7 +166,7 @@ def test_dtype_include_exclude_and_rename_do_what_they_say(golden: Path, tmp_pat
     )
     after = dcp_tensors(out)
     wanted = {
-        key.removeprefix("model."): tensor.to(torch.float16 if key.endswith(".norm.weight") else torch.float32)
+        key.removeprefix("model."): tensor.to(torch.float16 if key == "model.norm.weight" else torch.float32)
         for key, tensor in before.items()
         if key.startswith("model.") and ".mlp." not in key
     }
@@ -179,7 +179,7 @@ def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: P
     with prepare(job) as prepared:
         assert [path for path, _ in prepared.files][-1] == "latest_checkpointed_iteration.txt"
         assert prepared.plan.read_bytes > 0
-        assert prepared.files_for_rank(0) == [f"mp_rank_{r:02d}/model_optim_rng.pt" for r in range(4)]
+        assert prepared.files_for_rank(0) == [f"mp_rank_{r:02d}/model_optim_rng.pt" for r in (0, 1)]
         assert prepared.as_dict()["memory_bytes"] == prepared.plan.memory_bytes
     assert list(tmp_path.iterdir()) == []
 
@@ -187,11 +187,15 @@ def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"topology": TopologyChange(tp=2, source={"tp": 8})}, UsageError, "--tp 8 was said, but the checkpoint has TP 4"),
+        (
+            {"topology": TopologyChange(tp=2, source={"tp": 8})},
+            UsageError,
+            "--tp 8 was said, but the checkpoint has TP 4",
+        ),
         ({"topology": TopologyChange(tp=3)}, UnsupportedError, "3"),
         ({"topology": TopologyChange(pp=3)}, UnsupportedError, "3"),
         ({"topology": TopologyChange(vpp=2)}, UnsupportedError, "chunk"),
-        ({"topology": TopologyChange(ep=2)}, UnsupportedError, ""),
+        ({"topology": TopologyChange(ep=2)}, UnsupportedError, "expert"),
         ({"dtype": ((None, "float7"),)}, UnsupportedError, "float7"),
         ({"include": ("nothing",)}, UsageError, "nothing"),
     ],
@@ -205,7 +209,9 @@ def test_requests_that_cannot_be_met_are_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("source", ["mcore_legacy/dense_gqa/tp2_pp2_optim", "mcore_legacy/dense_gqa/tp1_pp1_dp2_distopt"])
+@pytest.mark.parametrize(
+    "source", ["mcore_legacy/dense_gqa/tp2_pp2_optim", "mcore_legacy/dense_gqa/tp1_pp1_dp2_distopt"]
+)
 def test_an_optimizer_is_refused_or_left_out_by_request(golden: Path, tmp_path: Path, source: str) -> None:
     with pytest.raises(UnsupportedError, match="--no-optim"):
         convert(golden / source, tmp_path / "out", "megatron")

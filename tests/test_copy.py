@@ -131,9 +131,7 @@ def test_layers_of_a_stacked_array_become_tensors_and_the_other_way_round() -> N
     layers, shape = 5, (6, 8)
     keys = [f"layers.{n}.w" for n in range(layers)]
     tensors = dict.fromkeys(keys, shape)
-    stacked = {
-        key: Cut([("stack", (layers, *shape), [(whole(shape), (n, 0, 0))])]) for n, key in enumerate(keys)
-    }
+    stacked = {key: Cut([("stack", (layers, *shape), [(whole(shape), (n, 0, 0))])]) for n, key in enumerate(keys)}
     single = {key: one(key, shape) for key in keys}
     for source_cuts, target_cuts in ((stacked, single), (single, stacked), (stacked, stacked)):
         source_model, target_model = Model(tensors, dict(source_cuts)), Model(tensors, dict(target_cuts))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,8 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, 
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(process.pid, number)
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, number)  # once more: nothing interrupts the cleaning up
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert (out, err) == ("", f"ckpt: error: interrupted ({number.name})\n")
