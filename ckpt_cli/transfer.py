@@ -2,14 +2,25 @@
 
 ``--json`` prints one object (fields may be added, none change meaning)::
 
-    {"schema": "ckpt.transfer/1", "dry_run": false, … the engine's report, see core.convert.Report.as_dict …}
-    {"schema": "ckpt.plan/1", "dry_run": true, … the plan, see core.convert.Prepared.as_dict …}
+    {"schema": "ckpt.transfer/1", "dry_run": false, "src": str, "dst": str, "source_format": str, "format": str,
+     "n_tensors": int, "bytes_read": int, "bytes_written": int, "bytes_resumed": int, "seconds": float,
+     "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
+
+and with ``--dry-run``::
+
+    {"schema": "ckpt.plan/1", "dry_run": true, "src": str, "source_format": str, "dst": str, "target_format": str,
+     "n_tensors": int, "n_fragments": int, "read_bytes": int, "write_bytes": int, "memory_bytes": int,
+     "files": [{"path": str, "bytes": int}], "renamed": [{"old": str, "new": str}], "notes": [str], "dropped": [str],
+     "rank": {"number": int, "files": [str]}}
+
+``files`` are relative to ``dst``; ``rank`` is there with ``--rank``, its files are the source's.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckpt_cli.options import casts_of, renames_of, size_in_bytes
@@ -74,28 +85,42 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
 
 def transfer(job: Job, options: TransferOptions) -> int:
     """Runs or plans the job and tells about it; returns the exit code."""
-    out = screen_of(sys.stdout)
-    if options.dry_run:
-        with prepare(job) as prepared:
-            files = None if options.rank is None else prepared.files_for_rank(options.rank)
-            if options.json:
-                plan = prepared.as_dict()
-                if files is not None:
-                    plan["rank"] = {"number": options.rank, "files": files}
-                print(json.dumps({"schema": "ckpt.plan/1", "dry_run": True, **plan}))
-            else:
-                for line in plan_lines(out, prepared, rank=options.rank, rank_files=files):
-                    print(line)
-        return 0
-    is_chatty = not options.quiet and not options.json
-    with progress_bar(is_wanted=not options.quiet) as progress:
-        report = run(job, progress=progress)
+    return _plan(job, options) if options.dry_run else _run(job, options)
+
+
+def _plan(job: Job, options: TransferOptions) -> int:
+    with prepare(job) as prepared:
+        files = None if options.rank is None else prepared.files_for_rank(options.rank)
+        if options.json:
+            plan = prepared.as_dict()
+            if files is not None:
+                plan["rank"] = {"number": options.rank, "files": files}
+            print(json.dumps({"schema": "ckpt.plan/1", "dry_run": True, **plan}))
+        else:
+            for line in plan_lines(screen_of(sys.stdout), prepared, rank=options.rank, rank_files=files):
+                print(line)
+    return 0
+
+
+def _run(job: Job, options: TransferOptions) -> int:
+    try:
+        with progress_bar(is_wanted=not options.quiet) as progress:
+            report = run(job, progress=progress)
+    except KeyboardInterrupt:
+        if job.resume:
+            _say("what is done so far is kept; the same command goes on from there")
+        raise
     if options.json:
         print(json.dumps({"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}))
-    elif is_chatty:
-        for line in report_lines(out, report, is_proposed=job.dst is None):
+    elif not options.quiet:
+        for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):
             print(line)
     elif report.dropped:
-        said = screen_of(sys.stderr).styled("note:", "yellow")
-        print(f"ckpt: {said} not carried: {escaped(', '.join(report.dropped))}", file=sys.stderr)
+        _say(f"not carried: {', '.join(report.dropped)}")
     return 0
+
+
+def _say(note: str) -> None:
+    """One line on stderr; a terminal that is gone does not matter."""
+    with suppress(OSError):
+        print(f"ckpt: {screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}", file=sys.stderr)

@@ -15,17 +15,17 @@ addresses are asked for through ``bind``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd, prod
 
-from core.box import Box, Shape, c_strides
-from core.catalog import Fragment, StoredArray
+from core.box import Box, Shape
+from core.catalog import Fragment
 from core.checksum import BLOCK_BYTES
 from core.coverage import first_overlap
 from core.dtypes import itemsize
-from core.errors import CorruptError
+from core.ends import Bind, Destination, Ends, Source
 from core.gather import is_dense
 from core.match import Match
 from core.places import Places
@@ -34,67 +34,6 @@ ITEM_BYTES = 32 << 20
 """Target bytes of one item, about."""
 _SMALL_BYTES = 64 << 10
 _MANY_PAIRS = 64
-
-Bind = Callable[[StoredArray], StoredArray]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordCrc:
-    """A CRC-32 that the source states for a whole array.
-
-    Args:
-        file: the source file.
-        array: name of the source array.
-        n_bytes: of the array.
-        crc: as stated.
-        start: byte address of the array in its file.
-    """
-
-    file: str
-    array: str
-    n_bytes: int
-    crc: int
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where the elements of a source piece lie.
-
-    Args:
-        file: None for zeros.
-        start: byte address of the piece's first element.
-        strides: bytes per axis of the tensor.
-        record: the CRC of the array, if it is stated and the whole array is read.
-    """
-
-    file: str | None
-    start: int
-    strides: Shape
-    record: RecordCrc | None = None
-
-    def at(self, delta: Sequence[int]) -> int:
-        """Byte address of the element that lies ``delta`` elements from the first."""
-        return self.start + sum(d * step for d, step in zip(delta, self.strides, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where the elements of a target fragment go.
-
-    Args:
-        array: number of the array in ``Places``.
-        start: index of the fragment's first element in the flattened array.
-        strides: elements per axis of the tensor.
-    """
-
-    array: int
-    start: int
-    strides: Shape
-
-    def at(self, delta: Sequence[int]) -> int:
-        """Flat index of the element that lies ``delta`` elements from the first."""
-        return self.start + sum(d * step for d, step in zip(delta, self.strides, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,15 +124,15 @@ def items_of(
     """
     if match.meta.n_elements == 0:
         return
-    viewer = _Viewer(match, places, bind)
-    yield from _comparisons(match, viewer, min(band_bytes, BLOCK_BYTES), item_bytes)
+    ends = Ends(match, places, bind)
+    yield from _comparisons(match, ends, min(band_bytes, BLOCK_BYTES), item_bytes)
     size = itemsize(match.dtype)
     dtypes = (match.dtype, match.meta.dtype)
     runs: dict[tuple[int, Box], list[int]] = {}
     woven: list[tuple[int, int, Box]] = []
     for n_piece, n_target, box in match.pairs:
-        in_source = is_dense(box.shape, size, viewer.source(n_piece).strides)
-        if in_source and is_dense(box.shape, 1, viewer.destination(n_target).strides):
+        in_source = is_dense(box.shape, size, ends.source(n_piece).strides)
+        if in_source and is_dense(box.shape, 1, ends.destination(n_target).strides):
             runs.setdefault((n_piece, box), []).append(n_target)
         else:
             woven.append((n_piece, n_target, box))
@@ -201,104 +140,24 @@ def items_of(
         woven += [(n_piece, n_target, box) for (n_piece, box), targets in runs.items() for n_target in targets]
         runs = {}
     for (n_piece, box), n_targets in runs.items():
-        source = viewer.source_of(n_piece, box)
-        ends = [viewer.destination_of(n_target, box) for n_target in n_targets]
-        move = Move(match.meta.key, box.n_elements, source, tuple((end.array, end.start) for end in ends), dtypes)
+        source = ends.source_of(n_piece, box)
+        to = [ends.destination_of(n_target, box) for n_target in n_targets]
+        move = Move(match.meta.key, box.n_elements, source, tuple((end.array, end.start) for end in to), dtypes)
         yield from _cut_move(move, item_bytes)
     for layer in _layers(woven):
-        for links in _components(layer, match, viewer):
+        for links in _components(layer, match, ends):
             yield from _cut_weave(match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes)
 
 
-class _Viewer:
-    """Addresses of the pieces and targets of one match, found once."""
-
-    def __init__(self, match: Match, places: Places, bind: Bind) -> None:
-        self._match = match
-        self._places = places
-        self._bind = bind
-        self._sources: dict[int, Source] = {}
-        self._destinations: dict[int, Destination] = {}
-        self._n_read: dict[str, int] = {}
-        for box, fragment in match.pieces:
-            if fragment.array is not None:
-                name = fragment.array.name
-                self._n_read[name] = self._n_read.get(name, 0) + box.n_elements
-
-    def source(self, n_piece: int) -> Source:
-        """The source of a primary piece."""
-        found = self._sources.get(n_piece)
-        if found is None:
-            box, fragment = self._match.pieces[n_piece]
-            found = self._sources[n_piece] = self.bound(fragment, box)
-        return found
-
-    def bound(self, fragment: Fragment, box: Box) -> Source:
-        """The source of a part of a fragment."""
-        rank = box.rank
-        if fragment.array is None:
-            return Source(None, 0, tuple(n * itemsize(self._match.dtype) for n in c_strides(box.shape)))
-        array = self._bind(fragment.array)
-        extent = array.extent
-        if extent is None or extent.is_late:
-            raise CorruptError("the array's place in its file was not found", key=fragment.key)
-        size = itemsize(array.dtype)
-        of_array = [n * size for n in (extent.strides or c_strides(array.shape))]
-        if any(step < 0 for step in of_array):
-            raise CorruptError(f"strides {extent.strides} are negative", key=fragment.key, file=extent.file)
-        strides = _aligned(of_array, rank)
-        start = extent.offset + sum(i * step for i, step in zip(fragment.at, of_array, strict=True))
-        start += sum((a - b) * step for a, b, step in zip(box.offset, fragment.box.offset, strides, strict=True))
-        record = None
-        if extent.crc is not None and self._n_read.get(array.name) == prod(array.shape):
-            record = RecordCrc(extent.file, array.name, array.n_bytes, extent.crc, extent.offset)
-        return Source(extent.file, start, strides, record)
-
-    def destination(self, n_target: int) -> Destination:
-        """The destination of a target fragment."""
-        found = self._destinations.get(n_target)
-        if found is None:
-            fragment = self._match.targets[n_target]
-            assert fragment.array is not None
-            number = self._places.number_of(fragment.array.name)
-            assert number is not None
-            of_array = c_strides(fragment.array.shape)
-            start = sum(i * step for i, step in zip(fragment.at, of_array, strict=True))
-            found = self._destinations[n_target] = Destination(number, start, _aligned(of_array, fragment.box.rank))
-        return found
-
-    def source_of(self, n_piece: int, box: Box) -> Source:
-        """The source of a box in a piece."""
-        whole = self.source(n_piece)
-        start = whole.at(_delta(box, self._match.pieces[n_piece][0]))
-        return Source(whole.file, start, whole.strides, whole.record)
-
-    def destination_of(self, n_target: int, box: Box) -> Destination:
-        """The destination of a box in a target fragment."""
-        whole = self.destination(n_target)
-        start = whole.at(_delta(box, self._match.targets[n_target].box))
-        return Destination(whole.array, start, whole.strides)
-
-
-def _aligned(strides: Sequence[int], rank: int) -> Shape:
-    """Strides of an array's axes as strides of a tensor's, aligned at the last; 0 where the array has no such axis."""
-    extra = len(strides) - rank
-    return tuple(strides[extra:]) if extra >= 0 else (0,) * -extra + tuple(strides)
-
-
-def _delta(box: Box, origin: Box) -> list[int]:
-    return [a - b for a, b in zip(box.offset, origin.offset, strict=True)]
-
-
-def _comparisons(match: Match, viewer: _Viewer, band_bytes: int, item_bytes: int) -> Iterator[Comparison]:
+def _comparisons(match: Match, ends: Ends, band_bytes: int, item_bytes: int) -> Iterator[Comparison]:
     groups: dict[tuple[Box, int], list[Fragment]] = {}
     primaries: dict[int, Fragment] = {}
     for box, fragment, primary in match.copies:
         groups.setdefault((box, id(primary)), []).append(fragment)
         primaries[id(primary)] = primary
     for (box, number), fragments in groups.items():
-        used = viewer.bound(primaries[number], box)
-        copies = tuple(dict.fromkeys(viewer.bound(fragment, box) for fragment in fragments))
+        used = ends.bound(primaries[number], box)
+        copies = tuple(dict.fromkeys(ends.bound(fragment, box) for fragment in fragments))
         size = itemsize(match.dtype)
         axis = _cut_axis(box.shape, size, band_bytes)
         for bands in _bands(box, axis, size, 1, band_bytes=band_bytes, item_bytes=item_bytes):
@@ -348,7 +207,7 @@ def _layers(pairs: list[tuple[int, int, Box]]) -> list[list[tuple[int, int, Box]
     return layers
 
 
-def _components(pairs: list[tuple[int, int, Box]], match: Match, viewer: _Viewer) -> Iterator[list[Link]]:
+def _components(pairs: list[tuple[int, int, Box]], match: Match, ends: Ends) -> Iterator[list[Link]]:
     """The links of each group of sources and destinations that hang together.
 
     Two pairs hang together if they share a source piece or a target, or pieces (or targets) of one array whose regions
@@ -366,16 +225,16 @@ def _components(pairs: list[tuple[int, int, Box]], match: Match, viewer: _Viewer
     for n_piece, n_target, _ in pairs:
         box, fragment = match.pieces[n_piece]
         source: object = ("piece", n_piece)
-        if fragment.array is not None and not is_dense(box.shape, size, viewer.source(n_piece).strides):
+        if fragment.array is not None and not is_dense(box.shape, size, ends.source(n_piece).strides):
             source = ("from", fragment.array.name)
         destination: object = ("target", n_target)
-        if not is_dense(match.targets[n_target].box.shape, 1, viewer.destination(n_target).strides):
-            destination = ("to", viewer.destination(n_target).array)
+        if not is_dense(match.targets[n_target].box.shape, 1, ends.destination(n_target).strides):
+            destination = ("to", ends.destination(n_target).array)
         parent[root(source)] = root(destination)
         parent[root(("piece", n_piece))] = root(source)
     groups: dict[object, list[Link]] = {}
     for n_piece, n_target, box in pairs:
-        link = Link(box, viewer.source_of(n_piece, box), viewer.destination_of(n_target, box))
+        link = Link(box, ends.source_of(n_piece, box), ends.destination_of(n_target, box))
         groups.setdefault(root(("piece", n_piece)), []).append(link)
     yield from groups.values()
 

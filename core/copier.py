@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from core.bands import Comparison, Item, Move, Source, Weave
+from core.bands import Comparison, Item, Move, Weave
 from core.checksum import BLOCK_BYTES
 from core.dtypes import itemsize
+from core.ends import Source
 from core.errors import ReplicaMismatchError
 from core.gather import Layout, dense, is_dense, read_box
 from core.output import Output, Stage

@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from core.bands import ITEM_BYTES, RecordCrc
+from core.bands import ITEM_BYTES
+from core.ends import RecordCrc
 from core.ledger import CheckedRun, ItemRecord, WrittenRun
 from core.plan import Plan
 from core.store import ReadStore, translated

@@ -152,7 +152,7 @@ def facts_of(args: object, *, file: str | None = None) -> Facts:
             raise UnsupportedError(
                 f"{what} cannot be resharded yet (argument {name} is set)",
                 file=file,
-                hint="convert it without changing the layout, or use a dense GPT model",
+                hint="its torch_dist checkpoints can be converted to dcp and torch, with the layout they have",
             )
     topology = topology_of(args, file=file)
     if topology.ep > 1:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from core.bands import RecordCrc
 from core.checksum import ArraySum, RunSum, crc32_combine, digest_of
+from core.ends import RecordCrc
 from core.errors import CorruptError
 
 if TYPE_CHECKING:

@@ -69,6 +69,7 @@ def open_checkpoint(path: Path, *, iteration: int | None = None) -> Checkpoint:
         store = LocalStore(folder)
         _refuse_empty(store)
     try:
+        _refuse_unread(store)
         format = sniffed(store)
         catalog = format.read(store)
     except BaseException:
@@ -133,6 +134,35 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
 def _refuse_empty(store: LocalStore) -> None:
     if not store.files() and not store.folders():
         raise UnsupportedError("the directory is empty", file=store.label, hint="point at a checkpoint")
+
+
+_UNREAD = (
+    (re.compile(r"\.safetensors$"), "safetensors files"),
+    (re.compile(r"_optim_states\.pt$|_model_states\.pt$"), "a DeepSpeed checkpoint"),
+    (re.compile(r"^(\.zarray|\.zgroup|zarr\.json)$"), "zarr arrays"),
+    (re.compile(r"^manifest\.ocdbt$"), "an Orbax (OCDBT) checkpoint"),
+    (re.compile(r"^pytorch_model-\d+-of-\d+\.bin$"), "a sharded pytorch_model.bin"),
+)
+
+
+def _refuse_unread(store: LocalStore) -> None:
+    """Names the usual formats that are not read yet, before one of their files is taken for a checkpoint of its own.
+
+    Raises:
+        UnsupportedError: the directory (or file) is of such a format.
+    """
+    names = [store.entry] if store.entry is not None else store.files()
+    what = next((what for expression, what in _UNREAD if any(map(expression.search, names))), None)
+    if what is None and store.entry is None and "metadata.json" in names:
+        text = store.read("metadata.json", 0, min(store.size("metadata.json"), 1 << 16))
+        if re.search(rb'"sharded_backend"\s*:\s*"zarr"', text):
+            what = "a Megatron checkpoint with the zarr backend"
+    if what is not None:
+        raise UnsupportedError(
+            f"{what} cannot be read yet",
+            file=store.label,
+            hint="formats that are read: megatron, torch_dist, dcp, torch",
+        )
 
 
 def _listed(iterations: dict[int, str]) -> str:

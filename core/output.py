@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from core.bands import RecordCrc
 from core.cast import Cast, cast_of
 from core.checksum import RunSum, crc32
 from core.dtypes import itemsize
+from core.ends import RecordCrc
 from core.ledger import CheckedRun, ItemRecord, WrittenRun
 from core.store import WriteStore
 

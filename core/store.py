@@ -104,6 +104,9 @@ def checked_name(name: object, *, found_in: str | None = None) -> str:
     return name
 
 
+_READING = ("open", "read", "check")
+
+
 @contextmanager
 def translated(label: str, *, doing: str) -> Iterator[None]:
     """Turns the operating system's errors into the project's.
@@ -113,15 +116,15 @@ def translated(label: str, *, doing: str) -> Iterator[None]:
         doing: what was tried, an infinitive: ``read``, ``write``.
 
     Raises:
-        MissingShardError: the file does not exist.
+        MissingShardError: the file to be read does not exist.
         CapacityError: no space left, or a quota.
         StorageError: anything else that the system refuses.
     """
     try:
         yield
-    except FileNotFoundError as err:
-        raise MissingShardError(f"cannot {doing}: the file does not exist", file=label) from err
     except OSError as err:
+        if isinstance(err, FileNotFoundError) and doing in _READING:
+            raise MissingShardError(f"cannot {doing}: the file does not exist", file=label) from err
         if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise CapacityError(
                 f"cannot {doing}: {os.strerror(err.errno).lower()}", file=label, hint="free some space and run again"

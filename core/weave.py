@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
-from core.bands import Link, RecordCrc, Weave
+from core.bands import Link, Weave
 from core.box import Box, Shape
 from core.coverage import BoxIndex
 from core.dtypes import itemsize
+from core.ends import RecordCrc
 from core.gather import Layout, copy_box, dense, inner_run, read_box, span, starts
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from math import prod
 
 import numpy as np
 import pytest
-from tests.boxes import DTYPE, Cut, Model, expected, one, pieces, values, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from core.errors import CapacityError, CorruptError, ReplicaMismatchError, Trunc
 from core.image import FileImage
 from core.plan import make_plan
 from core.store import MemoryStore
+from tests.boxes import DTYPE, Cut, Model, expected, one, pieces, values, written
 
 SHAPE = (24, 36)
 

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.placement", "core.layout", "core.formats", "core.formats.*", "core.layout_*"),
         *("core.objects", "core.transform", "core.target", "core.optim_format", "core.fold", "core.peek"),
     ),
-    (*("core.open", "core.plan", "core.cast", "core.match", "core.places", "core.bands", "core.weave"),),
+    (*("core.open", "core.plan", "core.cast", "core.match", "core.places", "core.ends", "core.bands", "core.weave"),),
     (
         *("core.copy", "core.copier", "core.output", "core.ledger", "core.stage_store"),
         *("core.commit", "core.journal", "core.manifest", "core.comm"),

@@ -33,7 +33,7 @@ from typing import Any
 
 from core.contained import run_contained
 from core.dtypes import DTYPES, dtype_of
-from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
+from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats.dcp_columns import DcpChunk, DcpItem, DcpMetadata, DcpTensor
 from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.dcp_records import (
@@ -50,7 +50,7 @@ from core.formats.dcp_records import (
     read_by_machine,
 )
 from core.inert import Global
-from core.safe_pickle import gc_paused
+from core.safe_pickle import classify, gc_paused, globals_of
 from core.store import checked_name
 
 __all__ = [
@@ -157,6 +157,11 @@ class _Reader:
     def __init__(self, root: object) -> None:
         if type(root) is not Root:
             what = getattr(root, "class_name", type(root).__name__)
+            if any(classify(name) == "dangerous" for name in globals_of(root)):
+                raise UnsafeError(
+                    f"the pickle is no checkpoint metadata: it would run {what} when it is loaded",
+                    hint="do not load it with anything else, and find out who wrote it",
+                )
             raise CorruptError(f"the pickle is a {what}, not DCP's Metadata")
         self.state = _state(root)
         self.tensors: dict[str, DcpTensor] = {}

@@ -208,22 +208,28 @@ def big_sparse_file(path: Path, n_bytes: int) -> None:
             file.write(data)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, repo_dir: Path) -> None:
-    big_sparse_file(tmp_path / "big.pt", 4 << 30)
+def started(*arguments: object, stage: Path, repo_dir: Path) -> subprocess.Popen[str]:
+    """A process that has begun to write into its stage."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "ckpt_cli", "convert", tmp_path / "big.pt", tmp_path / "out", "--to", "dcp"],
+        [sys.executable, "-m", "ckpt_cli", *map(str, arguments)],
         cwd=repo_dir,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    stage = tmp_path / ".out.ckpt-stage/data"
     deadline = time.monotonic() + 60  # against hanging only
     while not (stage.exists() and any(path.stat().st_blocks > 0 for path in stage.iterdir())):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, repo_dir: Path) -> None:
+    big_sparse_file(tmp_path / "big.pt", 1 << 30)
+    arguments = ["convert", tmp_path / "big.pt", tmp_path / "out", "--to", "dcp"]
+    process = started(*arguments, stage=tmp_path / ".out.ckpt-stage/data", repo_dir=repo_dir)
     os.kill(process.pid, number)
     with suppress(ProcessLookupError):
         os.kill(process.pid, number)  # once more: nothing interrupts the cleaning up
@@ -231,3 +237,18 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, 
     assert process.returncode == 128 + number
     assert (out, err) == ("", f"ckpt: error: interrupted ({number.name})\n")
     assert [path.name for path in tmp_path.iterdir()] == ["big.pt"]
+
+
+def test_an_interrupted_run_with_resume_goes_on(tmp_path: Path, repo_dir: Path, run: Run) -> None:
+    big_sparse_file(tmp_path / "big.pt", 1 << 29)
+    arguments = ["convert", tmp_path / "big.pt", tmp_path / "out", "--to", "dcp", "--resume"]
+    process = started(*arguments, stage=tmp_path / ".out.ckpt-stage/data", repo_dir=repo_dir)
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert out == ""
+    assert err.startswith("ckpt: note: what is done so far is kept")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.ckpt-stage", "big.pt"]
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["big.pt", "out"]

@@ -1,0 +1,88 @@
+"""core.open: from what the user points at to a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
+from core.open import open_checkpoint
+
+
+def test_a_root_an_iteration_a_file_and_a_rank_directory_open(golden: Path) -> None:
+    root = golden / "mcore_legacy/dense_gqa/tp2_pp2"
+    for path in (root, root / "iter_0000010"):
+        found = open_checkpoint(path)
+        assert (found.format.name, found.iteration) == ("megatron", 10)
+        assert found.path.name == "iter_0000010"
+    one = open_checkpoint(root / "iter_0000010/mp_rank_00_001/model_optim_rng.pt")
+    assert one.catalog.attrs["is_single_rank"]
+    assert open_checkpoint(golden / "torch_dcp/fsdp2_dp2/.metadata").format.name == "dcp"
+    assert open_checkpoint(golden / "hf/llama/torch_single/model_zip.pt").format.name == "torch"
+
+
+def test_the_tracker_chooses_and_iteration_overrides_it(golden: Path, tmp_path: Path) -> None:
+    source = golden / "mcore_torch_dist/dense_gqa/tp2_pp2/iter_0000010"
+    for number in (20, 30):
+        shutil.copytree(source, tmp_path / f"iter_{number:07d}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
+    assert open_checkpoint(tmp_path).path.name == "iter_0000020"
+    with pytest.raises(MissingShardError, match="no iteration 25") as caught:
+        open_checkpoint(tmp_path, iteration=25)
+    assert "20, 30" in str(caught.value)
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    newest = open_checkpoint(tmp_path)
+    assert newest.path.name == "iter_0000030"
+    assert "no tracker" in newest.notes[0]
+
+
+def test_a_release_directory_is_found(golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(golden / "mcore_legacy/dense_gqa/tp1_pp1/iter_0000010", tmp_path / "release")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert open_checkpoint(tmp_path).path.name == "release"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("99", MissingShardError), ("soon", CorruptError), ("../../etc", CorruptError), ("", CorruptError)],
+)
+def test_a_tracker_that_leads_nowhere_is_an_error_that_names_it(
+    tmp_path: Path, text: str, error: type[CheckpointingException]
+) -> None:
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(error, match="tracker") as caught:
+        open_checkpoint(tmp_path)
+    assert "latest_checkpointed_iteration.txt" in str(caught.value)
+
+
+def test_nothing_and_emptiness_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        open_checkpoint(tmp_path / "absent")
+    with pytest.raises(UnsupportedError, match="empty"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(UnsupportedError, match="known format"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("mcore0121_zarr/dense_gqa/tp2_pp2", "zarr"),
+        ("deepspeed/zero1_dp2_bf16", "DeepSpeed"),
+        ("hf/llama/safetensors_single", "safetensors"),
+        ("hf/llama/bin_sharded", r"pytorch_model\.bin"),
+        ("hf/llama/torch_single/model_legacy.pt", "before 1.6"),
+    ],
+)
+def test_formats_that_are_not_read_yet_are_named(golden: Path, path: str, what: str) -> None:
+    with pytest.raises(UnsupportedError, match=what):
+        open_checkpoint(golden / path)
+
+
+def test_a_wrong_iteration_beside_one_checkpoint_is_refused(golden: Path) -> None:
+    with pytest.raises(UsageError, match="iteration 10"):
+        open_checkpoint(golden / "mcore_legacy/dense_gqa/tp1_pp1/iter_0000010", iteration=11)
