@@ -51,7 +51,7 @@ def plan_lines(
 def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterator[str]:
     """What was done."""
     done = screen.styled("✓ wrote", "green", "bold")
-    name = " (no DST was given; this name was proposed)" if is_proposed else ""
+    name = " (a name beside SRC, as no DST was given)" if is_proposed else ""
     yield screen.plain(f"{done} {screen.styled(escaped(str(report.dst)), 'bold')}{name}")
     rate = bytes_text(round(report.bytes_written / report.seconds)) if report.seconds > 0 else "–"
     size = f"{report.format}, {n_text(len(report.files), 'file')}, {bytes_text(report.bytes_written)}"

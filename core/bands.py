@@ -15,7 +15,7 @@ addresses are asked for through ``bind``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd, prod
@@ -33,7 +33,7 @@ from core.places import Places
 ITEM_BYTES = 32 << 20
 """Target bytes of one item, about."""
 _SMALL_BYTES = 64 << 10
-_MANY_PAIRS = 64
+_MANY_RUNS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def items_of(
             runs.setdefault((n_piece, box), []).append(n_target)
         else:
             woven.append((n_piece, n_target, box))
-    if len(runs) > _MANY_PAIRS and sum(box.n_elements for _, box in runs) * size < _SMALL_BYTES * len(runs):
+    if _are_many_and_small(match, runs, size):
         woven += [(n_piece, n_target, box) for (n_piece, box), targets in runs.items() for n_target in targets]
         runs = {}
     for (n_piece, box), n_targets in runs.items():
@@ -147,6 +147,15 @@ def items_of(
     for layer in _layers(woven):
         for links in _components(layer, match, ends):
             yield from _cut_weave(match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes)
+
+
+def _are_many_and_small(match: Match, runs: Mapping[tuple[int, Box], object], size: int) -> bool:
+    """Whether so many tiny runs share so few arrays on one side that weaving them makes long ones."""
+    return (
+        len(runs) > _MANY_RUNS
+        and sum(box.n_elements for _, box in runs) * size < _SMALL_BYTES * len(runs)
+        and 4 * min(len(match.targets), len(match.pieces)) < len(runs) + 4
+    )
 
 
 def _comparisons(match: Match, ends: Ends, band_bytes: int, item_bytes: int) -> Iterator[Comparison]:

@@ -149,7 +149,7 @@ def c_strides(shape: Shape) -> Shape:
 
 
 def is_c_contiguous(shape: Shape, strides: Shape) -> bool:
-    """Whether ``strides`` (elements) address ``shape`` in C order without gaps; strides of extent-1 axes do not count."""
+    """Whether ``strides`` (elements) address ``shape`` in C order without gaps; extent-1 axes do not count."""
     expected = 1
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         if extent == 0:

@@ -31,6 +31,8 @@ from core.manifest import manifest_name
 from core.stage_store import StageStore, sync_folder
 from core.store import translated
 
+_PATIENCE = 3
+
 
 def stage_dir_of(dst: Path) -> Path:
     """The stage of a destination."""
@@ -104,7 +106,7 @@ class Stage:
         try:
             self._begin()
         except BaseException:
-            self._abandon(keep=self._is_continued)
+            self._leave(keep=self._is_continued)
             raise
         return self
 
@@ -271,27 +273,34 @@ class Stage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_committed:
-            self._close()
-            self._remove_stage()
-            return
-        self._abandon(keep=self._resume and kind is not None)
+        self._leave(keep=self._resume and kind is not None and not self._is_committed)
 
-    def _abandon(self, *, keep: bool) -> None:
+    def _leave(self, *, keep: bool) -> None:
+        """Closes everything and removes the stage; a second Ctrl-C shall not leave half of it behind."""
+        for _ in range(_PATIENCE):
+            with suppress(KeyboardInterrupt):
+                self._clean_up(keep=keep)
+                return
+
+    def _clean_up(self, *, keep: bool) -> None:
+        """What ``_leave`` does; it can be done again from the beginning."""
         if keep and self.journal is not None:
             try:
                 self.journal.flush()
             except CheckpointingException:
                 self.notes.append("the journal could not be completed; some work will be done again")
         self._close()
-        if not keep:
+        if keep:
+            self._unlock()
+        elif self._lock_fd >= 0:
             self._remove_stage()
-            self._remove_parents()
+            if not self._is_committed:
+                self._remove_parents()
 
     def _close(self) -> None:
         if self.journal is not None:
-            self.journal.close()
-            self.journal = None
+            journal, self.journal = self.journal, None
+            journal.close()
         store = getattr(self, "store", None)
         if store is not None:
             with suppress(StorageError):  # the files are thrown away, or were synced
@@ -309,5 +318,9 @@ class Stage:
         shutil.rmtree(self.stage_dir, ignore_errors=True)
         if self.stage_dir.exists():
             self.notes.append(f"{self.stage_dir} could not be removed")
-        os.close(self._lock_fd)
-        self._lock_fd = -1
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock_fd >= 0:
+            fd, self._lock_fd = self._lock_fd, -1
+            os.close(fd)

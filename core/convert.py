@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,9 @@ Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
 
 
+_SIZES = ("tp", "pp", "vpp", "ep", "etp")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologyChange:
     """Parallel sizes to change, and those that the user believes the source has.
@@ -59,6 +63,11 @@ class TopologyChange:
     ep: int | None = None
     etp: int | None = None
     source: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes to change."""
+        return {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +171,7 @@ class Prepared:
             raise UsageError(f"there is no rank {rank}: the destination has {len(with_data)} files with tensors")
         wanted = {placed.array.name for placed in with_data[rank].arrays}
         found: set[str] = set()
-        for key in self.plan.keys():
+        for key in iter(self.plan.keys()):
             work = self.plan.match(key)
             for n_piece, n_target, _ in work.pairs:
                 target, piece = work.targets[n_target].array, work.pieces[n_piece][1].array
@@ -276,9 +285,9 @@ def _global_catalog(
     """The source as global tensors under their final keys, its objects loaded."""
     catalog = source.catalog
     catalog = loaded(catalog, source.store, load_object)
+    _check_source_sizes(job, catalog)
     if _is_laid_out(job, catalog, format):
         rules = load_rules(job.rules)
-        _check_source_sizes(job, catalog)
         catalog = unshard(
             catalog,
             rules=rules,
@@ -296,14 +305,19 @@ def _global_catalog(
     return rename(retyped(chosen.catalog, cast_of(job.dtype)), job.rename)
 
 
+def _changes_layout(job: Job) -> bool:
+    """Whether the job names sizes for the destination."""
+    return job.topology is not None and bool(job.topology.sizes)
+
+
 def _is_cut(job: Job, format: Format) -> bool:
     """Whether the destination is cut by a parallel layout."""
-    return format.partition == "ranks" or format.name == "torch_dist" or job.topology is not None
+    return format.partition == "ranks" or format.name == "torch_dist" or _changes_layout(job)
 
 
 def _is_laid_out(job: Job, catalog: Catalog, format: Format) -> bool:
     """Whether the source must be brought into Megatron's global form."""
-    if catalog.attrs.get("is_rank_local") or format.partition == "ranks" or job.topology is not None:
+    if catalog.attrs.get("is_rank_local") or format.partition == "ranks" or _changes_layout(job):
         return True
     return format.name == "torch_dist" and catalog.format != "torch_dist" and "args" in catalog.attrs
 
@@ -343,9 +357,7 @@ def _topology(job: Job, catalog: Catalog, format: Format) -> Topology:
     """
     keeps = job.keeps_layout or format.partition != "ranks"
     base = (_source_topology(catalog) if keeps else None) or Topology()
-    change = job.topology or TopologyChange()
-    new = {name: size for name in ("tp", "pp", "vpp", "ep", "etp") if (size := getattr(change, name)) is not None}
-    return replace(base, **new)
+    return replace(base, **({} if job.topology is None else job.topology.sizes))
 
 
 def _source_and_target(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Catalog]:
@@ -374,7 +386,7 @@ _SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors"}
 
 def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
     """A name beside the source: ``SRC-tp4-pp1`` for another layout, else ``SRC.FORMAT``."""
-    src = job.src.resolve()
+    src = Path(os.path.abspath(job.src))
     stem = src.name.removesuffix(src.suffix) if source.store.entry else src.name
     if job.topology is not None and job.keeps_layout:
         topology = _topology(job, source.catalog, format)

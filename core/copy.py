@@ -189,9 +189,7 @@ class _Run:
                     thread.join(0.5)
         except BaseException:
             self._stop.set()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
+            _join([thread for thread in threads if thread.ident is not None])
             raise
         if self._error is not None:
             raise self._error
@@ -264,3 +262,15 @@ class _Run:
             crcs=self._ledger.crcs,
             digests=self._ledger.digests if self._digest else None,
         )
+
+
+def _join(threads: list[threading.Thread], *, patience: int = 3) -> None:
+    """Waits for threads that were told to stop; a few interrupts are overheard: they still write."""
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join(0.5)
+            except KeyboardInterrupt:
+                patience -= 1
+                if patience == 0:
+                    raise

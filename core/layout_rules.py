@@ -98,7 +98,7 @@ class Rules:
             raise UnsupportedError(
                 f"{rule.later} cannot be resharded yet",
                 key=name,
-                hint="torch_dist checkpoints of such models can be converted to dcp and torch, with the layout they have",
+                hint="torch_dist checkpoints of such models convert to dcp and torch, with the layout they have",
             )
         return rule
 

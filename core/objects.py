@@ -139,8 +139,8 @@ def inlined(catalog: Catalog) -> Catalog:
 def state_dict(catalog: Catalog) -> Catalog:
     """The catalog as one nested state dict, its common state among the entries.
 
-    * A global Megatron catalog (``core.layout.unshard``) becomes what its rank files hold: ``{"model": {…}, "args": …}``,
-      so that its tensors' keys begin with ``model.``.
+    * A global Megatron catalog (``core.layout.unshard``) becomes what its rank files hold, ``{"model": {…}, …}``, so that
+      its tensors' keys begin with ``model.``.
     * A torch_dist catalog keeps its keys at the top level; the entries of the common state join them.
     * Any other catalog stays as it is.
 

@@ -2,7 +2,7 @@
 
 The flatten rule is PyTorch DCP's (2.4 and later): mappings are always descended into; lists only if they hold, at any
 depth, a tensor or a mapping; everything else is one leaf. A key is its path, dot-joined. Two differences: tuples are
-descended into like lists (torch would pickle a tuple of tensors whole), and an empty mapping is a leaf (torch drops it).
+descended into like lists (torch pickles a tuple of tensors whole), and an empty mapping is a leaf (torch drops it).
 
 Source: torch 2.13 ``torch/distributed/checkpoint/_traverse.py``, checked against its output in tests.
 """

@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from core.errors import TruncatedError
+from core.errors import StorageError, TruncatedError
 from core.linux import allocate, start_writeback
 from core.store import checked_name, translated
 
 MAX_OPEN_FILES = 128
 _SYNC_THREADS = 4
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class StageStore:
@@ -32,6 +33,7 @@ class StageStore:
         self._is_durable = is_durable
         self._open: OrderedDict[str, _OpenFile] = OrderedDict()
         self._names: set[str] = set()
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def create(self, name: str, n_bytes: int) -> None:
@@ -44,6 +46,7 @@ class StageStore:
         path = self.root / checked_name(name)
         with translated(name, doing="create"):
             path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, _FLAGS | os.O_CREAT, 0o666))
             with self._file(name) as fd:
                 if os.fstat(fd).st_size != n_bytes:
                     os.ftruncate(fd, 0)
@@ -103,27 +106,28 @@ class StageStore:
         sync_folders(self.root)
 
     def close(self) -> None:
-        """Closes every file.
+        """Closes every file; one that a thread still uses is closed when it is done with it. No file opens any more.
 
         Raises:
             StorageError: a write that was still pending failed.
         """
         with self._lock:
-            opened = list(self._open.items())
-            self._open.clear()
-        for name, file in opened:
-            with translated(name, doing="close"):
-                os.close(file.fd)
+            self._is_closed = True
+            idle = [name for name, file in self._open.items() if file.n_users == 0]
+            for name in idle:
+                with translated(name, doing="close"):
+                    os.close(self._open.pop(name).fd)
 
     @contextmanager
     def _file(self, name: str) -> Iterator[int]:
         """An open descriptor of ``name``; at most ``MAX_OPEN_FILES`` idle ones are kept."""
         with self._lock:
+            if self._is_closed:
+                raise StorageError("the stage is closed", file=name)
             opened = self._open.get(name)
             if opened is None:
                 with translated(name, doing="open"):
-                    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                    opened = _OpenFile(os.open(self.root / checked_name(name), flags, 0o666))
+                    opened = _OpenFile(os.open(self.root / checked_name(name), _FLAGS))
                 self._open[name] = opened
                 self._close_idle()
             self._open.move_to_end(name)
@@ -131,8 +135,13 @@ class StageStore:
         try:
             yield opened.fd
         finally:
-            with self._lock:
-                opened.n_users -= 1
+            self._release(name, opened)
+
+    def _release(self, name: str, opened: _OpenFile) -> None:
+        with self._lock:
+            opened.n_users -= 1
+            if self._is_closed and opened.n_users == 0:
+                os.close(self._open.pop(name).fd)
 
     def _close_idle(self) -> None:
         excess = len(self._open) - MAX_OPEN_FILES

@@ -30,7 +30,7 @@ def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
     Args:
         catalog: what is to be written; keys, shapes and dtypes are final.
         format: name of the target format.
-        by: ``whole`` (one array a tensor) or ``as_stored`` (one array per stored piece, so that every piece moves as one
+        by: ``whole`` (one array a tensor) or ``as_stored`` (one array per stored piece, so that each piece moves as one
             run; replicas once; tensors whose pieces overlap in part become whole). Hidden tensors are always whole.
     """
     file_number = _file_numbers(catalog) if by == "as_stored" else {}
@@ -81,7 +81,7 @@ def _stored_boxes(
 
 
 def _file_numbers(catalog: Catalog) -> dict[str, int]:
-    """Source file → number, in order of first use; {} if all lies in one file, which the format may split as it likes."""
+    """Source file → number, in order of first use; {} if all lies in one file, which the format may split."""
     numbers: dict[str, int] = {}
     for key in catalog.tensors:
         for fragment in catalog.fragments(key):

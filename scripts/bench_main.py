@@ -220,7 +220,7 @@ def _options() -> argparse.Namespace:
         prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", type=float, default=4.0, metavar="GIB", help="size of a checkpoint [4]")
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each side of a ratio [5]")
+    parser.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each side of a ratio [3]")
     parser.add_argument("--peer-runs", type=int, default=2, metavar="N", help="runs of torch's own converters [2]")
     parser.add_argument(
         "--memory-sizes", type=float, nargs="*", default=[2.0, 8.0], metavar="GIB", help="sizes for the peak RSS [2 8]"

@@ -97,8 +97,8 @@ def run(source_dir: Path, dst: Path, options: dict[str, int]) -> dict[str, objec
         if 0 < options.get("kill_after", 0) <= done:
             os.kill(os.getpid(), signal.SIGKILL)
         if 0 < options.get("interrupt_after", 0) <= done:
+            os.kill(os.getpid(), signal.SIGINT)  # perhaps from both threads: an impatient user
             options["interrupt_after"] = 0
-            os.kill(os.getpid(), signal.SIGINT)
         if 0 < options.get("fail_after", 0) <= done:
             raise StorageError("made to fail")
 

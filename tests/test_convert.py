@@ -1,4 +1,4 @@
-"""core.convert end to end: every pair of formats, on checkpoints that other software wrote, read by the real readers."""
+"""core.convert end to end: every pair of formats, on checkpoints of other software, read by the real readers."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "torch_dist": ("dcp", "torch"),
 }
 """Format family → the containers that its files hold. A module belongs to the longest name that its own begins with:
-``torch_zip`` and ``torch_file`` to ``torch``. DCP and Megatron files hold torch zips; torch_dist is a DCP directory with
-Megatron's files beside it."""
+``torch_zip`` and ``torch_file`` to ``torch``. DCP and Megatron files hold torch zips; torch_dist is a DCP directory
+with Megatron's files beside it."""
 
 HEAVY = frozenset({"ml_dtypes", "numpy", "rich", "safetensors", "tensorstore", "torch", "zarr"})
 LIGHT = {"core": frozenset({"xxhash", "zlib_ng"}), "ckpt_cli": frozenset({"typer"})}

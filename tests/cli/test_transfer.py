@@ -99,7 +99,7 @@ def test_without_a_destination_a_name_beside_the_source_is_proposed(golden: Path
     shutil.copytree(golden / "torch_dcp/tp2_only", source)
     code, out, _ = run("convert", source, "--to", "torch")
     assert code == 0
-    assert "this name was proposed" in out
+    assert "as no DST was given" in out
     assert sorted(path.name for path in tmp_path.iterdir() if "manifest" not in path.name) == ["source", "source.pt"]
 
 
