@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_cli.progress import bar_text
 from ckpt_cli.render import (
     Cell,
     box_text,
@@ -94,19 +93,3 @@ def test_names_in_a_tree_cannot_reach_the_terminal() -> None:
 def test_shortened_lists_say_how_much_is_missing() -> None:
     assert list(shortened(PLAIN, ["1", "2", "3"], 2)) == ["1", "2", "… 1 more line; --limit 0 shows all"]
     assert list(shortened(PLAIN, ["1", "2", "3"], 0)) == ["1", "2", "3"]
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 140, 400])
-def test_a_progress_bar_never_wraps(width: int) -> None:
-    for done in (0, 1, 5 * 2**30, 10 * 2**30):
-        text = bar_text(Screen(width=width), done, 10 * 2**30, 123_456_789.0)
-        assert len(text) < width
-
-
-def test_a_progress_bar_tells_bytes_rate_and_time_left() -> None:
-    text = bar_text(Screen(width=100), 2**30, 4 * 2**30, float(2**29))
-    assert " 25 %" in text
-    assert "1.00 GiB of 4.00 GiB" in text
-    assert "512 MiB/s" in text
-    assert "6.00 s left" in text
-    assert "left" not in bar_text(Screen(width=100), 0, 0, 0.0)
