@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from core.bands import Comparison, Item, Move, Weave
@@ -53,15 +55,21 @@ class Copier:
     ) -> None:
         self._source = source
         self._is_stopped = is_stopped
-        self._band = bytearray(band_bytes_of(buffer_bytes))
-        self._raw = bytearray(len(self._band))
+        self._band = _buffer(band_bytes_of(buffer_bytes))
+        self._raw = _buffer(len(self._band))
         self._chunk_bytes = min(CHUNK_BYTES, len(self._band))
-        self._extra = bytearray(self._chunk_bytes)
+        self._extra = _buffer(self._chunk_bytes)
 
-        def begin(dtypes: tuple[str, str]) -> Output:
-            return Output(dtypes, stage, places, ledger, self._extra, crc=crc, digest=digest, progress=progress)
-
-        self._begin = begin
+        self._begin = partial(
+            Output,
+            stage=stage,
+            places=places,
+            ledger=ledger,
+            spare=self._extra,
+            crc=crc,
+            digest=digest,
+            progress=progress,
+        )
         self.read_bytes = 0
 
     def do(self, item: Item) -> tuple[ItemRecord | None, set[str]]:
@@ -92,9 +100,9 @@ class Copier:
         while done < item.n_elements and not self._is_stopped():
             room = self._chunk_bytes - (position + done * target_size) % self._chunk_bytes
             n = max(1, min(item.n_elements - done, room // target_size, self._chunk_bytes // source_size))
-            data = memoryview(self._band)[: n * source_size]
+            data = self._band[: n * source_size]
             if source.file is None:
-                out.put_zeros(item.destinations, done, memoryview(self._extra)[: n * target_size])
+                out.put_zeros(item.destinations, done, self._extra[: n * target_size])
             else:
                 address = source.start + done * source_size
                 self._source.read_into(source.file, address, data)
@@ -105,7 +113,7 @@ class Copier:
             done += n
 
     def _weave(self, item: Weave, out: Output) -> None:
-        weaver = Weaver(self._source, memoryview(self._band), memoryview(self._raw))
+        weaver = Weaver(self._source, self._band, self._raw)
         self.read_bytes += weaver.weave(item, out, is_stopped=self._is_stopped)
 
     def _compare(self, item: Comparison) -> None:
@@ -115,12 +123,12 @@ class Copier:
                 return
             delta = [a - b for a, b in zip(band.offset, item.box.offset, strict=True)]
             n_bytes = band.n_elements * size
-            first = memoryview(self._band)[:n_bytes]
+            first = self._band[:n_bytes]
             self._read_dense(item.primary, delta, band, size, first)
             for copy in item.copies:
-                other = memoryview(self._extra)[:n_bytes]
+                other = self._extra[:n_bytes]
                 self._read_dense(copy, delta, band, size, other)
-                if not self._band.startswith(other):
+                if bytes(first) != bytes(other):  # views would be compared element by element
                     raise _mismatch(item, copy, band, bytes(first), bytes(other))
 
     def _read_dense(self, source: Source, delta: list[int], band: Box, size: int, out: memoryview) -> None:
@@ -140,8 +148,13 @@ class Copier:
                 dense(band.shape, size),
                 shape=band.shape,
                 itemsize=size,
-                raw=memoryview(self._raw),
+                raw=self._raw,
             )
+
+
+def _buffer(n_bytes: int) -> memoryview:
+    """Memory that counts only once it is used, and goes back to the system afterwards."""
+    return memoryview(bytearray(n_bytes))
 
 
 def band_bytes_of(buffer_bytes: int) -> int:

@@ -107,10 +107,10 @@ def _copy_tiled(values: Any, out: Any) -> None:
         np.copyto(out, values)
         return
     lead: tuple[slice, ...] = (slice(None),) * fastest
-    for i in range(0, values.shape[fastest], 64):
-        rows = (*lead, slice(i, i + 64))
-        for j in range(0, values.shape[-1], _TILE):
-            tile = (*rows, ..., slice(j, j + _TILE))
+    for i in range(0, values.shape[fastest], _TILE):
+        rows = (*lead, slice(i, i + _TILE))
+        for j in range(0, values.shape[-1], _TILE // 16):
+            tile = (*rows, ..., slice(j, j + _TILE // 16))
             np.copyto(out[tile], values[tile])
 
 
@@ -119,8 +119,8 @@ def read_box(
 ) -> None:
     """Reads the elements of a box, in any strides, into a buffer.
 
-    Neighbouring elements are read together with the gaps between them as long as the gaps are small; the pieces never
-    exceed ``raw``.
+    Neighbouring elements are read together with the gaps between them as long as the gaps are small. Such blocks are
+    collected in ``raw`` along one more axis, as many as fit, and then copied to their places at once.
 
     Args:
         read: reads the file.
@@ -128,24 +128,37 @@ def read_box(
         out, target: where its elements go.
         raw: scratch space, at least ``itemsize`` bytes.
     """
-    axes = sorted((a for a in range(len(shape)) if shape[a] > 1), key=lambda a: source.strides[a])
-    together = [1] * len(shape)
-    reach = itemsize
-    for axis in axes:
-        step = source.strides[axis]
-        if step - reach > GAP_BYTES or reach > len(raw):
-            break
-        together[axis] = shape[axis] if step == 0 else min(shape[axis], max(1, (len(raw) - reach) // step + 1))
-        reach += step * (together[axis] - 1)
-        if together[axis] < shape[axis]:
-            break
+    together, spread, block_bytes = _blocks(shape, source.strides, itemsize, len(raw))
+    within = list(source.strides)
+    if spread is not None:
+        within[spread] = block_bytes
+    in_raw = Layout(0, tuple(within))
     for index in product(*(range(0, n, step) for n, step in zip(shape, together, strict=True))):
         part = tuple(min(step, n - i) for i, step, n in zip(index, together, shape, strict=True))
-        n_bytes = span(part, itemsize, source.strides)
-        piece = raw[:n_bytes]
-        read(source.start + _dot(index, source.strides), piece)
+        address = source.start + _dot(index, source.strides)
+        block = part if spread is None else (*part[:spread], 1, *part[spread + 1 :])
+        n_bytes = span(block, itemsize, source.strides)
+        for number in range(1 if spread is None else part[spread]):
+            at = number * block_bytes
+            read(address + (0 if spread is None else number * source.strides[spread]), raw[at : at + n_bytes])
         to = Layout(target.start + _dot(index, target.strides), target.strides)
-        copy_box(piece, Layout(0, source.strides), out, to, shape=part, itemsize=itemsize)
+        copy_box(raw, in_raw, out, to, shape=part, itemsize=itemsize)
+
+
+def _blocks(shape: Shape, strides: Shape, itemsize: int, raw_bytes: int) -> tuple[list[int], int | None, int]:
+    """How ``read_box`` reads: extents treated at once, the axis whose indices are separate blocks, bytes of a block."""
+    together = [1] * len(shape)
+    block_bytes = itemsize
+    for axis in sorted((a for a in range(len(shape)) if shape[a] > 1), key=lambda a: strides[a]):
+        step = strides[axis]
+        if step - block_bytes > GAP_BYTES:
+            together[axis] = max(1, min(shape[axis], raw_bytes // block_bytes))
+            return together, axis, block_bytes
+        together[axis] = shape[axis] if step == 0 else min(shape[axis], max(1, (raw_bytes - block_bytes) // step + 1))
+        block_bytes += step * (together[axis] - 1)
+        if together[axis] < shape[axis]:
+            break
+    return together, None, block_bytes
 
 
 def dense(shape: Shape, itemsize: int, start: int = 0) -> Layout:

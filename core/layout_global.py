@@ -74,6 +74,9 @@ def unshard_global(
         check_version(common)
     beside = {leaf.key for leaf in walk([common, states]) if isinstance(leaf, TensorLeaf)}
     wanted = [key for key in catalog.tensors if not is_optimizer_key(key) and key not in beside]
+    if prefix and any(_is_random_state(key) for key in wanted):
+        wanted = [key for key in wanted if not _is_random_state(key)]
+        dropped.append("rng_state (of one rank; start Megatron with --no-load-rng)")
     origins = _origins(catalog, wanted, prefix, facts, rules)
     metas = {name: _meta(catalog, name, origin) for name, origin in origins.items()}
     check_complete(metas, facts, rules)
@@ -159,6 +162,11 @@ def _prefix_of(catalog: Catalog, rules: Rules) -> str:
         file=None,
         hint="a parallel layout can be given only to checkpoints of Megatron models",
     )
+
+
+def _is_random_state(key: str) -> bool:
+    """Whether a tensor belongs to the random states of a single rank's file."""
+    return key == RNG or key.startswith(RNG + ".")
 
 
 def _common_of(catalog: Catalog) -> dict[object, object]:

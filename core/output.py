@@ -45,11 +45,11 @@ class Output:
     def __init__(
         self,
         dtypes: tuple[str, str],
+        *,
         stage: Stage,
         places: Places,
         ledger: Ledger,
-        spare: bytearray,
-        *,
+        spare: memoryview,
         crc: bool,
         digest: bool,
         progress: Callable[[int], None] | None,
@@ -59,7 +59,7 @@ class Output:
         self._stage = stage
         self._places = places
         self._ledger = ledger
-        self._spare = memoryview(spare)
+        self._spare = spare
         self._crc = crc
         self._digest = digest
         self._progress = progress

@@ -26,7 +26,9 @@ from core.places import ArrayCoverage, Places
 
 MIB = 1 << 20
 DEFAULT_THREADS = 2
-DEFAULT_BUFFER_BYTES = 8 * MIB
+DEFAULT_BUFFER_BYTES = 24 * MIB
+"""Per thread. Runs that are consecutive on both sides touch one MiB of it, splits and merges along an inner axis one to
+four; transposed sources profit from all."""
 MIN_BUFFER_BYTES = MIB
 RUNTIME_BYTES = 48 * MIB
 """What the interpreter, its modules and numpy occupy."""

@@ -16,11 +16,14 @@ from core.catalog import Catalog, TensorMeta
 from core.errors import CheckpointingException
 from core.fold import components
 from core.formats import Format, formats
+from core.formats.torch_file import load_object
 from core.inert import Global, attributes
+from core.objects import loaded
 from core.optim_format import TITLES, optim_format_of, role_of
 
 if TYPE_CHECKING:
     from core.open import Checkpoint
+    from core.store import ReadStore
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 _ARG_OF_SIZE = {
@@ -135,7 +138,7 @@ class Summary:
 def summarized(checkpoint: Checkpoint) -> Summary:
     """Everything that ``ckpt inspect`` shows, save for single tensors."""
     catalog = checkpoint.catalog
-    unsharded = _unsharded(catalog)
+    unsharded = _unsharded(catalog, checkpoint.store)
     view = catalog if unsharded.catalog is None else _merged(unsharded.catalog, catalog)
     n_files, file_bytes, n_writers = _files(checkpoint)
     ranks = catalog.attrs.get("ranks")
@@ -219,13 +222,15 @@ class _Unsharded:
     why: str | None
 
 
-def _unsharded(catalog: Catalog) -> _Unsharded:
+def _unsharded(catalog: Catalog, store: ReadStore) -> _Unsharded:
     """The global per-layer catalog, for checkpoints of the Megatron family."""
-    if not catalog.attrs.get("is_rank_local") and "args" not in catalog.attrs:
-        return _Unsharded(None, "only Megatron checkpoints have a parallel layout that can be changed")
     from core.layout import load_rules, unshard
 
     try:
+        if not catalog.attrs.get("is_rank_local") and "args" not in catalog.attrs:
+            if "args" not in catalog.objects:
+                return _Unsharded(None, "only Megatron checkpoints have a parallel layout that can be changed")
+            catalog = loaded(catalog, store, load_object)
         return _Unsharded(unshard(catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True), None)
     except CheckpointingException as err:
         return _Unsharded(None, err.message)

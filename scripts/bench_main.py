@@ -102,7 +102,9 @@ class Bench:
                     self._transfer(name, src, ["convert", "--to", to], reach=1.0, aim=0.75)
                 if peer and self.wants(peer_name):
                     with self.tolerant(peer_name):
-                        self.add(self._peer(peer_name, peer, src))
+                        self.add(self._peer(peer_name, peer, src, fsync=True))
+                        if peer == "dcp_to_torch_save":  # torch.save does not fsync; dcp.save does
+                            self.add(self._peer(f"{peer_name}, no fsync", peer, src, fsync=False))
 
     def reshard(self) -> None:
         """TP8 → TP4 and TP4 → TP8."""
@@ -125,12 +127,12 @@ class Bench:
                 command = partial(_command, verb, src, extra)
                 self.add(in_turn(case, src, self.scratch_dir, command, n_runs=self.options.runs, fsync=fsync))
 
-    def _peer(self, name: str, peer: str, src: Path) -> Case:
-        """How many times slower torch's converter is; neither side is told to skip what it does by default."""
+    def _peer(self, name: str, peer: str, src: Path, *, fsync: bool) -> Case:
+        """How many times slower torch's converter is; ``fsync`` is ours, torch's side does what it does by default."""
         dst = self.scratch_dir / "written"
         to_dcp = peer == "torch_save_to_dcp"
         theirs = [sys.executable, "-W", "ignore", "-c", CALL_PEER, peer, src / "model.pt" if to_dcp else src, dst]
-        ours = ckpt("convert", src, dst, "--to", "dcp" if to_dcp else "torch", "-q")
+        ours = ckpt("convert", src, dst, "--to", "dcp" if to_dcp else "torch", "-q", *([] if fsync else ["--no-fsync"]))
         case = Case(name, 8.0, 10.0, unit="× ours", is_lower_better=False)
         for _ in range(self.options.peer_runs):
             warm(src)

@@ -182,8 +182,8 @@ def test_casts_that_lose_values_and_compressed_sources_are_unsupported() -> None
 def test_the_memory_need_is_stated_and_kept() -> None:
     parts = catalogs(one("w", SHAPE), one("w", SHAPE))
     roomy = make_plan(*parts, threads=2, memory_bytes=512 * MIB)
-    tight = make_plan(*parts, threads=2, memory_bytes=54 * MIB)
-    assert tight.memory_bytes <= 54 * MIB < roomy.memory_bytes
+    tight = make_plan(*parts, threads=2, memory_bytes=60 * MIB)
+    assert tight.memory_bytes <= 60 * MIB < roomy.memory_bytes
     assert tight.buffer_bytes < roomy.buffer_bytes
     with pytest.raises(CapacityError, match="2 threads and 1 arrays need"):
         make_plan(*parts, threads=2, memory_bytes=40 * MIB)
