@@ -154,7 +154,7 @@ class Copier:
 
 def _buffer(n_bytes: int) -> memoryview:
     """Memory that counts only once it is used, and goes back to the system afterwards."""
-    return memoryview(bytearray(n_bytes))
+    return memoryview(mmap.mmap(-1, n_bytes))
 
 
 def band_bytes_of(buffer_bytes: int) -> int:
