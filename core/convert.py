@@ -22,20 +22,23 @@ from core import __version__
 from core.catalog import Catalog
 from core.commit import Stage
 from core.copy import execute
-from core.errors import UnsupportedError, UsageError
+from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.formats import Format, format_called
 from core.formats.torch_file import load_object, refuse_unsupported
-from core.image import FileImage
+from core.image import FileImage, literal_file
+from core.inert import as_mapping
 from core.journal import identity_of
-from core.layout import load_rules, shard, stack, unshard
-from core.layout_args import topology_of
+from core.layout import Rules, is_megatron, load_rules, shard, stack, unshard
+from core.layout_args import facts_of, topology_of, with_vocab_size
+from core.layout_checks import check_complete
 from core.manifest import finish_files, manifest_name, write_manifest
-from core.objects import inlined, loaded, state_dict, vetted, with_common
-from core.open import Checkpoint, open_checkpoint
+from core.objects import inlined, loaded, nesting_notes, state_dict, vetted, with_common
+from core.occupied import check_replaceable
+from core.open import TRACKER, Checkpoint, open_checkpoint
 from core.plan import Plan, make_plan
 from core.target import partitioned, retyped
 from core.topology import Topology
-from core.transform import cast_of, rename, select
+from core.transform import cast_of, rename, select, without_optimizer
 
 MIB = 1 << 20
 DEFAULT_MEMORY_BYTES = 512 * MIB
@@ -259,10 +262,14 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     dropped += checked.dropped
     catalog = checked.catalog
     dst = job.dst or _proposed_dst(job, source, format)
+    if not format.is_single_file and "family" not in catalog.attrs:
+        notes += nesting_notes(catalog)
     catalog, target = _source_and_target(job, catalog, format)
     notes += [note for note in _texts(target.attrs.get("notes")) if note not in notes]
     dropped += [text for text in _texts(target.attrs.get("dropped")) if text not in dropped]
     images = tuple(format.lay_out(target))
+    if format.name == "torch_dist":
+        images = _as_root(images, target.attrs.get("iteration"))
     if format.is_single_file and dst.suffix:
         images = (replace(images[0], path=dst.name),)
     plan = make_plan(catalog, target, images, threads=job.threads, memory_bytes=job.memory_bytes)
@@ -283,26 +290,39 @@ def _global_catalog(
     job: Job, source: Checkpoint, format: Format, notes: list[str], dropped: list[str]
 ) -> tuple[Catalog, list[tuple[str, str]]]:
     """The source as global tensors under their final keys, its objects loaded."""
-    catalog = source.catalog
-    catalog = loaded(catalog, source.store, load_object)
+    catalog = loaded(source.catalog, source.store, load_object)
+    rules = load_rules(job.rules)
     _check_source_sizes(job, catalog)
-    if _is_laid_out(job, catalog, format):
-        rules = load_rules(job.rules)
+    if _changes_layout(job) and not _is_cut(format):
+        raise UsageError(
+            f"format {format.name} has no parallel layout that {_options(job)} could change",
+            hint="leave the sizes out, or write --to megatron or --to torch_dist",
+        )
+    if _is_laid_out(job, catalog, format, rules):
         catalog = unshard(
             catalog,
             rules=rules,
             vocab_size=job.vocab_size,
             optim="drop" if job.optim == "drop" else "refuse",
             keep_padded_vocab=job.keep_padded_vocab,
-            target_tp=_topology(job, catalog, format).tp if _is_cut(job, format) else None,
+            target_tp=_topology(job, catalog, format).tp if _is_cut(format) else None,
         )
-    elif job.optim == "drop":
-        raise UsageError("--no-optim needs a Megatron checkpoint", hint="use --exclude with globs")
+        catalog = _completed(job, catalog, source, notes)
+    else:
+        _refuse_layout_options(job)
+        if job.optim == "drop":
+            without = without_optimizer(catalog)
+            catalog = without.catalog
+            dropped += [f"optimizer ({len(without.left_out)} entries)"] if without.left_out else []
+    dtype_for = cast_of(job.dtype, catalog.tensors)
     chosen = select(catalog, include=job.include, exclude=job.exclude)
     refuse_unsupported(chosen.catalog)
     if chosen.left_out:
         notes.append(f"{len(chosen.left_out)} entries left out by --include/--exclude")
-    return rename(retyped(chosen.catalog, cast_of(job.dtype)), job.rename)
+    catalog, renamed = rename(retyped(chosen.catalog, dtype_for), job.rename)
+    if catalog.attrs.get("family") == "megatron" and _is_cut(format) and (chosen.left_out or renamed):
+        _refuse_incomplete(catalog, rules)
+    return catalog, renamed
 
 
 def _changes_layout(job: Job) -> bool:
@@ -310,16 +330,66 @@ def _changes_layout(job: Job) -> bool:
     return job.topology is not None and bool(job.topology.sizes)
 
 
-def _is_cut(job: Job, format: Format) -> bool:
-    """Whether the destination is cut by a parallel layout."""
-    return format.partition == "ranks" or format.name == "torch_dist" or _changes_layout(job)
+def _options(job: Job) -> str:
+    sizes = {} if job.topology is None else job.topology.sizes
+    return ", ".join(f"--{name}-new" for name in sizes)
 
 
-def _is_laid_out(job: Job, catalog: Catalog, format: Format) -> bool:
+def _is_cut(format: Format) -> bool:
+    """Whether a destination of this format is cut by a parallel layout."""
+    return format.partition == "ranks" or format.name == "torch_dist"
+
+
+def _is_laid_out(job: Job, catalog: Catalog, format: Format, rules: Rules) -> bool:
     """Whether the source must be brought into Megatron's global form."""
     if catalog.attrs.get("is_rank_local") or format.partition == "ranks" or _changes_layout(job):
         return True
-    return format.name == "torch_dist" and catalog.format != "torch_dist" and "args" in catalog.attrs
+    return format.name == "torch_dist" and catalog.format != "torch_dist" and is_megatron(catalog, rules)
+
+
+def _refuse_layout_options(job: Job) -> None:
+    """Options that only a layout could honour are not ignored."""
+    given = {
+        "--vocab-size": job.vocab_size is not None,
+        "--keep-padded-vocab": job.keep_padded_vocab,
+        "--rules": job.rules is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise UsageError(f"{name} has no effect: this conversion changes no parallel layout", hint="leave it out")
+
+
+def _completed(job: Job, catalog: Catalog, source: Checkpoint, notes: list[str]) -> Catalog:
+    """The global form with what the user or the directory's name says beside the checkpoint."""
+    if catalog.attrs.get("iteration") is None and source.iteration is not None:
+        notes.append(f"the files do not say their iteration; {source.iteration} is the directory's")
+        catalog = catalog.with_attrs(iteration=source.iteration)
+    n_rows = catalog.attrs.get("vocab_size")
+    if (job.vocab_size is not None or job.keep_padded_vocab) and isinstance(n_rows, int):
+        args = with_vocab_size(catalog.attrs["args"], n_rows)
+        common = as_mapping(catalog.attrs.get("common")) or {}
+        catalog = catalog.with_attrs(args=args, common={**common, "args": args})
+        notes.append(f"args.vocab_size is now {n_rows}")
+    if any(glob is None for glob, _ in job.dtype):
+        notes.append("params_dtype, bf16 and fp16 in the arguments stay as they were")
+    return catalog
+
+
+def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
+    """A Megatron checkpoint without some of the model's tensors would load nowhere.
+
+    Raises:
+        UsageError: names what is missing.
+    """
+    try:
+        check_complete(catalog.tensors, facts_of(catalog.attrs.get("args")), rules)
+    except (CheckpointingException, ValueError) as err:
+        what = err.message if isinstance(err, CheckpointingException) else str(err)
+        raise UsageError(
+            f"--include, --exclude or --rename leave an incomplete Megatron model: {what}",
+            key=getattr(err, "key", None),
+            hint="write --to dcp or --to torch to keep a part of a model",
+        ) from err
 
 
 def _source_topology(catalog: Catalog) -> Topology | None:
@@ -327,7 +397,10 @@ def _source_topology(catalog: Catalog) -> Topology | None:
     found = catalog.attrs.get("topology")
     if isinstance(found, Topology):
         return found
-    return topology_of(catalog.attrs["args"]) if catalog.attrs.get("args") is not None else None
+    args = catalog.attrs.get("args")
+    if args is None and "args" in catalog.objects:
+        args = catalog.objects["args"].value
+    return topology_of(args) if args is not None else None
 
 
 def _check_source_sizes(job: Job, catalog: Catalog) -> None:
@@ -357,6 +430,8 @@ def _topology(job: Job, catalog: Catalog, format: Format) -> Topology:
     """
     keeps = job.keeps_layout or format.partition != "ranks"
     base = (_source_topology(catalog) if keeps else None) or Topology()
+    if format.partition != "ranks":
+        base = replace(base, vpp=1)  # global tensors know no model chunks
     return replace(base, **({} if job.topology is None else job.topology.sizes))
 
 
@@ -371,10 +446,21 @@ def _source_and_target(job: Job, catalog: Catalog, format: Format) -> tuple[Cata
             catalog, _topology(job, catalog, format), rules=load_rules(job.rules), vocab_size=job.vocab_size
         )
         return stacked.source, stacked.target
-    catalog = with_common(catalog) if format.name == "torch_dist" else state_dict(catalog)
+    if format.name == "torch_dist":
+        catalog = with_common(catalog)
+    else:
+        catalog = state_dict(catalog)
     if format.is_single_file:
         catalog = inlined(catalog)
     return catalog, partitioned(catalog, format=format.name, by=format.partition)
+
+
+def _as_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:
+    """The images of a training root with its tracker, as Megatron loads it; as they are without an iteration."""
+    if type(iteration) is not int:
+        return images
+    moved = tuple(replace(image, path=f"iter_{iteration:07d}/{image.path}") for image in images)
+    return (*moved, literal_file(TRACKER, str(iteration).encode("ascii"), is_metadata=True))
 
 
 def _texts(found: object) -> list[str]:
@@ -409,6 +495,8 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
     with prepare(job) as prepared:
         plan, source = prepared.plan, prepared.source
         is_file = prepared.is_file
+        if job.force:
+            check_replaceable(prepared.dst, [image.path for image in prepared.images])
         needed = plan.file_bytes
         stage = Stage(
             prepared.dst,

@@ -13,13 +13,13 @@ in the destination, optimizer state …) is refused by name.
 from __future__ import annotations
 
 from core.catalog import Catalog
-from core.layout_global import unshard_global
+from core.layout_global import is_megatron, unshard_global
 from core.layout_rules import Rules, load_rules
 from core.layout_shard import shard
 from core.layout_stack import Stacked, stack
 from core.layout_unshard import unshard_ranks
 
-__all__ = ["Rules", "Stacked", "load_rules", "shard", "stack", "unshard"]
+__all__ = ["Rules", "Stacked", "is_megatron", "load_rules", "shard", "stack", "unshard"]
 
 
 def unshard(

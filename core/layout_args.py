@@ -295,6 +295,13 @@ def updated(args: object, *, topology: Topology, padded_vocab_size: int | None) 
     return replaced(args, changes)
 
 
+def with_vocab_size(args: object, n_rows: int) -> object:
+    """A copy of the arguments that states the true vocabulary size, whether they did so before or not."""
+    made = replaced(args, {})
+    fields_of(made)["vocab_size"] = n_rows
+    return made
+
+
 def replaced(args: object, changes: Mapping[str, object]) -> object:
     """A copy of a namespace in which those of the ``changes`` are made whose names it has."""
     fields = fields_of(args)

@@ -147,6 +147,15 @@ def unshard_global(
     )
 
 
+def is_megatron(catalog: Catalog, rules: Rules) -> bool:
+    """Whether a catalog of global tensors has Megatron's names and training arguments; its objects are loaded."""
+    if not any(key.startswith(prefix + rules.layers) for prefix in _PREFIXES for key in catalog.tensors):
+        return False
+    args = _common_of(catalog).get("args")
+    known = attributes(args) or as_mapping(args) or {}
+    return "tensor_model_parallel_size" in known
+
+
 def _prefix_of(catalog: Catalog, rules: Rules) -> str:
     """What stands before Megatron's names in the keys.
 

@@ -7,6 +7,7 @@ that it was; for every other target the user must say ``drop_unknown``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,7 +15,7 @@ from typing import Protocol
 from core.box import whole
 from core.catalog import Catalog, Fragment, StoredArray, StoredObject, TensorMeta
 from core.errors import UnsafeError, UnsupportedError
-from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.inert import NO_STATE, Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.safe_pickle import classify, globals_of
 from core.skeleton import REMOVED, Entry, entries, mapped
 from core.store import ReadStore
@@ -85,7 +86,8 @@ def vetted(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Vett
         UnsupportedError: an object names an unknown class and may be neither kept nor dropped.
     """
     dropped: dict[str, str] = {}
-    for item in catalog.objects.values():
+    common = StoredObject("common state", value=catalog.attrs.get("common"))
+    for item in (common, *catalog.objects.values()):
         names = globals_of(item.value)
         for name in sorted(names, key=str):
             verdict = classify(name)
@@ -95,7 +97,7 @@ def vetted(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Vett
                     key=item.key,
                     hint="leave it out with --exclude, and find out who wrote this checkpoint",
                 )
-            if verdict == "unknown" and not keeps_unknown:
+            if verdict == "unknown" and not keeps_unknown and item is not common:
                 if not drop_unknown:
                     raise UnsupportedError(
                         f"the object is of the unknown class {name}, which this format cannot hold",
@@ -139,16 +141,18 @@ def inlined(catalog: Catalog) -> Catalog:
 def state_dict(catalog: Catalog) -> Catalog:
     """The catalog as one nested state dict, its common state among the entries.
 
-    * A global Megatron catalog (``core.layout.unshard``) becomes what its rank files hold, ``{"model": {…}, …}``, so that
-      its tensors' keys begin with ``model.``.
+    * A global Megatron catalog (``core.layout.unshard``) becomes what its rank files hold, ``{"model": {…}, …}``, so
+      that its tensors' keys begin with ``model.``.
     * A torch_dist catalog keeps its keys at the top level; the entries of the common state join them.
+    * A catalog whose root is a list or a single value gets a dict around it, with the one entry ``value``.
     * Any other catalog stays as it is.
 
     Every tensor becomes visible, also those inside objects, under its path.
     """
     common = as_mapping(catalog.attrs.get("common"))
     if common is None:
-        return catalog
+        is_nested = catalog.skeleton is None or as_mapping(catalog.skeleton) is not None
+        return catalog if is_nested else _keyed_by_path(catalog, {"value": inlined(catalog).skeleton})
     top = {str(name): value for name, value in common.items()}
     if catalog.attrs.get("family") == "megatron":
         found = catalog.attrs.get("order")
@@ -177,8 +181,34 @@ def with_common(catalog: Catalog) -> Catalog:
     if catalog.skeleton is None:
         common: object = {key: item.value for key, item in catalog.objects.items()}
     else:
-        common = mapped(inlined(catalog).skeleton, lambda e: REMOVED if isinstance(e.leaf, TensorLeaf) else e.leaf)
+
+        def beside(entry: Entry) -> object:
+            if isinstance(entry.leaf, ObjectLeaf):
+                return catalog.objects[entry.leaf.key].value
+            return REMOVED if isinstance(entry.leaf, TensorLeaf) else entry.leaf
+
+        common = mapped(catalog.skeleton, beside)
     return replace(catalog, objects={}, skeleton=None).with_attrs(common=common)
+
+
+def nesting_notes(catalog: Catalog) -> list[str]:
+    """What the nesting of a state dict loses where a format knows only dicts, lists and plain tensors."""
+    lost: dict[str, None] = {}
+    for node in walk(catalog.skeleton):
+        if isinstance(node, TensorLeaf) and (node.wrapper is not None or node.requires_grad):
+            lost["Parameter and requires_grad become plain tensors"] = None
+        elif isinstance(node, Inert) and as_mapping(node) is not None:
+            lost["OrderedDict and other mappings become dicts"] = None
+            if node.state is not NO_STATE:
+                lost["attributes of mappings, such as _metadata, are left out"] = None
+        elif isinstance(node, tuple) and any(isinstance(item, TensorLeaf) for item in node):
+            lost["tuples with tensors become lists"] = None
+        elif isinstance(node, dict) and any(not isinstance(name, str) for name in node):
+            lost["keys that are no strings become strings"] = None
+    changed = [key for key in catalog.tensors if "\\." in key or re.search(r"~\d+$", key)]
+    if changed:
+        lost[f"{len(changed)} tensors whose paths collide get keys of their own, such as {changed[0]}"] = None
+    return list(lost)
 
 
 def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:

@@ -18,7 +18,7 @@ from core.formats import Format, sniffed
 from core.store import LocalStore, translated
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?)(\d+)$")
+ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?)(\d+)$")
 _METADATA_FILES = (".metadata", "metadata.json", "common.pt")
 
 
@@ -62,7 +62,7 @@ def open_checkpoint(path: Path, *, iteration: int | None = None) -> Checkpoint:
         is_dir = path.is_dir()
     notes: list[str] = []
     if not is_dir:
-        store = _store_of_file(path)
+        store = store_of_file(path)
     else:
         folder, note = _iteration_dir(path, iteration)
         notes += note
@@ -77,7 +77,7 @@ def open_checkpoint(path: Path, *, iteration: int | None = None) -> Checkpoint:
         raise
     where = store.root / store.entry if store.entry else store.root
     found = catalog.attrs.get("iteration")
-    named = _ITERATION_DIR.search(store.root.resolve().name)
+    named = ITERATION_DIR.search(store.root.resolve().name)
     number = found if isinstance(found, int) else int(named.group(1)) if named else None
     if iteration is not None and number != iteration:
         raise UsageError(
@@ -88,7 +88,7 @@ def open_checkpoint(path: Path, *, iteration: int | None = None) -> Checkpoint:
     return Checkpoint(where, store, format, catalog, number, tuple(notes))
 
 
-def _store_of_file(path: Path) -> LocalStore:
+def store_of_file(path: Path) -> LocalStore:
     """The store for one file; a metadata file stands for its directory."""
     if path.name in _METADATA_FILES or path.suffix == ".distcp":
         return LocalStore(path.parent)
@@ -98,7 +98,7 @@ def _store_of_file(path: Path) -> LocalStore:
 def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     """The directory to read for ``root``, and notes about the choice."""
     store = LocalStore(root)
-    iterations = {int(m.group(1)): name for name in store.folders() if (m := _ITERATION_DIR.match(name))}
+    iterations = {int(m.group(1)): name for name in store.folders() if (m := ITERATION_DIR.match(name))}
     has_tracker = store.exists(TRACKER)
     if wanted is not None and (iterations or has_tracker):
         if wanted not in iterations:

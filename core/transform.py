@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.catalog import Catalog, Fragment, TensorMeta
 from core.dtypes import dtype_of
 from core.errors import UsageError
-from core.inert import ObjectLeaf, TensorLeaf, walk
+from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.select import matcher
 from core.skeleton import REMOVED, Entry, entries, mapped, nested
 
@@ -48,6 +48,12 @@ def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[s
     def is_kept(key: str) -> bool:
         return (not wanted or any(m(key) for m in wanted)) and not any(m(key) for m in unwanted)
 
+    return _kept(catalog, is_kept)
+
+
+def _kept(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
+    """The entries whose keys are kept, and what belongs to them."""
+    every = [*catalog.tensors, *catalog.objects]
     tensors = {key: meta for key, meta in catalog.tensors.items() if is_kept(key)}
     if not tensors:
         raise UsageError("the globs leave no tensor", hint="list the keys with: ckpt inspect --flat")
@@ -70,9 +76,26 @@ def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[s
 
 
 def _among(aliases: object, tensors: Mapping[str, TensorMeta]) -> dict[str, str]:
-    """The aliases whose two sides both remain."""
+    """The aliases among the tensors that remain; the first of them stands for each group."""
     known = aliases if isinstance(aliases, Mapping) else {}
-    return {key: first for key, first in known.items() if key in tensors and first in tensors}
+    first_of: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    for key in tensors:
+        group = known.get(key, key)
+        first = first_of.setdefault(group, key)
+        if first != key:
+            kept[key] = first
+    return kept
+
+
+def without_optimizer(catalog: Catalog) -> Selection:
+    """Everything but the optimizer's state."""
+    gone = [key for key in (*catalog.tensors, *catalog.objects) if is_optimizer_key(key)]
+    common = as_mapping(catalog.attrs.get("common"))
+    if common is not None and "optimizer" in common:
+        catalog = catalog.with_attrs(common={name: item for name, item in common.items() if name != "optimizer"})
+    keys = set(gone)
+    return _kept(catalog, lambda key: key not in keys)
 
 
 def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> tuple[Catalog, list[tuple[str, str]]]:
@@ -189,7 +212,7 @@ def is_optimizer_key(key: str) -> bool:
     return _OPTIMIZER.search(key) is not None
 
 
-def cast_of(rules: Sequence[tuple[str | None, str]]) -> Callable[[TensorMeta], str]:
+def cast_of(rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None = None) -> Callable[[TensorMeta], str]:
     """The dtype that each tensor is to have.
 
     Args:
@@ -197,9 +220,16 @@ def cast_of(rules: Sequence[tuple[str | None, str]]) -> Callable[[TensorMeta], s
             least 16 bits, but not optimizer state, router biases, scales and others that are kept in their precision on
             purpose, which only a glob reaches.
 
+        keys: the tensors there are; None leaves unchecked that every glob matches one.
+
     Raises:
         UnsupportedError: a dtype is not known.
+        UsageError: a glob matches nothing.
     """
+    present = None if keys is None else list(keys)
+    for glob, _ in rules:
+        if glob is not None and present is not None and not any(map(matcher(glob), present)):
+            raise UsageError(f"--dtype: no tensor matches {glob!r}", hint="list the keys with: ckpt inspect --flat")
     parsed = [(None if glob is None else matcher(glob), dtype_of(name).name) for glob, name in rules]
 
     def dtype_for(meta: TensorMeta) -> str:

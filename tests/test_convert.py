@@ -50,7 +50,8 @@ def torch_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def dcp_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a DCP directory, through torch's own loader."""
+    """Every tensor of a DCP directory (or of a root's one iteration), through torch's own loader."""
+    path = next(path.glob("iter_*"), path)
     metadata = dcp.FileSystemReader(path).read_metadata()
     state = {
         key: torch.full(tuple(meta.size), 0, dtype=meta.properties.dtype)
@@ -233,3 +234,106 @@ def test_the_proposed_name_stands_beside_the_source(golden: Path, tmp_path: Path
     assert Path(report.dst) == tmp_path / "run-tp4-pp1"
     assert open_checkpoint(Path(report.dst)).iteration == 10
     assert Path(run(Job(src=src, to="dcp", fsync=False)).dst) == tmp_path / "run.dcp"
+
+
+def test_dcp_of_a_megatron_model_becomes_a_stacked_torch_dist(golden: Path, tmp_path: Path) -> None:
+    convert(golden / _SOURCES["megatron"], tmp_path / "a", "dcp")
+    convert(tmp_path / "a", tmp_path / "b", "torch_dist")
+    found = open_checkpoint(tmp_path / "b")
+    assert found.iteration == 10
+    assert "decoder.layers.mlp.linear_fc1.weight" in found.catalog.tensors
+    assert not any("rng_state" in key for key in found.catalog.tensors)
+    wanted = open_checkpoint(golden / _SOURCES["torch_dist"])
+    assert found.catalog.tensors.keys() == wanted.catalog.tensors.keys()
+
+
+def test_objects_that_hold_tensors_reach_torch_dist(tmp_path: Path) -> None:
+    dcp.save({"tup": (torch.ones(3), 2), "w": torch.zeros(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    convert(tmp_path / "a", tmp_path / "b", "torch_dist")
+    convert(tmp_path / "b", tmp_path / "c.pt", "torch")
+    loaded = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert torch.equal(loaded["tup"][0], torch.ones(3))
+    assert loaded["tup"][1] == 2
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_sizes_for_a_format_without_layout_are_refused(golden: Path, tmp_path: Path, to: str) -> None:
+    with pytest.raises(UsageError, match="no parallel layout"):
+        convert(golden / _SOURCES["megatron"], tmp_path / "a", to, topology=TopologyChange(tp=4))
+
+
+def test_a_vocabulary_size_that_was_given_is_written_into_the_arguments(golden: Path, tmp_path: Path) -> None:
+    src = golden / "mcore_legacy/dense_gqa/tp2_pp1"
+    convert(src, tmp_path / "a", "megatron", topology=TopologyChange(tp=4), vocab_size=200)
+    convert(tmp_path / "a", tmp_path / "b", "megatron", topology=TopologyChange(tp=2))
+    convert(tmp_path / "b", tmp_path / "c", "dcp")
+    assert dcp_tensors(tmp_path / "c")["model.embedding.word_embeddings.weight"].shape == (200, 64)
+    convert(src, tmp_path / "d", "megatron", topology=TopologyChange(tp=4), keep_padded_vocab=True)
+    convert(tmp_path / "d", tmp_path / "e", "dcp")
+    assert dcp_tensors(tmp_path / "e")["model.embedding.word_embeddings.weight"].shape == (384, 64)
+
+
+def test_a_root_that_is_a_list_becomes_a_dcp_that_torch_can_load(tmp_path: Path) -> None:
+    torch.save([torch.ones(2), {"a": torch.zeros(3)}], tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "a", "dcp")
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "y.pt")
+    loaded = torch.load(tmp_path / "y.pt", weights_only=True)
+    assert torch.equal(loaded["value"][1]["a"], torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rename": (("layers.0", "layers.9"),)},
+        {"exclude": ("*layers.3*",)},
+        {"exclude": ("*layers.3.mlp*",)},
+        {"dtype": (("nomatch*", "float32"),)},
+    ],
+)
+@pytest.mark.parametrize("to", ["megatron", "torch_dist"])
+def test_changes_that_would_break_a_megatron_model_are_usage_errors(
+    golden: Path, tmp_path: Path, options: dict[str, Any], to: str
+) -> None:
+    with pytest.raises(UsageError):
+        convert(golden / _SOURCES["megatron"], tmp_path / "a", to, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{"vocab_size": 5}, {"keep_padded_vocab": True}, {"rules": Path("absent.toml")}])
+def test_layout_options_without_a_layout_are_refused(golden: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointingException):
+        convert(golden / _SOURCES["dcp"], tmp_path / "a", "torch", **options)
+
+
+def test_an_ordinary_args_entry_is_no_megatron_checkpoint(tmp_path: Path) -> None:
+    import argparse
+
+    torch.save({"args": argparse.Namespace(a=1), "w": torch.ones(2)}, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "a", "torch_dist")
+    assert torch.equal(dcp_tensors(tmp_path / "a")["w"], torch.ones(2))
+
+
+def test_no_optim_leaves_the_optimizer_of_global_tensors_out(golden: Path, tmp_path: Path) -> None:
+    report = run(Job(src=golden / _SOURCES["torch_dist_optim"], dst=tmp_path / "a", optim="drop", fsync=False))
+    assert any("optimizer" in text for text in report.dropped)
+    found = open_checkpoint(tmp_path / "a").catalog
+    assert not any("optimizer" in key for key in found.tensors)
+
+
+def test_what_nesting_loses_is_noted(tmp_path: Path) -> None:
+    from collections import OrderedDict
+
+    nested = {"m": OrderedDict(w=torch.nn.Parameter(torch.ones(2))), "t": (torch.ones(1), 2), 0: {"k": torch.ones(3)}}
+    torch.save(nested, tmp_path / "x.pt")
+    notes = " ".join(run(Job(src=tmp_path / "x.pt", dst=tmp_path / "a", to="dcp", fsync=False)).notes)
+    for word in ("requires_grad", "OrderedDict", "tuples", "strings"):
+        assert word in notes
+
+
+def test_tensors_that_share_bytes_still_do_when_the_first_is_left_out(tmp_path: Path) -> None:
+    w = torch.arange(1000.0)
+    torch.save({"w": w, "x": w, "y": w}, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "a.pt", "torch", exclude=("w",))
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert loaded["x"].data_ptr() == loaded["y"].data_ptr()
+    assert torch.equal(loaded["y"], w)

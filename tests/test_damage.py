@@ -187,8 +187,22 @@ def test_an_existing_destination_is_left_alone_and_replaced_by_request(golden: P
         run(job)
     assert caught.value.exit_code == 2
     assert (out / "precious").read_text() == "x"
-    run(Job(src=job.src, dst=out, to="torch", force=True, fsync=False))
-    assert sorted(path.name for path in out.iterdir()) == ["checkpoint.pt", "ckpt-manifest.json"]
+    with pytest.raises(CheckpointingException, match="no checkpoint"):
+        run(Job(src=job.src, dst=out, to="torch", force=True, fsync=False))
+    assert (out / "precious").read_text() == "x"
+    old = tmp_path / "old"
+    run(Job(src=job.src, dst=old, to="dcp", fsync=False))
+    run(Job(src=job.src, dst=old, to="torch", force=True, fsync=False))
+    assert sorted(path.name for path in old.iterdir()) == ["checkpoint.pt", "ckpt-manifest.json"]
+
+
+def test_force_does_not_remove_other_iterations(golden: Path, src: Path) -> None:
+    copy(golden, RANKS, src)
+    (src / "iter_0000010").rename(src / "iter_0000005")
+    (src / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(CheckpointingException, match="iter_0000005"):
+        run(Job(src=golden / RANKS, dst=src, to="megatron", force=True, fsync=False))
+    assert (src / "iter_0000005/mp_rank_00_000/model_optim_rng.pt").is_file()
 
 
 def test_the_source_is_never_replaced_by_its_own_result(golden: Path, src: Path) -> None:

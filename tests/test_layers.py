@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (*("core.open", "core.plan", "core.cast", "core.match", "core.places", "core.ends", "core.bands", "core.weave"),),
     (
         *("core.copy", "core.copier", "core.output", "core.ledger", "core.stage_store"),
-        *("core.commit", "core.journal", "core.manifest", "core.comm"),
+        *("core.commit", "core.journal", "core.manifest", "core.occupied", "core.comm"),
     ),
     ("core.convert", "core.summary", "core.checks", "core.checks.*"),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
