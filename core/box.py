@@ -84,10 +84,6 @@ class Box:
         """The box moved by ``delta`` elements per axis (may be negative, but not to below zero)."""
         return Box(tuple(o + d for o, d in zip(self.offset, delta, strict=True)), self.shape)
 
-    def relative_to(self, origin: Iterable[int]) -> Box:
-        """The box in coordinates whose zero is ``origin``."""
-        return Box(tuple(o - d for o, d in zip(self.offset, origin, strict=True)), self.shape)
-
     def subtract(self, other: Box) -> list[Box]:
         """Disjoint boxes that hold the elements of this box outside ``other``.
 

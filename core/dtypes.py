@@ -65,7 +65,6 @@ _TABLE = (
 
 DTYPES = {dtype.name: dtype for dtype in _TABLE}
 BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE if dtype.storage is not None}
-BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors is not None}
 
 _ALIASES = {
     "bf16": "bfloat16",

@@ -173,8 +173,3 @@ def dense(shape: Shape, itemsize: int, start: int = 0) -> Layout:
 
 def _dot(index: Shape, strides: Shape) -> int:
     return sum(i * step for i, step in zip(index, strides, strict=True))
-
-
-def n_runs(shape: Shape, n_axes: int) -> int:
-    """How many pieces ``inner_run`` leaves."""
-    return prod(shape[:n_axes])
