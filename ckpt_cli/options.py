@@ -277,7 +277,7 @@ class TransferOptions:
         ),
     ] = None
     no_crc: Annotated[
-        bool, Flag("--no-crc", rich_help_panel=ENGINE, help="Neither check nor write CRC-32 checksums; torch files then state 0, which zip tools refuse.")
+        bool, Flag("--no-crc", rich_help_panel=ENGINE, help="No CRC-32 checksums; zip tools then refuse torch files.")
     ] = False
     no_digest: Annotated[
         bool, Flag("--no-digest", rich_help_panel=ENGINE, help="No content digests in the manifest.")
