@@ -105,7 +105,8 @@ def failure_of(err: BaseException) -> Failure:
         return Failure(128 + number, f"interrupted ({name})", {"code": "interrupted", "signal": name})
     known = _translated(err)
     if known is not None:
-        return Failure(known.exit_code, escaped(str(known)), known.fields())
+        advice = "\n".join(map(escaped, known.advice.split("\n")))
+        return Failure(known.exit_code, f"{escaped(known.sentence)}. {advice}".removesuffix(". "), known.fields())
     kind = type(err).__name__
     text = f"internal error, {kind}: {err}".rstrip(": ")
     return Failure(

@@ -59,6 +59,16 @@ class CheckpointingException(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
+        return f"{self.sentence}. {self.advice}" if self.hint else self.sentence
+
+    @property
+    def advice(self) -> str:
+        """The hint as a sentence of its own, "" without one; a proposed rule in it may take several lines."""
+        return f"{self.hint[0].upper()}{self.hint[1:]}" if self.hint else ""
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, and where."""
         where = [
             f"{name} {value}"
             for name, value in (("file", self.file), ("tensor", self.key), ("rank", self.rank))
@@ -69,8 +79,6 @@ class CheckpointingException(Exception):
         text = self.message
         if where:
             text += f" ({', '.join(where)})"
-        if self.hint:
-            text += f". {self.hint[0].upper()}{self.hint[1:]}"
         return text
 
     def fields(self) -> dict[str, object]:

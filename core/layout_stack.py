@@ -145,7 +145,7 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         "checkpoint_version": catalog.attrs.get("checkpoint_version"),
         "topology": topology,
         "notes": notes,
-        "dropped": texts_of(catalog, "dropped"),
+        "dropped": [*texts_of(catalog, "dropped"), *_left_out(catalog, states, rules)],
     }
     source = replace(
         catalog,
@@ -263,6 +263,16 @@ def _objects(
         )
         found[name] = StoredObject(name, value=[value], coords=_file(0, stage, topology))
     return found
+
+
+def _left_out(catalog: Catalog, states: Mapping[str, object], rules: Rules) -> list[str]:
+    """Extra states that torch_dist has no place for and that hold something."""
+    held = {key: item.value for key, item in catalog.objects.items() if key.endswith("_extra_state")} | {**states}
+    return [
+        f"{key} (torch_dist checkpoints of GPT models have no place for it)"
+        for key, value in held.items()
+        if value is not None and sharded_object(key) is None and rules.layer_of(key) is None
+    ]
 
 
 def _args(catalog: Catalog, padded: int | None) -> object:
