@@ -293,7 +293,7 @@ def _global_catalog(
     catalog = loaded(source.catalog, source.store, load_object)
     rules = load_rules(job.rules)
     _check_source_sizes(job, catalog)
-    if _changes_layout(job) and not _is_cut(format):
+    if _changes_layout(job) and not _is_cut(format) and (job.to is not None or is_megatron(catalog, rules)):
         raise UsageError(
             f"format {format.name} has no parallel layout that {_options(job)} could change",
             hint="leave the sizes out, or write --to megatron or --to torch_dist",

@@ -2,8 +2,8 @@
 
 A file of JSON lines beside the stage's data. The first line names the plan (``identity``); each other line lists items
 whose bytes were on the disk when it was written, with the CRC-32 of every range. A run that is killed loses at most the
-items since the last line; a torn last line counts as not written. Whoever continues reads the listed ranges again and
-believes only what has the listed CRC.
+items since the last line (``BATCH_BYTES``); a torn last line counts as not written. Whoever continues reads the listed
+ranges again and believes only what has the listed CRC.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from core.store import ReadStore, translated
 
 VERSION = 1
 BATCH_BYTES = 256 << 20
-"""Written bytes between two lines; what a killed run may lose."""
+"""Written bytes between two lines. A killed run may lose two such batches: one being synced, one being filled."""
 
 
 class FileJournal:

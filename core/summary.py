@@ -331,16 +331,18 @@ def _verdicts(own: Format, unsharded: _Unsharded, optimizer: str | None) -> tupl
         if own.partition != "ranks" and format.partition != "ranks":
             targets_of.setdefault(None, []).append(format.name)
         elif is_known:
-            keeps_layout = own.partition == "ranks" and format.name == "torch_dist"
-            targets_of.setdefault(_joined(cut if keeps_layout else without), []).append(format.name)
+            targets_of.setdefault(_joined(without), []).append(format.name)
     verdicts = [Verdict("convert", True, tuple(names), why) for why, names in targets_of.items()]
     if not verdicts:
         verdicts.append(Verdict("convert", False, (), unsharded.why))
+    if own.partition != "ranks" and own.name != "torch_dist":
+        cut = [*cut, _NEEDS_LAYOUT]
     verdicts.append(Verdict("reshard", is_known, (), _joined(cut) if is_known else unsharded.why))
     return tuple(verdicts)
 
 
 _NO_OPTIM = "the optimizer must be left out: --no-optim"
+_NEEDS_LAYOUT = "into a format that has a layout: --to megatron or --to torch_dist"
 _NO_VPP = "model chunks must be joined: --vpp-new 1"
 
 

@@ -169,15 +169,19 @@ def test_casts_and_globs_are_honoured(golden: Path, tmp_path: Path, run: Run) ->
 
 
 def test_an_existing_destination_is_refused_and_replaced_only_by_force(golden: Path, tmp_path: Path, run: Run) -> None:
-    (tmp_path / "out.pt").write_bytes(b"precious")
     arguments = ("convert", golden / "torch_dcp/tp2_only", tmp_path / "out.pt", "--to", "torch")
-    code, out, err = run(*arguments)
+    assert run(*arguments)[0] == 0
+    first = files_in(tmp_path)
+    code, out, err = run(*arguments, "--dtype", "bf16")
     assert (code, out) == (2, "")
     assert "exists" in err
+    assert files_in(tmp_path) == first
+    assert run(*arguments, "--dtype", "bf16", "--force")[0] == 0
+    assert files_in(tmp_path)["out.pt"] != first["out.pt"]
+    (tmp_path / "out.pt.ckpt-manifest.json").unlink()
+    (tmp_path / "out.pt").write_bytes(b"precious")
+    assert run(*arguments, "--force")[0] == 2
     assert (tmp_path / "out.pt").read_bytes() == b"precious"
-    assert [path.name for path in tmp_path.iterdir()] == ["out.pt"]
-    assert run(*arguments, "--force")[0] == 0
-    assert (tmp_path / "out.pt").read_bytes() != b"precious"
 
 
 def test_a_memory_limit_that_cannot_hold_is_refused(golden: Path, tmp_path: Path, run: Run) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from core.catalog import Catalog, StoredArray, StoredObject, catalog_of_arrays
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats import dcp, torch_dist
 from core.formats.torch_file import load_object
 from core.inert import ObjectLeaf, TensorLeaf, attributes, walk
@@ -394,6 +394,6 @@ def test_a_common_state_that_runs_code_runs_nothing(copied: Callable[[str], Path
     assert "system" in repr(catalog.attrs["args"])
     metadata = pickle.dumps(Attack())
     (folder / ".metadata").write_bytes(metadata)
-    with pytest.raises(CorruptError):
+    with pytest.raises(UnsafeError):
         dcp.FORMAT.read(LocalStore(folder))
     assert not (tmp_path / "run").exists()
