@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from core import __version__
@@ -27,6 +27,10 @@ from core.formats import Format, format_called
 from core.formats.torch_file import load_object, refuse_unsupported
 from core.image import FileImage, literal_file
 from core.inert import as_mapping
+from core.job import Job as Job
+from core.job import Progress as Progress
+from core.job import Report as Report
+from core.job import TopologyChange as TopologyChange
 from core.journal import identity_of
 from core.layout import Rules, is_megatron, load_rules, shard, stack, unshard
 from core.layout_args import facts_of, topology_of, with_vocab_size
@@ -39,89 +43,6 @@ from core.plan import Plan, make_plan
 from core.target import partitioned, retyped
 from core.topology import Topology
 from core.transform import cast_of, rename, select, without_optimizer
-
-MIB = 1 << 20
-DEFAULT_MEMORY_BYTES = 512 * MIB
-DEFAULT_THREADS = 2
-
-Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all)."""
-
-
-_SIZES = ("tp", "pp", "vpp", "ep", "etp")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopologyChange:
-    """Parallel sizes to change, and those that the user believes the source has.
-
-    Args:
-        tp, pp, vpp, ep, etp: sizes of the destination; None keeps the source's.
-        source: asserted sizes of the source by name; a mismatch is an error.
-    """
-
-    tp: int | None = None
-    pp: int | None = None
-    vpp: int | None = None
-    ep: int | None = None
-    etp: int | None = None
-    source: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes to change."""
-        return {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One conversion, as asked for.
-
-    Args:
-        src: what to read, see ``core.open``.
-        dst: what to write; None proposes a name beside ``src``.
-        to: target format; None keeps the source's.
-        iteration: which iteration of a training root.
-        topology: parallel sizes to change and to check; None for none.
-        keeps_layout: sizes that ``topology`` leaves open stay the source's; otherwise they become 1.
-        vocab_size: the true number of vocabulary rows, where the checkpoint does not say.
-        keep_padded_vocab: keep padding rows as if they were real ones.
-        optim: ``carry`` or ``drop``.
-        dtype: casts, see ``core.transform.cast_of``.
-        include, exclude, rename: see ``core.transform``. They and ``dtype`` go by the names that the source has once it
-            is global, as ``ckpt inspect`` shows them.
-        drop_unknown: leave out objects of unknown classes where the target cannot hold them.
-        memory_bytes: most memory the process may use, imports included.
-        threads: copying threads.
-        resume: keep an unfinished stage on failure, and continue one.
-        force: replace an existing destination, once the new one is complete.
-        crc, digest: compute CRC-32 and content digests in the same pass.
-        fsync: wait until the bytes are on the disk.
-        rules: a TOML file with additional layout rules.
-    """
-
-    src: Path
-    dst: Path | None = None
-    to: str | None = None
-    iteration: int | None = None
-    topology: TopologyChange | None = None
-    keeps_layout: bool = False
-    vocab_size: int | None = None
-    keep_padded_vocab: bool = False
-    optim: str = "carry"
-    dtype: tuple[tuple[str | None, str], ...] = ()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    rename: tuple[tuple[str, str], ...] = ()
-    drop_unknown: bool = False
-    memory_bytes: int = DEFAULT_MEMORY_BYTES
-    threads: int = DEFAULT_THREADS
-    resume: bool = False
-    force: bool = False
-    crc: bool = True
-    digest: bool = True
-    fsync: bool = True
-    rules: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,42 +120,6 @@ class Prepared:
             "notes": list(self.notes),
             "dropped": list(self.dropped),
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a finished job did.
-
-    Args:
-        src, dst: where from and to.
-        source_format, format: names of the formats.
-        n_tensors: tensors written.
-        bytes_read: bytes of tensors read.
-        bytes_written: bytes of all output files.
-        bytes_resumed: those of them that an earlier, interrupted run had written.
-        seconds: wall time.
-        files: output files, relative to ``dst`` (or its name, if it is one file).
-        manifest: path of the manifest.
-        notes, dropped: see ``Prepared``.
-    """
-
-    src: str
-    dst: str
-    source_format: str
-    format: str
-    n_tensors: int
-    bytes_read: int
-    bytes_written: int
-    bytes_resumed: int
-    seconds: float
-    files: tuple[str, ...]
-    manifest: str
-    notes: tuple[str, ...]
-    dropped: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        """The report as a JSON object."""
-        return asdict(self)
 
 
 @contextmanager

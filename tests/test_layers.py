@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.copy", "core.copier", "core.output", "core.ledger", "core.stage_store"),
         *("core.commit", "core.journal", "core.manifest", "core.occupied", "core.comm"),
     ),
-    ("core.convert", "core.summary", "core.checks", "core.checks.*"),
+    ("core.job", "core.convert", "core.summary", "core.checks", "core.checks.*"),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
 )
 """From the bottom to the top. A module imports from its own layer and from those below; ``.*`` and ``_*`` stand for all
