@@ -165,7 +165,7 @@ def test_an_unknown_class_is_refused_or_dropped_by_request(src: Path) -> None:
     torch.save({"w": torch.zeros(2), "extra": Job(src=src)}, src / "model.pt")
     error = refused(src / "model.pt", CheckpointingException, to="dcp")
     assert error.exit_code == 4
-    assert "core.convert.Job" in error.message
+    assert "core.job.Job" in error.message
     report = run(Job(src=src / "model.pt", dst=src / "out", to="dcp", drop_unknown=True, fsync=False))
     assert any("extra" in text for text in report.dropped)
 
