@@ -25,6 +25,7 @@ from core.box import Box, Shape
 from core.dtypes import itemsize
 
 if TYPE_CHECKING:
+    from core.encoding import Encoding
     from core.store import ReadStore
 
 
@@ -64,7 +65,7 @@ class Extent:
         offset: byte address of element 0 or, if ``item_bytes`` is not None, of the container item that holds it.
         strides: in elements per axis; None means C order without gaps.
         item_bytes: length of that container item; the extent is then late-bound and ``strides`` is None.
-        encoding: codec of compressed bytes, or None for plain little-endian elements.
+        encoding: how the dense bytes are made, or None for plain little-endian elements in the file.
         crc: CRC-32 of the record that begins at element 0 and is exactly this array, where the container states one.
     """
 
@@ -72,7 +73,7 @@ class Extent:
     offset: int
     strides: Shape | None = None
     item_bytes: int | None = None
-    encoding: str | None = None
+    encoding: Encoding | None = None
     crc: int | None = None
 
     @property
@@ -174,7 +175,8 @@ class Catalog:
             nesting; None means flat.
         attrs: facts beside the entries; each format's docstring lists its own. Common ones: ``iteration`` (int),
             ``args`` (the training arguments as an inert namespace), ``aliases`` (key → key that shares its bytes),
-            ``is_rank_local``.
+            ``is_rank_local``, ``carried`` (path → key of the hidden uint8 tensor that is the file: configurations and
+            tokenizers beside the weights), ``documents`` (path → bytes of small files that a layout made).
         bind: finds the byte address and strides of a late-bound array.
     """
 

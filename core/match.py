@@ -9,7 +9,7 @@ from core.box import Box, whole
 from core.cast import check_cast
 from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
 from core.coverage import BoxIndex, first_hole, first_overlap, is_tiled
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import CorruptError, MissingShardError
 from core.places import described, region_shape
 
 
@@ -69,7 +69,7 @@ def _check_shapes(have: TensorMeta, want: TensorMeta, zeros: Sequence[Box]) -> N
 
 
 def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
-    """The one dtype of a tensor's source arrays; bounds and encodings are checked on the way."""
+    """The one dtype of a tensor's source arrays; bounds are checked on the way."""
     dtype = None
     for fragment in fragments:
         _check_bounds(fragment, meta)
@@ -81,8 +81,6 @@ def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
         dtype = array.dtype
         if array.extent is None:
             raise CorruptError(f"array {array.name!r} of the source lies nowhere", key=meta.key)
-        if array.extent.encoding is not None:
-            raise UnsupportedError(f"cannot decode {array.extent.encoding}", key=meta.key, file=_file(array))
     return meta.dtype if dtype is None else dtype
 
 

@@ -18,12 +18,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core", "core.errors", "core.dtypes", "core.box", "core.inert"),
     (
         *("core.catalog", "core.topology", "core.store", "core.image", "core.select", "core.contained", "core.linux"),
+        *("core.encoding", "core.decoded"),
         *("core.safe_pickle", "core.pickle_*"),
         *("core.skeleton", "core.plain", "core.checksum", "core.coverage", "core.gather"),
     ),
     (
         *("core.placement", "core.layout", "core.formats", "core.formats.*", "core.layout_*"),
         *("core.objects", "core.transform", "core.target", "core.optim_format", "core.fold", "core.peek"),
+        *("core.hf", "core.hf.*", "core.quantize", "core.quantize_*", "core.restack"),
     ),
     (*("core.open", "core.plan", "core.cast", "core.match", "core.places", "core.ends", "core.bands", "core.weave"),),
     (
@@ -41,14 +43,21 @@ DOORS = ("ckpt_cli", "core.dist_checkpointing")
 FAMILIES: dict[str, tuple[str, ...]] = {
     "torch": (),
     "megatron": ("torch",),
-    "dcp": ("torch",),
-    "torch_dist": ("dcp", "torch"),
+    "hf": (),
+    "mcore": ("torch",),
+    "safetensors": ("torch", "hf"),
+    "bin": ("torch", "hf"),
+    "dcp": ("torch", "safetensors"),
+    "torch_dist": ("dcp", "torch", "mcore"),
+    "zarr": ("torch", "mcore"),
+    "ocdbt": ("zarr", "torch"),
+    "deepspeed": ("torch",),
 }
 """Format family → the containers that its files hold. A module belongs to the longest name that its own begins with:
 ``torch_zip`` and ``torch_file`` to ``torch``. DCP and Megatron files hold torch zips; torch_dist is a DCP directory
 with Megatron's files beside it."""
 
-HEAVY = frozenset({"ml_dtypes", "numpy", "rich", "safetensors", "tensorstore", "torch", "zarr"})
+HEAVY = frozenset({"ml_dtypes", "numpy", "rich", "safetensors", "tensorstore", "torch", "zarr", "zstandard"})
 LIGHT = {"core": frozenset({"xxhash", "zlib_ng"}), "ckpt_cli": frozenset({"typer"})}
 """What a package may import at module level beside the standard library."""
 

@@ -31,8 +31,13 @@ class Format:
         lay_out: file images of a target catalog whose arrays are to be placed; pure. None if the format is read-only.
         aliases: other names that ``--to`` takes.
         partition: how a target catalog's tensors are cut into arrays: ``whole`` (one array a tensor), ``as_stored``
-            (the source's pieces) or ``ranks`` (by a layout and a topology).
+            (the source's pieces), ``grid`` (the source's pieces where they are equal boxes of a regular grid, else one
+            array) or ``ranks`` (by a layout and a topology).
         is_single_file: whether the destination may be one file.
+        suffixes: of a destination that is one file; () if any will do.
+        is_mcore: whether it is a dialect of Megatron-core's distributed checkpoint: global tensors under Megatron's
+            stacked names, a common state, a training root.
+        keeps_objects: whether non-tensor entries can be stored.
     """
 
     name: str
@@ -43,6 +48,9 @@ class Format:
     aliases: tuple[str, ...] = ()
     partition: str = "whole"
     is_single_file: bool = False
+    suffixes: tuple[str, ...] = ()
+    is_mcore: bool = False
+    keeps_objects: bool = True
 
 
 _BUILT_IN = ("megatron", "torch_dist", "dcp", "torch_file")

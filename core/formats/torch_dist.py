@@ -246,4 +246,5 @@ FORMAT = Format(
     read=read,
     lay_out=lay_out,
     partition="as_stored",
+    is_mcore=True,
 )

@@ -1,0 +1,187 @@
+"""Encoded arrays as files: the source store, with a file of dense bytes for every array that has an encoding.
+
+Decoded units are kept, the least recently used ones go first. Row bands of a tensor come in order, so a unit is decoded
+once as long as those that lie side by side fit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.catalog import Extent, Fragment, StoredArray
+from core.errors import CorruptError
+
+if TYPE_CHECKING:
+    from core.encoding import Encoding
+    from core.store import ReadStore
+
+DEFAULT_CACHE_BYTES = 64 << 20
+
+
+class DecodedStore:
+    """A read store that also serves encoded arrays.
+
+    Args:
+        store: the source's files.
+        cache_bytes: most bytes of decoded units that are kept; one unit a reader stays in any case.
+    """
+
+    def __init__(self, store: ReadStore, *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+        self._store = store
+        self._cache_bytes = cache_bytes
+        self._arrays: dict[str, StoredArray] = {}
+        self._units: OrderedDict[tuple[str, int], _Unit] = OrderedDict()
+        self._n_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def label(self) -> str:
+        """See ReadStore."""
+        return self._store.label
+
+    @property
+    def entry(self) -> str | None:
+        """See ReadStore."""
+        return self._store.entry
+
+    def placed(self, array: StoredArray) -> StoredArray:
+        """The array as plain bytes: as it is, or in a file that this store serves."""
+        extent = array.extent
+        if extent is None or extent.encoding is None:
+            return array
+        name = f"{extent.file}#{array.name}"
+        self._arrays[name] = array
+        return replace(array, extent=Extent(name, 0))
+
+    def files(self, under: str = "") -> list[str]:
+        """See ReadStore; decoded arrays are not listed."""
+        return self._store.files(under)
+
+    def folders(self, under: str = "") -> list[str]:
+        """See ReadStore."""
+        return self._store.folders(under)
+
+    def exists(self, name: str) -> bool:
+        """See ReadStore."""
+        return name in self._arrays or self._store.exists(name)
+
+    def size(self, name: str) -> int:
+        """See ReadStore."""
+        array = self._arrays.get(name)
+        return self._store.size(name) if array is None else array.n_bytes
+
+    def read(self, name: str, offset: int, n_bytes: int) -> bytes:
+        """See ReadStore."""
+        if name not in self._arrays:
+            return self._store.read(name, offset, n_bytes)
+        buffer = bytearray(n_bytes)
+        self.read_into(name, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """See ReadStore.
+
+        Raises:
+            CorruptError: an array decodes to another length than it should have; and what the encoding raises.
+        """
+        array = self._arrays.get(name)
+        if array is None:
+            self._store.read_into(name, offset, buffer)
+            return
+        encoding = _encoding_of(array)
+        done = 0
+        while done < len(buffer):
+            number, start = divmod(offset + done, encoding.unit_bytes)
+            unit = self._unit(name, array, number)
+            n = min(len(unit) - start, len(buffer) - done)
+            if n <= 0:
+                raise CorruptError(f"{encoding.name} data end at byte {offset + done} of the array", file=name)
+            buffer[done : done + n] = unit[start : start + n]
+            done += n
+
+    def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
+        """See ReadStore."""
+        if name not in self._arrays:
+            self._store.read_vector(name, offset, buffers, n_bytes)
+            return
+        for buffer in buffers:
+            self.read_into(name, offset, buffer)
+            offset += len(buffer)
+
+    def _unit(self, name: str, array: StoredArray, number: int) -> memoryview:
+        """The bytes of a unit, decoded by the first thread that asks for it."""
+        key = (name, number)
+        with self._lock:
+            unit = self._units.get(key)
+            if unit is None:
+                unit = self._units[key] = _Unit()
+            self._units.move_to_end(key)
+        with unit.lock:
+            data = unit.data
+            if data is not None:
+                return data
+            try:
+                data = memoryview(self._decoded(array, number)).toreadonly().cast("B")
+            except BaseException:
+                with self._lock:
+                    self._units.pop(key, None)
+                raise
+            unit.data = data
+        with self._lock:
+            if self._units.get(key) is unit:
+                self._n_bytes += len(data)
+            self._make_room(keep=key)
+        return data
+
+    def _decoded(self, array: StoredArray, number: int) -> bytes | memoryview:
+        encoding = _encoding_of(array)
+        data = encoding.decode(self._store, array, number)
+        wanted = min(encoding.unit_bytes, array.n_bytes - number * encoding.unit_bytes)
+        n_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
+        if n_bytes != wanted:
+            assert array.extent is not None
+            raise CorruptError(
+                f"{encoding.name} data of array {array.name!r} have {n_bytes} bytes, not {wanted}",
+                file=array.extent.file,
+            )
+        return data
+
+    def _make_room(self, *, keep: tuple[str, int]) -> None:
+        """Forgets units, oldest first, until the rest fits; the lock is held."""
+        while self._n_bytes > self._cache_bytes:
+            oldest = next((key for key, unit in self._units.items() if key != keep and unit.data is not None), None)
+            if oldest is None:
+                return
+            gone = self._units.pop(oldest).data
+            assert gone is not None
+            self._n_bytes -= len(gone)
+
+
+class _Unit:
+    """A decoded unit, or one that a thread is decoding."""
+
+    __slots__ = ("data", "lock")
+
+    def __init__(self) -> None:
+        self.data: memoryview | None = None
+        self.lock = threading.Lock()
+
+
+def _encoding_of(array: StoredArray) -> Encoding:
+    assert array.extent is not None and array.extent.encoding is not None
+    return array.extent.encoding
+
+
+def decoding_bytes(fragments: Iterable[Fragment]) -> int:
+    """Most memory that decoding one unit of these takes, the unit included; 0 if nothing is encoded."""
+    most = 0
+    for fragment in fragments:
+        extent = None if fragment.array is None else fragment.array.extent
+        if fragment.array is not None and extent is not None and extent.encoding is not None:
+            unit = min(extent.encoding.unit_bytes, fragment.array.n_bytes)
+            most = max(most, unit + extent.encoding.working_bytes)
+    return most
