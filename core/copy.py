@@ -16,6 +16,7 @@ from core.bands import ITEM_BYTES, Item, items_of
 from core.catalog import StoredArray
 from core.checksum import BLOCK_BYTES, RunSum
 from core.copier import Copier, band_bytes_of
+from core.decoded import DecodedStore
 from core.ledger import ItemRecord, Ledger
 from core.output import Stage
 from core.places import Places
@@ -145,7 +146,7 @@ class _Run:
         journal: Journal | None,
     ) -> None:
         self._plan = plan
-        self._source_store = source_store
+        self._source_store = DecodedStore(source_store, cache_bytes=plan.cache_bytes)
         self._stage_store = stage_store
         self._buffer_bytes = buffer_bytes
         self._item_bytes = item_bytes
@@ -176,7 +177,7 @@ class _Run:
                 number += 1
 
     def _bind(self, array: StoredArray) -> StoredArray:
-        return self._plan.source.bind(self._source_store, array)
+        return self._source_store.placed(self._plan.source.bind(self._source_store, array))
 
     def go(self, n_threads: int) -> None:
         """Runs the threads; the calling thread waits and stays open to signals."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from core.box import Box
 from core.catalog import Catalog
+from core.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.dtypes import itemsize
 from core.errors import CapacityError
 from core.image import FileImage
@@ -32,6 +33,8 @@ four; transposed sources profit from all."""
 MIN_BUFFER_BYTES = MIB
 RUNTIME_BYTES = 48 * MIB
 """What the interpreter, its modules and numpy occupy."""
+DECODER_BYTES = 192 * MIB
+"""What tensorstore and other codecs occupy beside the pieces that they decode."""
 ARRAY_BYTES = 220
 """Most bytes per placed array that the plan and the results occupy, names apart."""
 
@@ -54,6 +57,7 @@ class Plan:
         n_copies: replicas to compare.
         n_casts: tensors whose dtype changes.
         memory_bytes: what the process needs.
+        cache_bytes: of decoded pieces of encoded arrays; 0 if nothing is encoded.
     """
 
     source: Catalog
@@ -70,6 +74,7 @@ class Plan:
     n_copies: int
     n_casts: int
     memory_bytes: int
+    cache_bytes: int = 0
 
     @property
     def images(self) -> Sequence[FileImage]:
@@ -92,6 +97,7 @@ class _Totals:
     n_transfers: int = 0
     n_copies: int = 0
     n_casts: int = 0
+    decode_bytes: int = 0
 
 
 def make_plan(
@@ -117,7 +123,7 @@ def make_plan(
     Raises:
         MissingShardError: the source lacks a tensor, or a region that the target asks for.
         CorruptError: boxes out of bounds, shapes that differ, holes or double writes in target arrays, bad images.
-        UnsupportedError: a cast that is not made, or compressed sources.
+        UnsupportedError: a cast that is not made.
         CapacityError: the work does not fit in ``memory_bytes``.
     """
     if zeros is None:
@@ -131,14 +137,14 @@ def make_plan(
         coverage.add(target.fragments(key))
         _count(totals, work)
     coverage.finish()
-    buffer_bytes, need = _memory(threads, len(places), memory_bytes)
+    memory = _memory(threads, len(places), totals.decode_bytes, memory_bytes)
     return Plan(
         source=source,
         target=target,
         places=places,
         zeros=zeros,
-        threads=threads,
-        buffer_bytes=buffer_bytes,
+        threads=memory.threads,
+        buffer_bytes=memory.buffer_bytes,
         read_bytes=totals.read_bytes,
         write_bytes=places.n_bytes,
         file_bytes=sum(image.size for image in images),
@@ -146,7 +152,8 @@ def make_plan(
         n_transfers=totals.n_transfers,
         n_copies=totals.n_copies,
         n_casts=totals.n_casts,
-        memory_bytes=need,
+        memory_bytes=memory.n_bytes,
+        cache_bytes=memory.cache_bytes,
     )
 
 
@@ -172,18 +179,53 @@ def _count(totals: _Totals, work: Match) -> None:
     totals.n_transfers += len(work.pairs)
     totals.n_copies += len(work.copies)
     totals.n_casts += work.dtype != work.meta.dtype
+    used = (fragment for _, fragment in work.pieces)
+    totals.decode_bytes = max(totals.decode_bytes, decoding_bytes(used))
 
 
-def _memory(threads: int, n_arrays: int, memory_bytes: int | None) -> tuple[int, int]:
-    """Bytes of buffers per thread, and bytes that the process needs."""
-    fixed = RUNTIME_BYTES + n_arrays * ARRAY_BYTES
-    buffer_bytes = DEFAULT_BUFFER_BYTES
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What the process may use.
+
+    Args:
+        threads: that copy; fewer than were asked for where decoding would take too much.
+        buffer_bytes: of buffers per thread.
+        cache_bytes: of decoded pieces.
+        n_bytes: that the process needs.
+    """
+
+    threads: int
+    buffer_bytes: int
+    cache_bytes: int
+    n_bytes: int
+
+
+def _memory(threads: int, n_arrays: int, decode_bytes: int, memory_bytes: int | None) -> _Memory:
+    """How the memory is divided.
+
+    Args:
+        decode_bytes: most memory that decoding one piece of an encoded array takes; 0 if nothing is encoded.
+        memory_bytes: most bytes that the process may use; None for no limit.
+
+    Raises:
+        CapacityError: it does not fit.
+    """
+    fixed = RUNTIME_BYTES + n_arrays * ARRAY_BYTES + (DECODER_BYTES if decode_bytes else 0)
+    buffer_bytes, cache_bytes = DEFAULT_BUFFER_BYTES, DEFAULT_CACHE_BYTES if decode_bytes else 0
     if memory_bytes is not None:
-        buffer_bytes = min(buffer_bytes, (memory_bytes - fixed) // threads)
+        while threads > 1 and decode_bytes and fixed + threads * (MIN_BUFFER_BYTES + decode_bytes) > memory_bytes:
+            threads -= 1
+        rest = memory_bytes - fixed - threads * decode_bytes
+        buffer_bytes = min(buffer_bytes, rest // threads)
         if buffer_bytes < MIN_BUFFER_BYTES:
-            least = fixed + threads * MIN_BUFFER_BYTES
+            least = fixed + threads * (MIN_BUFFER_BYTES + decode_bytes)
+            what = f"{threads} threads and {n_arrays} arrays"
+            if decode_bytes:
+                what += f" and the largest encoded piece ({decode_bytes} bytes)"
             raise CapacityError(
-                f"{memory_bytes} bytes of memory are allowed, but {threads} threads and {n_arrays} arrays need {least}",
-                hint=f"allow at least {-(-least // MIB)} MiB, or use fewer threads",
+                f"{memory_bytes} bytes of memory are allowed, but {what} need {least}",
+                hint=f"allow at least {-(-least // MIB)} MiB" + (", or use fewer threads" if threads > 1 else ""),
             )
-    return buffer_bytes, fixed + threads * buffer_bytes
+        cache_bytes = min(cache_bytes, rest - threads * buffer_bytes)
+    need = fixed + threads * (buffer_bytes + decode_bytes) + cache_bytes
+    return _Memory(threads, buffer_bytes, cache_bytes, need)

@@ -7,7 +7,7 @@ Source of the partition names: ``core.formats.Format.partition``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -30,8 +30,9 @@ def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
     Args:
         catalog: what is to be written; keys, shapes and dtypes are final.
         format: name of the target format.
-        by: ``whole`` (one array a tensor) or ``as_stored`` (one array per stored piece, so that each piece moves as one
-            run; replicas once; tensors whose pieces overlap in part become whole). Hidden tensors are always whole.
+        by: ``whole`` (one array a tensor), ``as_stored`` (one array per stored piece, so that each piece moves as one
+            run; replicas once; tensors whose pieces overlap in part become whole) or ``grid`` (the same where the pieces
+            are equal boxes of a regular grid). Hidden tensors are always whole.
     """
     file_number = _file_numbers(catalog) if by == "as_stored" else {}
 
@@ -40,8 +41,10 @@ def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
         meta = catalog.meta(key)
         boxes = _whole(meta)
         number_of: dict[Box, int | None] = {}
-        if by == "as_stored" and key in catalog.tensors:
+        if by in ("as_stored", "grid") and key in catalog.tensors:
             number_of = _stored_boxes(meta, catalog.fragments(key), file_number)
+            if by == "grid" and not _is_grid(number_of):
+                number_of = {}
             boxes = list(number_of) or boxes
         origin = (0,) * len(meta.shape)
         return tuple(
@@ -62,6 +65,14 @@ def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
     return replace(catalog, format=format, version=None, fragments_of=fragments_of, bind=bind_nothing)
 
 
+def _is_grid(boxes: Collection[Box]) -> bool:
+    """Whether boxes that tile a tensor are all of one shape and lie at multiples of it."""
+    shapes = {box.shape for box in boxes}
+    return len(shapes) == 1 and all(
+        n > 0 and offset % n == 0 for box in boxes for offset, n in zip(box.offset, box.shape, strict=True)
+    )
+
+
 def _whole(meta: TensorMeta) -> list[Box]:
     return [Box((0,) * len(meta.shape), meta.shape)]
 
@@ -72,10 +83,11 @@ def _stored_boxes(
     """Distinct boxes of a tensor's pieces → number of the file each is to go to, or None; {} if they do not tile it."""
     boxes: dict[Box, int | None] = {}
     for fragment in fragments:
-        if fragment.array is None or fragment.array.extent is None:
+        array = fragment.array
+        if array is None:
             return {}
         if not fragment.box.is_empty or meta.n_elements == 0:
-            boxes.setdefault(fragment.box, file_number.get(fragment.array.extent.file))
+            boxes.setdefault(fragment.box, None if array.extent is None else file_number.get(array.extent.file))
     tiles = sum(box.n_elements for box in boxes) == meta.n_elements and (meta.n_elements or len(boxes) == 1)
     return boxes if tiles else {}
 
