@@ -32,31 +32,25 @@ Source: megatron-core 0.12.1, 0.16.1 and Megatron-LM d98e8a64, pinned in tests/g
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.box import whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, StoredArray, StoredObject
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats import Format, dcp
-from core.formats.dcp_items import array_called, lay_out_items
-from core.formats.torch_file import load_object, plan_tree
-from core.image import FileImage, literal_file
-from core.inert import as_mapping
-from core.skeleton import REMOVED, Entry, mapped
+from core.formats.dcp_items import lay_out_items
+from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
+from core.formats.mcore_config import CONFIG, checked_version, config_image, config_of
+from core.formats.mcore_objects import is_sharded_object, with_hidden
+from core.formats.torch_file import load_object
+from core.image import FileImage
 
 if TYPE_CHECKING:
     from core.store import ReadStore
 
-CONFIG = "metadata.json"
-COMMON_FILE = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
 DIALECTS = ("0.12", "common_pt", "common_object")
-_MAX_CONFIG_BYTES = 1 << 20
-_SHARDED_OBJECT = re.compile(r".+/shard_\d+(\.\d+)*_\d+(\.\d+)*$")
+_BACKEND = "torch_dist"
 
 
 def sniff(store: ReadStore) -> bool:
@@ -64,27 +58,9 @@ def sniff(store: ReadStore) -> bool:
     if store.entry is not None or not store.exists(CONFIG):
         return store.entry is None and store.exists(COMMON_FILE) and store.exists(dcp.METADATA)
     try:
-        return _config(store).get("sharded_backend") == "torch_dist"
+        return config_of(store).get("sharded_backend") == _BACKEND
     except CorruptError:
         return dcp.sniff(store)
-
-
-def _config(store: ReadStore) -> dict[str, object]:
-    """The content of ``metadata.json``.
-
-    Raises:
-        CorruptError: it is not a JSON object.
-    """
-    size = store.size(CONFIG)
-    if size > _MAX_CONFIG_BYTES:
-        raise CorruptError(f"{size} bytes are too much for this file", file=CONFIG)
-    try:
-        found = json.loads(store.read(CONFIG, 0, size))
-    except (ValueError, RecursionError) as err:
-        raise CorruptError(f"not JSON: {err}", file=CONFIG, hint='it should be {"sharded_backend": …}') from err
-    if not isinstance(found, dict):
-        raise CorruptError(f"a JSON {type(found).__name__}, not an object", file=CONFIG)
-    return found
 
 
 def read(store: ReadStore) -> Catalog:
@@ -96,12 +72,12 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: another backend or version of it, or as for ``core.formats.dcp.read``.
         UnsafeError: a hostile pickle, or a name outside the directory.
     """
-    version = _checked_version(store)
+    version = checked_version(store, backend=_BACKEND)
     metadata = dcp.metadata_of(store)
     has_object = COMMON_OBJECT in metadata.objects
     catalog = dcp.catalog_of(metadata, format="torch_dist")
     if store.exists(COMMON_FILE):
-        value, arrays = _common_of_file(store)
+        value, arrays = common_of_file(store)
         if has_object:
             raise CorruptError(f"there are both {COMMON_FILE} and {COMMON_OBJECT}", file=store.label)
         dialect = "common_pt" if metadata.mcore_data is None else "0.12"
@@ -115,36 +91,8 @@ def read(store: ReadStore) -> Catalog:
             file=store.label,
             hint="copy the checkpoint again, with all its files",
         )
-    common = as_mapping(value)
-    if common is None:
-        raise CorruptError(f"the common state is a {type(value).__name__}, not a dict", file=store.label)
-    attrs: dict[str, object] = {"dialect": dialect, "sharded_backend_version": version, "common": common}
-    for name in ("args", "iteration", "checkpoint_version", "content_metadata"):
-        if name in common:
-            attrs[name] = common[name]
-    return _with_hidden(catalog, arrays).with_attrs(**attrs)
-
-
-def _checked_version(store: ReadStore) -> int:
-    if not store.exists(CONFIG):
-        raise MissingShardError(
-            f"{CONFIG} is not there; Megatron writes it last, so the save did not finish",
-            file=store.label,
-            hint="use an older checkpoint",
-        )
-    config = _config(store)
-    backend, version = config.get("sharded_backend"), config.get("sharded_backend_version", 1)
-    if backend != "torch_dist" or version != 1:
-        raise UnsupportedError(f"the backend {backend!r} of version {version!r} is not handled", file=CONFIG)
-    common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
-    if common != ("torch", 1):
-        raise UnsupportedError(f"the common backend {common[0]!r} of version {common[1]!r} is not handled", file=CONFIG)
-    return 1
-
-
-def _common_of_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray]]:
-    stream = StoredArray(COMMON_FILE, "uint8", (store.size(COMMON_FILE),), Extent(COMMON_FILE, 0))
-    return load_object(store, stream, key=COMMON_FILE)
+    attrs = {"dialect": dialect, "sharded_backend_version": version}
+    return with_hidden(catalog, arrays).with_attrs(**attrs, **common_attrs(value, file=store.label))
 
 
 def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mapping[str, StoredArray]]:
@@ -156,19 +104,6 @@ def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mappi
     if not isinstance(value, list) or len(value) != 1:
         raise CorruptError(f"the object is a {type(value).__name__}, not a list of one common state", key=COMMON_OBJECT)
     return value[0], arrays
-
-
-def _with_hidden(catalog: Catalog, arrays: Mapping[str, StoredArray]) -> Catalog:
-    """The catalog with more hidden tensors, each one array."""
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        array = arrays.get(key)
-        if array is None:
-            return catalog.fragments(key)
-        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
-
-    metas = {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
-    return replace(catalog, hidden={**catalog.hidden, **metas}, fragments_of=fragments_of)
 
 
 def lay_out(target: Catalog) -> Sequence[FileImage]:
@@ -186,50 +121,20 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     dialect = target.attrs.get("dialect", "common_pt")
     if dialect not in DIALECTS:
         raise UnsupportedError(f"the dialect {dialect!r} is not known", hint=f"known: {', '.join(DIALECTS)}")
-    common = _common_state(target)
+    common = common_state(target)
     objects = [item for item in target.objects.values() if is_sharded_object(item.key)]
-    config: dict[str, object] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     beside = []
     if dialect == "common_object":
         objects.append(StoredObject(COMMON_OBJECT, value=[common]))
     else:
-        config |= {"common_backend": "torch", "common_backend_version": 1}
-        plan = plan_tree(common, array_of=lambda key: array_called(target, key), prefix="common")
-        beside = [FileImage(COMMON_FILE, plan.size, plan.arrays, plan.literals)]
+        beside.append(common_image(target, common))
     layout = lay_out_items(target, objects, max_file_bytes=dcp.max_file_bytes(target))
     return (
         *layout.files,
-        literal_file(CONFIG, json.dumps(config).encode()),
+        config_image(backend=_BACKEND, has_common_file=bool(beside)),
         *beside,
         dcp.metadata_image(target, layout, planner_data=None, mcore_data=_mcore_data(target, str(dialect))),
     )
-
-
-def is_sharded_object(key: str) -> bool:
-    """Whether a key is ``<name>/shard_<offset>_<shape>``, dots inside offset and shape."""
-    return _SHARDED_OBJECT.search(key) is not None
-
-
-def _common_state(target: Catalog) -> dict[object, object]:
-    """attrs["common"], and the values of all objects that are no ShardedObjects."""
-    loose = {key: item for key, item in target.objects.items() if not is_sharded_object(key)}
-    for key, item in loose.items():
-        if item.raw_key is not None:
-            raise UnsupportedError("the object's value must be loaded before it can join the common state", key=key)
-
-    placed: set[str] = set()
-
-    def value_of(entry: Entry) -> object:
-        if entry.key not in loose:
-            return REMOVED
-        placed.add(entry.key)
-        return loose[entry.key].value
-
-    found: dict[object, object] = {}
-    if loose and target.skeleton is not None:
-        found |= as_mapping(mapped(target.skeleton, value_of)) or {}
-    found |= {key: item.value for key, item in loose.items() if key not in placed}
-    return found | (as_mapping(target.attrs.get("common")) or {})
 
 
 def _mcore_data(target: Catalog, dialect: str) -> dict[str, object] | None:

@@ -1,0 +1,80 @@
+"""``metadata.json`` of Megatron-core's distributed checkpoints: which backend wrote the tensors.
+
+On disk::
+
+    {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
+     "common_backend": "torch", "common_backend_version": 1}
+
+``sharded_backend`` is ``torch_dist`` or, up to megatron-core 0.12, ``zarr``. HEAD leaves out the common backend,
+because its common state is an object among the others. Megatron writes the file last.
+
+Not supported: versions other than 1, other common backends.
+
+Source: megatron-core 0.12.1, 0.16.1 and Megatron-LM d98e8a64, pinned in tests/golden (``mcore*``);
+``megatron/core/dist_checkpointing/core.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.image import FileImage, literal_file
+
+if TYPE_CHECKING:
+    from core.store import ReadStore
+
+CONFIG = "metadata.json"
+VERSION = 1
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+def config_of(store: ReadStore) -> dict[str, object]:
+    """The content of ``metadata.json``, which is there.
+
+    Raises:
+        CorruptError: it is not a JSON object.
+    """
+    size = store.size(CONFIG)
+    if size > _MAX_CONFIG_BYTES:
+        raise CorruptError(f"{size} bytes are too much for this file", file=CONFIG)
+    try:
+        found = json.loads(store.read(CONFIG, 0, size))
+    except (ValueError, RecursionError) as err:
+        raise CorruptError(f"not JSON: {err}", file=CONFIG, hint='it should be {"sharded_backend": …}') from err
+    if not isinstance(found, dict):
+        raise CorruptError(f"a JSON {type(found).__name__}, not an object", file=CONFIG)
+    return found
+
+
+def checked_version(store: ReadStore, *, backend: str) -> int:
+    """The version of the backend, once the file says that it is ``backend`` and of a version that is handled.
+
+    Raises:
+        MissingShardError: the file is absent.
+        CorruptError: it is no JSON object.
+        UnsupportedError: another backend, or another version of it or of the common state.
+    """
+    if not store.exists(CONFIG):
+        raise MissingShardError(
+            f"{CONFIG} is not there; Megatron writes it last, so the save did not finish",
+            file=store.label,
+            hint="use an older checkpoint",
+        )
+    config = config_of(store)
+    found, version = config.get("sharded_backend"), config.get("sharded_backend_version", 1)
+    if found != backend or version != VERSION:
+        raise UnsupportedError(f"the backend {found!r} of version {version!r} is not handled", file=CONFIG)
+    common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
+    if common != ("torch", 1):
+        raise UnsupportedError(f"the common backend {common[0]!r} of version {common[1]!r} is not handled", file=CONFIG)
+    return VERSION
+
+
+def config_image(*, backend: str, has_common_file: bool, is_metadata: bool = False) -> FileImage:
+    """The image of ``metadata.json``, as Megatron writes it."""
+    config: dict[str, object] = {"sharded_backend": backend, "sharded_backend_version": VERSION}
+    if has_common_file:
+        config |= {"common_backend": "torch", "common_backend_version": 1}
+    return literal_file(CONFIG, json.dumps(config).encode(), is_metadata=is_metadata)

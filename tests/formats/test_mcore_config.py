@@ -1,0 +1,69 @@
+"""``metadata.json`` of Megatron-core's distributed checkpoints, whatever the backend."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.formats.mcore_common import common_attrs
+from core.formats.mcore_config import CONFIG, checked_version, config_image, config_of
+from core.formats.mcore_objects import is_sharded_object
+from core.store import MemoryStore
+
+
+def store_of(config: object) -> MemoryStore:
+    return MemoryStore({CONFIG: config if isinstance(config, bytes) else json.dumps(config).encode()})
+
+
+@pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
+@pytest.mark.parametrize("has_common_file", [True, False])
+def test_what_is_written_is_accepted(backend: str, has_common_file: bool) -> None:
+    image = config_image(backend=backend, has_common_file=has_common_file)
+    ((_, data),) = image.literals(lambda name: 0)
+    store = store_of(data)
+    assert checked_version(store, backend=backend) == 1
+    assert ("common_backend" in config_of(store)) == has_common_file
+
+
+def test_another_backend_is_named() -> None:
+    with pytest.raises(UnsupportedError, match="'zarr'"):
+        checked_version(store_of({"sharded_backend": "zarr"}), backend="torch_dist")
+
+
+@pytest.mark.parametrize("extra", [{"sharded_backend_version": 2}, {"common_backend": "x"}])
+def test_another_version_or_common_backend_is_refused(extra: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedError):
+        checked_version(store_of({"sharded_backend": "zarr", **extra}), backend="zarr")
+
+
+def test_an_absent_config_is_an_unfinished_save() -> None:
+    with pytest.raises(MissingShardError, match="did not finish"):
+        checked_version(MemoryStore({"common.pt": b""}), backend="zarr")
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"[" * 100_000, b" " * (1 << 20) + b"{}"])
+def test_a_bad_config_is_corrupt_and_named(data: bytes) -> None:
+    with pytest.raises(CorruptError) as caught:
+        config_of(store_of(data))
+    assert caught.value.file == CONFIG
+
+
+def test_a_common_state_that_is_no_dict_is_corrupt() -> None:
+    with pytest.raises(CorruptError, match="list, not a dict"):
+        common_attrs([1], file="here")
+
+
+@pytest.mark.parametrize(
+    ("key", "is_one"),
+    [
+        ("rng_state/shard_0.1_2.2", True),
+        ("a._extra_state/shard_0_4", True),
+        ("/shard_0_4", False),
+        ("a/shard_0", False),
+        ("a/shard_x_4", False),
+    ],
+)
+def test_keys_of_sharded_objects_are_told_from_others(key: str, is_one: bool) -> None:
+    assert is_sharded_object(key) == is_one
