@@ -1,18 +1,30 @@
 """From rank-local names and shapes to global ones: the rank files of a Megatron checkpoint as one model.
 
-The result is the *global per-layer form*, which ``core.layout_shard`` and ``core.layout_stack`` take: keys such as
-``decoder.layers.3.mlp.linear_fc1.weight`` (layers numbered over the whole model, names as in the rank files),
-shapes those of the whole tensors, and one fragment for every piece that a rank holds. What several ranks hold gives
-several fragments with one box; the engine compares them.
+The result is the *global per-layer form*, which ``core.layout_shard`` and ``core.layout_stack`` take. Keys are names
+as rank files have them, without ``model.``; layers and experts are numbered over the whole model, shapes are those
+of the whole tensors, and there is one fragment for every piece that a rank holds. What several ranks hold gives several
+fragments with one box; the engine compares them::
 
-attrs of the result:
+    decoder.layers.3.input_layernorm.weight                          or self_attention.linear_qkv.layer_norm_weight,
+                                                                     whichever the model's rank files have
+    decoder.layers.3.mlp.router.weight
+    decoder.layers.3.mlp.shared_experts.linear_fc1.weight            gated: all gate rows, then all up rows
+    decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight  always this form, whatever rank files say
 
-* ``family`` ("megatron"), ``args``, ``iteration``, ``checkpoint_version``, ``topology`` (of the source);
-* ``notes``: what the user should know; ``dropped``: ``entry (reason)`` of what is left out;
-* ``common``: the other top-level entries, by name (``core.layout_state``);
+attrs of the result (required ones first):
+
+* ``family`` ("megatron") and ``args``: the training arguments; ``core.layout_args.facts_of`` says which ones matter;
+* ``iteration``, ``checkpoint_version``, ``topology`` (of the source);
+* ``common``: the other top-level entries, by name, ``args`` among them (``core.layout_state``);
 * ``vocab_size``: rows of the true vocabulary, None where nothing says;
-* ``order``: names of tensors and extra states in the order of the files;
-* ``module_versions``, ``is_ordered``, ``top_level``: how the files' dicts look.
+* ``expert_names``: how rank files name experts, and None without experts: ``sequential``
+  (``experts.local_experts.3.linear_fc1.weight``), ``te_grouped`` (``experts.linear_fc1.weight3``) or ``grouped``
+  (``experts.weight1``, of older Megatron: read, but written as ``sequential``). Absent: what the arguments say;
+* ``is_down_proj_cut``: multi-latent attention's down projections are cut over TP (older local implementation); absent
+  means that they are not;
+* ``notes``: what the user should know; ``dropped``: ``entry (reason)`` of what is left out;
+* ``order``: names of tensors and extra states in the order of the files; absent: as Megatron makes them;
+* ``module_versions``, ``is_ordered``, ``top_level``: how the files' dicts look; absent: as Megatron makes them.
 
 Objects: extra states per layer, and random states.
 """
