@@ -1,8 +1,9 @@
 """Opening a checkpoint: from whatever the user points at to a store, a format and a catalog.
 
 Accepted: a checkpoint directory, one file of it, a Megatron rank directory, or a training root that holds iterations
-(``latest_checkpointed_iteration.txt`` beside ``iter_0000010/``, or ``step-10/`` as torchtitan names them). A root
-descends to the iteration that its tracker names, else to the newest one.
+(``latest_checkpointed_iteration.txt`` beside ``iter_0000010/``, DeepSpeed's ``latest`` beside ``global_step10/``,
+``step-10/`` as torchtitan and ``checkpoint-10/`` as Hugging Face name them). A root descends to the iteration that its
+tracker names, else to the newest one.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from pathlib import Path
 from core.catalog import Catalog
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.formats import Format, sniffed
-from core.store import LocalStore, translated
+from core.store import LocalStore, checked_name, translated
 
 TRACKER = "latest_checkpointed_iteration.txt"
-ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?)(\d+)$")
+_NAMING_TRACKERS = ("latest", "latest_universal")
+"""DeepSpeed's: they hold the directory's name."""
+ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?|checkpoint-)(\d+)(?:_universal)?$")
 _METADATA_FILES = (".metadata", "metadata.json", "common.pt")
+_INDEX_FILE = re.compile(r"(\.index\.json|^zarr\.json|^\.zarray|^\.zgroup|^manifest\.ocdbt|^config\.json)$")
+"""Files that stand for the directory that they describe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +74,7 @@ def open_checkpoint(path: Path, *, iteration: int | None = None) -> Checkpoint:
         store = LocalStore(folder)
         _refuse_empty(store)
     try:
-        _refuse_unread(store)
-        format = sniffed(store)
+        format = _sniffed(store)
         catalog = format.read(store)
     except BaseException:
         store.close()
@@ -90,7 +94,7 @@ def open_checkpoint(path: Path, *, iteration: int | None = None) -> Checkpoint:
 
 def store_of_file(path: Path) -> LocalStore:
     """The store for one file; a metadata file stands for its directory."""
-    if path.name in _METADATA_FILES or path.suffix == ".distcp":
+    if path.name in _METADATA_FILES or path.suffix == ".distcp" or _INDEX_FILE.search(path.name):
         return LocalStore(path.parent)
     return LocalStore(path.parent, entry=path.name)
 
@@ -98,7 +102,10 @@ def store_of_file(path: Path) -> LocalStore:
 def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     """The directory to read for ``root``, and notes about the choice."""
     store = LocalStore(root)
-    iterations = {int(m.group(1)): name for name in store.folders() if (m := ITERATION_DIR.match(name))}
+    iterations: dict[int, str] = {}
+    for name in store.folders():  # sorted, so that a plain directory comes before its universal form
+        if found := ITERATION_DIR.match(name):
+            iterations.setdefault(int(found.group(1)), name)
     has_tracker = store.exists(TRACKER)
     if wanted is not None and (iterations or has_tracker):
         if wanted not in iterations:
@@ -125,10 +132,35 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
                 hint=f"pass --iteration; iterations here: {_listed(iterations)}",
             )
         return root / name, []
+    for tracker in _NAMING_TRACKERS:
+        if store.exists(tracker):
+            return root / _named(store, root, tracker, iterations), []
     if iterations and not any(store.exists(name) for name in _METADATA_FILES):
         newest = max(iterations)
         return root / iterations[newest], [f"no tracker file: the newest iteration, {iterations[newest]}, was taken"]
     return root, []
+
+
+def _named(store: LocalStore, root: Path, tracker: str, iterations: dict[int, str]) -> str:
+    """The directory that one of DeepSpeed's trackers names."""
+    text = store.read(tracker, 0, min(store.size(tracker), 256)).decode("utf-8", "replace").strip()
+    name = checked_name(text, found_in=str(root / tracker))
+    if not (root / name).is_dir():
+        raise MissingShardError(
+            f"the tracker names {name}, which is not there",
+            file=str(root / tracker),
+            hint=f"point at the directory itself, or pass --iteration; iterations here: {_listed(iterations)}",
+        )
+    return name
+
+
+def _sniffed(store: LocalStore) -> Format:
+    """The format of a store; the usual ones that are not read are named."""
+    try:
+        return sniffed(store)
+    except UnsupportedError as err:
+        _refuse_unread(store, err.hint or "")
+        raise
 
 
 def _refuse_empty(store: LocalStore) -> None:
@@ -137,32 +169,25 @@ def _refuse_empty(store: LocalStore) -> None:
 
 
 _UNREAD = (
-    (re.compile(r"\.safetensors$"), "safetensors files"),
-    (re.compile(r"_optim_states\.pt$|_model_states\.pt$"), "a DeepSpeed checkpoint"),
-    (re.compile(r"^(\.zarray|\.zgroup|zarr\.json)$"), "zarr arrays"),
-    (re.compile(r"^manifest\.ocdbt$"), "an Orbax (OCDBT) checkpoint"),
-    (re.compile(r"^pytorch_model-\d+-of-\d+\.bin$"), "a sharded pytorch_model.bin"),
+    (re.compile(r"\.gguf$"), "a GGUF file"),
+    (re.compile(r"\.nemo$"), "a NeMo archive"),
+    (re.compile(r"\.(h5|keras)$"), "a Keras file"),
+    (re.compile(r"\.msgpack$"), "a Flax file"),
+    (re.compile(r"\.onnx$"), "an ONNX model"),
+    (re.compile(r"\.(ckpt|data-\d+-of-\d+|ckpt\.index)$"), "a TensorFlow checkpoint"),
 )
 
 
-def _refuse_unread(store: LocalStore) -> None:
-    """Names the usual formats that are not read yet, before one of their files is taken for a checkpoint of its own.
+def _refuse_unread(store: LocalStore, known: str) -> None:
+    """Names the usual formats that are not read.
 
     Raises:
         UnsupportedError: the directory (or file) is of such a format.
     """
     names = [store.entry] if store.entry is not None else store.files()
     what = next((what for expression, what in _UNREAD if any(map(expression.search, names))), None)
-    if what is None and store.entry is None and "metadata.json" in names:
-        text = store.read("metadata.json", 0, min(store.size("metadata.json"), 1 << 16))
-        if re.search(rb'"sharded_backend"\s*:\s*"zarr"', text):
-            what = "a Megatron checkpoint with the zarr backend"
     if what is not None:
-        raise UnsupportedError(
-            f"{what} cannot be read yet",
-            file=store.label,
-            hint="formats that are read: megatron, torch_dist, dcp, torch",
-        )
+        raise UnsupportedError(f"{what} cannot be read", file=store.label, hint=known) from None
 
 
 def _listed(iterations: dict[int, str]) -> str:

@@ -261,9 +261,13 @@ def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
     store = checkpoint.store
     if store.entry is not None:
         return 1, os.stat(store.path(store.entry)).st_size, None
-    names = store.files()
-    for folder in store.folders():
-        names += [f"{folder}/{name}" for name in store.files(folder)]
+    names: list[str] = []
+    folders = [""]
+    while folders:
+        under = folders.pop()
+        prefix = under + "/" if under else ""
+        names += [prefix + name for name in store.files(under)]
+        folders += [prefix + name for name in store.folders(under)]
     sizes = [os.stat(store.path(name)).st_size for name in names]
     writers = {found[1] for name in names if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
     return len(names), sum(sizes), len(writers) or None
@@ -335,7 +339,7 @@ def _verdicts(own: Format, unsharded: _Unsharded, optimizer: str | None) -> tupl
     verdicts = [Verdict("convert", True, tuple(names), why) for why, names in targets_of.items()]
     if not verdicts:
         verdicts.append(Verdict("convert", False, (), unsharded.why))
-    if own.partition != "ranks" and own.name != "torch_dist":
+    if own.partition != "ranks" and not own.is_mcore:
         cut = [*cut, _NEEDS_LAYOUT]
     verdicts.append(Verdict("reshard", is_known, (), _joined(cut) if is_known else unsharded.why))
     return tuple(verdicts)

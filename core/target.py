@@ -7,12 +7,38 @@ Source of the partition names: ``core.formats.Format.partition``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from core.box import Box
 from core.catalog import Catalog, Fragment, StoredArray, TensorMeta, bind_nothing
+from core.formats import Format
+from core.objects import inlined, state_dict, with_common
+
+
+def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Catalog]:
+    """(the source under the keys that it gets in a format of global tensors, the target catalog to be laid out).
+
+    Args:
+        catalog: global tensors; its objects have been loaded.
+        format: not one that is cut by ranks.
+    """
+    catalog = with_common(catalog) if format.is_mcore else state_dict(catalog)
+    if format.nests:
+        catalog = inlined(catalog)
+    if not format.carries_files:
+        catalog = without_files(catalog)
+    return catalog, partitioned(catalog, format=format.name, by=format.partition)
+
+
+def without_files(catalog: Catalog) -> Catalog:
+    """The catalog without the files that lie beside its weights."""
+    carried = catalog.attrs.get("carried")
+    keys = set(carried.values()) if isinstance(carried, Mapping) else set()
+    attrs = {name: value for name, value in catalog.attrs.items() if name not in ("carried", "documents")}
+    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in keys}
+    return replace(catalog, hidden=hidden, attrs=attrs)
 
 
 def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog:
@@ -31,8 +57,8 @@ def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
         catalog: what is to be written; keys, shapes and dtypes are final.
         format: name of the target format.
         by: ``whole`` (one array a tensor), ``as_stored`` (one array per stored piece, so that each piece moves as one
-            run; replicas once; tensors whose pieces overlap in part become whole) or ``grid`` (the same where the pieces
-            are equal boxes of a regular grid). Hidden tensors are always whole.
+            run; replicas once; tensors whose pieces overlap in part become whole) or ``grid`` (the same where the
+            pieces are equal boxes of a regular grid). Hidden tensors are always whole.
     """
     file_number = _file_numbers(catalog) if by == "as_stored" else {}
 

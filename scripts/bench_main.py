@@ -2,8 +2,8 @@
 
 "Copy" is ``cp -r`` plus fsync of the copied files. A ratio is the wall time of the whole command, start-up and commit
 included, by the time of a copy of its source; both run on a warm page cache, in turn, and the median of the ratios
-counts. Checksums and digests are on. Sources are made by torch (bench_sources.py); torch_dist by our own writer, since
-megatron-core needs a model to write it.
+counts. Checksums and digests are on. Sources are made by torch, safetensors and tensorstore (bench_sources.py);
+torch_dist and zarr by our own writers, since megatron-core needs a model to write them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,15 +28,76 @@ from pathlib import Path
 from bench_measure import Case, CommandError, Run, ckpt, in_turn, remove, run, table, warm
 
 GIB = 1 << 30
-TARGETS = ("torch", "dcp", "torch_dist", "megatron")
-SOURCES = {"torch": "torch", "dcp-1": "dcp", "dcp-4": "dcp", "megatron-tp8": "megatron", "torch_dist": "torch_dist"}
+TARGETS = ("torch", "dcp", "torch_dist", "megatron", "safetensors", "zarr", "zarr3")
+SOURCES = {
+    "torch": "torch",
+    "dcp-1": "dcp",
+    "dcp-4": "dcp",
+    "megatron-tp8": "megatron",
+    "torch_dist": "torch_dist",
+    "zarr": "zarr",
+    "safetensors": "safetensors",
+    "zarr3": "zarr3",
+    "orbax": "orbax",
+    "zarr3-zstd": "zarr3",
+}
 """Kind of source → the format that it is in."""
+MEGATRON = ("torch", "dcp-1", "dcp-4", "megatron-tp8", "torch_dist", "zarr")
+"""Kinds that have what ``megatron``, ``torch_dist`` and ``zarr`` need: training arguments and Megatron's names."""
+MADE_BY_US = {"torch_dist": "torch_dist", "zarr": "zarr"}
+"""Kinds that only a model in Megatron could write: made of rank files by our own writer."""
+COMPRESSED = ("zarr3-zstd",)
+"""Kinds that go through tensorstore; the copy that they are compared with is of the compressed files."""
 
-PEERS = {"torch": "torch_save_to_dcp", "dcp-1": "dcp_to_torch_save", "dcp-4": "dcp_to_torch_save"}
-"""Kind of source → torch's converter for it."""
-CALL_PEER = (
-    "import sys; from torch.distributed.checkpoint import format_utils as f; getattr(f, sys.argv[1])(*sys.argv[2:])"
-)
+
+@dataclass(frozen=True)
+class Peer:
+    """Another tool's way to do what one of our commands does.
+
+    Args:
+        name: what it is called in the table.
+        code: a program; its arguments are the source and the destination.
+        source: what it takes of the source's directory; "" for all.
+        target: our format for the same work.
+        reach, aim: how many times slower it is to be.
+    """
+
+    name: str
+    code: str
+    source: str
+    target: str
+    reach: float
+    aim: float
+
+
+_TO_DCP = "import sys; from torch.distributed.checkpoint import format_utils as f; f.torch_save_to_dcp(*sys.argv[1:])"
+_TO_TORCH = "import sys; from torch.distributed.checkpoint import format_utils as f; f.dcp_to_torch_save(*sys.argv[1:])"
+_TO_HF = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+state = torch.load(sys.argv[1], mmap=True, weights_only=False)["model"]
+state = {key: value for key, value in state.items() if value is not None}
+writer = HuggingFaceStorageWriter(sys.argv[2], fqn_to_index_mapping={key: 1 for key in state})
+dcp.save(state, storage_writer=writer, no_dist=True)
+"""
+_LOAD_SAVE = """
+import os, sys
+from safetensors.torch import load_file, save_file
+os.mkdir(sys.argv[2])
+for name in sorted(os.listdir(sys.argv[1])):
+    if name.endswith(".safetensors"):
+        save_file(load_file(f"{sys.argv[1]}/{name}"), f"{sys.argv[2]}/{name}")
+"""
+PEERS: dict[str, tuple[Peer, ...]] = {
+    "torch": (
+        Peer("torch_save_to_dcp of torch", _TO_DCP, "model.pt", "dcp", 8, 10),
+        Peer("dcp.save with HuggingFaceStorageWriter", _TO_HF, "model.pt", "safetensors", 1, 10),
+    ),
+    "dcp-1": (Peer("dcp_to_torch_save of torch", _TO_TORCH, "", "torch", 8, 10),),
+    "dcp-4": (Peer("dcp_to_torch_save of torch", _TO_TORCH, "", "torch", 8, 10),),
+    "safetensors": (Peer("load_file + save_file of safetensors", _LOAD_SAVE, "", "safetensors", 1, 4),),
+}
+"""Kind of source → other tools' converters for it."""
 TIME_PICKLE = """
 import pickle, sys, time, torch.distributed.checkpoint
 data = open(sys.argv[1], "rb").read()
@@ -77,9 +139,9 @@ class Bench:
         folder = self.scratch_dir / f"{kind}-{n_bytes}"
         print(f"making {kind}, {n_bytes / GIB:.3g} GiB", file=sys.stderr, flush=True)
         try:
-            if kind == "torch_dist":
+            if kind in MADE_BY_US:
                 with self.source("megatron-tp8", n_bytes) as ranks:
-                    run(ckpt("convert", ranks, folder, "--to", "torch_dist", "-q"))
+                    run(ckpt("convert", ranks, folder, "--to", MADE_BY_US[kind], "-q"))
             else:
                 maker = Path(__file__).with_name("bench_sources.py")
                 run([sys.executable, "-W", "ignore", maker, kind, folder, "--bytes", str(n_bytes)])
@@ -92,19 +154,20 @@ class Bench:
     def convert(self) -> None:
         """Between any two raw formats; once more without fsync on both sides; torch's own converters beside ours."""
         for kind, format in SOURCES.items():
-            names = {to: f"convert {kind} → {to}" for to in TARGETS if to != format or kind == "dcp-4"}
-            peer = PEERS.get(kind)
-            peer_name = f"{peer} of torch, {kind}"
-            if not any(map(self.wants, [*names.values(), peer_name] if peer else names.values())):
+            names = {to: f"convert {kind} → {to}" for to in _targets(kind) if to != format or kind == "dcp-4"}
+            peers = [(f"{peer.name}, {kind}", peer) for peer in PEERS.get(kind, ())]
+            if not any(map(self.wants, [*names.values(), *(name for name, _ in peers)])):
                 continue
             with self.tolerant(f"source {kind}"), self.source(kind, round(self.options.size * GIB)) as src:
                 for to, name in names.items():
-                    self._transfer(name, src, ["convert", "--to", to], reach=1.0, aim=0.75)
-                if peer and self.wants(peer_name):
-                    with self.tolerant(peer_name):
-                        self.add(self._peer(peer_name, peer, src, fsync=True))
-                        if peer == "dcp_to_torch_save":  # torch.save does not fsync; dcp.save does
-                            self.add(self._peer(f"{peer_name}, no fsync", peer, src, fsync=False))
+                    reach, aim = (None, None) if kind in COMPRESSED else (1.0, 0.75)
+                    self._transfer(name, src, ["convert", "--to", to], reach=reach, aim=aim)
+                for name, peer in peers:
+                    if self.wants(name):
+                        with self.tolerant(name):
+                            for fsync in (True, False):  # of ours; theirs does what it does by default
+                                for case in self._peer(name if fsync else f"{name}, no fsync", peer, src, fsync=fsync):
+                                    self.add(case)
 
     def reshard(self) -> None:
         """TP8 → TP4 and TP4 → TP8."""
@@ -114,7 +177,7 @@ class Bench:
                 with self.source(f"megatron-tp{old}", round(self.options.size * GIB)) as src:
                     self._transfer(name, src, ["reshard", "--tp-new", str(new)], reach=1.2, aim=0.9)
 
-    def _transfer(self, name: str, src: Path, arguments: list[str], *, reach: float, aim: float) -> None:
+    def _transfer(self, name: str, src: Path, arguments: list[str], *, reach: float | None, aim: float | None) -> None:
         """One job with fsync on both sides, and one without on either."""
         verb, *options = arguments
         for fsync in (True, False):
@@ -127,28 +190,34 @@ class Bench:
                 command = partial(_command, verb, src, extra)
                 self.add(in_turn(case, src, self.scratch_dir, command, n_runs=self.options.runs, fsync=fsync))
 
-    def _peer(self, name: str, peer: str, src: Path, *, fsync: bool) -> Case:
-        """How many times slower torch's converter is; ``fsync`` is ours, torch's side does what it does by default."""
+    def _peer(self, name: str, peer: Peer, src: Path, *, fsync: bool) -> list[Case]:
+        """How many times slower the peer is, and how many times more memory it takes."""
         dst = self.scratch_dir / "written"
-        to_dcp = peer == "torch_save_to_dcp"
-        theirs = [sys.executable, "-W", "ignore", "-c", CALL_PEER, peer, src / "model.pt" if to_dcp else src, dst]
-        ours = ckpt("convert", src, dst, "--to", "dcp" if to_dcp else "torch", "-q", *([] if fsync else ["--no-fsync"]))
-        case = Case(name, 8.0, 10.0, unit="× ours", is_lower_better=False)
+        theirs = [sys.executable, "-W", "ignore", "-c", peer.code, src / peer.source, dst]
+        ours = ckpt("convert", src, dst, "--to", peer.target, "-q", *([] if fsync else ["--no-fsync"]))
+        case = Case(name, peer.reach, peer.aim, unit="× ours", is_lower_better=False)
+        their_rss = []
         for _ in range(self.options.peer_runs):
             warm(src)
-            case.copies.append(run(theirs).wall_s)
+            done = run(theirs)
+            their_rss.append(done.rss_bytes)
+            case.copies.append(done.wall_s)
             remove(dst)
             warm(src)
             case.ours.append(run(ours))
             remove(dst)
         case.value = statistics.median(1 / ratio for ratio in case.ratios)
-        return case
+        memory = Case(f"{name}: memory", 10, None, ours=case.ours, unit="× ours", is_lower_better=False)
+        memory.value = min(their_rss) / max(done.rss_bytes for done in case.ours)
+        return [case, memory]
 
     def memory(self) -> None:
         """Peak RSS of converts and of a reshard, at two sizes."""
         for label, kind, arguments in (
             ("dcp-4 → torch", "dcp-4", ["convert", "--to", "torch"]),
             ("torch → dcp", "torch", ["convert", "--to", "dcp"]),
+            ("safetensors → zarr3", "safetensors", ["convert", "--to", "zarr3"]),
+            ("zarr3-zstd → safetensors", "zarr3-zstd", ["convert", "--to", "safetensors"]),
             ("reshard TP8 → TP4", "megatron-tp8", ["reshard", "--tp-new", "4"]),
         ):
             for gib in self.options.memory_sizes:
@@ -191,6 +260,11 @@ class Bench:
             Case(f"{names[2]}, start-up apart", 1.5, None, runs[2], loads_s, ratio, "× pickle.loads"),
             Case(f"{names[2]}, whole command", None, 0.5, runs[2], value=walls_s[2], unit="s"),
         ]
+
+
+def _targets(kind: str) -> list[str]:
+    """Formats that a kind of source is converted to."""
+    return [to for to in TARGETS if kind in MEGATRON or to not in ("torch_dist", "megatron", "zarr")]
 
 
 def _command(verb: str, src: Path, options: Sequence[str], dst: Path) -> list[str | Path]:

@@ -10,6 +10,9 @@ those are the ones whose resharding cuts rows. KIND is one of
 - ``torch``: one .pt, by torch.save
 - ``dcp-1``: DCP by dcp.save in one process, one file
 - ``dcp-4``: DCP by dcp.save in four processes, DTensors sharded as tensor parallelism shards them
+- ``safetensors``: two shards and their index, by safetensors
+- ``zarr3``, ``zarr3-zstd``: one array a tensor in row chunks of about 16 MiB, by tensorstore; plain or compressed
+- ``orbax``: zarr arrays without compression in an OCDBT database, by tensorstore
 - ``chunks``: a DCP directory of ``--bytes`` chunks (64 to a tensor), its metadata torch's own, its data a hole
 - ``tiny``: a DCP directory of one tensor
 """
@@ -17,12 +20,14 @@ those are the ones whose resharding cuts rows. KIND is one of
 from __future__ import annotations
 
 import argparse
+import json
 import pickle
 import random
 import socket
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +220,64 @@ def _save_shards(rank: int, folder: Path, n_bytes: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+def make_safetensors(folder: Path, n_bytes: int) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    every = list(weights(n_layers_for(n_bytes)))
+    values = Values()
+    weight_map = {}
+    for number, part in enumerate((every[: len(every) // 2], every[len(every) // 2 :]), start=1):
+        name = f"model-{number:05d}-of-00002.safetensors"
+        save_file({weight.key: values.of(weight).clone() for weight in part}, folder / name, metadata={"format": "pt"})
+        weight_map |= {weight.key: name for weight in part}
+    index = {"metadata": {"total_size": sum(2 * int(np.prod(w.shape)) for w in every)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _make_tensorstore(folder: Path, n_bytes: int, spec_of: Callable[[str, list[int]], dict[str, Any]]) -> None:
+    import ml_dtypes
+    import tensorstore as ts
+
+    folder.mkdir(parents=True)
+    values = Values()
+    for weight in weights(n_layers_for(n_bytes)):
+        row_bytes = 2 * int(np.prod(weight.shape[1:]))
+        rows = min(weight.shape[0], max(1, (16 << 20) // row_bytes))
+        chunk = [rows, *weight.shape[1:]]
+        data = values.of(weight).view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        store = ts.open(spec_of(weight.key, chunk), create=True, shape=list(weight.shape), dtype=ts.bfloat16).result()
+        store.write(data).result()
+
+
+def make_zarr3(folder: Path, n_bytes: int, *, compresses: bool) -> None:
+    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    codecs += [{"name": "zstd", "configuration": {"level": 1}}] if compresses else []
+
+    def spec_of(key: str, chunk: list[int]) -> dict[str, Any]:
+        grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
+        return {
+            "driver": "zarr3",
+            "kvstore": f"file://{folder}/{key}/",
+            "metadata": {"chunk_grid": grid, "codecs": codecs, "data_type": "bfloat16"},
+        }
+
+    _make_tensorstore(folder, n_bytes, spec_of)
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    (folder / "zarr.json").write_text(json.dumps(group))
+
+
+def make_orbax(folder: Path, n_bytes: int) -> None:
+    def spec_of(key: str, chunk: list[int]) -> dict[str, Any]:
+        return {
+            "driver": "zarr",
+            "kvstore": {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{key}/"},
+            "metadata": {"chunks": chunk, "compressor": None, "dtype": "bfloat16"},
+        }
+
+    _make_tensorstore(folder, n_bytes, spec_of)
+
+
 def make_chunks(folder: Path, n_chunks: int) -> None:
     """Metadata as torch writes it, for tensors of 64 row blocks in 16 files; the files are holes of the right size."""
     folder.mkdir(parents=True)
@@ -259,7 +322,16 @@ def main() -> None:
     elif options.kind == "tiny":
         make_tiny(options.folder)
     else:
-        makers = {"torch": make_torch, "dcp-1": make_dcp_1, "dcp-4": make_dcp_4, "chunks": make_chunks}
+        makers = {
+            "torch": make_torch,
+            "dcp-1": make_dcp_1,
+            "dcp-4": make_dcp_4,
+            "safetensors": make_safetensors,
+            "zarr3": partial(make_zarr3, compresses=False),
+            "zarr3-zstd": partial(make_zarr3, compresses=True),
+            "orbax": make_orbax,
+            "chunks": make_chunks,
+        }
         makers[options.kind](options.folder, options.bytes)
 
 

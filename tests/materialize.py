@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from core.decoded import DecodedStore
 from core.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 def array_bytes(catalog: Catalog, store: ReadStore, array: StoredArray) -> Bytes:
     """The elements of one stored array, its strides resolved."""
     size = itemsize(array.dtype)
-    bound = catalog.bind(store, array)
+    store = DecodedStore(store)
+    bound = store.placed(catalog.bind(store, array))
     extent = bound.extent
     assert extent is not None and not extent.is_late and extent.encoding is None
     shape = array.shape

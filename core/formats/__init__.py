@@ -38,6 +38,8 @@ class Format:
         is_mcore: whether it is a dialect of Megatron-core's distributed checkpoint: global tensors under Megatron's
             stacked names, a common state, a training root.
         keeps_objects: whether non-tensor entries can be stored.
+        nests: whether nested containers are stored as they are, with tensors and other values inside them.
+        carries_files: whether files beside the weights (``Catalog.attrs["carried"]``, ``["documents"]``) can be stored.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Format:
     suffixes: tuple[str, ...] = ()
     is_mcore: bool = False
     keeps_objects: bool = True
+    nests: bool = False
+    carries_files: bool = False
 
 
 _BUILT_IN = ("megatron", "torch_dist", "dcp", "torch_file")
