@@ -7,6 +7,10 @@ On disk::
     ├── __0_0.distcp       items: whole torch zips, back to back (``core.formats.dcp_items``)
     └── __1_0.distcp …     one or more files per writer
 
+Other forms of it that are read: items inside zstd frames (``core.formats.dcp_streams``), files that hold their chunks
+as safetensors (``core.formats.dcp_safetensors``), and ``__0.metadata``, ``__1.metadata`` … of single ranks
+(``core.formats.dcp_ranks``).
+
 Versions: everything with this file layout (torch 2.1 to 2.13); older ones lack some attributes of ``.metadata``.
 
 A catalog's extents are late-bound: where in an item the data begins, and with which strides, stands in the item. A
@@ -17,12 +21,17 @@ Written objects: torch imports the classes that they name, so one that names Meg
 could be loaded nowhere else, and would stop ``dcp_to_torch_save``. Such an object is stored as plain containers
 (``core.formats.torch_aside``), and is itself again when it is read here.
 
-attrs: ``metadata_extras`` (names of attributes of ``.metadata`` beyond DCP's own), ``orphans`` (keys of items that no
-entry refers to, if any), and ``mcore_data`` where Megatron added it.
+Several training systems save such directories, and name things their own way:
 
-Not supported, refused by name: items that went through a stream transform (``stream.zstd/1``),
-``SerializationFormat.SAFETENSORS`` (which torch itself cannot load), Hugging Face storage, and metadata of single ranks
-(``__0.metadata``, saved without collectives).
+* FSDP2 with an ``AppState``: ``app.model.<fqn>``, ``app.optim.state.<fqn>.exp_avg``, ``app.optim.param_groups.…``;
+* torchtitan: bare ``<fqn>``, ``optimizer.state.<fqn>.exp_avg``, ``train_state.step``, in ``checkpoint/step-10``;
+* Megatron's ``torch_dcp`` and ``fsdp_dtensor``: ``model.module.…``, ``optimizer.state.…``, ``args``, ``iteration``.
+
+attrs: ``metadata_extras`` (names of attributes of ``.metadata`` beyond DCP's own), ``orphans`` (keys of items that no
+entry refers to, if any), ``mcore_data`` where Megatron added it, ``iteration`` and ``args`` where an entry of one of
+these systems says them.
+
+Not supported, refused by name: stream transforms other than zstd, Hugging Face storage.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,metadata,default_planner}.py``; checkpoints written by it,
 pinned in tests/golden (``torch_dcp``).
@@ -30,19 +39,22 @@ pinned in tests/golden (``torch_dcp``).
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.box import Box
+from core.box import Box, whole
 from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.formats import Format
+from core.formats.dcp_facts import stated_facts
 from core.formats.dcp_items import Item, ItemLayout, lay_out_items
 from core.formats.dcp_metadata import DcpItem, DcpMetadata, read_metadata
 from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
+from core.formats.dcp_ranks import RANK_METADATA, merged, rank_files
+from core.formats.dcp_safetensors import with_raw_files
+from core.formats.dcp_streams import StreamItem, inflated_object
 from core.formats.torch_aside import set_aside
 from core.formats.torch_file import item_location
 from core.image import literal_file
@@ -55,7 +67,6 @@ if TYPE_CHECKING:
     from core.store import ReadStore
 
 METADATA = ".metadata"
-_RANK_METADATA = re.compile(r"__\d+\.metadata$")
 _IMPORTABLE = sys.stdlib_module_names | {"torch", "numpy"}
 
 
@@ -69,7 +80,7 @@ def sniff(store: ReadStore) -> bool:
 def _unfinished(store: ReadStore) -> str | None:
     """A file that tells that this was to become a DCP checkpoint, or None."""
     for name in store.files():
-        if name == METADATA + ".tmp" or _RANK_METADATA.match(name) or name.endswith(".distcp"):
+        if name == METADATA + ".tmp" or RANK_METADATA.fullmatch(name) or name.endswith(".distcp"):
             return name
     return None
 
@@ -84,28 +95,31 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: items are stored in a way that is not handled.
         UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
     """
-    metadata = metadata_of(store)
-    return catalog_of(metadata, format="dcp")
+    catalog = catalog_of(metadata_of(store), format="dcp", store=store)
+    return catalog.with_attrs(**stated_facts(catalog, store))
 
 
 def metadata_of(store: ReadStore) -> DcpMetadata:
-    """The content of ``.metadata``, checked against the files that it names; raises as ``read`` does."""
-    if not store.exists(METADATA):
-        left = _unfinished(store)
-        if left is not None and _RANK_METADATA.match(left):
-            raise UnsupportedError(
-                f"only per-rank metadata such as {left} is there, no {METADATA}",
-                file=store.label,
-                hint="this was saved without collectives; load and save it again with torch, collectives on",
-            )
+    """The content of ``.metadata``, checked against the files that it names; raises as ``read`` does.
+
+    Without such a file, those of single ranks serve together.
+    """
+    if store.exists(METADATA):
+        metadata = _metadata_in(store, METADATA)
+    elif ranks := rank_files(store):
+        metadata = merged([_metadata_in(store, name) for name in ranks], store)
+    else:
         raise MissingShardError(
             f"{METADATA} is not there; torch writes it last, so the save did not finish",
             file=store.label,
             hint="use an older checkpoint",
         )
-    metadata = read_metadata(store.read(METADATA, 0, store.size(METADATA)), label=METADATA)
     _check_files(store, metadata)
-    return metadata
+    return with_raw_files(store, metadata)
+
+
+def _metadata_in(store: ReadStore, name: str) -> DcpMetadata:
+    return read_metadata(store.read(name, 0, store.size(name)), label=name)
 
 
 def _check_files(store: ReadStore, metadata: DcpMetadata) -> None:
@@ -148,22 +162,37 @@ def _first_key(metadata: DcpMetadata, file: str, *, beyond: int) -> str | None:
     return None
 
 
-def catalog_of(metadata: DcpMetadata, *, format: str, without: Sequence[str] = ()) -> Catalog:
+def catalog_of(
+    metadata: DcpMetadata, *, format: str, without: Sequence[str] = (), store: ReadStore | None = None
+) -> Catalog:
     """The catalog of checked metadata.
 
     Args:
         format: ``dcp`` or ``torch_dist``.
         without: keys of objects that the caller shows elsewhere.
+        store: the checkpoint. Objects inside zstd frames, whose length is known only when they are inflated, are read
+            at once; without a store they are refused.
+
+    Raises:
+        UnsupportedError, CorruptError, UnsafeError: such an object cannot be read.
     """
     tensors = {key: TensorMeta(key, tensor.dtype, tensor.shape) for key, tensor in metadata.tensors.items()}
-    raw_of = {key: _raw_key(key, tensors) for key in metadata.objects if key not in without}
+    packed = {key: metadata.objects[key] for key in metadata.object_descriptors if key in metadata.objects}
+    objects, inside = _inflated(metadata, {key: item for key, item in packed.items() if key not in without}, store)
+    raw_of = {key: _raw_key(key, tensors) for key in metadata.objects if key not in without and key not in packed}
     object_of = {raw: key for key, raw in raw_of.items()}
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        named = object_of.get(key)
-        return _chunks(metadata, key) if named is None else (_stream(key, metadata.objects[named]),)
+        if key in tensors:
+            return _chunks(metadata, key)
+        found = inside.get(key)
+        if found is not None:
+            return (Fragment(key, whole(found.shape), found, (0,) * len(found.shape)),)
+        return (_stream(key, metadata.objects[object_of[key]]),)
 
     hidden = {raw: TensorMeta(raw, "uint8", (metadata.objects[key].n_bytes,)) for key, raw in raw_of.items()}
+    hidden |= {key: TensorMeta(key, found.dtype, found.shape) for key, found in inside.items()}
+    objects |= {key: StoredObject(key, raw_key=raw) for key, raw in raw_of.items()}
     attrs: dict[str, object] = {"metadata_extras": metadata.extras}
     if metadata.orphans:
         attrs["orphans"] = metadata.orphans
@@ -174,12 +203,27 @@ def catalog_of(metadata: DcpMetadata, *, format: str, without: Sequence[str] = (
         version=metadata.version,
         tensors=tensors,
         fragments_of=fragments_of,
-        objects={key: StoredObject(key, raw_key=raw) for key, raw in raw_of.items()},
+        objects={key: objects[key] for key in metadata.objects if key in objects},
         hidden=hidden,
-        skeleton=_skeleton(metadata, raw_of),
+        skeleton=_skeleton(metadata, objects),
         attrs=attrs,
         bind=item_location,
     )
+
+
+def _inflated(
+    metadata: DcpMetadata, packed: Mapping[str, DcpItem], store: ReadStore | None
+) -> tuple[dict[str, StoredObject], dict[str, StoredArray]]:
+    """The values of transformed objects, and the tensors inside them."""
+    objects: dict[str, StoredObject] = {}
+    inside: dict[str, StoredArray] = {}
+    for key, item in packed.items():
+        if store is None:
+            raise UnsupportedError("the object is compressed, which this format does not know", file=item.file, key=key)
+        value, arrays = inflated_object(store, item, metadata.object_descriptors[key], key=key)
+        objects[key] = StoredObject(key, value=value)
+        inside |= arrays
+    return objects, inside
 
 
 def _raw_key(key: str, tensors: Mapping[str, TensorMeta]) -> str:
@@ -194,10 +238,16 @@ def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
     tensor = metadata.tensors[key]
     origin = (0,) * len(tensor.shape)
     made = []
-    for box, item in metadata.chunks(key):
-        place = Extent(item.file, item.offset, item_bytes=item.n_bytes)
-        name = f"{key}@{','.join(map(str, box.offset))}"
-        made.append(Fragment(key, box, StoredArray(name, tensor.dtype, box.shape, place), origin))
+    for row, (box, item) in enumerate(metadata.chunks(key), tensor.first):
+        array = StoredArray(f"{key}@{','.join(map(str, box.offset))}", tensor.dtype, box.shape)
+        transforms = metadata.descriptors.get(row)
+        if transforms:
+            place = Extent(item.file, item.offset, encoding=StreamItem(transforms, item.n_bytes, array.n_bytes))
+        elif metadata.raw_files and metadata.file_index[row] in metadata.raw_files:
+            place = Extent(item.file, item.offset)
+        else:
+            place = Extent(item.file, item.offset, item_bytes=item.n_bytes)
+        made.append(Fragment(key, box, replace(array, extent=place), origin))
     return made
 
 
@@ -206,7 +256,7 @@ def _stream(raw: str, item: DcpItem) -> Fragment:
     return Fragment(raw, Box((0,), (item.n_bytes,)), array, (0,))
 
 
-def _skeleton(metadata: DcpMetadata, objects: Mapping[str, str]) -> object:
+def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> object:
     """The nesting that planner_data tells, or None where there is none."""
     if metadata.planner_data is None:
         return None
@@ -308,5 +358,6 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=lay_out,
+    aliases=("torch_dcp",),
     partition="as_stored",
 )

@@ -62,7 +62,10 @@ class DcpMetadata:
         version: None in files from before torch 2.3.
         extras: names of other attributes, such as ``all_local_plans``.
         orphans: fqns of items that no tensor or object refers to.
-        descriptors: codecs per chunk index; empty, as transformed items are refused.
+        descriptors: row of a chunk → the stream transforms that its item went through, as torch lists them; rows of
+            plain items are absent.
+        object_descriptors: the same for objects, by key.
+        raw_files: numbers of the files whose chunks are bare elements at ``item_offset``, not items.
     """
 
     tensors: dict[str, DcpTensor]
@@ -79,6 +82,8 @@ class DcpMetadata:
     extras: tuple[str, ...]
     orphans: tuple[str, ...]
     descriptors: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    object_descriptors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    raw_files: frozenset[int] = frozenset()
 
     def chunk(self, tensor: DcpTensor, number: int) -> DcpChunk:
         """Chunk ``number`` of a tensor, 0 <= number < n_chunks."""

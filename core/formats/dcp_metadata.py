@@ -20,14 +20,16 @@ absent; ``TensorProperties`` is a tuple of at least 5), Megatron core 0.12 to 0.
 Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``; written by the software listed in
 FINDINGS.md 2 and 4, pinned in tests/golden.
 
-Not supported, refused by name: Hugging Face storage (``_HFStorageInfo``), ``transform_descriptors`` (compressed
-items), sparse layouts, the safetensors serialization of FileSystemWriter.
+Not supported, refused by name: Hugging Face storage (``_HFStorageInfo``), ``transform_descriptors`` other than
+``stream.zstd/1``, sparse layouts.
 """
 
 from __future__ import annotations
 
 import marshal
+import re
 import reprlib
+import sys
 from array import array
 from typing import Any
 
@@ -121,7 +123,10 @@ def _metadata_by_c(data: bytes, *, cpu_s: int | None = None) -> DcpMetadata | No
 
 
 _COLUMNS = ("offsets", "sizes", "file_index", "item_offset", "item_bytes")
-_PLAIN = ("files", "planner_data", "mcore_data", "version", "extras", "orphans")
+_PLAIN = (
+    *("files", "planner_data", "mcore_data", "version", "extras", "orphans"),
+    *("descriptors", "object_descriptors"),
+)
 
 
 def _pack(found: DcpMetadata) -> bytes:
@@ -175,6 +180,9 @@ class _Reader:
         self.names: list[str] = []
         self.chunk_items: dict[tuple[object, ...], tuple[int, int, int]] = {}
         self.object_items: dict[str, tuple[int, int, int]] = {}
+        self.transforms: dict[tuple[object, ...], tuple[str, ...]] = {}
+        self.descriptors: dict[int, tuple[str, ...]] = {}
+        self.object_descriptors: dict[str, tuple[str, ...]] = {}
 
     def read(self) -> DcpMetadata:
         """The columns."""
@@ -193,7 +201,6 @@ class _Reader:
             else:
                 what = getattr(entry, "class_name", type(entry).__name__)
                 raise UnsupportedError(f"the entry is a {what}, neither tensor nor bytes", key=key)
-        self._refuse_safetensors()
         version = self.state.get("version")
         planner_data, is_known = self._planner_data()
         extras = [name for name in self.state if name not in _ATTRIBUTES]
@@ -211,6 +218,8 @@ class _Reader:
             version=version if type(version) is str else None,
             extras=tuple(extras if is_known else ["planner_data", *extras]),
             orphans=self._orphans() if used != len(self.chunk_items) + len(self.object_items) else (),
+            descriptors=self.descriptors,
+            object_descriptors=self.object_descriptors,
         )
 
     def _read_items(self) -> None:
@@ -235,22 +244,21 @@ class _Reader:
                 file = files[checked_name(name)] = len(files)
                 self.names.append(name)
             if not (
-                type(offset) is type(n_bytes) is int and offset >= 0 and n_bytes > 0 and offset + n_bytes < _MAX_EXTENT
+                type(offset) is type(n_bytes) is int and offset >= 0 and n_bytes >= 0 and offset + n_bytes < _MAX_EXTENT
             ):
                 raise CorruptError(f"an item of {_short(n_bytes)} bytes at byte {_short(offset)} cannot be", key=key)
-            if len(item) > 3 and item.get("transform_descriptors"):
-                raise UnsupportedError(
-                    f"the items are transformed by {_short(item['transform_descriptors'])}",
-                    key=key,
-                    hint="save without extensions and convert that",
-                )
+            transforms = _transforms(item["transform_descriptors"], key) if "transform_descriptors" in item else ()
             if at is None:
                 self.object_items[key] = (file, offset, n_bytes)
+                if transforms:
+                    self.object_descriptors[key] = transforms
             elif type(at) is tuple:
                 for number in at:
                     if type(number) is not int:  # hashing other things might take for ever
                         raise CorruptError(f"the offset of an item is {_short(at)}", key=key)
                 self.chunk_items[(key, *at)] = (file, offset, n_bytes)
+                if transforms:
+                    self.transforms[(key, *at)] = transforms
             else:
                 raise CorruptError(f"the offset of an item is {_short(at)}", key=key)
 
@@ -281,10 +289,14 @@ class _Reader:
                     if 0 in size:
                         continue
                     raise MissingShardError(f"no file holds the chunk of size {_short(size)} at {_short(at)}", key=key)
+                if item[2] == 0 and 0 not in size:
+                    raise CorruptError(f"an item of 0 bytes cannot be a chunk of size {_short(size)}", key=key)
                 self.offsets.extend(at)
                 self.sizes.extend(size)
             except (KeyError, IndexError, TypeError, OverflowError) as err:
                 raise CorruptError(f"malformed chunk: {type(err).__name__} {err}", key=key) from err
+            if self.transforms and (key, *at) in self.transforms:
+                self.descriptors[len(self.item_offset)] = self.transforms[(key, *at)]
             self.file_index.append(item[0])
             self.item_offset.append(item[1])
             self.item_bytes.append(item[2])
@@ -296,16 +308,10 @@ class _Reader:
         item = self.object_items.get(key)
         if item is None:
             raise MissingShardError("no file holds the object", key=key)
+        if item[2] == 0:
+            raise CorruptError("an item of 0 bytes cannot be an object", key=key)
         self.objects[key] = DcpItem(self.names[item[0]], item[1], item[2])
         return 1
-
-    def _refuse_safetensors(self) -> None:
-        n_items = len(self.item_offset)
-        if n_items > len(self.files) and not any(self.item_offset):
-            raise UnsupportedError(
-                "all items of a file begin at byte 0: they were written as safetensors (SerializationFormat)",
-                hint="save with SerializationFormat.TORCH_SAVE",
-            )
 
     def _planner_data(self) -> tuple[dict[str, tuple[str | int, ...]] | None, bool]:
         """The paths of a default planner, and False if there is something else instead."""
@@ -366,6 +372,32 @@ def _refuse_storage(index: object, info: object) -> None:
         )
     what = [getattr(part, "class_name", type(part).__name__) for part in (index, info)]
     raise UnsupportedError(f"storage_data maps a {what[0]} to a {what[1]}, which no known storage writes")
+
+
+_ZSTD = re.compile(r"stream\.zstd/1(\.\d+)*")
+_MAX_TRANSFORMS = 8
+
+
+def _transforms(stated: object, key: str) -> tuple[str, ...]:
+    """The stream transforms of an item, if all of them are known.
+
+    Raises:
+        UnsupportedError: one is not.
+        CorruptError: it is no list of names.
+    """
+    if stated is None:
+        return ()
+    if type(stated) not in (list, tuple) or any(type(name) is not str for name in stated):  # type: ignore[attr-defined]
+        raise CorruptError(f"the transforms of an item are {_short(stated)}", key=key)
+    assert isinstance(stated, (list, tuple))
+    unknown = [name for name in stated if not _ZSTD.fullmatch(name)]
+    if unknown or len(stated) > _MAX_TRANSFORMS:
+        raise UnsupportedError(
+            f"the items are transformed by {_short(unknown or stated)}",
+            key=key,
+            hint="stream.zstd/1 is known; load and save it again without other extensions",
+        )
+    return tuple(map(sys.intern, stated))
 
 
 def _properties(key: str, record: object) -> tuple[str, bool]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dist_cp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
@@ -575,37 +575,9 @@ def test_an_unfinished_save_is_called_so(tmp_path: Path, left: str) -> None:
         dcp.FORMAT.read(store)
 
 
-def test_metadata_of_single_ranks_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "__0.metadata").write_bytes(b"")
-    store = LocalStore(tmp_path)
-    assert dcp.FORMAT.sniff(store)
-    with pytest.raises(UnsupportedError, match=r"__0\.metadata"):
-        dcp.FORMAT.read(store)
-
-
 def test_other_directories_are_not_taken_for_dcp(golden: Path, tmp_path: Path) -> None:
     assert not dcp.FORMAT.sniff(LocalStore(tmp_path))
     assert not dcp.FORMAT.sniff(LocalStore(golden / "hf" / "llama" / "torch_single"))
-
-
-def test_safetensors_items_are_refused_by_name(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import SerializationFormat
-
-    writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    dist_cp.save({"a": counted(3), "b": counted(4)}, storage_writer=writer, no_dist=True)
-    with pytest.raises(UnsupportedError, match="safetensors"):
-        read(tmp_path)
-
-
-def test_transformed_items_are_refused_by_name(written: Path, tmp_path: Path) -> None:
-    def transform(folder: Path) -> None:
-        metadata = FileSystemReader(folder).read_metadata()
-        for info in metadata.storage_data.values():
-            info.transform_descriptors = ["stream.zstd/1"]
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-    with pytest.raises(UnsupportedError, match="zstd"):
-        read(damaged(written, tmp_path / "x", transform))
 
 
 def test_a_path_out_of_the_directory_is_refused(written: Path, tmp_path: Path) -> None:

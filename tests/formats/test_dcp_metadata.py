@@ -327,7 +327,12 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], type[CheckpointingException]
     (edit_info(offset=2**63), CorruptError, "cannot be"),
     (edit_info(length=0), CorruptError, "cannot be"),
     (edit_info(length=HUGE), CorruptError, "cannot be"),
-    (edit_info(transform_descriptors=["stream.zstd/1"]), UnsupportedError, "stream.zstd/1"),
+    (edit_info(transform_descriptors=["stream.lz4/1"]), UnsupportedError, "stream.lz4/1"),
+    (edit_info(transform_descriptors=["stream.zstd/1", "stream.zstd/2"]), UnsupportedError, "stream.zstd/2"),
+    (edit_info(transform_descriptors=["stream.zstd/1"] * 9), UnsupportedError, "stream.zstd/1"),
+    (edit_info(transform_descriptors="stream.zstd/1"), CorruptError, "the transforms of an item"),
+    (edit_info(transform_descriptors=[3]), CorruptError, "the transforms of an item"),
+    (edit_info(transform_descriptors=laughs()), CorruptError, "the transforms of an item"),
     (edit_index(fqn=3), CorruptError, "not text"),
     (edit_index(offset=3), CorruptError, "the offset of an item is 3"),
     (edit_index(offset=(laughs(),)), CorruptError, "the offset of an item"),
@@ -378,12 +383,16 @@ def test_the_tensor_is_named() -> None:
     assert caught.value.key == "w"
 
 
-def test_items_written_as_safetensors_are_refused() -> None:
+def test_transforms_are_told_apart_by_item() -> None:
     state = small()
-    for item in state["storage_data"].values():
-        item.state.update(offset=0, relative_path="__0_0.distcp")
-    with pytest.raises(UnsupportedError, match="safetensors"):
-        by_machine(pickled(state))
+    items = list(state["storage_data"].values())
+    items[1].state.update(transform_descriptors=["stream.zstd/1.2", "stream.zstd/1"])
+    items[2].state.update(transform_descriptors=["stream.zstd/1"])
+    for read in (by_machine, by_c):
+        found = read(pickled(state))
+        assert found is not None
+        assert found.descriptors == {1: ("stream.zstd/1.2", "stream.zstd/1")}
+        assert found.object_descriptors == {"step": ("stream.zstd/1",)}
 
 
 @pytest.mark.parametrize(
