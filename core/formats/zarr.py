@@ -1,0 +1,246 @@
+"""Megatron-core's distributed checkpoint, backend ``zarr``: a directory of zarr 2 arrays. And any other such directory.
+
+On disk::
+
+    iter_0000010/
+    ├── metadata.json                           {"sharded_backend": "zarr", "sharded_backend_version": 1, …}
+    ├── common.pt                               what every rank shares (arguments, iteration …)
+    ├── decoder.layers.mlp.linear_fc1.weight/   one directory per tensor (``zarr_v2``)
+    │   ├── .zarray
+    │   └── 0.0.0, 0.1.0 …                      one chunk for what one rank holds of one layer, plain bytes
+    ├── optimizer.state.exp_avg.….sync/         left-over locks, empty files: ignored
+    └── rng_state/
+        └── shard_0.1_2.2.pt                    a ShardedObject: a torch file of its value
+
+Versions: written by megatron-core up to 0.12 (seen: 0.12.1); later ones cannot read it any more.
+
+The catalog has the schema of ``torch_dist``: a ShardedObject has the key ``rng_state/shard_0.1_2.2`` and a list of one
+value; attrs: ``sharded_backend_version``, ``common``, ``args``, ``iteration``, ``checkpoint_version``,
+``content_metadata``.
+
+A directory of zarr 2 arrays that Megatron did not write, groups in groups, is read as well; it has no common state and
+no objects. A tensor's key is its path, ``/`` between names. Written is always what Megatron would write.
+
+A chunk that is absent is an error, never zeros.
+
+Not supported, refused by name: what ``zarr_v2`` does not support; on writing, tensors whose pieces are no regular grid.
+
+Source: megatron-core 0.12.1 with zarr 2.18.3, pinned in tests/golden (``mcore0121_zarr``);
+``megatron/core/dist_checkpointing/strategies/{zarr,tensorstore}.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from core.catalog import Catalog, Extent, StoredArray, StoredObject, TensorMeta
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.formats import Format
+from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
+from core.formats.mcore_config import CONFIG, checked_version, config_image, config_of
+from core.formats.mcore_objects import array_inside, is_sharded_object, with_hidden
+from core.formats.torch_file import load_object, plan_tree
+from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
+from core.formats.zarr_chunks import PlaceOf, folder_places, fragments_of_chunks
+from core.formats.zarr_grid import grid_of_pieces
+from core.formats.zarr_tree import ROOT_KEY, Listing, folders_of, has_array_inside, key_problem
+from core.formats.zarr_v2 import ARRAY_FILE, GROUP_FILE, parse_zarray, zarray
+from core.image import FileImage, Literal, PlacedArray
+
+if TYPE_CHECKING:
+    from core.catalog import Fragment
+    from core.formats.zarr_array import ZarrArray
+    from core.image import CrcOf
+    from core.store import ReadStore
+
+_BACKEND = "zarr"
+_FOREIGN = ("manifest.ocdbt", ".metadata", "zarr.json")
+"""Files of formats that may look like this one."""
+_OBJECT_FILE = re.compile(r"(shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*)\.pt$")
+_MAX_ZARRAY_BYTES = 1 << 20
+_RESERVED = frozenset((ARRAY_FILE, GROUP_FILE, ".zattrs", CONFIG, COMMON_FILE))
+
+
+def sniff(store: ReadStore) -> bool:
+    """Whether the directory is Megatron's with this backend, or a zarr 2 hierarchy."""
+    if store.entry is not None or any(map(store.exists, _FOREIGN)):
+        return False
+    if store.exists(CONFIG):
+        try:
+            if "sharded_backend" in (config := config_of(store)):
+                return config["sharded_backend"] == _BACKEND
+        except CorruptError:
+            pass  # broken: what lies beside it tells
+    return store.exists(GROUP_FILE) or store.exists(ARRAY_FILE) or has_array_inside(store, ARRAY_FILE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor's array, its ``.zarray``, and where its chunks lie."""
+
+    array: ZarrArray
+    file: str
+    place_of: PlaceOf
+
+
+def read(store: ReadStore) -> Catalog:
+    """The catalog of one iteration's directory, or of a zarr 2 hierarchy.
+
+    Raises:
+        CorruptError: ``metadata.json``, a ``.zarray`` or the common state is malformed, a chunk has the wrong length or
+            lies beyond its array.
+        MissingShardError: ``metadata.json``, ``common.pt``, a ``.zarray`` or a chunk is absent.
+        UnsupportedError: another backend or version, or an element type that is not handled.
+        UnsafeError: a hostile pickle, or a name outside the directory.
+    """
+    is_megatron = store.exists(COMMON_FILE) or (store.exists(CONFIG) and "sharded_backend" in config_of(store))
+    attrs: dict[str, object] = {}
+    hidden: dict[str, StoredArray] = {}
+    if is_megatron:
+        attrs["sharded_backend_version"] = checked_version(store, backend=_BACKEND)
+        common, inside = common_of_file(store)
+        attrs |= common_attrs(common, file=store.label)
+        hidden |= inside
+    stored: dict[str, _Stored] = {}
+    objects: dict[str, StoredObject] = {}
+    for folder, listing, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing):
+        if is_array:
+            key = folder or ROOT_KEY
+            stored[key] = _array(store, folder, listing, key=key)
+        elif folder:
+            _check_no_array(store, folder, listing, is_megatron=is_megatron)
+        if is_megatron and folder:
+            for item, inside in _objects(store, folder, listing):
+                objects[item.key] = item
+                hidden |= inside
+    return with_hidden(_catalog(store, stored, objects, attrs), hidden)
+
+
+def _array(store: ReadStore, folder: str, listing: Listing, *, key: str) -> _Stored:
+    file = f"{folder}/{ARRAY_FILE}" if folder else ARRAY_FILE
+    if listing[ARRAY_FILE] > _MAX_ZARRAY_BYTES:
+        raise CorruptError(f"{listing[ARRAY_FILE]} bytes are too much for this file", file=file, key=key)
+    array = parse_zarray(store.read(file, 0, listing[ARRAY_FILE]), file=file, key=key)
+    return _Stored(array, file, folder_places(store, folder, array, key=key, listing=listing))
+
+
+def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megatron: bool) -> None:
+    """Returns if a directory without a ``.zarray`` is not what is left of an array.
+
+    Raises:
+        MissingShardError: it is.
+    """
+    chunk = next(filter(is_like_a_chunk, listing), None)
+    if chunk is not None:
+        raise MissingShardError(
+            f"{ARRAY_FILE} is missing beside the chunk {chunk}",
+            file=f"{folder}/{ARRAY_FILE}",
+            key=folder,
+            hint="copy the checkpoint again, with all its files, hidden ones too",
+        )
+    if is_megatron and not listing and not store.folders(folder):
+        raise MissingShardError(
+            "the directory is empty", file=folder, key=folder, hint="copy the checkpoint again, with all its files"
+        )
+
+
+def _objects(
+    store: ReadStore, folder: str, listing: Listing
+) -> Iterator[tuple[StoredObject, Mapping[str, StoredArray]]]:
+    """The ShardedObjects in a directory, and the arrays of the tensors inside them."""
+    for name, size in sorted(listing.items()):
+        match = _OBJECT_FILE.match(name)
+        if match is not None:
+            file, key = f"{folder}/{name}", f"{folder}/{match[1]}"
+            value, inside = load_object(store, StoredArray(key, "uint8", (size,), Extent(file, 0)), key=key)
+            yield StoredObject(key, value=[value]), inside
+
+
+def _catalog(
+    store: ReadStore,
+    stored: Mapping[str, _Stored],
+    objects: Mapping[str, StoredObject],
+    attrs: Mapping[str, object],
+) -> Catalog:
+    @lru_cache(maxsize=8)
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        found = stored[key]
+        return fragments_of_chunks(store, key, found.array, found.place_of, file=found.file)
+
+    return Catalog(
+        format="zarr",
+        version="2",
+        tensors={key: TensorMeta(key, item.array.dtype, item.array.grid.shape) for key, item in stored.items()},
+        fragments_of=fragments_of,
+        objects=objects,
+        attrs=attrs,
+    )
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of one iteration's directory: chunks and ``.zarray`` files, objects, common.pt, then metadata.json.
+
+    Args:
+        target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk. An object whose key
+            is a ShardedObject's becomes a file; any other goes into the common state, nested as the skeleton says.
+            Honoured attrs: ``common``.
+
+    Raises:
+        UnsupportedError: a tensor's arrays are no grid, its key is no directory's name, its dtype is none of zarr's, or
+            an object has not been loaded.
+    """
+    images: list[FileImage] = []
+    for key in target.tensors:
+        images += _array_images(target, key)
+    for item in target.objects.values():
+        if is_sharded_object(item.key):
+            images.append(_object_image(target, item))
+    images.append(common_image(target, common_state(target)))
+    images.append(config_image(backend=_BACKEND, has_common_file=True, is_metadata=True))
+    return images
+
+
+def _array_images(target: Catalog, key: str) -> Iterator[FileImage]:
+    """``.zarray`` and the chunks of one tensor."""
+    problem = key_problem(key, target.tensors, reserved=_RESERVED)
+    if problem is not None:
+        raise UnsupportedError(
+            f"the key cannot be the name of a directory: {problem}", key=key, hint="change it with --rename"
+        )
+    meta = target.tensors[key]
+    grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
+    text = zarray(grid, meta.dtype, key=key)
+
+    def literals(crc_of: CrcOf) -> Iterator[Literal]:
+        yield 0, text
+
+    empty = arrays.values() if grid.n_chunks == 0 else ()  # an array without elements is no file
+    yield FileImage(f"{key}/{ARRAY_FILE}", len(text), tuple(PlacedArray(0, array) for array in empty), literals)
+    names = ChunkNames(len(meta.shape), ".")
+    if grid.n_chunks:
+        for index, array in arrays.items():
+            yield FileImage(f"{key}/{names.name(index)}", array.n_bytes, (PlacedArray(0, array),))
+
+
+def _object_image(target: Catalog, item: StoredObject) -> FileImage:
+    """The file of a ShardedObject."""
+    if item.raw_key is not None or not isinstance(item.value, list) or len(item.value) != 1:
+        raise UnsupportedError("the object is no list of one value, as that of a ShardedObject is", key=item.key)
+    name = item.key.rpartition("/")[2]
+    plan = plan_tree(item.value[0], array_of=lambda key: array_inside(target, key), prefix=name)
+    return FileImage(f"{item.key}.pt", plan.size, plan.arrays, plan.literals)
+
+
+FORMAT = Format(
+    name="zarr",
+    title="Megatron zarr (zarr 2)",
+    sniff=sniff,
+    read=read,
+    lay_out=lay_out,
+    partition="grid",
+    is_mcore=True,
+)

@@ -1,0 +1,245 @@
+"""A zarr 3 group of arrays: one directory per tensor.
+
+On disk::
+
+    checkpoint.zarr/
+    ├── zarr.json                       group; attributes {"ckpt": {"iteration": 10}}
+    ├── ckpt-objects.pt                 what is no tensor (``torch_objects``), if there is any
+    └── model.layers.0.mlp.weight/
+        ├── zarr.json                   (``zarr_v3``)
+        └── c/0/0, c/0/1 …              plain chunks; those above 64 MiB are shards (``zarr_shards``)
+
+A tensor's key is its path, ``/`` between names; groups may lie in groups. Consolidated metadata is not looked at: every
+array tells of itself. A chunk that is absent is an error, never the fill value.
+
+Written chunks are the pieces that the source has where they form a regular grid, else one chunk a tensor. A piece above
+64 MiB is cut into bands of at most 16 MiB inside its file, so that readers that decode whole chunks stay small; as the
+bands follow each other in C order, the data is still one run of bytes.
+
+attrs: ``iteration``, where the root's attributes tell it. Honoured on writing: ``iteration``, and ``shard_bytes``: the
+size above which a piece is sharded, in bytes (its bands get at most a quarter of it).
+
+Versions: zarr 3. zarr-python 3.1 cannot open bfloat16 and 8-bit floats, tensorstore can.
+
+Not supported, refused by name: what ``zarr_v3`` does not support; on writing, tensors whose pieces are no regular grid.
+
+Source: zarr 3 specification; groups written by zarr-python 3.1.6 and arrays by tensorstore 0.1.86.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+from core.catalog import Catalog, TensorMeta
+from core.dtypes import itemsize
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.formats import Format
+from core.formats.torch_objects import OBJECTS_FILE, objects_image, read_objects, with_objects
+from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
+from core.formats.zarr_chunks import PlaceOf, folder_places, fragments_of_chunks
+from core.formats.zarr_grid import ChunkGrid, grid_of_pieces, row_bands
+from core.formats.zarr_shards import dense_index, index_bytes
+from core.formats.zarr_tree import ROOT_KEY, Listing, folders_of, has_array_inside, key_problem
+from core.formats.zarr_v3 import METADATA_FILE, array_json, group_json, node_of, parse_array
+from core.image import FileImage, Literal, PlacedArray, literal_file
+
+if TYPE_CHECKING:
+    from core.box import Shape
+    from core.catalog import Fragment, StoredArray
+    from core.formats.zarr_array import ZarrArray
+    from core.image import CrcOf
+    from core.store import ReadStore
+
+DEFAULT_SHARD_BYTES = 64 << 20
+_BANDS_PER_SHARD = 4
+"""At least; a band has at most a quarter of ``shard_bytes``."""
+_MAX_INNER = 1 << 16
+"""Inner chunks of a shard; a piece that cannot be cut into so few equal bands is not sharded."""
+_MAX_METADATA_BYTES = 256 << 20
+_FOREIGN = ("manifest.ocdbt", ".metadata")
+_RESERVED = frozenset((METADATA_FILE, OBJECTS_FILE, "c"))
+_ATTRIBUTE = "ckpt"
+_CHUNK_FOLDERS = re.compile(r"((^|/)c)?((^|/)[0-9]+)*$")
+
+
+def sniff(store: ReadStore) -> bool:
+    """Whether the directory, or one of the first in it, has a ``zarr.json``."""
+    if store.entry is not None or any(map(store.exists, _FOREIGN)):
+        return False
+    return store.exists(METADATA_FILE) or has_array_inside(store, METADATA_FILE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor's array, its ``zarr.json``, and where its chunks lie."""
+
+    array: ZarrArray
+    file: str
+    place_of: PlaceOf
+
+
+def read(store: ReadStore) -> Catalog:
+    """The catalog of a group, or of a single array.
+
+    Raises:
+        CorruptError: a ``zarr.json`` is malformed, a chunk has the wrong length or lies beyond its array.
+        MissingShardError: a ``zarr.json`` or a chunk is absent.
+        UnsupportedError: something in a ``zarr.json`` is not handled.
+        UnsafeError: a hostile pickle, or a name outside the directory.
+    """
+    nodes: dict[str, dict[str, object]] = {}
+    attrs: dict[str, object] = {}
+
+    def is_array(folder: str, listing: Listing) -> bool:
+        if METADATA_FILE not in listing:
+            return False
+        file = _file_of(folder)
+        if listing[METADATA_FILE] > _MAX_METADATA_BYTES:
+            raise CorruptError(f"{listing[METADATA_FILE]} bytes are too much for this file", file=file)
+        kind, metadata = node_of(store.read(file, 0, listing[METADATA_FILE]), file=file)
+        if kind == "array":
+            nodes[folder] = metadata
+        elif not folder:
+            attrs.update(_attrs(metadata))
+        return kind == "array"
+
+    stored: dict[str, _Stored] = {}
+    for folder, listing, found in folders_of(store, is_array=is_array):
+        if not found:
+            _check_no_array(folder, listing)
+            continue
+        key, file = folder or ROOT_KEY, _file_of(folder)
+        array = parse_array(nodes.pop(folder), file=file, key=key)
+        stored[key] = _Stored(array, file, folder_places(store, folder, array, key=key, listing=listing))
+    return with_objects(_catalog(store, stored, attrs), read_objects(store))
+
+
+def _file_of(folder: str) -> str:
+    return f"{folder}/{METADATA_FILE}" if folder else METADATA_FILE
+
+
+def _attrs(metadata: Mapping[str, object]) -> dict[str, object]:
+    """What this project notes in the root's attributes."""
+    attributes = metadata.get("attributes")
+    noted = attributes.get(_ATTRIBUTE) if isinstance(attributes, dict) else None
+    iteration = noted.get("iteration") if isinstance(noted, dict) else None
+    return {"iteration": iteration} if type(iteration) is int else {}
+
+
+def _check_no_array(folder: str, listing: Listing) -> None:
+    """Returns if a directory that is no array is not what is left of one.
+
+    Raises:
+        MissingShardError: it is.
+    """
+    chunk = next((name for name in listing if is_like_a_chunk(name) or name == "c"), None)
+    if chunk is not None:
+        home = _CHUNK_FOLDERS.sub("", folder, count=1)
+        raise MissingShardError(
+            f"{METADATA_FILE} is missing above the chunk {folder}/{chunk}",
+            file=_file_of(home),
+            key=home or None,
+            hint="copy the checkpoint again, with all its files",
+        )
+
+
+def _catalog(store: ReadStore, stored: Mapping[str, _Stored], attrs: Mapping[str, object]) -> Catalog:
+    @lru_cache(maxsize=8)
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        found = stored[key]
+        return fragments_of_chunks(store, key, found.array, found.place_of, file=found.file)
+
+    return Catalog(
+        format="zarr3",
+        version="3",
+        tensors={key: TensorMeta(key, item.array.dtype, item.array.grid.shape) for key, item in stored.items()},
+        fragments_of=fragments_of,
+        attrs=attrs,
+    )
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of a group: chunks and ``zarr.json`` files, the objects, then the group's own ``zarr.json``.
+
+    Args:
+        target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk or a shard.
+
+    Raises:
+        UnsupportedError: a tensor's arrays are no grid, its key is no directory's name, its dtype is none of zarr's, or
+            an object has not been loaded.
+    """
+    shard_bytes = target.attrs.get("shard_bytes", DEFAULT_SHARD_BYTES)
+    assert isinstance(shard_bytes, int)
+    images: list[FileImage] = []
+    groups: dict[str, None] = {}
+    for key in target.tensors:
+        problem = key_problem(key, target.tensors, reserved=_RESERVED)
+        if problem is not None:
+            raise UnsupportedError(
+                f"the key cannot be the name of a directory: {problem}", key=key, hint="change it with --rename"
+            )
+        parts = key.split("/")
+        groups |= dict.fromkeys("/".join(parts[:depth]) for depth in range(1, len(parts)))
+        images += _array_images(target, key, shard_bytes=shard_bytes)
+    images += [literal_file(_file_of(group), group_json({})) for group in groups]
+    objects = objects_image(target)
+    if objects is not None:
+        images.append(objects)
+    iteration = target.attrs.get("iteration")
+    noted = {_ATTRIBUTE: {"iteration": iteration}} if type(iteration) is int else {}
+    images.append(literal_file(METADATA_FILE, group_json(noted), is_metadata=True))
+    return images
+
+
+def _array_images(target: Catalog, key: str, *, shard_bytes: int) -> Iterator[FileImage]:
+    """``zarr.json`` and the chunks of one tensor."""
+    meta = target.tensors[key]
+    grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
+    inner_shape = _inner_shape(grid, meta.dtype, shard_bytes=shard_bytes)
+    text = array_json(grid, meta.dtype, inner_shape=inner_shape, key=key)
+
+    def literals(crc_of: CrcOf) -> Iterator[Literal]:
+        yield 0, text
+
+    empty = arrays.values() if grid.n_chunks == 0 else ()  # an array without elements is no file
+    yield FileImage(_file_of(key), len(text), tuple(PlacedArray(0, array) for array in empty), literals)
+    names = ChunkNames(len(meta.shape), "/", has_prefix=True)
+    if grid.n_chunks:
+        for index, array in arrays.items():
+            yield _chunk_image(f"{key}/{names.name(index)}", array, inner_shape)
+
+
+def _inner_shape(grid: ChunkGrid, dtype: str, *, shard_bytes: int) -> Shape | None:
+    """Shape of the bands into which every chunk is cut, or None where chunks stay whole."""
+    if prod(grid.chunk_shape) * itemsize(dtype) <= shard_bytes:
+        return None
+    found = row_bands(grid.chunk_shape, itemsize(dtype), most_bytes=max(shard_bytes // _BANDS_PER_SHARD, 1))
+    return found if ChunkGrid(grid.chunk_shape, found).n_chunks <= _MAX_INNER else None
+
+
+def _chunk_image(path: str, array: StoredArray, inner_shape: Shape | None) -> FileImage:
+    """A chunk's file: its dense bytes and, of a shard, the index behind them."""
+    placed = (PlacedArray(0, array),)
+    if inner_shape is None:
+        return FileImage(path, array.n_bytes, placed)
+    n_inner = ChunkGrid(array.shape, inner_shape).n_chunks
+
+    def literals(crc_of: CrcOf) -> Iterator[Literal]:
+        yield array.n_bytes, dense_index(n_inner, array.n_bytes // n_inner)
+
+    return FileImage(path, array.n_bytes + index_bytes(n_inner, has_crc=True), placed, literals)
+
+
+FORMAT = Format(
+    name="zarr3",
+    title="zarr 3 group",
+    sniff=sniff,
+    read=read,
+    lay_out=lay_out,
+    partition="grid",
+)

@@ -1,0 +1,139 @@
+"""A zarr array as its metadata tells it, whichever the version; and the checks that both versions share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from core.box import Shape
+from core.dtypes import itemsize
+from core.errors import CorruptError
+from core.formats.zarr_grid import ChunkGrid
+
+if TYPE_CHECKING:
+    from core.formats.zarr_chunk_names import ChunkNames
+    from core.formats.zarr_decode import ChunkCoding
+    from core.store import ReadStore
+
+MAX_RANK = 64
+_MAX_BYTES = 1 << 62
+_MAX_METADATA_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How the chunks of the grid are cut again: each is a *shard*, a file of inner chunks and their index.
+
+    Args:
+        inner: how an inner chunk is stored; its shape divides the shard's.
+        has_crc: the index ends with its CRC-32C.
+        is_index_first: the index stands before the inner chunks, not behind them.
+    """
+
+    inner: ChunkCoding
+    has_crc: bool = True
+    is_index_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrArray:
+    """An array's metadata.
+
+    Args:
+        dtype: canonical dtype name.
+        grid: shapes of the array and of its chunks.
+        names: of the chunks' files.
+        coding: how a chunk is stored; of a shard, only the shape is meant.
+        sharding: how chunks are cut again, or None.
+    """
+
+    dtype: str
+    grid: ChunkGrid
+    names: ChunkNames
+    coding: ChunkCoding
+    sharding: Sharding | None = None
+
+
+def json_of(store: ReadStore, file: str) -> dict[str, object]:
+    """The content of a metadata file.
+
+    Raises:
+        CorruptError: it is no JSON object, or far too large for one.
+    """
+    size = store.size(file)
+    if size > _MAX_METADATA_BYTES:
+        raise CorruptError(f"{size} bytes are too much for metadata", file=file)
+    return parsed_json(store.read(file, 0, size), file=file)
+
+
+def parsed_json(data: bytes, *, file: str) -> dict[str, object]:
+    """A JSON object.
+
+    Raises:
+        CorruptError: it is none.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as err:
+        raise CorruptError(f"not JSON: {str(err)[:200]}", file=file, hint="copy the checkpoint again") from err
+    if not isinstance(found, dict):
+        raise CorruptError(f"a JSON {type(found).__name__}, not an object", file=file)
+    return found
+
+
+def required(metadata: Mapping[str, object], name: str, *, file: str) -> object:
+    """A member that must be there.
+
+    Raises:
+        CorruptError: it is not.
+    """
+    if name not in metadata:
+        raise CorruptError(f"{name!r} is missing", file=file)
+    return metadata[name]
+
+
+def checked_shape(value: object, what: str, *, least: int, file: str) -> Shape:
+    """A list of whole numbers.
+
+    Args:
+        value: out of JSON.
+        what: its name, for messages.
+        least: smallest number allowed.
+
+    Raises:
+        CorruptError: it is something else, has too many axes, or a number is too small or absurdly large.
+    """
+    if not isinstance(value, list) or len(value) > MAX_RANK:
+        raise CorruptError(f"{what} is no list of at most {MAX_RANK} numbers", file=file)
+    for number in value:
+        if type(number) is not int or not least <= number <= _MAX_BYTES:
+            raise CorruptError(f"{what} holds {str(number)[:40]}, not a whole number from {least}", file=file)
+    return tuple(value)
+
+
+def checked_grid(shape: Shape, chunk_shape: Shape, dtype: str, *, file: str) -> ChunkGrid:
+    """The grid of two shapes that fit together.
+
+    Raises:
+        CorruptError: their ranks differ, or so many bytes cannot be addressed.
+    """
+    if len(shape) != len(chunk_shape):
+        raise CorruptError(f"shape {list(shape)} and chunk shape {list(chunk_shape)} differ in rank", file=file)
+    for what, extents in (("the array", shape), ("a chunk", chunk_shape)):
+        if prod(extents) * itemsize(dtype) > _MAX_BYTES:
+            raise CorruptError(f"{what} of shape {list(extents)} has more bytes than can be addressed", file=file)
+    return ChunkGrid(shape, chunk_shape)
+
+
+def checked_order(value: object, rank: int, what: str, *, file: str) -> Shape:
+    """A permutation of the axes.
+
+    Raises:
+        CorruptError: it is none.
+    """
+    if not isinstance(value, list) or sorted(map(repr, value)) != sorted(map(repr, range(rank))):
+        raise CorruptError(f"{what} is {str(value)[:80]}, no order of {rank} axes", file=file)
+    return tuple(value)

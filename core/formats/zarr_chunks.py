@@ -1,0 +1,238 @@
+"""The stored chunks of a zarr array: that they are all there, and the fragments they are.
+
+A chunk that is not there would read as the fill value through other software; here it is an error that names it.
+"""
+
+from __future__ import annotations
+
+from array import array as columns
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from core.box import Shape, whole
+from core.catalog import Extent, Fragment, StoredArray
+from core.errors import CorruptError, MissingShardError, TruncatedError
+from core.formats.zarr_chunk_names import is_like_a_chunk
+from core.formats.zarr_decode import EncodedChunk
+from core.formats.zarr_grid import ChunkGrid
+from core.formats.zarr_shards import ShardIndex, are_bands, index_bytes, read_index
+
+if TYPE_CHECKING:
+    from core.box import Box
+    from core.formats.zarr_array import ZarrArray
+    from core.formats.zarr_decode import ChunkCoding
+    from core.store import ReadStore
+
+_COPY_AGAIN = "copy the checkpoint again, with all its files"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the bytes of a chunk (or shard) lie: file, byte offset in it, length in bytes."""
+
+    file: str
+    offset: int
+    n_bytes: int
+
+
+PlaceOf = Callable[[Shape, int], Place]
+"""(index of a chunk, its number in C order) → its place."""
+
+
+def sizes_in(store: ReadStore, folder: str) -> Mapping[str, int]:
+    """File name → bytes, of the files directly in a directory ("" for the root).
+
+    A store that can list sizes at once does (``sizes``); from others every file is asked.
+    """
+    listed = getattr(store, "sizes", None)
+    if listed is not None:
+        found: Mapping[str, int] = listed(folder)
+        return found
+    prefix = f"{folder}/" if folder else ""
+    return {name: store.size(prefix + name) for name in store.files(folder)}
+
+
+def folder_places(
+    store: ReadStore, folder: str, array: ZarrArray, *, key: str, listing: Mapping[str, int] | None = None
+) -> PlaceOf:
+    """Where the chunks of an array lie that is a directory of files, once all of them are there.
+
+    Args:
+        folder: the array's directory, "" for the root.
+        key: the tensor, for messages.
+        listing: the files directly in ``folder``, if they are known.
+
+    Raises:
+        MissingShardError: a chunk is absent; names its file.
+        TruncatedError, CorruptError: a chunk has the wrong length, or a file is that of a chunk beyond the grid.
+    """
+    grid, names = array.grid, array.names
+    found: dict[int, int] = {}
+    for name, size in _tree(store, folder, names.n_folders, listing):
+        index = names.index(name)
+        number = None if index is None else grid.number_of(index)
+        if number is not None:
+            _check_size(array, size, file=_joined(folder, name), key=key)
+            found[number] = size
+        elif is_like_a_chunk(name):
+            raise CorruptError(
+                f"a chunk of this name lies beyond the grid of {grid.counts} chunks of shape {grid.chunk_shape}",
+                file=_joined(folder, name),
+                key=key,
+                hint="the array's metadata and its chunks are not of the same checkpoint",
+            )
+    if len(found) != grid.n_chunks:
+        missing = next(index for number, index in enumerate(grid.indices()) if number not in found)
+        raise MissingShardError(
+            f"a chunk is missing: {len(found)} of {grid.n_chunks} are there",
+            file=_joined(folder, names.name(missing)),
+            key=key,
+            hint=f"{_COPY_AGAIN}; where the writer left out chunks of zeros, write them too (write_empty_chunks)",
+        )
+    sizes = None if _is_plain(array) else columns("q", (found[number] for number in range(grid.n_chunks)))
+    chunk_bytes = array.coding.n_bytes
+
+    def place_of(index: Shape, number: int) -> Place:
+        return Place(_joined(folder, names.name(index)), 0, chunk_bytes if sizes is None else sizes[number])
+
+    return place_of
+
+
+def _is_plain(array: ZarrArray) -> bool:
+    return array.sharding is None and array.coding.is_plain
+
+
+def _check_size(array: ZarrArray, size: int, *, file: str, key: str) -> None:
+    if array.sharding is not None:
+        n_inner = ChunkGrid(array.grid.chunk_shape, array.sharding.inner.shape).n_chunks
+        least = index_bytes(n_inner, has_crc=array.sharding.has_crc)
+        if size < least:
+            raise TruncatedError(
+                f"the shard has {size} bytes, but its index alone takes {least}", file=file, key=key, hint=_COPY_AGAIN
+            )
+    elif array.coding.is_plain and size != array.coding.n_bytes:
+        kind = TruncatedError if size < array.coding.n_bytes else CorruptError
+        raise kind(
+            f"the chunk has {size} bytes, not the {array.coding.n_bytes} of {array.grid.chunk_shape} {array.dtype}",
+            file=file,
+            key=key,
+            hint=_COPY_AGAIN,
+        )
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _tree(
+    store: ReadStore, folder: str, n_folders: int, listing: Mapping[str, int] | None = None
+) -> Iterator[tuple[str, int]]:
+    """Names relative to ``folder`` and sizes of the files in it and, so many levels deep, in its directories."""
+    yield from (sizes_in(store, folder) if listing is None else listing).items()
+    if n_folders > 0:
+        for name in store.folders(folder):
+            if is_like_a_chunk(name) or name == "c":
+                for rest, size in _tree(store, _joined(folder, name), n_folders - 1):
+                    yield f"{name}/{rest}", size
+
+
+def fragments_of_chunks(
+    store: ReadStore, key: str, array: ZarrArray, place_of: PlaceOf, *, file: str
+) -> list[Fragment]:
+    """The fragments of a tensor whose chunks' places are known.
+
+    Args:
+        store: from which the indexes of shards are read.
+        file: the array's metadata file, for messages.
+
+    Raises:
+        MissingShardError: a shard does not hold one of its chunks.
+        CorruptError: a shard contradicts itself.
+        UnsupportedError: a codec is not known.
+    """
+    grid = array.grid
+    array.coding.refuse_unknown(key=key, file=file)
+    found: list[Fragment] = []
+    for number, index in enumerate(grid.indices()):
+        place, box = place_of(index, number), grid.box(index)
+        if array.sharding is None:
+            found.append(_fragment(key, array.coding, box, place, is_only=grid.n_chunks == 1))
+        else:
+            found += _shard_fragments(store, key, array, box, place)
+    if 0 in grid.shape:
+        found.append(
+            Fragment(
+                key,
+                whole(grid.shape),
+                StoredArray(key, array.dtype, grid.shape, Extent(file, 0)),
+                (0,) * len(grid.shape),
+            )
+        )
+    return found
+
+
+def _fragment(key: str, coding: ChunkCoding, box: Box, place: Place, *, is_only: bool = False) -> Fragment:
+    """What one stored chunk holds of a tensor."""
+    name = key if is_only else f"{key}@{','.join(map(str, box.offset))}"
+    if coding.is_plain:
+        extent = Extent(place.file, place.offset, coding.strides)
+    else:
+        extent = Extent(place.file, place.offset, encoding=EncodedChunk(coding, place.n_bytes))
+    return Fragment(key, box, StoredArray(name, coding.dtype, coding.shape, extent), (0,) * box.rank)
+
+
+def _shard_fragments(store: ReadStore, key: str, array: ZarrArray, box: Box, place: Place) -> Iterator[Fragment]:
+    """What one shard holds: its inner chunks, or all of it as one array where they are one run of plain bands."""
+    sharding = array.sharding
+    assert sharding is not None
+    shard_shape, inner = array.grid.chunk_shape, sharding.inner
+    cut = ChunkGrid(shard_shape, inner.shape)
+    index = read_index(
+        store,
+        place.file,
+        start=place.offset,
+        n_bytes=place.n_bytes,
+        n_inner=cut.n_chunks,
+        sharding=sharding,
+        key=key,
+    )
+    if _is_dense(inner, shard_shape, index):
+        start, _ = index.place(0) or (0, 0)
+        name = f"{key}@{','.join(map(str, box.offset))}"
+        yield Fragment(
+            key, box, StoredArray(name, inner.dtype, shard_shape, Extent(place.file, start)), (0,) * box.rank
+        )
+        return
+    inside = ChunkGrid(box.shape, inner.shape)  # inner chunks that lie beyond the tensor need not be there
+    for at in inside.indices():
+        number = cut.number_of(at)
+        assert number is not None
+        found = index.place(number)
+        if found is None:
+            raise MissingShardError(
+                f"the shard does not hold its inner chunk {at}",
+                file=place.file,
+                key=key,
+                hint=f"{_COPY_AGAIN}; where the writer left out chunks of zeros, write them too (write_empty_chunks)",
+            )
+        if inner.is_plain and found[1] != inner.n_bytes:
+            raise CorruptError(
+                f"inner chunk {at} has {found[1]} bytes, not the {inner.n_bytes} of {inner.shape} {inner.dtype}",
+                file=place.file,
+                key=key,
+                span=(found[0], found[0] + found[1]),
+            )
+        yield _fragment(key, inner, inside.box(at).shift(box.offset), Place(place.file, *found))
+
+
+def _is_dense(inner: ChunkCoding, shard_shape: Shape, index: ShardIndex) -> bool:
+    """Whether the shard's inner chunks, one after the other, are the shard in C order."""
+    return (
+        inner.is_plain
+        and inner.strides is None
+        and are_bands(shard_shape, inner.shape)
+        and all(n_bytes == inner.n_bytes for n_bytes in islice(index.numbers, 1, None, 2))
+        and index.is_one_run
+    )

@@ -1,0 +1,145 @@
+"""Chunk grids of zarr arrays: pure geometry.
+
+A grid cuts a tensor into chunks of one shape, from its origin. The chunks at the upper edges may reach beyond the
+tensor; they are stored in full all the same. An axis of extent 0 has no chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import isqrt, prod
+
+from core.box import Box, Shape
+from core.catalog import Fragment, StoredArray
+from core.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGrid:
+    """A regular grid.
+
+    Args:
+        shape: of the tensor, in elements.
+        chunk_shape: of every chunk, in elements, each more than 0.
+    """
+
+    shape: Shape
+    chunk_shape: Shape
+
+    @property
+    def counts(self) -> Shape:
+        """Chunks per axis."""
+        return tuple(-(-n // step) for n, step in zip(self.shape, self.chunk_shape, strict=True))
+
+    @property
+    def n_chunks(self) -> int:
+        """Number of chunks; 1 for rank 0."""
+        return prod(self.counts)
+
+    def indices(self) -> Iterator[Shape]:
+        """Every chunk's index, in C order."""
+        return product(*map(range, self.counts))
+
+    def number_of(self, index: Shape) -> int | None:
+        """Place of a chunk in that order; None if the index lies beyond the grid."""
+        number = 0
+        for at, count in zip(index, self.counts, strict=True):
+            if not 0 <= at < count:
+                return None
+            number = number * count + at
+        return number
+
+    def box(self, index: Shape) -> Box:
+        """The tensor's region that a chunk holds, cut at the tensor's edges."""
+        offset = tuple(at * step for at, step in zip(index, self.chunk_shape, strict=True))
+        extent = (min(step, n - start) for step, n, start in zip(self.chunk_shape, self.shape, offset, strict=True))
+        return Box(offset, tuple(extent))
+
+
+def grid_of_pieces(key: str, shape: Shape, fragments: Sequence[Fragment]) -> tuple[ChunkGrid, dict[Shape, StoredArray]]:
+    """The exact grid that the arrays of a target tensor form, and the array of every chunk's index.
+
+    Args:
+        key: the tensor, for messages.
+        shape: of the tensor.
+        fragments: of the tensor; an array may be in several of them.
+
+    Returns:
+        A tensor without elements has the grid of one empty array, under the index of zeros.
+
+    Raises:
+        UnsupportedError: the arrays are no equal boxes at multiples of their shape.
+    """
+    pieces = list(_whole_pieces(key, shape, fragments))
+    if 0 in shape and len(pieces) == 1:
+        return ChunkGrid(shape, tuple(max(n, 1) for n in shape)), {(0,) * len(shape): pieces[0][1]}
+    chunk_shapes = {box.shape for box, _ in pieces}
+    if len(chunk_shapes) != 1 or 0 in (chunk_shape := chunk_shapes.pop()):
+        raise _irregular(key)
+    grid = ChunkGrid(shape, chunk_shape)
+    found: dict[Shape, StoredArray] = {}
+    for box, array in pieces:
+        if any(start % step for start, step in zip(box.offset, chunk_shape, strict=True)):
+            raise _irregular(key)
+        found[tuple(start // step for start, step in zip(box.offset, chunk_shape, strict=True))] = array
+    if len(found) != len(pieces) or len(found) != grid.n_chunks:
+        raise _irregular(key)
+    return grid, found
+
+
+def _irregular(key: str) -> UnsupportedError:
+    return UnsupportedError(
+        "the tensor's pieces are no equal boxes of a regular grid, and zarr knows no other chunks",
+        key=key,
+        hint="write --to torch_dist, --to dcp or --to safetensors instead",
+    )
+
+
+def _whole_pieces(key: str, shape: Shape, fragments: Iterable[Fragment]) -> Iterator[tuple[Box, StoredArray]]:
+    """Every array of a tensor once, with the tensor's region that it holds as a whole."""
+    seen: dict[str, Box] = {}
+    for fragment in fragments:
+        array = fragment.array
+        if array is None:
+            continue
+        extra = len(shape) - len(array.shape)
+        region = (1,) * extra + array.shape[max(-extra, 0) :]
+        at = (0,) * extra + fragment.at[max(-extra, 0) :]
+        offset = tuple(start - inside for start, inside in zip(fragment.box.offset, at, strict=True))
+        if any(start < 0 or start + n > whole for start, n, whole in zip(offset, region, shape, strict=True)):
+            raise _irregular(key)
+        box = Box(offset, region)
+        if seen.setdefault(array.name, box) != box:
+            raise _irregular(key)
+        if seen[array.name] is box:
+            yield box, array
+
+
+def row_bands(shape: Shape, itemsize: int, *, most_bytes: int) -> Shape:
+    """Shape of equal bands of an array: each is one run of its C order, as large as fits.
+
+    Args:
+        shape: of the array, in elements, each more than 0.
+        itemsize: bytes of an element.
+        most_bytes: of a band, unless one element is larger.
+
+    Returns:
+        Extents that divide those of ``shape``.
+    """
+    rest = prod(shape) * itemsize
+    found = []
+    for axis, extent in enumerate(shape):
+        rest //= extent
+        fitting = most_bytes // rest
+        if fitting > 0:
+            return (*found, _largest_divisor(extent, fitting), *shape[axis + 1 :])
+        found.append(1)
+    return tuple(found)
+
+
+def _largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of ``n`` that is at most ``most``, both more than 0."""
+    small = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
+    return max(k for k in (*small, *(n // k for k in small)) if k <= most)

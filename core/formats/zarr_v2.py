@@ -1,0 +1,113 @@
+"""``.zarray``, the metadata of a zarr 2 array.
+
+On disk::
+
+    <array>/
+    ├── .zarray     {"zarr_format": 2, "shape": [384, 64], "chunks": [192, 64], "dtype": "bfloat16", "order": "C",
+    │                "compressor": null, "filters": null, "fill_value": null, "dimension_separator": "."}
+    ├── 0.0         a chunk: C (or F) order, the full chunk shape even where it reaches beyond the array
+    └── 1.0 …
+
+Versions: 2.
+
+Source: zarr 2 specification; arrays written by zarr 2.18.3 under megatron-core 0.12.1 (pinned in tests/golden),
+zarr-python 3.1.6 and tensorstore 0.1.86.
+
+Not supported: filters, and the codecs and types that ``zarr_decode`` and ``zarr_dtypes`` do not list.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from core.errors import CorruptError, UnsupportedError
+from core.formats.zarr_array import ZarrArray, checked_grid, checked_shape, parsed_json, required
+from core.formats.zarr_chunk_names import ChunkNames
+from core.formats.zarr_decode import ChunkCoding
+from core.formats.zarr_dtypes import v2_dtype, v2_spelling
+
+if TYPE_CHECKING:
+    from core.formats.zarr_grid import ChunkGrid
+
+ARRAY_FILE = ".zarray"
+GROUP_FILE = ".zgroup"
+
+
+def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
+    """An array's metadata.
+
+    Args:
+        data: content of its ``.zarray``.
+        file, key: name of that file and of the tensor, for messages.
+
+    Raises:
+        CorruptError: it is malformed.
+        UnsupportedError: another version, or an element type that is not handled.
+    """
+    metadata = parsed_json(data, file=file)
+    version = required(metadata, "zarr_format", file=file)
+    if version != 2:
+        raise UnsupportedError(f"zarr format {str(version)[:40]} is not 2", file=file, key=key)
+    dtype, is_big_endian = _dtype(required(metadata, "dtype", file=file), file=file, key=key)
+    shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
+    chunk_shape = checked_shape(required(metadata, "chunks", file=file), "chunks", least=1, file=file)
+    order = metadata.get("order", "C")
+    if order not in ("C", "F"):
+        raise CorruptError(f"order is {str(order)[:40]!r}, neither C nor F", file=file)
+    separator = metadata.get("dimension_separator", ".")
+    if separator not in (".", "/"):
+        raise CorruptError(f"dimension_separator is {str(separator)[:40]!r}, neither '.' nor '/'", file=file)
+    grid = checked_grid(shape, chunk_shape, dtype, file=file)
+    axes = tuple(range(len(shape)))
+    coding = ChunkCoding(
+        dtype, chunk_shape, axes if order == "C" else axes[::-1], is_big_endian, _codecs(metadata, file=file)
+    )
+    return ZarrArray(dtype, grid, ChunkNames(len(shape), str(separator)), coding)
+
+
+def _dtype(spelled: object, *, file: str, key: str) -> tuple[str, bool]:
+    found = v2_dtype(spelled) if isinstance(spelled, str) else None
+    if found is None:
+        raise UnsupportedError(
+            f"the element type {str(spelled)[:80]!r} is not handled",
+            file=file,
+            key=key,
+            hint="cast the array with the tool that wrote it",
+        )
+    return found
+
+
+def _codecs(metadata: dict[str, object], *, file: str) -> tuple[str, ...]:
+    """Names of the codecs, filters first."""
+    filters = metadata.get("filters")
+    if filters is not None and not isinstance(filters, list):
+        raise CorruptError(f"filters is a {type(filters).__name__}, not a list", file=file)
+    found = []
+    for codec, what in (*((item, "filter") for item in filters or ()), (metadata.get("compressor"), "compressor")):
+        if codec is None and what == "compressor":
+            continue
+        name = codec.get("id") if isinstance(codec, dict) else None
+        if not isinstance(name, str):
+            raise CorruptError(f"a {what} has no 'id': {str(codec)[:80]}", file=file)
+        found.append(name[:80] if what == "compressor" else f"filter {name[:80]}")
+    return tuple(found)
+
+
+def zarray(grid: ChunkGrid, dtype: str, *, key: str) -> bytes:
+    """The ``.zarray`` of an array of plain chunks, byte for byte as zarr 2.18 writes it for Megatron.
+
+    Raises:
+        UnsupportedError: zarr has no such element type.
+    """
+    metadata = {
+        "chunks": list(grid.chunk_shape),
+        "compressor": None,
+        "dtype": v2_spelling(dtype, key=key),
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(grid.shape),
+        "zarr_format": 2,
+    }
+    return json.dumps(metadata, indent=4, sort_keys=True).encode()
