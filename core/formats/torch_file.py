@@ -1,8 +1,9 @@
 """``torch.save`` files: reading one into an inert tree and stored arrays, and planning one.
 
-A file is a torch zip (``torch_zip``): a pickle and one record per storage. Reading it runs nothing: the pickle becomes
-an inert tree (``core.safe_pickle``) with a ``TensorLeaf`` where a tensor is (``torch_tensor``), whose bytes stay in the
-file.
+A file is a torch zip (``torch_zip``): a pickle and one record per storage; or, from before torch 1.6, a stream of both
+(``torch_legacy``). Reading it runs nothing: the pickle becomes an inert tree (``core.safe_pickle``) with a
+``TensorLeaf`` where a tensor is (``torch_tensor``), whose bytes stay in the file. Records that were deflated by another
+program, and those of a big-endian machine, are decoded (``torch_record``).
 
 A catalog of this format: every tensor that is reached through mappings and lists has its path, dot-joined, as key;
 where two paths join to one key, dots inside names are written ``\\.``. The skeleton is the whole unpickled root; what
@@ -12,11 +13,10 @@ attrs: ``aliases`` (key → first key that has the same bytes), ``unsupported`` 
 not plain dense ones; they are objects of the skeleton and cannot be written), ``notes``, and ``iteration`` and
 ``args`` where the root has them.
 
-Versions: torch 1.6 and later; written as torch 2.13 does. A written file loads with torch's defaults
+Versions: all but the tar files of torch 0.1; written as torch 2.13 does. A written file loads with torch's defaults
 (``weights_only``): what that refuses lies below a reserved key, see ``torch_aside``, and comes back on reading.
 
-Not supported, refused by name: the stream and tar formats before torch 1.6, TorchScript, big-endian files, bare
-pickles.
+Not supported, refused by name: the tar files of torch 0.1, TorchScript, bare pickles.
 
 Source: torch 2.13 ``torch/serialization.py``; files written by it, pinned in tests/golden (``hf/llama/torch_single``).
 """
@@ -203,4 +203,5 @@ FORMAT = Format(
     read=read,
     lay_out=lay_out,
     is_single_file=True,
+    nests=True,
 )

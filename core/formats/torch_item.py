@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
+from core.formats.torch_record import refuse_encoded
 from core.formats.torch_tensor import Location, TensorReader, unsupported_kind
 from core.formats.torch_zip import HAS_DESCRIPTOR, LOCAL, LOCAL_SIGNATURE, U32, Archive, check_kind, read_archive
 from core.inert import TensorLeaf
@@ -150,10 +151,12 @@ def _end_of_record(head: bytes, data: int) -> int | None:
 def _by_directory(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[int, Location]:
     """The same from the zip's directory: slower, and the authority about what is wrong."""
     archive: Archive = read_archive(store, file, start=start, n_bytes=n_bytes)
-    check_kind(store, archive)
+    check_kind(archive)
     pickle = archive.record("data.pkl")
+    refuse_encoded(store, archive, pickle)
     found = _tensor(store.read(file, pickle.offset, pickle.n_bytes), file)
     record = archive.record(found.record)
+    refuse_encoded(store, archive, record)
     if found.storage_bytes > record.n_bytes:
         raise CorruptError(
             f"the tensor's storage has {found.storage_bytes} bytes, its record only {record.n_bytes}", file=file

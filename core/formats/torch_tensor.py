@@ -236,6 +236,22 @@ _STORAGES = {
 }
 
 
+_QUANTIZED_STORAGES = {
+    "QInt8Storage": 1,
+    "QUInt8Storage": 1,
+    "QInt32Storage": 4,
+    "QUInt4x2Storage": 1,
+    "QUInt2x4Storage": 1,
+}
+"""Bytes of an element, for storages whose tensors are not read but whose length must be known."""
+
+
+def storage_itemsize(kind: Global) -> int | None:
+    """Bytes of what a storage class counts as one element; None if the class is not known."""
+    name = _STORAGES.get(kind.name)
+    return DTYPES[name].itemsize if name is not None else _QUANTIZED_STORAGES.get(kind.name)
+
+
 def storage_of(storage: object) -> tuple[Global, str, int]:
     """Class, key and number of elements of a storage's persistent id.
 

@@ -1,12 +1,13 @@
-"""What a torch zip holds: an inert tree, and the stored arrays of the tensors in it.
+"""What a file of ``torch.save`` holds: an inert tree, and the stored arrays of the tensors in it.
 
-Also for zips inside other files: Megatron's rank files, and the objects of a DCP checkpoint.
+A zip (``torch_zip``) or a stream of before torch 1.6 (``torch_legacy``): both are a pickle and named records, and from
+there on the same. Also where they lie inside other files: Megatron's rank files, and the objects of a DCP checkpoint.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING
 from core.catalog import Extent, StoredArray, StoredObject
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats.torch_aside import put_back
+from core.formats.torch_legacy import MAGIC, VERSION, read_legacy
+from core.formats.torch_record import encoded, is_big_endian, pickle_limits, read_pickle, read_record
 from core.formats.torch_tensor import Location, TensorReader, unsupported_kind
-from core.formats.torch_zip import Archive, check_kind, read_archive
+from core.formats.torch_zip import Record, check_kind, read_archive
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.safe_pickle import gc_paused, load
 from core.skeleton import MAX_DEPTH, Entry, entries, mapped
@@ -24,8 +27,6 @@ if TYPE_CHECKING:
     from core.catalog import Coords
     from core.skeleton import Path
     from core.store import ReadStore
-
-LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class TorchTree:
         hidden: the tensors inside those objects, by the keys of their leaves.
         unsupported: key → kind, for the objects that stand for tensors of a kind that is not handled.
         notes: what the user should know.
-        version: the zip's version record.
+        version: the zip's version record, or ``legacy 1001``.
     """
 
     value: object
@@ -57,49 +58,69 @@ class TorchTree:
 def parse(
     store: ReadStore, file: str, *, start: int = 0, n_bytes: int | None = None, prefix: str = "", coords: Coords = ()
 ) -> TorchTree:
-    """Reads a torch zip; metadata only.
+    """Reads a file of ``torch.save``; metadata only.
 
     Args:
         file: name in the store.
-        start, n_bytes: which bytes of the file are the zip; None for the rest.
+        start, n_bytes: which bytes of the file to read; None for the rest.
         prefix: begin of every key.
         coords: rank coordinates that the arrays and objects get.
 
     Raises:
         CorruptError, TruncatedError: the file is damaged, or a tensor lies outside its storage.
-        UnsupportedError: not a zip that ``torch.save`` of torch 1.6 or later writes, or a big-endian one.
+        UnsupportedError: neither a zip nor a stream that ``torch.save`` writes.
         UnsafeError: a hostile pickle.
     """
     n_bytes = store.size(file) - start if n_bytes is None else n_bytes
-    refuse_other_streams(store, file, start, n_bytes)
+    kind = refuse_other_streams(store, file, start, n_bytes)
+    reader = TensorReader(f"{prefix}#")
     with _in_file(file), gc_paused():
-        archive = read_archive(store, file, start=start, n_bytes=n_bytes)
-        check_kind(store, archive)
-        reader = TensorReader(f"{prefix}#")
-        pickle = archive.record("data.pkl")
-        tree = put_back(load(store.read(file, pickle.offset, pickle.n_bytes), label=file, hooks=reader.hooks))
-        made = _Reading(archive, reader, prefix, coords).tree(tree)
+        read_content = _legacy if kind == "legacy" else _zip
+        content = read_content(store, file, start, n_bytes, reader)
+        return _Reading(content, reader, prefix, coords).tree(put_back(content.value))
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """A pickle and the records beside it.
+
+    Args:
+        file: where the records lie.
+        value: the inert object, with the reader's leaves where tensors are.
+        records: by name, ``data/<key>`` those of storages.
+        is_big: the numbers in them are big-endian.
+        version: as in ``TorchTree``.
+    """
+
+    file: str
+    value: object
+    records: Mapping[str, Record]
+    is_big: bool
+    version: str | None
+
+
+def _zip(store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorReader) -> _Content:
+    archive = read_archive(store, file, start=start, n_bytes=n_bytes)
+    check_kind(archive)
+    pickle = archive.record("data.pkl")
+    data = read_pickle(store, file, pickle)
+    value = load(data, label=file, hooks=reader.hooks, limits=pickle_limits(pickle))
     stated = archive.records.get("version")
-    version = (
-        None if stated is None else store.read(file, stated.offset, min(stated.n_bytes, 16)).decode("ascii", "replace")
-    )
-    return TorchTree(
-        value=made.value,
-        arrays=made.arrays,
-        aliases=made.aliases,
-        objects=made.objects,
-        hidden=made.hidden,
-        unsupported=made.unsupported,
-        notes=made.notes,
-        version=version.strip() if version else None,
-    )
+    version = read_record(store, file, stated) if stated is not None and stated.n_bytes <= 16 else b""
+    text = version.decode("ascii", "replace").strip()
+    return _Content(file, value, archive.records, is_big_endian(store, archive), text or None)
+
+
+def _legacy(store: ReadStore, file: str, start: int, n_bytes: int, reader: TensorReader) -> _Content:
+    stream = read_legacy(store, file, start=start, n_bytes=n_bytes, hooks=reader.hooks)
+    return _Content(file, stream.value, stream.records, False, f"legacy {VERSION}")
 
 
 def load_object(store: ReadStore, array: StoredArray, *, key: str) -> tuple[object, dict[str, StoredArray]]:
     """The value of an object that is stored as a stream of its own.
 
     Args:
-        array: the stream, uint8: a torch zip or a bare pickle.
+        array: the stream, uint8: a file of ``torch.save`` or a bare pickle.
         key: the object's key; the keys of the tensors inside begin with it.
 
     Returns:
@@ -132,7 +153,7 @@ def stream_kind(store: ReadStore, file: str, start: int, n_bytes: int) -> str | 
     head = store.read(file, start, min(n_bytes, 512))
     if head.startswith(b"PK\x03\x04"):
         return "zip"
-    if head.startswith(LEGACY_MAGIC):
+    if MAGIC.match(head):
         return "legacy"
     if head[257:262] == b"ustar":
         return "tar"
@@ -141,23 +162,24 @@ def stream_kind(store: ReadStore, file: str, start: int, n_bytes: int) -> str | 
     return None
 
 
-def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) -> None:
-    """Returns if the bytes may be a zip, else says what they are.
+def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) -> str | None:
+    """``legacy`` for a stream of before torch 1.6, None for what may be a zip.
 
     Raises:
-        UnsupportedError: another of torch's formats, or a bare pickle.
+        UnsupportedError: a tar file of torch 0.1, or a bare pickle.
     """
     kind = stream_kind(store, file, start, n_bytes)
-    if kind in ("legacy", "tar"):
+    if kind == "tar":
         raise UnsupportedError(
-            "written in the format that torch used before 1.6",
+            "written in the tar format of torch 0.1",
             file=file,
-            hint="load it with torch and save it again: torch.save(torch.load(FILE), NEW_FILE)",
+            hint="load it with torch and save it again: torch.save(torch.load(FILE, weights_only=False), NEW_FILE)",
         )
     if kind == "pickle":
         raise UnsupportedError(
             "a bare pickle, not a file of torch.save", file=file, hint="load it where it came from and use torch.save"
         )
+    return kind if kind == "legacy" else None
 
 
 @contextmanager
@@ -173,14 +195,14 @@ def _in_file(file: str) -> Iterator[None]:
 class _Reading:
     """One tree on its way from placeholders to keys."""
 
-    def __init__(self, archive: Archive, reader: TensorReader, prefix: str, coords: Coords) -> None:
-        self._archive = archive
+    def __init__(self, content: _Content, reader: TensorReader, prefix: str, coords: Coords) -> None:
+        self._content = content
         self._reader = reader
         self._prefix = prefix
         self._coords = coords
 
     def tree(self, root: object) -> TorchTree:
-        """The content, all but its version."""
+        """The content; ``root`` is its value with everything back in its place."""
         _check_unfolded_size(root)
         found = list(entries(root))
         keys = iter(keys_of(found, taken=self._reader.locations))
@@ -210,7 +232,16 @@ class _Reading:
             for node in walk([value, [item.value for item in objects.values()]])
             if isinstance(node, TensorLeaf) and node.key in self._reader.locations
         }
-        return TorchTree(value, arrays, _aliases(arrays), objects, inside, unsupported, _notes(attributes))
+        return TorchTree(
+            value=value,
+            arrays=arrays,
+            aliases=_aliases(arrays),
+            objects=objects,
+            hidden=inside,
+            unsupported=unsupported,
+            notes=_notes(attributes),
+            version=self._content.version,
+        )
 
     def _array(self, key: str, location: Location) -> StoredArray:
         """The stored array of a tensor, once its record is known to hold it.
@@ -218,25 +249,32 @@ class _Reading:
         Raises:
             CorruptError: the record is missing or too short.
         """
-        record = self._archive.records.get(location.record)
+        content = self._content
+        record = content.records.get(location.record)
         if record is None:
             raise CorruptError(
-                f"the tensor lies in the record {location.record!r}, which the zip does not have", key=key
+                f"the tensor lies in the record {location.record!r}, which the file does not have", key=key
             )
         if location.storage_bytes > record.n_bytes:
             raise CorruptError(
                 f"the tensor's storage has {location.storage_bytes} bytes, its record {location.record!r} only "
                 f"{record.n_bytes}",
                 key=key,
-                span=(record.offset, record.offset + record.n_bytes),
+                span=record.span,
             )
-        is_whole = location.offset == 0 and location.strides is None and location.n_bytes == record.n_bytes
-        extent = Extent(
-            self._archive.file,
-            record.offset + location.offset,
-            location.strides,
-            crc=record.crc if is_whole and record.crc else None,
+        extent = encoded(
+            content.file,
+            record,
+            dtype=location.dtype,
+            shape=location.shape,
+            offset=location.offset,
+            strides=location.strides,
+            is_big=content.is_big,
         )
+        if extent is None:
+            is_whole = location.offset == 0 and location.strides is None and location.n_bytes == record.n_bytes
+            crc = record.crc if is_whole and record.crc else None
+            extent = Extent(content.file, record.offset + location.offset, location.strides, crc=crc)
         return StoredArray(key, location.dtype, location.shape, extent, self._coords)
 
 
@@ -278,7 +316,8 @@ def _aliases(arrays: dict[str, StoredArray]) -> dict[str, str]:
     for key, array in arrays.items():
         if array.n_bytes and array.extent is not None:
             extent = array.extent
-            same = first.setdefault((extent.offset, extent.strides, array.shape, array.dtype), key)
+            place = (extent.offset, extent.strides, extent.encoding, array.shape, array.dtype)
+            same = first.setdefault(place, key)
             if same != key:
                 aliases[key] = same
     return aliases

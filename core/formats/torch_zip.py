@@ -19,7 +19,9 @@ equal names, torch the first). So every contradiction is refused: equal names, s
 record, local headers that differ from the directory, records that overlap or reach outside. The CRCs are not checked
 here; 0 stands for "not computed" (``torch.serialization.set_crc32_options(False)``).
 
-Not supported, refused by name: compressed, encrypted or patched entries, several disks.
+torch stores its records; other programs that pack a file again deflate them. Both are read (``torch_record`` makes the
+bytes of a deflated one). Not supported, refused by name: other compression, encrypted or patched entries, several
+disks.
 
 Source: PKWARE APPNOTE 6.3.10; torch 2.13 ``caffe2/serialize/inline_container.cc``, ``third_party/miniz-3.0.2``; files
 written by torch 2.13, pinned in tests/golden.
@@ -55,25 +57,34 @@ _UTF8 = 0x0800
 _MASKED = 0x2000
 _MAX_COMMENT = 0xFFFF
 _MAX_DIRECTORY_BYTES = 1 << 31
+STORED = 0
+DEFLATED = 8
+MAX_INFLATION = 1032
+"""A deflated byte makes no more bytes than that (zlib's technical details: 1032:1)."""
 _READ_AHEAD = 8192  # local headers closer than this are read together
 _MAX_READ = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One stored record.
+    """One record.
 
     Args:
         offset: byte address of its data in the file.
         n_bytes: length of its data.
-        crc: CRC-32 as the directory states it; 0 also means "not computed".
-        method: compression method; always 0 (stored), others are refused.
+        crc: CRC-32 of its data as the directory states it; 0 also means "not computed".
+        packed_bytes: length of its data in the file if they are deflated; None if they are stored as they are.
     """
 
     offset: int
     n_bytes: int
-    crc: int
-    method: int = 0
+    crc: int = 0
+    packed_bytes: int | None = None
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte in the file and byte after the last."""
+        return self.offset, self.offset + (self.n_bytes if self.packed_bytes is None else self.packed_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +123,13 @@ class Archive:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A line of the central directory; ``header`` is relative to the zip's begin."""
+    """A line of the central directory; ``header`` is relative to the zip's begin, ``stored`` the length in the file."""
 
     name: bytes
     flags: int
     method: int
     crc: int
+    stored: int
     n_bytes: int
     header: int
 
@@ -133,7 +145,7 @@ def read_archive(store: ReadStore, file: str, *, start: int = 0, n_bytes: int | 
     Raises:
         TruncatedError: the file ends too early.
         CorruptError: not a zip, or one that contradicts itself.
-        UnsupportedError: entries are compressed, encrypted or below no directory.
+        UnsupportedError: entries are compressed in an unusual way, encrypted or below no directory.
         CapacityError: the central directory has more than 2 GiB.
     """
     size = store.size(file)
@@ -155,7 +167,7 @@ class _Reader:
     def archive(self) -> Archive:
         directory, n_bytes, n_entries = self._directory()
         entries = list(self._entries(self._read(directory, n_bytes), n_entries))
-        self._refuse_compressed(entries)
+        self._check_compression(entries)
         offsets = self._data_offsets(entries, directory)
         root = ""
         records: dict[str, Record] = {}
@@ -173,7 +185,8 @@ class _Reader:
             root = above
             if below in records:
                 self._contradiction(f"the zip has two records {below!r}")
-            records[below] = Record(self._start + offsets[entry.header], entry.n_bytes, entry.crc)
+            packed_bytes = entry.stored if entry.method == DEFLATED else None
+            records[below] = Record(self._start + offsets[entry.header], entry.n_bytes, entry.crc, packed_bytes)
         return Archive(self._file, self._start, self._size, root, records)
 
     def _read(self, offset: int, n_bytes: int) -> bytes:
@@ -261,9 +274,9 @@ class _Reader:
                 extra = data[at + CENTRAL.size + n : end - n_comment]
                 size, stored, header, disk = self._wide(extra, (size, stored, header, disk))
             self._check_readable(name, flags, disk)
-            if stored != size and not method:
+            if stored != size and method == STORED:
                 self._contradiction(f"a stored record has two sizes, {stored} and {size} bytes")
-            yield _Entry(name, flags, method, crc, size, header)
+            yield _Entry(name, flags, method, crc, stored, size, header)
             at = end
         if at != len(data):
             self._contradiction(f"the zip's directory has {len(data) - at} bytes more than its {n_entries} entries")
@@ -276,18 +289,24 @@ class _Reader:
         if disk:
             raise UnsupportedError("a zip of several disks", file=self._file)
 
-    def _refuse_compressed(self, entries: list[_Entry]) -> None:
-        packed = next((entry for entry in entries if entry.method), None)
-        if packed is None:
-            return
-        if any(entry.name.endswith(b"/constants.pkl") for entry in entries):
-            raise _torchscript(self._file)
-        how = "deflated" if packed.method == 8 else f"compressed (method {packed.method})"
-        raise UnsupportedError(
-            f"the zip record {self._name(packed.name)!r} is {how}; torch.save stores its records",
-            file=self._file,
-            hint="load the file with torch and save it again, or repack it with: zip -0",
-        )
+    def _check_compression(self, entries: list[_Entry]) -> None:
+        """Records are stored, or deflated to a length that can be."""
+        for entry in entries:
+            if entry.method == STORED:
+                continue
+            if entry.method != DEFLATED:
+                if any(other.name.endswith(b"/constants.pkl") for other in entries):
+                    raise _torchscript(self._file)
+                raise UnsupportedError(
+                    f"the zip record {self._name(entry.name)!r} is compressed by method {entry.method}, which torch "
+                    "does not use",
+                    file=self._file,
+                    hint="load the file with torch and save it again, or repack it with: zip -0",
+                )
+            if entry.n_bytes > MAX_INFLATION * entry.stored:
+                self._contradiction(
+                    f"record {self._name(entry.name)!r} has {entry.stored} deflated bytes, too few for {entry.n_bytes}"
+                )
 
     def _wide(self, extra: bytes, narrow: tuple[int, int, int, int]) -> list[int]:
         """Size, stored size, header offset and disk, with those that do not fit taken from the ZIP64 field."""
@@ -337,7 +356,7 @@ class _Reader:
         for number, entry in enumerate(ordered):
             need = entry.header + LOCAL.size + len(entry.name)
             limit = ordered[number + 1].header if number + 1 < len(ordered) else end
-            if need + entry.n_bytes > limit:
+            if need + entry.stored > limit:
                 self._overlap(entry, limit)
             if need > window_start + len(window):
                 window_start = entry.header
@@ -351,30 +370,30 @@ class _Reader:
                     entry.header,
                     30 + n,
                 )
-            if (flags | _UTF8) != (entry.flags | _UTF8) or method != 0:
+            if (flags | _UTF8) != (entry.flags | _UTF8) or method != entry.method:
                 self._contradiction(f"the flags of record {self._name(entry.name)!r} differ", entry.header, 30 + n)
             if not flags & HAS_DESCRIPTOR:
                 if size == U32 or stored == U32:
                     size, stored, *_ = self._wide(self._read(need, n_extra), (size, stored, 0, 0))
-                if (size, stored, crc) != (entry.n_bytes, entry.n_bytes, entry.crc):
+                if (size, stored, crc) != (entry.n_bytes, entry.stored, entry.crc):
                     self._contradiction(
                         f"record {self._name(entry.name)!r} has {entry.n_bytes} bytes (CRC {entry.crc:08x}) by the "
                         f"directory, {size} (CRC {crc:08x}) by its own header",
                         entry.header,
                         30 + n,
                     )
-            elif (size or stored) and not (size == stored and size in (entry.n_bytes, U32)):
+            elif (size or stored) and not (size in (entry.n_bytes, U32) and stored in (entry.stored, U32)):
                 self._contradiction(f"the sizes of record {self._name(entry.name)!r} differ", entry.header, 30 + n)
-            if data + entry.n_bytes > limit:
+            if data + entry.stored > limit:
                 self._overlap(entry, limit)
             found[entry.header] = data
         return found
 
     def _overlap(self, entry: _Entry, limit: int) -> NoReturn:
         self._contradiction(
-            f"record {self._name(entry.name)!r} of {entry.n_bytes} bytes overlaps what follows it at byte {limit}",
+            f"record {self._name(entry.name)!r} of {entry.stored} bytes overlaps what follows it at byte {limit}",
             entry.header,
-            LOCAL.size + len(entry.name) + entry.n_bytes,
+            LOCAL.size + len(entry.name) + entry.stored,
         )
 
 
@@ -390,27 +409,16 @@ def _window_end(ordered: list[_Entry], number: int) -> int:
     return end
 
 
-def check_kind(store: ReadStore, archive: Archive) -> None:
-    """Returns if the zip is what ``torch.save`` writes, little endian.
+def check_kind(archive: Archive) -> None:
+    """Returns if the zip is of the kind that ``torch.save`` writes.
 
     Raises:
-        UnsupportedError: TorchScript, another kind of zip, or big endian.
-        CorruptError: its byte order is none.
+        UnsupportedError: TorchScript, or another kind of zip.
     """
     if "constants.pkl" in archive.records:
         raise _torchscript(archive.file)
     if "data.pkl" not in archive.records:
         raise UnsupportedError("a zip without data.pkl, so not one that torch.save wrote", file=archive.file)
-    order = archive.records.get("byteorder")
-    if order is None:
-        return
-    text = store.read(archive.file, order.offset, min(order.n_bytes, 16))
-    if text == b"big":
-        raise UnsupportedError(
-            "the numbers are big-endian", file=archive.file, hint="load it with torch and save it again on this machine"
-        )
-    if text != b"little":
-        raise CorruptError(f"the byte order is {text!r}", file=archive.file)
 
 
 def _torchscript(file: str) -> UnsupportedError:

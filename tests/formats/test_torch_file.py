@@ -4,140 +4,44 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
-import enum
 import io
 import pickle
-import random
 import subprocess
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.serialization import config
 
-from core.box import Shape, c_strides
-from core.catalog import Catalog, Extent, StoredArray, StoredObject
-from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError, UnsupportedError
-from core.formats.torch_aside import ASIDE_KEY, ROOT_KEY
-from core.formats.torch_file import FORMAT, item_location, lay_out, load_object, parse, plan_tree, read
-from core.inert import Inert, ObjectLeaf, TensorLeaf, as_mapping, attributes
-from core.pickle_writer import dumps
+from core.catalog import Extent, StoredArray, StoredObject
+from core.errors import UnsupportedError
+from core.formats.torch_aside import ASIDE_KEY
+from core.formats.torch_file import FORMAT, lay_out, parse, plan_tree, read
+from core.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes
 from core.plain import to_plain
-from core.store import LocalStore, MemoryStore, ReadStore
+from core.store import LocalStore, MemoryStore
 from core.target import partitioned
 from core.transform import select
-from tests.materialize import materialized, tensor_bytes
-
-DTYPES = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
-    torch.bool, torch.complex128, torch.complex64, torch.complex32,
-)  # fmt: skip
-
-
-def filled(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """A tensor whose bytes are all its own: a function of index, shape and seed."""
-    size = torch.empty(0, dtype=dtype).element_size()
-    n = int(np.prod(shape, dtype=np.int64)) * size
-    generator = np.random.default_rng([seed, n, *shape])
-    raw = generator.integers(0, 256 if dtype != torch.bool else 2, size=n, dtype=np.uint8)
-    return torch.frombuffer(bytearray(raw.tobytes()) or bytearray(1), dtype=torch.uint8)[:n].view(dtype).reshape(shape)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    dense = tensor.detach().contiguous()
-    return b"" if not dense.numel() else dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def assert_same(mine: Any, expected: Any) -> None:
-    """Equal types, nesting and order; tensors equal bit for bit."""
-    assert type(mine) is type(expected), f"{type(mine)} for {type(expected)}"
-    if isinstance(expected, torch.Tensor):
-        assert (mine.dtype, mine.shape, mine.requires_grad) == (expected.dtype, expected.shape, expected.requires_grad)
-        assert bits(mine) == bits(expected)
-    elif isinstance(expected, dict):
-        assert list(mine) == list(expected)
-        for key, item in expected.items():
-            assert_same(mine[key], item)
-    elif isinstance(expected, (list, tuple)):
-        assert len(mine) == len(expected)
-        for one, other in zip(mine, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert mine == expected
-
-
-def saved(value: object, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream, **options)
-    return stream.getvalue()
-
-
-def opened(data: bytes, name: str = "f.pt") -> tuple[Catalog, MemoryStore]:
-    store = MemoryStore({name: data}, entry=name)
-    assert FORMAT.sniff(store)
-    return FORMAT.read(store), store
-
-
-def written(catalog: Catalog, store: ReadStore) -> bytes:
-    target = partitioned(catalog, format="torch", by="whole")
-    images = lay_out(target)
-    (data,) = materialized(images, target=target, source=catalog, store=store).values()
-    return data
-
-
-def rewritten(data: bytes) -> bytes:
-    catalog, store = opened(data)
-    return written(catalog, store)
-
-
-def loads(data: bytes, path: Path, *, weights_only: bool = True) -> Iterator[Any]:
-    """What every way of loading makes of a file."""
-    path.write_bytes(data)
-    yield torch.load(path, weights_only=weights_only)
-    yield torch.load(path, weights_only=False)
-    yield torch.load(path, weights_only=weights_only, mmap=True)
-    yield torch.load(io.BytesIO(data), weights_only=weights_only)
-
-
-def entry_bytes(catalog: Catalog, store: ReadStore, key: str) -> bytes:
-    return tensor_bytes(catalog, store, key).tobytes()
-
-
-def kinds_of(dtype: torch.dtype) -> dict[str, Any]:
-    base = filled(dtype, 6, 5, seed=1)
-    storage = filled(dtype, 60, seed=2)
-    return {
-        "whole": base,
-        "same again": base,
-        "rows": base[2:4],
-        "columns": base[:, 1:3],
-        "transposed": base.t(),
-        "strided": storage[3:40:4],
-        "blocks": storage.as_strided((3, 2, 2), (1, 20, 5), 7),
-        "scalar": filled(dtype, seed=3),
-        "one of many": storage[17],
-        "expanded": filled(dtype, 1, seed=4).expand(3, 4),
-        "channels last": filled(dtype, 2, 3, 4, 5, seed=5).permute(0, 3, 1, 2),
-        "empty": filled(dtype, 0),
-        "empty matrix": filled(dtype, 3, 0, 2),
-        "empty view": storage[4:4],
-        "ones": filled(dtype, 1, 7, 1, seed=6),
-        "nested": {"list": [storage[:5], (storage[5:6], {"deep": base[1]})]},
-    }
+from tests.formats.torch_samples import (
+    DTYPES,
+    assert_same,
+    bits,
+    entry_bytes,
+    filled,
+    kinds_of,
+    loads,
+    opened,
+    rewritten,
+    saved,
+    written,
+)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -286,110 +190,6 @@ def test_the_metadata_of_an_ordered_state_dict_stays(tmp_path: Path) -> None:
         torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).load_state_dict(loaded)
 
 
-class Colour(enum.Enum):
-    RED = 1
-
-
-class Thing:
-    """A class that torch does not know."""
-
-    def __init__(self, **fields: object) -> None:
-        self.__dict__.update(fields)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Thing) and list(self.__dict__) == list(other.__dict__)
-
-
-def refused() -> dict[str, Any]:
-    """A state dict that weights_only refuses at many places."""
-    moments: Any = collections.defaultdict(dict)
-    moments[0] = {"exp_avg": filled(torch.float32, 3)}
-    moments["late"] = argparse.Namespace(deep=filled(torch.int8, 2))
-    shared = argparse.Namespace(lr=0.1, kinds=[Colour.RED, signal()])
-    return {
-        "args": shared,
-        "model": collections.OrderedDict(w=filled(torch.float32, 2, 2), thing=Thing(a=1)),
-        "again": [shared, {"x": filled(torch.int8, 5)}, (np.arange(3), filled(torch.int8, 6)), 7],
-        "optimizer": {"state": moments, "group": [{"lr": np.float64(0.5)}]},
-        "seed": (3, np.array([1, 2], dtype=np.uint32)),
-        "kinds": frozenset({1, 2}),
-        "end": 5,
-        ("key", frozenset({1})): "odd key",
-    }
-
-
-def signal() -> object:
-    import signal
-
-    return signal.SIGTERM
-
-
-def skeleton_of(data: bytes) -> object:
-    return to_plain(opened(data)[0].skeleton)
-
-
-def test_what_weights_only_refuses_is_set_aside_and_comes_back(tmp_path: Path) -> None:
-    data = saved(refused())
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(io.BytesIO(data))
-    new = rewritten(data)
-    for loaded in loads(new, tmp_path / "new.pt"):
-        assert list(loaded) == ["model", "again", "optimizer", "end", ASIDE_KEY]
-        assert_same(loaded["model"], collections.OrderedDict(w=filled(torch.float32, 2, 2)))
-        assert_same(loaded["again"][1], {"x": filled(torch.int8, 5)})
-        assert_same(loaded["optimizer"]["state"], {0: {"exp_avg": filled(torch.float32, 3)}})
-        entries = loaded[ASIDE_KEY]["entries"]
-        assert entries[0]["path"] == ["args"]
-        assert entries[0]["value"]["state"]["lr"] == 0.1
-    assert skeleton_of(new) == skeleton_of(data)
-    assert list(opened(new)[0].tensors) == list(opened(data)[0].tensors)
-    assert rewritten(new) == new
-
-
-@pytest.mark.parametrize(
-    "root",
-    [
-        argparse.Namespace(a=1, t=filled(torch.int8, 3)),
-        [filled(torch.int8, 3), argparse.Namespace(a=1), {"b": Thing()}],
-        (filled(torch.int8, 3), {"n": np.arange(4)}),
-        collections.OrderedDict(a=Thing(x=1), t=filled(torch.int8, 3)),
-        collections.defaultdict(list, a=Thing(x=1), t=filled(torch.int8, 3)),
-        collections.defaultdict(dict, t=filled(torch.int8, 3)),
-        np.arange(3),
-    ],
-)
-def test_any_root_is_set_aside_and_comes_back(root: object, tmp_path: Path) -> None:
-    data = saved(root)
-    new = rewritten(data)
-    assert skeleton_of(new) == skeleton_of(data)
-    for loaded in loads(new, tmp_path / "new.pt"):
-        assert ASIDE_KEY in loaded
-        assert (ROOT_KEY in loaded) == isinstance(root, (list, tuple))
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        3,
-        [{"path": [[]]}],
-        [{"path": [["x"]], "value": 1}],
-        [{"path": ["b", "c"], "value": 1}],
-        [{"path": ["a", 7], "value": 1}],
-        [{"path": [], "value": {"$tuple": 3}}],
-    ],
-)
-def test_a_malformed_reserved_entry_is_an_error_of_ours(entries: object) -> None:
-    for note in (entries, {"entries": entries}, {"version": 2, "entries": []}, {"version": 1, "entries": entries}):
-        with pytest.raises(CorruptError):
-            opened(saved({"a": [1, {}], "b": 5, ASIDE_KEY: note}))
-
-
-def test_a_reserved_key_of_somebody_else_is_not_overwritten() -> None:
-    catalog = replace(opened(saved({"a": argparse.Namespace()}))[0], skeleton={"a": Inert("newobj", 1), ASIDE_KEY: 3})
-    with pytest.raises(UnsupportedError, match="reserved key"):
-        lay_out(catalog)
-
-
 def test_keys_that_join_to_one_name_are_told_apart(tmp_path: Path) -> None:
     value = {
         "a.b": filled(torch.int8, 2), "a": {"b": filled(torch.int8, 3), "c": 5}, "a.c": 6,
@@ -523,112 +323,16 @@ def test_every_pickle_protocol_is_read(protocol: int) -> None:
     assert_same(torch.load(io.BytesIO(written(catalog, store))), value)
 
 
-def repickled(tree: object, *, data: bytes = bytes(64), extra: tuple[tuple[str, bytes], ...] = ()) -> bytes:
-    """A zip with one storage ``data/0`` and any pickle."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as made:
-        made.writestr("a/data.pkl", tree if isinstance(tree, bytes) else dumps(tree))
-        made.writestr("a/data/0", data)
-        for name, content in extra:
-            made.writestr(name, content)
-    return stream.getvalue()
-
-
-def a_tensor(
-    shape: object = (2, 3),
-    strides: object = (3, 1),
-    offset: object = 0,
-    *,
-    numel: object = 16,
-    key: object = "0",
-    kind: str = "FloatStorage",
-    pid: object = None,
-) -> Inert:
-    from core.inert import Global, Persistent
-
-    storage = Persistent(pid if pid is not None else ("storage", Global("torch", kind), key, "cpu", numel))
-    return Inert("reduce", Global("torch._utils", "_rebuild_tensor_v2"), (storage, offset, shape, strides, False, None))
-
-
-def test_the_hand_made_tensor_is_fine() -> None:
-    catalog, store = opened(repickled({"t": a_tensor()}, data=bytes(range(64))))
-    assert entry_bytes(catalog, store, "t") == bytes(range(24))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        (a_tensor((17,), (1,)), "reaches byte 68 of a storage of 64 bytes"),
-        (a_tensor((2, 3), (14, 1)), "reaches byte 68"),
-        (a_tensor((2, 3), (3, 1), 11), "reaches byte 68"),
-        (a_tensor((1 << 62, 2), (1 << 62, 1)), "reaches byte"),
-        (a_tensor((-1,), (1,)), "extent or stride -1"),
-        (a_tensor((3,), (-1,), 8), "extent or stride -1"),
-        (a_tensor((3,), (1,), -1), "-1"),
-        (a_tensor((3.0,), (1,)), "3.0"),
-        (a_tensor((True,), (1,)), "True"),
-        (a_tensor((1 << 70,), (0,)), "offset, extent"),
-        (a_tensor((1, 2), (1,)), "shape"),
-        (a_tensor(7, (1,)), "shape"),
-        (a_tensor((1,) * 65, (1,) * 65), "65 axes"),
-        (a_tensor(numel=17), "64"),
-        (a_tensor(numel=-1), "storage is"),
-        (a_tensor(numel="16"), "storage is"),
-        (a_tensor(key="7"), "record 'data/7', which the zip does not have"),
-        (a_tensor(key=7), "storage is"),
-        (a_tensor(pid=("module", 1, 2, 3, 4)), "storage is"),
-        (a_tensor(pid=5), "storage is"),
-        (Inert("reduce", a_tensor().fn, (1,)), "malformed"),
-        (Inert("reduce", a_tensor().fn, (1, 2, 3, 4, 5, 6)), "no storage"),
-        (Inert("reduce", a_tensor().fn, (None,) * 99), "malformed"),
-    ],
-)
-def test_a_tensor_outside_its_storage_is_refused(tensor: Inert, message: str) -> None:
-    with pytest.raises(CorruptError, match=message) as caught:
-        opened(repickled({"t": tensor}))
-    assert caught.value.file == "f.pt"
-
-
-def test_containers_that_unfold_without_end_are_refused() -> None:
-    laughs: object = [1]
-    for _ in range(60):
-        laughs = [laughs, laughs]
-    maps: object = {"t": a_tensor()}
-    for _ in range(60):
-        maps = {"a": maps, "b": maps}
-    circle: list[object] = []
-    circle.append(circle)
-    deep: object = 1
-    for _ in range(400):
-        deep = {"a": deep}
-    for tree in (laughs, maps, circle, deep):
-        with pytest.raises((UnsafeError, CorruptError)):
-            opened(repickled({"tree": tree, "t": a_tensor()}))
-
-
-def test_a_pickle_that_asks_for_code_runs_nothing(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (open, (str(tmp_path / "ran"), "w"))
-
-    catalog, _ = opened(saved({"t": filled(torch.int8, 3), "evil": Evil()}))
-    assert catalog.objects["evil"].value.class_name == "io.open"
-    assert not (tmp_path / "ran").exists()
-
-
 def test_other_kinds_of_files_are_refused_by_name() -> None:
-    legacy = saved({"a": filled(torch.int8, 3)}, _use_new_zipfile_serialization=False)
     stream = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), stream)
     tar = bytes(257) + b"ustar" + bytes(300)
     for data, message in (
-        (legacy, "before 1.6"),
-        (tar, "before 1.6"),
+        (tar, "tar format of torch 0.1"),
         (stream.getvalue(), "TorchScript"),
         (pickle.dumps({"a": 1}), "bare pickle"),
-        (repickled({}, extra=(("a/byteorder", b"big"),)), "big-endian"),
     ):
         store = MemoryStore({"f.pt": data}, entry="f.pt")
         assert FORMAT.sniff(store)
@@ -704,14 +408,6 @@ def test_golden_files_hold_what_torch_loads(golden: Path, name: str) -> None:
         assert entry_bytes(catalog, store, key) == bits(tensor)
 
 
-def test_the_legacy_twin_of_a_golden_file_is_refused_by_name(golden: Path) -> None:
-    folder = golden / "hf/llama/torch_single"
-    for name in ("model_legacy.pt", "nested_legacy.pt"):
-        with pytest.raises(UnsupportedError, match=r"before 1\.6") as caught:
-            FORMAT.read(LocalStore(folder, entry=name))
-        assert caught.value.file == name
-
-
 def test_a_rank_file_is_written_again_with_its_objects_in_place(golden: Path) -> None:
     path = golden / GOLDEN_FILES[3]
     store = LocalStore(path.parent)
@@ -762,228 +458,3 @@ def test_a_storage_of_another_file_is_not_written() -> None:
     tree = parse(MemoryStore({"f": saved({"x": bare_storage()})}), "f")
     with pytest.raises(UnsupportedError, match="storage"):
         plan_tree(tree.value, lambda key: StoredArray(key, "int8", (1,)), prefix="a")
-
-
-def item(value: object, *, before: int = 37) -> tuple[MemoryStore, Extent]:
-    data = saved(value)
-    return MemoryStore({"i": b"x" * before + data + b"y" * 50}), Extent("i", before, item_bytes=len(data))
-
-
-def located(value: torch.Tensor, **where: int) -> tuple[MemoryStore, StoredArray]:
-    store, extent = item(value, **where)
-    return store, item_location(store, StoredArray("t", str(value.dtype)[6:], tuple(value.shape), extent))
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_items_are_located_with_their_strides(dtype: torch.dtype) -> None:
-    for before, tensor in enumerate(kinds_of(dtype)[name] for name in ("whole", "transposed", "strided", "scalar",
-            "columns", "expanded", "channels last", "empty", "empty matrix", "ones")):  # fmt: skip
-        for _ in range(2):
-            store, array = located(tensor, before=before)
-            extent = array.extent
-            assert extent is not None and not extent.is_late
-            strides = extent.strides or c_strides(array.shape)
-            if tensor.numel():
-                span = 1 + sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
-                raw = bytearray(store.read("i", extent.offset, span * tensor.element_size()))
-                view = torch.frombuffer(raw, dtype=torch.uint8).view(dtype).as_strided(array.shape, strides)
-                assert bits(view) == bits(tensor)
-
-
-def test_parameters_and_marked_tensors_are_items_too() -> None:
-    marked = filled(torch.float32, 3)
-    marked.partition_dim = 0  # type: ignore[attr-defined]
-    for tensor in (torch.nn.Parameter(filled(torch.float32, 3)), marked):
-        store, array = located(tensor)
-        assert store.read("i", array.extent.offset, 12) == bits(tensor)  # type: ignore[union-attr]
-
-
-def test_an_item_with_a_long_pickle_is_located_by_its_directory() -> None:
-    marked = filled(torch.float32, 3)
-    marked.note = "x" * 5000  # type: ignore[attr-defined]
-    store, array = located(marked)
-    assert store.read("i", array.extent.offset, 12) == bits(marked)  # type: ignore[union-attr]
-
-
-def test_an_item_whose_records_are_in_another_order_is_located() -> None:
-    tensor = filled(torch.float32, 3)
-    with zipfile.ZipFile(io.BytesIO(saved(tensor))) as source:
-        content = {name: source.read(name) for name in reversed(source.namelist())}
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as made:
-        for name, data in content.items():
-            made.writestr(name, data)
-    store = MemoryStore({"i": stream.getvalue()})
-    array = item_location(store, StoredArray("t", "float32", (3,), Extent("i", 0, item_bytes=store.size("i"))))
-    assert store.read("i", array.extent.offset, 12) == bits(tensor)  # type: ignore[union-attr]
-
-
-def test_an_array_that_is_not_late_is_returned_as_it_is() -> None:
-    array = StoredArray("t", "int8", (3,), Extent("i", 5))
-    assert item_location(MemoryStore(), array) is array
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "message"),
-    [("float32", (4, 3), "float32 tensor of shape"), ("float32", (12,), "shape"), ("int32", (3, 4), "int32")],
-)
-def test_an_item_that_is_not_what_the_metadata_says_is_refused(dtype: str, shape: Shape, message: str) -> None:
-    store, extent = item(filled(torch.float32, 3, 4))
-    with pytest.raises(CorruptError, match=message) as caught:
-        item_location(store, StoredArray("layer.weight", dtype, shape, extent))
-    assert caught.value.file == "i"
-    assert caught.value.key == "layer.weight"
-    assert caught.value.span == (37, 37 + extent.item_bytes)  # type: ignore[operator]
-
-
-def test_an_item_that_is_no_dense_tensor_is_refused() -> None:
-    for value, kind in (
-        ({"a": 1}, CorruptError),
-        (torch.ones(3, dtype=torch.complex64).conj(), UnsupportedError),
-        (torch.empty(3, device="meta"), UnsupportedError),
-    ):
-        store, extent = item(value)
-        with pytest.raises(kind):
-            item_location(store, StoredArray("t", "complex64", (3,), extent))
-
-
-def test_a_truncated_item_is_refused_at_every_length() -> None:
-    tensor = filled(torch.float32, 30)
-    store, extent = item(tensor, before=0)
-    data = store.read("i", 0, extent.item_bytes or 0)
-    for n in (*range(0, len(data), 7), len(data) - 1):
-        short = MemoryStore({"i": data[:n]})
-        for stated in (n, len(data)):
-            array = StoredArray("t", "float32", (30,), Extent("i", 0, item_bytes=stated))
-            with contextlib.suppress(CorruptError):
-                where = item_location(short, array).extent
-                assert where is not None and where.offset + array.n_bytes <= n
-
-
-def test_items_are_located_from_many_threads() -> None:
-    tensors = [filled(torch.float32, 3 + n % 5, 4, seed=n) for n in range(60)]
-    streams = [saved(tensor if n % 3 else tensor.t()) for n, tensor in enumerate(tensors)]
-    store = MemoryStore({f"{n}": stream for n, stream in enumerate(streams)})
-
-    def address(n: int) -> Extent | None:
-        shape = tuple(tensors[n].shape) if n % 3 else tuple(tensors[n].t().shape)
-        late = Extent(f"{n}", 0, item_bytes=len(streams[n]))
-        return item_location(store, StoredArray("t", "float32", shape, late)).extent
-
-    expected = [address(n) for n in range(60)]
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(5):
-            assert list(pool.map(address, range(60))) == expected
-    assert {extent is not None and extent.strides for extent in expected} >= {None, (1, 4)}
-
-
-def test_a_truncated_item_names_its_file() -> None:
-    store, extent = item(filled(torch.float32, 30))
-    short = MemoryStore({"i": store.read("i", 0, store.size("i") - 100)})
-    with pytest.raises(CorruptError) as caught:
-        item_location(short, StoredArray("t", "float32", (31,), extent))
-    assert (caught.value.file, caught.value.key) == ("i", "t")
-
-
-def test_golden_items_are_located(golden: Path) -> None:
-    folder = golden / "torch_dcp/fsdp2_dp2"
-    metadata = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
-    store = LocalStore(folder)
-    n = 0
-    for index, place in metadata.storage_data.items():
-        meta = metadata.state_dict_metadata[index.fqn]
-        extent = Extent(place.relative_path, place.offset, item_bytes=place.length)
-        tensor = torch.load(io.BytesIO(store.read(extent.file, place.offset, place.length)), weights_only=False)
-        if hasattr(meta, "size"):
-            shape = next(tuple(chunk.sizes) for chunk in meta.chunks if chunk.offsets == index.offset)
-            found = item_location(store, StoredArray("t", str(meta.properties.dtype)[6:], shape, extent)).extent
-            assert found is not None and found.strides is None
-            assert store.read(extent.file, found.offset, len(bits(tensor))) == bits(tensor)
-            n += 1
-        else:
-            stream = StoredArray("r", "uint8", (place.length,), replace(extent, item_bytes=None))
-            value, arrays = load_object(store, stream, key=index.fqn)
-            assert arrays == {}
-            assert value == tensor or not isinstance(tensor, (int, float, bool))
-    assert n > 10
-
-
-def test_objects_are_loaded_from_their_streams() -> None:
-    state = {"cpu": filled(torch.uint8, 20), "list": [1, (2, argparse.Namespace(x=filled(torch.int8, 3)))]}
-    for value in (state, [state], 5, None, "text", collections.OrderedDict(a=1)):
-        data = saved(value)
-        store = MemoryStore({"o": b"z" * 11 + data})
-        stream = StoredArray("raw:k", "uint8", (len(data),), Extent("o", 11))
-        loaded, arrays = load_object(store, stream, key="rng/shard_0_1")
-        assert all(key.startswith("rng/shard_0_1:") for key in arrays)
-        if value in (5, None, "text"):
-            assert loaded == value
-        if value is state:
-            assert sorted(array.shape[0] for array in arrays.values()) == [3, 20]
-            assert isinstance(loaded, dict)
-            leaf = loaded["cpu"]
-            assert store.read("o", arrays[leaf.key].extent.offset, 20) == bits(state["cpu"])  # type: ignore[union-attr]
-
-
-def test_a_bare_pickle_is_loaded_as_an_object() -> None:
-    data = pickle.dumps({"a": (1, 2)}, protocol=4)
-    stream = StoredArray("r", "uint8", (len(data),), Extent("o", 0))
-    loaded, arrays = load_object(MemoryStore({"o": data}), stream, key="k")
-    assert loaded == {"a": (1, 2)}
-    assert arrays == {}
-
-
-def test_a_damaged_object_stream_names_the_object() -> None:
-    data = saved({"a": 1})
-    legacy = saved({"a": 1}, _use_new_zipfile_serialization=False)
-    for broken in (data[:-30], b"hello", b"", legacy, data[:40] + data[44:]):
-        store = MemoryStore({"o": b"z" * 5 + broken})
-        with pytest.raises((CorruptError, UnsupportedError)) as caught:
-            load_object(store, StoredArray("r", "uint8", (len(broken),), Extent("o", 5)), key="rng")
-        assert caught.value.key == "rng"
-        assert caught.value.file == "o"
-
-
-REAL = saved(
-    {"a": filled(torch.float32, 4, 3), "n": argparse.Namespace(lr=1.0), "l": [filled(torch.bfloat16, 5), (1,)]}
-)
-
-
-def attempt(data: bytes) -> None:
-    store = MemoryStore({"f.pt": data}, entry="f.pt")
-    with contextlib.suppress(CheckpointingException):
-        if FORMAT.sniff(store):
-            written(FORMAT.read(store), store)
-
-
-def test_a_file_cut_at_any_byte_is_an_error_of_ours() -> None:
-    for n in range(0, len(REAL), 3):
-        store = MemoryStore({"f.pt": REAL[:n]}, entry="f.pt")
-        if FORMAT.sniff(store):
-            with pytest.raises(TruncatedError):
-                FORMAT.read(store)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4))
-def test_a_damaged_file_raises_only_our_errors(damages: list[tuple[int, int]]) -> None:
-    data = bytearray(REAL)
-    for at, byte in damages:
-        data[at] = byte
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        attempt(bytes(data))
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3), st.integers(0, 2**32))
-def test_a_damaged_pickle_raises_only_our_errors(damages: list[tuple[int, int]], seed: int) -> None:
-    with zipfile.ZipFile(io.BytesIO(REAL)) as source:
-        pickled = bytearray(source.read("archive/data.pkl"))
-    for at, byte in damages:
-        pickled[at % len(pickled)] = byte
-    if seed % 3 == 0:
-        start = random.Random(seed).randrange(len(pickled))
-        del pickled[start : start + seed % 7]
-    attempt(repickled(bytes(pickled), data=bytes(48), extra=(("a/data/1", bytes(10)),)))

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsupportedError
+from core.formats.torch_record import is_big_endian
 from core.formats.torch_zip import Archive, check_kind, read_archive
 from core.formats.torch_zip_plan import plan_archive
 from core.store import LocalStore, MemoryStore
@@ -126,7 +127,8 @@ def test_the_directory_says_what_zipfile_says() -> None:
             assert (record.n_bytes, record.crc) == (info.file_size, info.CRC)
             assert data[record.offset : record.offset + record.n_bytes] == opened.read(info)
     assert archive.root == "archive"
-    check_kind(MemoryStore({"f": data}), archive)
+    check_kind(archive)
+    assert not is_big_endian(MemoryStore({"f": data}), archive)
 
 
 def test_a_zip_inside_a_bigger_file_is_read_in_place() -> None:
@@ -181,6 +183,7 @@ CENTRAL = DATA.index(b"PK\x01\x02")
 SECOND_CENTRAL = DATA.index(b"PK\x01\x02", CENTRAL + 1)
 SECOND_LOCAL = DATA.index(b"PK\x03\x04", 1)
 END = DATA.index(b"PK\x05\x06")
+DEFLATED = zipped([("a/data.pkl", b"N." * 99)], compression=zipfile.ZIP_DEFLATED)
 
 CONTRADICTIONS = {
     "bytes before the zip": (b"junk" + DATA, CorruptError, "would have to end"),
@@ -215,10 +218,12 @@ CONTRADICTIONS = {
     ),
     "a record behind the end": (patched(DATA, SECOND_CENTRAL + 42, b"\xf0\xf0\xf0\x70"), CorruptError, "overlaps"),
     "two sizes": (patched(DATA, CENTRAL + 20, b"\x05"), CorruptError, "two sizes"),
-    "deflated": (
-        zipped([("a/data.pkl", b"N." * 99)], compression=zipfile.ZIP_DEFLATED),
-        UnsupportedError,
-        "'a/data.pkl' is deflated",
+    "another method in the local header": (patched(DEFLATED, 8, b"\0"), CorruptError, "flags of record"),
+    "another deflated size in the local header": (patched(DEFLATED, 18, b"\x05"), CorruptError, "by its own header"),
+    "an impossible inflated size": (
+        patched(patched(DEFLATED, 22, b"\0\0\x01"), DEFLATED.index(b"PK\x01\x02") + 24, b"\0\0\x01"),
+        CorruptError,
+        "too few for 65536",
     ),
     "bzip2": (zipped([("a/data.pkl", b"N." * 99)], compression=zipfile.ZIP_BZIP2), UnsupportedError, "compressed"),
     "encrypted": (patched(DATA, CENTRAL + 8, b"\x01"), UnsupportedError, "encrypted"),
@@ -251,25 +256,34 @@ def test_end_records_that_differ_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "kind", "message"),
-    [
-        ("constants.pkl", b"N.", UnsupportedError, "TorchScript"),
-        ("byteorder", b"big", UnsupportedError, "big-endian"),
-        ("byteorder", b"mixed", CorruptError, "byte order"),
-    ],
+    "method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2], ids=["stored", "deflated", "bzip2"]
 )
-def test_what_is_no_checkpoint_of_this_kind_is_refused(
-    name: str, data: bytes, kind: type[Exception], message: str
-) -> None:
-    store = MemoryStore({"f": zipped([("a/data.pkl", b"N."), (f"a/{name}", data)])})
-    with pytest.raises(kind, match=message):
-        check_kind(store, read_archive(store, "f"))
+def test_torchscript_is_refused_by_name(method: int) -> None:
+    data = zipped([("a/data.pkl", b"N." * 99), ("a/constants.pkl", b"N.")], compression=method)
+    with pytest.raises(UnsupportedError, match="TorchScript"):
+        check_kind(archive_of(data))
 
 
 def test_a_zip_without_a_pickle_is_refused() -> None:
-    store = MemoryStore({"f": zipped([("a/b", b"N.")])})
     with pytest.raises(UnsupportedError, match="without data.pkl"):
-        check_kind(store, read_archive(store, "f"))
+        check_kind(archive_of(zipped([("a/b", b"N.")])))
+
+
+@pytest.mark.parametrize("text", [b"mixed", b"", b"big" * 100])
+def test_a_byte_order_that_is_none_is_refused(text: bytes) -> None:
+    store = MemoryStore({"f": zipped([("a/data.pkl", b"N."), ("a/byteorder", text)])})
+    with pytest.raises(CorruptError, match="byte order"):
+        is_big_endian(store, read_archive(store, "f"))
+
+
+def test_records_that_are_deflated_are_told_apart() -> None:
+    data = zipped([("a/data.pkl", b"N." * 99), ("a/data/0", b"")], compression=zipfile.ZIP_DEFLATED)
+    archive = archive_of(data)
+    with zipfile.ZipFile(io.BytesIO(data)) as opened:
+        for info, record in zip(opened.infolist(), archive.records.values(), strict=True):
+            assert (record.n_bytes, record.crc, record.packed_bytes) == (info.file_size, info.CRC, info.compress_size)
+            packed = data[record.span[0] : record.span[1]]
+            assert zlib.decompress(packed, -15) == opened.read(info)
 
 
 REAL = saved({"a": torch.arange(9.0), "b": torch.empty(0), "c": [torch.ones(3, dtype=torch.bfloat16)]})
@@ -289,7 +303,7 @@ def test_a_damaged_zip_raises_only_our_errors(data: bytes, damages: list[tuple[i
     except CheckpointingException:
         return
     for record in archive.records.values():
-        assert 0 <= record.offset <= record.offset + record.n_bytes <= len(data)
+        assert 0 <= record.span[0] <= record.span[1] <= len(data)
 
 
 @settings(max_examples=300, deadline=None)
