@@ -1,0 +1,40 @@
+"""Hugging Face's names: models of transformers ↔ the global Megatron form, metadata only.
+
+::
+
+    safetensors, .bin ──▶ flat keys + config.json ── to_megatron ──▶ global per-layer form ──▶ shard, stack
+                                                  ◀── to_hf ──
+
+The names are data: ``layouts/hf/*.toml``, one file per family (``core.hf.names``). Sizes and features of a model come
+from the training arguments (``core.hf.model``), which ``core.hf.config`` makes of a ``config.json`` and the other way
+round. Fused tensors are boxes (``core.hf.fuse``).
+
+Families: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3. Not supported: optimizer state, quantized weights (they
+are dequantised first), LoRA adapters, models with other heads than the language model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from core.catalog import Catalog
+from core.hf.hf_form import to_hf
+from core.hf.megatron_form import to_megatron
+from core.hf.names import LAYERS, families
+
+__all__ = ["is_hf", "model_types", "to_hf", "to_megatron"]
+
+
+def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:
+    """Whether a catalog has Hugging Face's names: there is a configuration of theirs, and no layer has Megatron's name.
+
+    The family need not be one that is mapped; ``to_megatron`` refuses others by name.
+    """
+    if config is None or not isinstance(config.get("model_type"), str) or catalog.attrs.get("is_rank_local"):
+        return False
+    return bool(catalog.tensors) and not any(key.startswith(LAYERS) for key in catalog.tensors)
+
+
+def model_types() -> tuple[str, ...]:
+    """The families that are mapped."""
+    return tuple(families())

@@ -1,0 +1,164 @@
+"""Rotary position embeddings: what ``config.json`` says of them, and Megatron's arguments for the same.
+
+=============  ==========================================================================================
+ rope_type      arguments
+=============  ==========================================================================================
+ (none)         ``rotary_base``
+ ``linear``     and ``rotary_seq_len_interpolation_factor``
+ ``llama3``     and ``use_rope_scaling``, ``rope_scaling_factor``; the other three numbers are fixed in Megatron
+ ``yarn``       latent attention only: ``rope_type`` "yarn", ``rotary_scaling_factor``, ``mscale`` …
+=============  ==========================================================================================
+
+Versions: ``rope_theta`` and ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5) are read; all three are
+written, so that both read them.
+
+Source: transformers 5.23.0 ``modeling_rope_utils.py``; megatron-core 0.16.1
+``models/common/embeddings/rotary_pos_embedding.py``, ``transformer/multi_latent_attention.py``.
+
+Not supported: ``dynamic``, ``longrope``, a part of the channels only, and YaRN for ordinary attention: Megatron has no
+arguments for them, or not in all of the versions that these files are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from core.errors import CorruptError, UnsupportedError
+
+_LLAMA3: Mapping[str, float] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What Megatron takes for the scaling of Llama 3, whatever the model."""
+
+_YARN: Mapping[str, tuple[str, float | int | None]] = {
+    "factor": ("rotary_scaling_factor", None),
+    "original_max_position_embeddings": ("original_max_position_embeddings", 4096),
+    "beta_fast": ("beta_fast", 32),
+    "beta_slow": ("beta_slow", 1),
+    "mscale": ("mscale", 1.0),
+    "mscale_all_dim": ("mscale_all_dim", 0.0),
+}
+"""YaRN's number → (training argument, what is meant where it is not given; None: it must be)."""
+
+_HINT = "leave the scaling out of config.json if the weights were not trained with it, and set it again for inference"
+
+
+def rope_arguments(config: Mapping[str, object], *, is_latent: bool) -> dict[str, object]:
+    """The training arguments for the rotary embeddings of a ``config.json``.
+
+    Raises:
+        UnsupportedError: Megatron has no arguments for them.
+        CorruptError: a number is missing, or is none.
+    """
+    given = _parameters(config)
+    kind = given.pop("rope_type", given.pop("type", None)) or "default"
+    given.pop("type", None)
+    base = _number(given, "rope_theta", default=_number(config, "rope_theta", default=10000.0))
+    given.pop("rope_theta", None)
+    partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise UnsupportedError(f"rotary embeddings of {partial!r} of the channels are not mapped", file="config.json")
+    args: dict[str, object] = {
+        "position_embedding_type": "rope",
+        "rotary_base": _whole(base),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": None,
+        "use_rope_scaling": False,
+        "rope_scaling_factor": 8.0,
+    }
+    if is_latent:
+        args |= {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    if kind == "default":
+        return args
+    if kind == "linear" and not is_latent:
+        return args | {"rotary_seq_len_interpolation_factor": _whole(_number(given, "factor"))}
+    if kind == "llama3" and not is_latent:
+        for name, fixed in _LLAMA3.items():
+            if _number(given, name) != fixed:
+                raise UnsupportedError(
+                    f"{name} of the rotary scaling is {given[name]!r}; Megatron's is always {fixed}",
+                    file="config.json",
+                    hint=_HINT,
+                )
+        return args | {"use_rope_scaling": True, "rope_scaling_factor": _number(given, "factor")}
+    if kind == "yarn" and is_latent:
+        extra = sorted(set(given) - set(_YARN) - {"truncate"})
+        if extra or given.get("truncate", True) is not True:
+            raise UnsupportedError(
+                f"YaRN scaling with {', '.join(extra or ['truncate'])} is not mapped", file="config.json", hint=_HINT
+            )
+        numbers = {arg: _whole(_number(given, name, default=usual)) for name, (arg, usual) in _YARN.items()}
+        _check_mscale(numbers["mscale"], numbers["mscale_all_dim"])
+        return args | {"rope_type": "yarn", **numbers}
+    raise UnsupportedError(
+        f"rotary scaling of type {kind!r} has no counterpart in Megatron's arguments", file="config.json", hint=_HINT
+    )
+
+
+def rope_config(fields: Mapping[str, object]) -> dict[str, object]:
+    """What ``config.json`` says of the rotary embeddings of training arguments.
+
+    Raises:
+        UnsupportedError: transformers has no such scaling.
+        CorruptError: a number is none.
+    """
+    base = float(_number(fields, "rotary_base", default=10000))
+    scaling: dict[str, object] | None = None
+    factor = fields.get("rotary_seq_len_interpolation_factor")
+    if fields.get("multi_latent_attention"):
+        if fields.get("rope_type") in (None, "yarn"):
+            scaling = {"rope_type": "yarn"}
+            for name, (arg, usual) in _YARN.items():
+                scaling[name] = _number(fields, arg, default=40 if usual is None else usual)
+            scaling["factor"] = float(_number(scaling, "factor"))
+            _check_mscale(_number(scaling, "mscale"), _number(scaling, "mscale_all_dim"))
+        elif fields.get("rope_type") != "rope":
+            raise UnsupportedError(f"argument rope_type is {fields.get('rope_type')!r}, which is not mapped")
+    elif fields.get("use_rope_scaling"):
+        scaling = {
+            "rope_type": "llama3",
+            "factor": float(_number(fields, "rope_scaling_factor", default=8.0)),
+            **_LLAMA3,
+        }
+        if factor is not None:
+            raise UnsupportedError("argument rotary_seq_len_interpolation_factor is set beside use_rope_scaling")
+    elif factor is not None:
+        scaling = {"rope_type": "linear", "factor": float(_number(fields, "rotary_seq_len_interpolation_factor"))}
+    return {
+        "rope_theta": base,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": base},
+    }
+
+
+def _check_mscale(mscale: float, mscale_all_dim: float) -> None:
+    """Megatron uses ``mscale`` alone as well; transformers only together with the other."""
+    if mscale != 1 and not mscale_all_dim:
+        raise UnsupportedError(
+            f"YaRN scaling with mscale {mscale} and no mscale_all_dim means something else elsewhere"
+        )
+
+
+def _parameters(config: Mapping[str, object]) -> dict[str, object]:
+    """The one set of rotary parameters of a configuration."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
+        raise UnsupportedError("rotary parameters that differ from layer to layer are not mapped", file="config.json")
+    return {str(name): value for name, value in found.items() if value is not None}
+
+
+def _number(values: Mapping[str, object], name: str, *, default: float | None = None) -> float:
+    value = values.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e18:
+        raise CorruptError(f"{name} of the rotary embeddings is {value!r}, not a number")
+    return value
+
+
+def _whole(number: float) -> float:
+    """Integers as such, which is what the command line makes of them."""
+    return int(number) if number == int(number) else number

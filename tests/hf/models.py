@@ -1,0 +1,227 @@
+"""Tiny models of transformers, built from configurations, and their files as catalogs."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from core.catalog import Catalog, Extent, StoredArray, catalog_of_arrays
+from core.dtypes import DTYPES
+from core.inert import attributes
+from core.store import LocalStore
+from tests.materialize import Bytes, tensor_bytes
+
+COMMON = {
+    "vocab_size": 130,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "intermediate_size": 48,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+DEEPSEEK = {
+    "num_key_value_heads": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "llama_wide_heads": ("llama", {"head_dim": 12}),
+    "llama_rope_scaling": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}),
+    "llama_linear_scaling": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
+    "llama_biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_one_group": ("llama", {"num_key_value_heads": 1}),
+    "llama_every_head": ("llama", {"num_key_value_heads": 8}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", MIXTRAL),
+    "qwen3_moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3_moe_mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [1]}),
+    "qwen3_moe_sparse": ("qwen3_moe", {**QWEN3_MOE, "decoder_sparse_step": 2}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "deepseek_v3_yarn": ("deepseek_v3", {**DEEPSEEK, "rope_parameters": {**YARN, "rope_theta": 1e4}}),
+    "deepseek_v3_plain_query": ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0}),
+}
+"""Name → (model type, what differs from ``COMMON``)."""
+
+MOE = tuple(name for name in MODELS if name.startswith(("mixtral", "qwen3_moe", "deepseek")))
+DENSE = tuple(name for name in MODELS if name not in MOE)
+
+
+def built(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A model with random weights, biases and norms that are not their usual zeros and ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, changes = MODELS[name]
+    config = AutoConfig.for_model(model_type, **{**COMMON, **changes})
+    torch.manual_seed(sum(name.encode()))
+    model = AutoModelForCausalLM.from_config(config)
+    for value in model.state_dict().values():
+        if value.is_floating_point():
+            value.copy_(torch.randn(value.shape) * 0.2 + (0.5 if value.ndim == 1 else 0))
+    return model.to(dtype).eval()
+
+
+def saved(name: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
+    """What ``save_pretrained`` writes of a model."""
+    quietly()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        built(name, dtype).save_pretrained(folder, **options)
+    return folder
+
+
+def loaded_model(folder: Path) -> Any:
+    """What ``AutoModelForCausalLM`` makes of a directory; every tensor is there, and none is left over."""
+    from transformers import AutoModelForCausalLM
+
+    quietly()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    return model.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    """What a model makes of a fixed sequence."""
+    tokens = torch.arange(3, 33)[None] * 7 % 130
+    with torch.no_grad():
+        found = model(tokens).logits
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@cache
+def quietly() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The parsed ``config.json``."""
+    found = json.loads((folder / "config.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+_DTYPE_OF = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.safetensors}
+
+
+def catalog_of(folder: Path) -> tuple[LocalStore, Catalog]:
+    """The tensors of a directory of safetensors files; where each lies is read from the header, which is JSON."""
+    arrays: dict[str, StoredArray] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        for key, item in json.loads(data[8:start]).items():
+            if key != "__metadata__":
+                extent = Extent(path.name, start + item["data_offsets"][0])
+                arrays[key] = StoredArray(key, _DTYPE_OF[item["dtype"]], tuple(item["shape"]), extent)
+    return LocalStore(folder), catalog_of_arrays(format="safetensors", arrays=arrays)
+
+
+def contents(catalog: Catalog, store: LocalStore) -> dict[str, Bytes]:
+    """The bytes of every tensor of a catalog, through its fragments."""
+    return {key: tensor_bytes(catalog, store, key) for key in catalog.tensors}
+
+
+def tensors(folder: Path) -> dict[str, Bytes]:
+    """The bytes of every tensor of a directory, as the safetensors package reads them."""
+    found: dict[str, Bytes] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                found[key] = bytes_of(file.get_tensor(key))
+    return found
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """A tensor's bytes, as ``contents`` gives them."""
+    found: Bytes = tensor.contiguous().flatten().view(torch.uint8).numpy().reshape(*tensor.shape, tensor.element_size())
+    return found
+
+
+_TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+def tensor_of(data: Bytes, dtype: str) -> torch.Tensor:
+    """The other way round."""
+    flat = torch.from_numpy(np.ascontiguousarray(data).reshape(-1).copy())
+    return flat.view(_TORCH[dtype]).reshape(data.shape[:-1])
+
+
+def written(catalog: Catalog, store: LocalStore, folder: Path) -> Path:
+    """A directory of what ``to_hf`` made, written by the safetensors package."""
+    folder.mkdir(parents=True)
+    data = contents(catalog, store)
+    save_file(
+        {key: tensor_of(data[key], meta.dtype) for key, meta in catalog.tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    documents = catalog.attrs["documents"]
+    assert isinstance(documents, Mapping)
+    for name, content in documents.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def assert_same(found: Mapping[str, Bytes], wanted: Mapping[str, Bytes]) -> None:
+    """The same keys with the same bytes and shapes."""
+    assert sorted(found) == sorted(wanted)
+    for key, data in wanted.items():
+        assert found[key].shape == data.shape, key
+        assert np.array_equal(found[key], data), key
+
+
+def arguments(catalog: Catalog) -> dict[str, object]:
+    """The training arguments of a global form, by name."""
+    found = attributes(catalog.attrs["args"])
+    assert found is not None
+    return found

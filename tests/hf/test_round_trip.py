@@ -1,0 +1,167 @@
+"""Models of transformers to the global Megatron form and back: the same files, and the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from core.hf import is_hf, model_types, to_hf, to_megatron
+from tests.hf.models import (
+    MODELS,
+    MOE,
+    arguments,
+    assert_same,
+    catalog_of,
+    config_of,
+    contents,
+    loaded_model,
+    logits,
+    saved,
+    tensors,
+    written,
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back_bit_for_bit_and_transformers_runs_it(name: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "model")
+    store, source = catalog_of(folder)
+    config = config_of(folder)
+    assert is_hf(source, config)
+    middle = to_megatron(source, config)
+    back = to_hf(middle)
+    assert back.attrs["model_type"] == MODELS[name][0]
+    assert_same(contents(back, store), tensors(folder))
+    ours = written(back, store, tmp_path / "ours")
+    assert torch.equal(logits(loaded_model(ours)), logits(loaded_model(folder)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_configuration_comes_back_but_for_what_arguments_do_not_say(name: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "model")
+    store, source = catalog_of(folder)
+    ours = written(to_hf(to_megatron(source, config_of(folder))), store, tmp_path / "ours")
+    wanted, found = AutoConfig.from_pretrained(folder).to_dict(), AutoConfig.from_pretrained(ours).to_dict()
+    untold = {"bos_token_id", "eos_token_id", "_name_or_path", "transformers_version", "router_aux_loss_coef"}
+    if name == "qwen3_moe_sparse":
+        untold |= {"decoder_sparse_step", "mlp_only_layers"}  # the same in other words
+    differing = {key: (found.get(key), value) for key, value in wanted.items() if found.get(key) != value}
+    if wanted.get("head_dim") is None:  # what transformers takes for it is stated
+        assert differing.pop("head_dim", None) in (None, (4, None))
+    assert set(differing) <= untold, differing
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts_that_are_stored_as_one_tensor_are_the_same_model(name: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "model")
+    stacked = saved(name, tmp_path / "stacked", save_original_format=False)
+    store, source = catalog_of(stacked)
+    assert any(key.endswith("experts.gate_up_proj") for key in source.tensors)
+    assert not any(".experts.0." in key for key in source.tensors)
+    middle = to_megatron(source, config_of(stacked))
+    assert_same(contents(to_hf(middle), store), tensors(folder))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_both_implementations_names_are_written_and_read(name: str, impl: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "model")
+    store, source = catalog_of(folder)
+    middle = to_megatron(source, config_of(folder), transformer_impl=impl)
+    is_fused = any("layer_norm_weight" in key for key in middle.tensors)
+    assert is_fused == (impl == "transformer_engine")
+    assert ("decoder.layers.0.self_attention.linear_proj._extra_state" in middle.objects) == (impl == "local")
+    assert_same(contents(to_hf(middle), store), tensors(folder))
+
+
+def test_query_key_and_value_rows_lie_group_by_group(tmp_path: Path) -> None:
+    folder = saved("qwen2", tmp_path / "model")
+    store, source = catalog_of(folder)
+    wanted = tensors(folder)
+    found = contents(to_megatron(source, config_of(folder)), store)
+    for kind in ("weight", "bias"):
+        q, k, v = (wanted[f"model.layers.1.self_attn.{part}_proj.{kind}"] for part in "qkv")
+        fused = found[f"decoder.layers.1.self_attention.linear_qkv.{kind}"]
+        head, per_group, groups = 4, 2, 4
+        rows = [
+            part
+            for group in range(groups)
+            for part in (
+                *(q[(group * per_group + j) * head :][:head] for j in range(per_group)),
+                k[group * head :][:head],
+                v[group * head :][:head],
+            )
+        ]
+        assert np.array_equal(fused, np.concatenate(rows))
+
+
+def test_the_gate_comes_before_the_up_projection(tmp_path: Path) -> None:
+    folder = saved("mixtral", tmp_path / "model")
+    store, source = catalog_of(folder)
+    wanted = tensors(folder)
+    found = contents(to_megatron(source, config_of(folder)), store)
+    gate, up = (wanted[f"model.layers.2.block_sparse_moe.experts.3.{name}.weight"] for name in ("w1", "w3"))
+    assert np.array_equal(
+        found["decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"], np.concatenate([gate, up])
+    )
+
+
+def test_the_arguments_describe_the_model(tmp_path: Path) -> None:
+    folder = saved("deepseek_v3", tmp_path / "model")
+    _, source = catalog_of(folder)
+    middle = to_megatron(source, config_of(folder))
+    args = arguments(middle)
+    expected = {
+        "num_layers": 3,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "multi_latent_attention": True,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 8,
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 16,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_layer_freq": [0, 1, 1],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_topk_scaling_factor": 2.5,
+        "transformer_impl": "transformer_engine",
+        "vocab_size": 130,
+        "padded_vocab_size": 256,
+        "layernorm_epsilon": 1e-6,
+        "norm_epsilon": 1e-6,
+        "bf16": True,
+        "tensor_model_parallel_size": 1,
+    }
+    assert {name: args[name] for name in expected} == expected
+    assert str(args["params_dtype"]) == "torch.bfloat16"
+    assert middle.attrs["expert_names"] == "te_grouped"
+    assert middle.tensors["decoder.layers.1.mlp.router.expert_bias"].shape == (4,)
+
+
+def test_every_family_is_found_by_its_features(tmp_path: Path) -> None:
+    assert {MODELS[name][0] for name in MODELS} == set(model_types())
+
+
+def test_configurations_of_transformers_4_mean_the_same(tmp_path: Path) -> None:
+    folder = saved("llama_rope_scaling", tmp_path / "model")
+    _, source = catalog_of(folder)
+    new = config_of(folder)
+    rope = dict(new["rope_parameters"])
+    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype", "head_dim")}
+    old |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": "bfloat16"}
+    one, other = arguments(to_megatron(source, new)), arguments(to_megatron(source, old))
+    assert one == {**other, "params_dtype": one["params_dtype"]}
+    assert one["use_rope_scaling"] is True
+    assert one["rope_scaling_factor"] == 8.0
+    assert one["rotary_base"] == 500000
