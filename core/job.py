@@ -53,9 +53,14 @@ class Job:
         vocab_size: the true number of vocabulary rows, where the checkpoint does not say.
         keep_padded_vocab: keep padding rows as if they were real ones.
         optim: ``carry`` or ``drop``.
-        dtype: casts, see ``core.transform.cast_of``.
-        include, exclude, rename: see ``core.transform``. They and ``dtype`` go by the names that the source has once it
-            is global, as ``ckpt inspect`` shows them.
+        names: whose tensor names to write: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps them, unless the
+            target format says otherwise.
+        dequantize, include, exclude, strip_prefix, add_prefix, rename, untie, tie, stack_layers, unstack_layers, dtype,
+            quantize: see ``core.changes``, which applies them in that order. The first of them go by the names that
+            the source has once it is global, as ``ckpt inspect`` shows them, the others by those made until then.
+            ``dequantize`` is a dtype or None; ``add_prefix`` a text or None; ``unstack_layers`` are globs, () for the
+            usual names, None for no unstacking.
+        max_file_bytes: most bytes of an output file with tensors, where the format can split; None for its default.
         drop_unknown: leave out objects of unknown classes where the target cannot hold them.
         memory_bytes: most memory the process may use, imports included.
         threads: copying threads.
@@ -75,10 +80,20 @@ class Job:
     vocab_size: int | None = None
     keep_padded_vocab: bool = False
     optim: str = "carry"
-    dtype: tuple[tuple[str | None, str], ...] = ()
+    names: str | None = None
+    dequantize: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    strip_prefix: tuple[str, ...] = ()
+    add_prefix: str | None = None
     rename: tuple[tuple[str, str], ...] = ()
+    untie: tuple[tuple[str, str], ...] = ()
+    tie: tuple[tuple[str, str], ...] = ()
+    stack_layers: bool = False
+    unstack_layers: tuple[str, ...] | None = None
+    dtype: tuple[tuple[str | None, str], ...] = ()
+    quantize: tuple[tuple[str | None, str], ...] = ()
+    max_file_bytes: int | None = None
     drop_unknown: bool = False
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     threads: int = DEFAULT_THREADS

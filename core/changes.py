@@ -1,0 +1,204 @@
+"""Everything a job changes about a catalog's entries, in one order; no data moves here.
+
+===  ==============================================  ===================================================================
+ 1    ``dequantize``                                  float8 tensors times their scales (``core.quantize``)
+ 2    ``include``, ``exclude``                        which entries there are (``core.transform``)
+ 3    ``strip_prefix``, ``add_prefix``, ``rename``    what they are called (``core.renaming``)
+ 4    ``untie``, ``tie``                              tensors written twice, or once (``core.tying``)
+ 5    ``stack_layers``, ``unstack_layers``            layers along an axis or apart (``core.restack``)
+ 6    ``dtype``                                       casts (``core.transform``)
+ 7    ``quantize``                                    float8 with scales (``core.quantize``)
+===  ==============================================  ===================================================================
+
+Each step sees the names that the ones before it made.
+
+A Hugging Face configuration beside the weights follows: ``quantization_config`` goes or comes, and the dtype that it
+states for the whole model changes with a cast of the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from core.catalog import Catalog
+from core.dtypes import dtype_of
+from core.errors import CorruptError, UsageError
+from core.job import Job
+from core.quantize import Requantized, dequantized, quantized
+from core.quantize_blocks import BLOCK
+from core.renaming import Renamed, add_prefix, rename, strip_prefix
+from core.restack import stack_layers, unstack_layers
+from core.target import retyped
+from core.transform import cast_of, select
+from core.tying import tie, untie
+
+CONFIG = "config.json"
+"""The file beside the weights that states their dtype and their scales."""
+_DTYPE_NAMES = ("dtype", "torch_dtype")
+"""How a configuration calls the dtype: transformers since version 5, and before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A catalog after a job's changes.
+
+    Args:
+        catalog: the catalog.
+        renamed: (old key, new key) of what prefixes and ``rename`` changed, in order.
+        left_out: keys of entries that ``include`` and ``exclude`` left out, or ``tie``.
+        notes: what the user should know.
+    """
+
+    catalog: Catalog
+    renamed: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None = None) -> Changed:
+    """The catalog after all changes that the job asks for, in the module's order.
+
+    Args:
+        catalog: global tensors, all objects loaded.
+        config: the parsed ``config.json`` that is carried beside the weights, where there is one; a changed one takes
+            its place in ``attrs["documents"]``. One that is in ``attrs["documents"]`` already counts instead.
+
+    Raises:
+        UsageError, UnsupportedError, CorruptError: as the steps raise them.
+    """
+    notes: list[str] = []
+    stated = _config_of(catalog, config)
+    edits: dict[str, object] = {}
+    if job.dequantize is not None:
+        wide = dequantized(catalog, job.dequantize, block=_block_of(stated))
+        catalog = wide.catalog
+        notes += [f"{len(wide.keys)} float8 tensors become {dtype_of(job.dequantize).name}", *wide.notes]
+        if not wide.left:
+            edits["quantization_config"] = None
+    chosen = select(catalog, include=job.include, exclude=job.exclude)
+    catalog, left_out = chosen.catalog, chosen.left_out
+    if left_out:
+        notes.append(f"{len(left_out)} entries left out by --include/--exclude")
+    catalog, renamed = _renamed(catalog, job)
+    if job.untie:
+        catalog = untie(catalog, job.untie)
+        notes += [f"{added} is written as a copy of {original}" for added, original in job.untie]
+    if job.tie:
+        catalog = tie(catalog, job.tie)
+        left_out += tuple(gone for gone, _ in job.tie)
+        notes += [f"{gone} is left out, as it equals {kept}" for gone, kept in job.tie]
+    catalog = _restacked(catalog, job, notes)
+    if job.dtype:
+        catalog = retyped(catalog, cast_of(job.dtype, catalog.tensors))
+        edits |= _dtype_edits(job, stated)
+    if job.quantize:
+        narrow = quantized(catalog, job.quantize)
+        catalog = narrow.catalog
+        notes += [f"{len(narrow.keys)} tensors become float8_e4m3fn with scales", *narrow.notes]
+        edits["quantization_config"] = _quantization_config(narrow, catalog)
+    if edits:
+        catalog = _with_config(catalog, stated, edits, notes)
+    return Changed(catalog, renamed, left_out, tuple(notes))
+
+
+def _renamed(catalog: Catalog, job: Job) -> tuple[Catalog, tuple[tuple[str, str], ...]]:
+    """The catalog under its new keys, and (first key, last key) of what changed."""
+    first_of: dict[str, str] = {}
+
+    def note(made: Renamed) -> Catalog:
+        steps = dict(made[1])
+        news = {new: first_of.pop(old, old) for old, new in steps.items()}
+        first_of.update(news)
+        return made[0]
+
+    if job.strip_prefix:
+        catalog = note(strip_prefix(catalog, job.strip_prefix))
+    if job.add_prefix is not None:
+        catalog = note(add_prefix(catalog, job.add_prefix))
+    catalog = note(rename(catalog, job.rename))
+    return catalog, tuple((old, new) for new, old in first_of.items() if old != new)
+
+
+def _restacked(catalog: Catalog, job: Job, notes: list[str]) -> Catalog:
+    if job.stack_layers and job.unstack_layers is not None:
+        raise UsageError("--stack-layers and --unstack-layers contradict each other", hint="give one")
+    if job.stack_layers:
+        made = stack_layers(catalog)
+        notes += [f"the layers of {made.n_groups} tensors are stacked", *made.notes]
+        return made.catalog
+    if job.unstack_layers is not None:
+        made = unstack_layers(catalog, job.unstack_layers)
+        notes.append(f"{made.n_groups} stacked tensors become one a layer")
+        return made.catalog
+    return catalog
+
+
+def _config_of(catalog: Catalog, config: Mapping[str, object] | None) -> Mapping[str, object] | None:
+    """The configuration that will lie beside the weights, or None."""
+    documents = catalog.attrs.get("documents")
+    if isinstance(documents, Mapping) and CONFIG in documents:
+        found = json.loads(documents[CONFIG])
+        return found if isinstance(found, dict) else None
+    carried = catalog.attrs.get("carried")
+    return config if isinstance(carried, Mapping) and CONFIG in carried else None
+
+
+def _block_of(config: Mapping[str, object] | None) -> tuple[int, int]:
+    """Rows and columns of a block of scales, as the configuration says; 128 × 128 where it says nothing.
+
+    Raises:
+        CorruptError: it says something else than two positive numbers.
+    """
+    stated = None if config is None else config.get("quantization_config")
+    found = stated.get("weight_block_size") if isinstance(stated, Mapping) else None
+    if found is None:
+        return BLOCK, BLOCK
+    if isinstance(found, list) and len(found) == 2 and all(type(n) is int and n > 0 for n in found):
+        return found[0], found[1]
+    raise CorruptError(f"quantization_config.weight_block_size is {found!r}, not two positive numbers", file=CONFIG)
+
+
+def _dtype_edits(job: Job, config: Mapping[str, object] | None) -> dict[str, object]:
+    """What a cast of the whole model changes in the configuration."""
+    dtype = next((dtype_of(name).name for glob, name in reversed(job.dtype) if glob is None), None)
+    if dtype is None or config is None:
+        return {}
+    return {name: dtype for name in _DTYPE_NAMES if name in config}
+
+
+def _quantization_config(made: Requantized, catalog: Catalog) -> dict[str, object]:
+    """What DeepSeek-V3's configuration says of such scales."""
+    per_block = [bool(catalog.tensors[f"{key}_scale_inv"].shape) for key in made.keys]
+    stated: dict[str, object] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    stated["weight_block_size"] = [BLOCK, BLOCK] if any(per_block) else None
+    left = [key.removesuffix(".weight") for key in made.left if key.endswith(".weight")]
+    if left:
+        stated["modules_to_not_convert"] = left
+    return stated
+
+
+def _with_config(
+    catalog: Catalog, config: Mapping[str, object] | None, edits: Mapping[str, object], notes: list[str]
+) -> Catalog:
+    """The catalog with the changed configuration as a document; unchanged where there is none."""
+    carried = catalog.attrs.get("carried")
+    if config is None:
+        if isinstance(carried, Mapping) and CONFIG in carried:
+            notes.append(f"{CONFIG} stays as it is, although {', '.join(edits)} changed")
+        return catalog
+    made = {name: value for name, value in config.items() if edits.get(name, value) is not None or value is None}
+    made |= {name: value for name, value in edits.items() if value is not None}
+    if made == config:
+        return catalog
+    notes.append(f"{CONFIG}: changed {', '.join(edits)}")
+    documents = catalog.attrs.get("documents")
+    known = dict(documents) if isinstance(documents, Mapping) else {}
+    data = (json.dumps(made, indent=2, ensure_ascii=False) + "\n").encode()
+    changed_attrs: dict[str, object] = {"documents": {**known, CONFIG: data}}
+    hidden = dict(catalog.hidden)
+    if isinstance(carried, Mapping) and CONFIG in carried:
+        hidden.pop(carried[CONFIG], None)
+        changed_attrs["carried"] = {path: key for path, key in carried.items() if path != CONFIG}
+    return replace(catalog, hidden=hidden).with_attrs(**changed_attrs)

@@ -1,0 +1,246 @@
+"""Wider floats → float8 with scales, as two encodings: one for the numbers, one for the scales.
+
+For every block of 128 × 128 elements (the last ones may be smaller), or for the whole tensor, all in float32::
+
+    w     = float32(stored element), rounded through the tensor's wanted dtype where that is narrower
+    scale = max |w| / 448, or 1 where that quotient is 0
+    q     = round_to_float8_e4m3fn( min(max(w / scale, -448), 448) ), to nearest even
+
+so that ``q × scale`` is about ``w``; the scale is what DeepSeek calls ``weight_scale_inv``. 448 is the largest float8.
+
+Source: DeepSeek-V3's ``inference/kernel.py`` (``weight_dequant``: value = q × scale, blocks of 128 × 128) and the
+``quantization_config`` of its checkpoints.
+
+Not supported: numbers that are not finite (an error), scales rounded to powers of two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from core.box import Box
+from core.dtypes import itemsize
+from core.errors import UnsupportedError
+from core.quantize_source import SourceTensor, number_type
+
+if TYPE_CHECKING:
+    from core.catalog import StoredArray
+    from core.store import ReadStore
+
+BLOCK = 128
+LARGEST = 448.0
+UNIT_BYTES = 4 << 20
+_AT_ONCE = 1 << 19
+"""Elements that are treated at a time, if a block's height allows."""
+
+
+class _Scales:
+    """The scales of one tensor that are known already, by stripe (row of blocks); safe for threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.of_stripe: dict[int, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix that is to be quantised.
+
+    Args:
+        source: its elements.
+        dtype: to which they are rounded first, the tensor's own or that of a cast.
+        per_block: one scale for each block; otherwise one for all.
+    """
+
+    source: SourceTensor
+    dtype: str
+    per_block: bool
+    _known: _Scales = field(default_factory=_Scales, compare=False, repr=False)
+
+    @property
+    def n_stripes(self) -> int:
+        """Rows of blocks."""
+        return -(-self.source.shape[0] // BLOCK)
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of a row of blocks."""
+        return -(-self.source.shape[1] // BLOCK)
+
+    @property
+    def stripes_per_unit(self) -> int:
+        """Rows of blocks of a unit of both encodings."""
+        return max(1, UNIT_BYTES // max(1, BLOCK * self.source.shape[1]))
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory that treating one part takes."""
+        n = min(max(_AT_ONCE, BLOCK * BLOCK), BLOCK * self.source.shape[1])
+        return n * (itemsize(self.source.dtype) + 16) + self.source.working_bytes
+
+    def parts(self, store: ReadStore, stripe: int) -> Iterator[tuple[int, Any]]:
+        """(first column, float32 elements) of the parts of a row of blocks; parts are whole blocks."""
+        import numpy as np
+
+        n_rows, n_columns = self.source.shape
+        top = stripe * BLOCK
+        height = min(BLOCK, n_rows - top)
+        width = max(1, _AT_ONCE // (BLOCK * BLOCK)) * BLOCK
+        for left in range(0, n_columns, width):
+            box = Box((top, left), (height, min(width, n_columns - left)))
+            found: Any = np.frombuffer(self.source.read(store, box), number_type(self.source.dtype))
+            with np.errstate(all="ignore"):
+                values = found.astype(np.float32).reshape(box.shape)
+                if itemsize(self.dtype) < 4 and self.dtype != self.source.dtype:
+                    values = values.astype(number_type(self.dtype)).astype(np.float32)
+            yield left, values
+
+    def stripe_scales(self, store: ReadStore, stripe: int) -> Any:
+        """The scales of a row of blocks; reads them all if they are not known."""
+        if not self.per_block:
+            return self._one_scale(store)
+        known = self._known.of_stripe.get(stripe)
+        if known is None:
+            import numpy as np
+
+            rows = [_scales_of(self._largest(left, values, stripe)) for left, values in self.parts(store, stripe)]
+            known = np.concatenate(rows)
+            self._known.of_stripe[stripe] = known
+        return known
+
+    def _one_scale(self, store: ReadStore) -> Any:
+        with self._known.lock:
+            if 0 not in self._known.of_stripe:
+                import numpy as np
+
+                most: Any = np.zeros(1, np.float32)
+                for stripe in range(self.n_stripes):
+                    for left, values in self.parts(store, stripe):
+                        most = np.maximum(most, self._largest(left, values, stripe).max(keepdims=True))
+                self._known.of_stripe[0] = _scales_of(most)
+            return self._known.of_stripe[0]
+
+    def _largest(self, left: int, values: Any, stripe: int) -> Any:
+        """Largest absolute value of each block of a part.
+
+        Raises:
+            UnsupportedError: one is not finite.
+        """
+        import numpy as np
+
+        in_columns = np.abs(values).max(axis=0)
+        found: Any = np.maximum.reduceat(in_columns, np.arange(0, values.shape[1], BLOCK))
+        if not np.isfinite(found).all():
+            raise UnsupportedError(
+                f"a number in rows {stripe * BLOCK}–{stripe * BLOCK + values.shape[0]} and columns "
+                f"{left}–{left + values.shape[1]} is not finite in {self.dtype}, so it has no scale",
+                key=self.source.key,
+                hint="leave the tensor as it is: --quantize 'KEY=none'",
+            )
+        return found
+
+    def quantized(self, store: ReadStore, stripe: int, out: Any) -> None:
+        """The float8 elements of a row of blocks, written into ``out``."""
+        import numpy as np
+
+        kind = number_type("float8_e4m3fn")
+        rows = []
+        known = self._one_scale(store) if not self.per_block else None
+        for left, values in self.parts(store, stripe):
+            largest = self._largest(left, values, stripe)  # finite ones only, whatever the scale
+            scales = _scales_of(largest) if known is None else known
+            rows.append(scales)
+            per_column = np.repeat(scales, BLOCK)[: values.shape[1]] if known is None else known
+            with np.errstate(all="ignore"):
+                np.divide(values, per_column, out=values)
+            np.clip(values, np.float32(-LARGEST), np.float32(LARGEST), out=values)
+            out[:, left : left + values.shape[1]] = values.astype(kind)
+        if known is None and rows:
+            self._known.of_stripe[stripe] = np.concatenate(rows)
+
+
+def _scales_of(largest: Any) -> Any:
+    import numpy as np
+
+    scales = largest / np.float32(LARGEST)
+    scales[scales == 0] = 1
+    return scales
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The encoding of the float8 numbers.
+
+    Args:
+        weight: the matrix.
+    """
+
+    weight: Weight
+
+    @property
+    def name(self) -> str:
+        """See Encoding."""
+        return "float8 blocks" if self.weight.per_block else "float8"
+
+    @property
+    def unit_bytes(self) -> int:
+        """See Encoding: whole rows of blocks."""
+        return max(1, self.weight.stripes_per_unit * BLOCK * self.weight.source.shape[1])
+
+    @property
+    def working_bytes(self) -> int:
+        """See Encoding."""
+        return self.weight.working_bytes
+
+    def decode(self, store: ReadStore, array: StoredArray, unit: int) -> memoryview:
+        """See Encoding."""
+        import numpy as np
+
+        weight = self.weight
+        first = unit * weight.stripes_per_unit
+        last = min(first + weight.stripes_per_unit, weight.n_stripes)
+        n_rows = min(last * BLOCK, weight.source.shape[0]) - first * BLOCK
+        out: Any = np.empty((n_rows, weight.source.shape[1]), number_type("float8_e4m3fn"))
+        for stripe in range(first, last):
+            top = (stripe - first) * BLOCK
+            weight.quantized(store, stripe, out[top : top + BLOCK])
+        return memoryview(out.view(np.uint8)).cast("B")
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The encoding of the scales.
+
+    Args:
+        weight: the matrix.
+    """
+
+    weight: Weight
+
+    @property
+    def name(self) -> str:
+        """See Encoding."""
+        return "scales"
+
+    @property
+    def unit_bytes(self) -> int:
+        """See Encoding: the scales of the rows of blocks that make a unit of the numbers."""
+        return 4 * max(1, self.weight.stripes_per_unit * self.weight.n_blocks) if self.weight.per_block else 4
+
+    @property
+    def working_bytes(self) -> int:
+        """See Encoding."""
+        return self.weight.working_bytes
+
+    def decode(self, store: ReadStore, array: StoredArray, unit: int) -> memoryview:
+        """See Encoding."""
+        import numpy as np
+
+        weight = self.weight
+        first = unit * weight.stripes_per_unit
+        last = min(first + weight.stripes_per_unit, weight.n_stripes) if weight.per_block else first + 1
+        rows: Any = np.concatenate([weight.stripe_scales(store, stripe) for stripe in range(first, last)])
+        return memoryview(rows.astype(np.float32).view(np.uint8)).cast("B")

@@ -1,0 +1,115 @@
+"""float8 with scales → wider floats, as an encoding.
+
+For the element in row r and column c of the last two axes::
+
+    value = round_to_dtype( float32(w[…, r, c]) × float32(scale[…, r // block_rows, c // block_columns]) )
+
+The product is float32's; it is rounded to nearest even (to infinity above the range), as
+``(w.float() * scale).to(dtype)`` does in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from core.box import Box, boxes_of_flat_range, whole
+from core.dtypes import itemsize
+from core.quantize_source import SourceTensor, number_type
+
+if TYPE_CHECKING:
+    from core.catalog import StoredArray
+    from core.store import ReadStore
+
+UNIT_BYTES = 4 << 20
+_AT_ONCE = 1 << 18
+"""Elements that are multiplied at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """The encoding of a tensor that is a float8 tensor times its scales.
+
+    Args:
+        weight: the float8 tensor.
+        scales: its scales: one element, or one for every block of the last two axes.
+        block: rows and columns of a block; None for one scale for all.
+        dtype: of the result.
+    """
+
+    weight: SourceTensor
+    scales: SourceTensor
+    block: tuple[int, int] | None
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """See Encoding."""
+        return f"{self.weight.dtype} × {self.scales.dtype} scales"
+
+    @property
+    def _columns(self) -> int:
+        return self.weight.shape[-1] if self.weight.shape else 1
+
+    @property
+    def unit_bytes(self) -> int:
+        """See Encoding: whole rows."""
+        row_bytes = max(1, self._columns * itemsize(self.dtype))
+        return row_bytes * max(1, UNIT_BYTES // row_bytes)
+
+    @property
+    def working_bytes(self) -> int:
+        """See Encoding."""
+        n = self.unit_bytes // itemsize(self.dtype)
+        at_once = max(_AT_ONCE, self._columns)
+        return n * itemsize(self.weight.dtype) + 16 * at_once + self.weight.working_bytes + self.scales.working_bytes
+
+    def decode(self, store: ReadStore, array: StoredArray, unit: int) -> memoryview:
+        """See Encoding."""
+        import numpy as np
+
+        n_rows = prod(self.weight.shape[:-1])
+        rows = self.unit_bytes // max(1, self._columns * itemsize(self.dtype))
+        first, last = unit * rows, min((unit + 1) * rows, n_rows)
+        out: Any = np.empty((last - first, self._columns), number_type(self.dtype))
+        done = 0
+        for box in boxes_of_flat_range(self.weight.shape, first * self._columns, last * self._columns):
+            weight: Any = np.frombuffer(self.weight.read(store, box), number_type(self.weight.dtype))
+            weight = weight.reshape(-1, self._columns)
+            at = 0
+            for n, scale in self._scales(store, box):
+                with np.errstate(all="ignore"):
+                    out[done : done + n] = weight[at : at + n].astype(np.float32) * scale
+                done += n
+                at += n
+        return memoryview(out.view(np.uint8)).cast("B")
+
+    def _scales(self, store: ReadStore, box: Box) -> Iterator[tuple[int, Any]]:
+        """(number of rows, their scales in a form that multiplies) for the rows of a box of whole rows, in order."""
+        import numpy as np
+
+        at_once = max(1, _AT_ONCE // max(1, self._columns))
+        kind = number_type(self.scales.dtype)
+        if self.block is None:
+            data = self.scales.read(store, whole(self.scales.shape))
+            scale: Any = np.frombuffer(data, kind).astype(np.float32)[0]
+            n_rows = prod(box.shape[:-1])
+            yield from ((min(at_once, n_rows - first), scale) for first in range(0, n_rows, at_once))
+            return
+        rows, columns = self.block
+        n_blocks = self.scales.shape[-1]
+        for lead in product(*(range(o, o + n) for o, n in zip(box.offset[:-2], box.shape[:-2], strict=True))):
+            start, stop = box.offset[-2], box.offset[-2] + box.shape[-2]
+            top = start // rows
+            height = -(-stop // rows) - top
+            part = Box((*lead, top, 0), (*(1,) * len(lead), height, n_blocks))
+            found: Any = np.frombuffer(self.scales.read(store, part), kind).astype(np.float32).reshape(-1, n_blocks)
+            for first in range(start, stop, at_once):
+                last = min(first + at_once, stop)
+                of_rows = found[np.arange(first, last) // rows - top]
+                if columns < self._columns:
+                    of_rows = np.repeat(of_rows, columns, axis=1)[:, : self._columns]
+                yield last - first, of_rows

@@ -1,0 +1,239 @@
+"""New keys for tensors and objects: by regular expressions, without a prefix, with one.
+
+The optimizer's entries follow their parameters where a prefix goes or comes: ``optimizer.state.model.w.exp_avg``
+becomes ``optimizer.state.w.exp_avg`` when ``model.w`` becomes ``w``. Regular expressions see every key as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from core.catalog import Catalog, Fragment
+from core.errors import CorruptError, UsageError
+from core.inert import ObjectLeaf, TensorLeaf
+from core.skeleton import Entry, entries, nested
+
+Renamed = tuple[Catalog, list[tuple[str, str]]]
+"""A catalog, and (old, new) for every key that changed."""
+
+_OPTIMIZER = re.compile(
+    r"(^|\.)(optimizer|optimizers|optim|optimizer_states?)\."
+    r"|(^|\.)(exp_avg|exp_avg_sq|fp32_param|momentum_buffer|max_exp_avg_sq|fp32_from_fp16_params)(\.|$)"
+)
+_OF_PARAMETER = re.compile(r"(?P<head>(?:.*\.)?state\.)(?P<parameter>.+)\.(?P<leaf>[^.]+)")
+
+
+def is_optimizer_key(key: str) -> bool:
+    """Whether a key names optimizer state (moments, masters, steps) rather than a model's tensor."""
+    return _OPTIMIZER.search(key) is not None
+
+
+def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> Renamed:
+    """Renames tensors and objects by regular expressions, applied one after the other with ``re.sub``.
+
+    Args:
+        rules: ``(pattern, replacement)`` pairs.
+
+    Returns:
+        The catalog, and (old, new) for every key that changed.
+
+    Raises:
+        UsageError: a pattern is not a regular expression, matches nothing, or two keys become one.
+    """
+    compiled = []
+    for pattern, replacement in rules:
+        try:
+            compiled.append((re.compile(pattern), replacement))
+        except re.error as err:
+            raise UsageError(f"--rename: {pattern!r} is not a regular expression: {err}") from err
+    if not compiled:
+        return catalog, []
+    new_of: dict[str, str] = {}
+    used = [False] * len(compiled)
+    for key in (*catalog.tensors, *catalog.objects):
+        new = key
+        for number, (expression, replacement) in enumerate(compiled):
+            try:
+                changed = expression.sub(replacement, new)
+            except (re.error, IndexError) as err:
+                raise UsageError(f"--rename: {replacement!r} does not fit {expression.pattern!r}: {err}") from err
+            used[number] |= changed != new
+            new = changed
+        new_of[key] = new
+    for (expression, _), was_used in zip(compiled, used, strict=True):
+        if not was_used:
+            raise UsageError(f"--rename: {expression.pattern!r} matches no key")
+    return _under(catalog, new_of, option="--rename")
+
+
+def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> Renamed:
+    """Takes prefixes off the keys that have them, one prefix after the other.
+
+    Args:
+        prefixes: texts such as ``model.``.
+
+    Returns:
+        As for ``rename``.
+
+    Raises:
+        UsageError: no key has a prefix, a key would be empty, or two keys become one.
+    """
+    new_of = {key: key for key in (*catalog.tensors, *catalog.objects)}
+    for prefix in prefixes:
+        having = {key for key, new in new_of.items() if prefix and new.startswith(prefix)}
+        if not having:
+            raise UsageError(f"--strip-prefix: no key begins with {prefix!r}", hint=_LIST_THEM)
+        new_of = {key: new[len(prefix) :] if key in having else new for key, new in new_of.items()}
+    return _under(catalog, _with_states(catalog, new_of), option="--strip-prefix")
+
+
+def add_prefix(catalog: Catalog, prefix: str) -> Renamed:
+    """Puts a prefix before the keys of the model.
+
+    They are those of all tensors save the optimizer's, and of objects that lie below the same first names. Of an
+    optimizer's entry for a parameter, the parameter's name gets it.
+
+    Args:
+        prefix: a text such as ``model.``.
+
+    Returns:
+        As for ``rename``.
+
+    Raises:
+        UsageError: the prefix is empty.
+    """
+    if not prefix:
+        raise UsageError("--add-prefix: the prefix is empty")
+    model = {key for key in catalog.tensors if not is_optimizer_key(key)}
+    modules = {key.partition(".")[0] for key in model if "." in key}
+    model |= {key for key in catalog.objects if key.partition(".")[0] in modules and not is_optimizer_key(key)}
+    new_of = {key: prefix + key if key in model else key for key in (*catalog.tensors, *catalog.objects)}
+    return _under(catalog, _with_states(catalog, new_of), option="--add-prefix")
+
+
+_LIST_THEM = "list the keys with: ckpt inspect --flat"
+
+
+def _parameter_of(key: str, catalog: Catalog) -> tuple[str, str, str] | None:
+    """(what stands before, parameter, entry) of an optimizer's entry for a tensor of the catalog."""
+    found = _OF_PARAMETER.fullmatch(key)
+    if found is None or found["parameter"] not in catalog.tensors:
+        return None
+    return found["head"], found["parameter"], found["leaf"]
+
+
+def _with_states(catalog: Catalog, new_of: Mapping[str, str]) -> dict[str, str]:
+    """The new names, those of the optimizer's entries after their parameters'."""
+    made = dict(new_of)
+    for key, new in new_of.items():
+        if new == key and (found := _parameter_of(key, catalog)) is not None:
+            head, parameter, leaf = found
+            made[key] = f"{head}{new_of[parameter]}.{leaf}"
+    return made
+
+
+def _under(catalog: Catalog, new_of: Mapping[str, str], *, option: str) -> Renamed:
+    """The catalog under new keys, which are checked."""
+    old_of: dict[str, str] = {}
+    for old, new in new_of.items():
+        if not new:
+            raise UsageError(f"{option} leaves an empty name", key=old)
+        if new in old_of:
+            raise UsageError(f"{option} makes {old_of[new]!r} and {old!r} one key", key=new)
+        old_of[new] = old
+    return renamed(catalog, new_of), [(old, new) for old, new in new_of.items() if old != new]
+
+
+def renamed(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
+    """The catalog under new keys.
+
+    Args:
+        new_of: old key → new key, for every tensor and object; the new keys are unique.
+    """
+    old_of = {new: old for old, new in new_of.items()}
+
+    def fragments_of(key: str) -> list[Fragment]:
+        return [replace(fragment, key=key) for fragment in catalog.fragments(old_of.get(key, key))]
+
+    aliases, order = catalog.attrs.get("aliases"), catalog.attrs.get("order")
+    attrs = dict(catalog.attrs)
+    if isinstance(aliases, Mapping):
+        attrs["aliases"] = {new_of.get(a, a): new_of.get(b, b) for a, b in aliases.items()}
+    if isinstance(order, tuple):
+        attrs["order"] = tuple(new_of.get(key, key) for key in order)
+    for name in ("mcore_data", "unsupported"):
+        facts = attrs.get(name)
+        if isinstance(facts, Mapping):
+            attrs[name] = {new_of.get(key, key): value for key, value in facts.items()}
+    return replace(
+        catalog,
+        tensors={new_of[key]: replace(meta, key=new_of[key]) for key, meta in catalog.tensors.items()},
+        objects={new_of[key]: replace(item, key=new_of[key]) for key, item in catalog.objects.items()},
+        fragments_of=fragments_of,
+        skeleton=None if catalog.skeleton is None else moved(catalog.skeleton, new_of),
+        attrs=attrs,
+    )
+
+
+def moved(skeleton: object, new_of: Mapping[str, str]) -> object:
+    """A skeleton under new keys.
+
+    A leaf whose new key begins with the path of its old container stays in it, and so do the containers around its
+    name that the new key still names; any other goes to the root, under its whole new key. Leaves that get one key
+    become one leaf, where the first of them was.
+    """
+
+    def with_key(leaf: object, key: str) -> object:
+        return replace(leaf, key=key) if isinstance(leaf, (TensorLeaf, ObjectLeaf)) else leaf
+
+    if all(new_of.get(entry.key, entry.key) == entry.key for entry in entries(skeleton)):
+        return skeleton
+    leaves: dict[tuple[object, ...], object] = {}
+    placed: set[str] = set()
+    for entry in entries(skeleton):
+        new = new_of.get(entry.key, entry.key)
+        if new != entry.key and new in placed:
+            continue
+        placed.add(new)
+        leaves[_new_path(entry, new)] = with_key(entry.leaf, new)
+    return nested_again(leaves)
+
+
+def nested_again(leaves: Mapping[tuple[object, ...], object]) -> object:
+    """Containers made from changed paths.
+
+    Raises:
+        UsageError: the new keys do not fit the containers.
+    """
+    try:
+        return nested(leaves)
+    except CorruptError as err:
+        raise UsageError(
+            f"the new keys do not fit the containers of the state dict: {err.message}",
+            key=err.key,
+            hint="choose other names, or write a format without nesting first: --to safetensors",
+        ) from err
+
+
+def _new_path(entry: Entry, new: str) -> tuple[object, ...]:
+    path = entry.path
+    if new == entry.key:
+        return path
+    for depth in range(len(path) - 1, 0, -1):
+        prefix = ".".join(map(str, path[:depth])) + "."
+        if new.startswith(prefix) and len(new) > len(prefix):
+            return (*path[:depth], *_below(path[depth + 1 :], new[len(prefix) :]))
+    return (new,)
+
+
+def _below(names: tuple[object, ...], rest: str) -> tuple[object, ...]:
+    """``rest`` of a key as a path that ends with as many of the old ``names`` as it still has."""
+    for first in range(len(names)):
+        tail = ".".join(map(str, names[first:]))
+        if rest == tail:
+            return names[first:]
+        if rest.endswith(f".{tail}") and len(rest) > len(tail) + 1:
+            return (rest[: -len(tail) - 1], *names[first:])
+    return (rest,)

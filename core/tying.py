@@ -1,0 +1,141 @@
+"""Tied tensors: leaving one of two equal ones out, and writing one twice.
+
+``tie`` trusts nobody: the fragments of the tensor that goes become replicas of the one that stays, so the engine
+compares every byte of both while it copies, and a difference is a ``ReplicaMismatchError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from core.catalog import Catalog, Fragment, TensorMeta
+from core.errors import UsageError
+from core.inert import TensorLeaf
+from core.renaming import nested_again
+from core.skeleton import REMOVED, entries, mapped
+
+Pair = tuple[str, str]
+"""(the tensor that goes or comes, the one it equals)."""
+
+
+def tie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
+    """Leaves the first tensor of each pair out, to be proven equal to the second while copying.
+
+    Raises:
+        UsageError: there is no such tensor, both are the same, or their shapes or dtypes differ.
+    """
+    for gone, kept in pairs:
+        catalog = _tied(catalog, gone, kept)
+    return catalog
+
+
+def _tied(catalog: Catalog, gone: str, kept: str) -> Catalog:
+    first, second = (_found(catalog, key, option="--tie") for key in (gone, kept))
+    if gone == kept:
+        raise UsageError("--tie: a tensor cannot be tied to itself", key=gone)
+    for what, a, b in (("shape", first.shape, second.shape), ("dtype", first.dtype, second.dtype)):
+        if a != b:
+            raise UsageError(
+                f"--tie: {gone!r} has {what} {a}, but {kept!r} has {b}", key=gone, hint="only equal tensors can be tied"
+            )
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        if key != kept:
+            return catalog.fragments(key)
+        copies = [replace(fragment, key=kept) for fragment in catalog.fragments(gone)]
+        return (*catalog.fragments(kept), *copies)
+
+    skeleton = catalog.skeleton
+    if skeleton is not None:
+        skeleton = mapped(skeleton, lambda entry: REMOVED if entry.key == gone else entry.leaf)
+    return replace(
+        catalog,
+        tensors={key: meta for key, meta in catalog.tensors.items() if key != gone},
+        fragments_of=fragments_of,
+        skeleton=skeleton,
+        attrs={**catalog.attrs, "aliases": _without(catalog, gone)},
+    )
+
+
+def untie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
+    """Gives the first tensor of each pair bytes of its own, equal to the second's.
+
+    It may be there already as an alias (in torch files, tensors that share their bytes).
+
+    Raises:
+        UsageError: the second does not exist, or the first exists and is not its alias.
+    """
+    for added, original in pairs:
+        catalog = _untied(catalog, added, original)
+    return catalog
+
+
+def _untied(catalog: Catalog, added: str, original: str) -> Catalog:
+    meta = _found(catalog, original, option="--untie")
+    aliases = catalog.attrs.get("aliases")
+    known = aliases if isinstance(aliases, Mapping) else {}
+    if added in catalog.tensors or added in catalog.objects:
+        if added == original or known.get(added, added) != known.get(original, original):
+            raise UsageError(
+                "--untie: there is such an entry already, and it does not share the other's bytes",
+                key=added,
+                hint="leave --untie out",
+            )
+        return catalog.with_attrs(aliases=_without(catalog, added))
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        if key != added:
+            return catalog.fragments(key)
+        return [replace(fragment, key=added) for fragment in catalog.fragments(original)]
+
+    return replace(
+        catalog,
+        tensors={**catalog.tensors, added: replace(meta, key=added)},
+        fragments_of=fragments_of,
+        skeleton=None if catalog.skeleton is None else _with_leaf(catalog.skeleton, added, original),
+    )
+
+
+def _with_leaf(skeleton: object, added: str, original: str) -> object:
+    """The skeleton with one more tensor: in the container of the original if its key says so, else at the root."""
+    leaves: dict[tuple[object, ...], object] = {}
+    path: tuple[object, ...] = (added,)
+    for entry in entries(skeleton):
+        leaves[entry.path] = entry.leaf
+        if isinstance(entry.leaf, TensorLeaf) and entry.key == original:
+            for depth in range(1, len(entry.path)):
+                prefix = ".".join(map(str, entry.path[:depth])) + "."
+                if added.startswith(prefix) and len(added) > len(prefix):
+                    path = (*entry.path[:depth], added[len(prefix) :])
+    return nested_again({**leaves, path: TensorLeaf(added)})
+
+
+def _found(catalog: Catalog, key: str, *, option: str) -> TensorMeta:
+    meta = catalog.tensors.get(key)
+    if meta is None:
+        raise UsageError(f"{option}: there is no such tensor", key=key, hint="list the keys with: ckpt inspect --flat")
+    return meta
+
+
+def aliases_among(aliases: object, keys: Iterable[str]) -> dict[str, str]:
+    """The aliases among the tensors that remain; the first of them stands for each group.
+
+    Args:
+        aliases: ``Catalog.attrs["aliases"]``, or None.
+        keys: of the tensors that remain, in order.
+    """
+    known = aliases if isinstance(aliases, Mapping) else {}
+    first_of: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    for key in keys:
+        group = known.get(key, key)
+        first = first_of.setdefault(group, key)
+        if first != key:
+            kept[key] = first
+    return kept
+
+
+def _without(catalog: Catalog, gone: str) -> dict[str, str]:
+    """The aliases, ``gone`` not among them."""
+    return aliases_among(catalog.attrs.get("aliases"), [key for key in catalog.tensors if key != gone])
