@@ -1,0 +1,370 @@
+"""safetensors: single files, sharded directories as Hugging Face has them, and torch's pieces of tensors.
+
+On disk: see ``safetensors_header`` for a file, ``safetensors_files`` for a directory, ``safetensors_dcp`` for pieces.
+Around the weights of a directory lie the small files of ``hf_files``, and ``ckpt-objects.pt`` (``torch_objects``) if
+there were entries that are no tensors.
+
+attrs: ``metadata`` (``__metadata__`` of all files, without what this module explains otherwise), ``aliases`` (name →
+the tensor that it stands for, as ``save_model`` of safetensors records it: name and kept name among the metadata; both
+are tensors of the catalog), ``carried``, ``stem`` (``model``, ``adapter_model`` …), ``notes``.
+
+Written: one file while the tensors fit in attrs["max_file_bytes"] (5 GB unless set), else numbered ones, filled in the
+order of the catalog, and an index. A file equals what safetensors 0.8 writes for the same tensors and metadata, byte
+for byte, except that the metadata are sorted. Honoured attrs: ``max_file_bytes``, ``metadata``, ``aliases``, ``stem``,
+``carried``, ``documents``, ``is_file`` (see ``single_file``).
+
+Versions: the format has none; dtypes as of safetensors 0.8.
+
+Not supported, refused by name: six-bit dtypes, ``complex128`` and ``complex32`` (the format has no name for them),
+several files with a tensor of one name and no index, pipelines of several models in folders.
+
+Source: safetensors 0.8, huggingface_hub 2.4 and transformers 5.23, whose files are pinned in tests/golden (``hf``,
+``oracle``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.box import whole
+from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.formats import Format
+from core.formats.hf_files import carried_of, config_of, documents_of, file_images, with_carried
+from core.formats.safetensors_dcp import SHARDING_INFO, VERSION, check_sizes, has_pieces, pieces_of
+from core.formats.safetensors_files import (
+    INDEX_SUFFIX,
+    STEMS,
+    SUFFIX,
+    Index,
+    files_of,
+    has_tensors,
+    is_piece,
+    shard_number,
+)
+from core.formats.safetensors_header import Header, file_image, looks_like_header, read_header
+from core.formats.torch_objects import OBJECTS_FILE, objects_image, read_objects, with_objects
+from core.image import FileImage, literal_file
+
+if TYPE_CHECKING:
+    from core.store import ReadStore
+
+DEFAULT_FILE_BYTES = 5_000_000_000
+"""huggingface_hub's own, so that shards are as people know them."""
+_FORMAT = {"format": "pt"}
+
+
+def sniff(store: ReadStore) -> bool:
+    """Whether the file is one, by its name or its first bytes, or the directory holds such files."""
+    if store.entry is None:
+        return has_tensors(store)
+    if store.entry.endswith((SUFFIX, INDEX_SUFFIX)):
+        return True
+    return store.exists(store.entry) and looks_like_header(store, store.entry)
+
+
+def read(store: ReadStore) -> Catalog:
+    """The catalog of a file or a directory.
+
+    Raises:
+        CorruptError: a header or the index breaks a rule; they disagree; a tensor is in two files.
+        TruncatedError: a file ends too early.
+        MissingShardError: a file, a tensor or a piece of one is not there.
+        UnsupportedError: a dtype that is not handled, or no way to tell which files belong together.
+        UnsafeError: a name outside the directory.
+    """
+    if store.entry is not None and not store.entry.endswith(INDEX_SUFFIX):
+        return _of_file(store, store.entry)
+    files = files_of(store)
+    headers = [read_header(store, name) for name in files.names]
+    notes = list(files.notes)
+    if files.index is not None and not files.is_pieces:
+        notes += _checked_index(headers, files.index)
+    if any(map(has_pieces, headers)):
+        catalog = _of_pieces(headers)
+        notes += _checked_pieces(store, catalog, files.index if files.is_pieces else None)
+    else:
+        catalog = _of_headers(headers)
+    made = with_objects(catalog, read_objects(store))
+    return _noted(with_carried(made, store), notes).with_attrs(stem=files.stem)
+
+
+def _of_file(store: ReadStore, name: str) -> Catalog:
+    """The catalog of one file alone."""
+    header = read_header(store, name)
+    if has_pieces(header) and is_piece(name):
+        raise UnsupportedError(
+            "the file holds one rank's pieces of tensors", file=name, hint="point at the directory with all of them"
+        )
+    catalog = _of_pieces([header]) if has_pieces(header) else _of_headers([header])
+    notes = []
+    number = shard_number(name)
+    if number is not None and number[1] > 1:
+        notes.append(f"this is file {number[0]} of {number[1]}; point at the directory to read all")
+    if store.exists(OBJECTS_FILE):
+        notes.append(f"what is no tensor lies in {OBJECTS_FILE}; point at the directory to read it too")
+    return _noted(catalog, notes)
+
+
+def _noted(catalog: Catalog, notes: Iterable[str]) -> Catalog:
+    found = catalog.attrs.get("notes")
+    return catalog.with_attrs(notes=(*(found if isinstance(found, tuple) else ()), *notes))
+
+
+def _of_headers(headers: Sequence[Header]) -> Catalog:
+    """The catalog of files with whole tensors, those included that are only recorded as aliases."""
+    arrays: dict[str, StoredArray] = {}
+    for header in headers:
+        for key, array in header.arrays.items():
+            if key in arrays:
+                raise CorruptError(
+                    f"the tensor is also in {_file(arrays[key])}",
+                    file=header.file,
+                    key=key,
+                    hint="point at one of the files, or at an index that names the right one",
+                )
+            arrays[key] = array
+    aliases = _aliases(headers, arrays)
+    for key, first in aliases.items():
+        arrays[key] = replace(arrays[first], name=key)
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        array = arrays[key]
+        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
+
+    tensors = {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
+    metadata, notes = _metadata(headers, aliases)
+    attrs = {"metadata": metadata, "aliases": aliases, "notes": notes}
+    return Catalog("safetensors", None, tensors, fragments_of, attrs=attrs)
+
+
+def _of_pieces(headers: Sequence[Header]) -> Catalog:
+    """The catalog of files with pieces of tensors."""
+    pieces = pieces_of(headers)
+    metadata, notes = _metadata(headers, {})
+    attrs = {"metadata": metadata, "aliases": {}, "notes": notes}
+    return Catalog("safetensors", None, pieces.tensors, pieces.fragments.__getitem__, attrs=attrs)
+
+
+def _file(array: StoredArray) -> str:
+    assert array.extent is not None
+    return array.extent.file
+
+
+def _aliases(headers: Iterable[Header], arrays: Mapping[str, StoredArray]) -> dict[str, str]:
+    """Name → tensor that it stands for, where a file's metadata record one: no tensor's name → one of its tensors."""
+    return {
+        name: first
+        for header in headers
+        for name, first in header.metadata.items()
+        if first in header.arrays and name not in arrays and name not in _FORMAT
+    }
+
+
+def _metadata(headers: Iterable[Header], aliases: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """``__metadata__`` of all files in one, and a note for every entry on which they differ."""
+    found: dict[str, str] = {}
+    notes: dict[str, None] = {}
+    for header in headers:
+        for name, text in header.metadata.items():
+            if name in (SHARDING_INFO, VERSION) or name in aliases:
+                continue
+            if found.setdefault(name, text) != text:
+                notes[f"the files differ in the metadata {name[:60]!r}; that of the first one is kept"] = None
+    return found, tuple(notes)
+
+
+def _checked_index(headers: Sequence[Header], index: Index) -> list[str]:
+    """Notes, once every tensor is where the index says and nowhere else.
+
+    Raises:
+        MissingShardError: a file does not hold a tensor that the index places there.
+        CorruptError: a file holds a tensor that the index does not place there.
+    """
+    held = {header.file: header.arrays for header in headers}
+    for key, name in index.file_of.items():
+        if key not in held[name]:
+            raise MissingShardError(
+                f"{index.file} places the tensor in this file, which does not hold it",
+                file=name,
+                key=key,
+                hint="files of two checkpoints may be mixed: copy it again",
+            )
+    for name, arrays in held.items():
+        for key in arrays:
+            if index.file_of.get(key) != name:
+                said = index.file_of.get(key)
+                raise CorruptError(
+                    f"{index.file} does not list the tensor" if said is None else f"{index.file} places it in {said}",
+                    file=name,
+                    key=key,
+                    hint="files of two checkpoints may be mixed: copy it again",
+                )
+    return _size_notes(sum(header.n_bytes for header in headers), index)
+
+
+def _size_notes(n_bytes: int, index: Index) -> list[str]:
+    if index.total_bytes is None or index.total_bytes == n_bytes:
+        return []
+    return [f"{index.file} states a total_size of {index.total_bytes} bytes, the tensors have {n_bytes}"]
+
+
+def _checked_pieces(store: ReadStore, catalog: Catalog, index: Index | None) -> list[str]:
+    """Notes, once what the pieces add up to has been compared with an index and a configuration, where they are.
+
+    Raises:
+        MissingShardError: a tensor, or a part of one, is in no piece.
+    """
+    config = config_of(store)
+    if config is not None:
+        check_sizes(catalog.tensors, config)
+    if index is None:
+        return []
+    hint = "copy the checkpoint again, with the files of all ranks"
+    for key in index.file_of:
+        if key not in catalog.tensors:
+            raise MissingShardError(f"{index.file} lists the tensor, but no piece of it is there", key=key, hint=hint)
+    n_bytes, total = catalog.n_bytes, index.total_bytes or 0
+    if total > n_bytes and (n_bytes == 0 or total % n_bytes):  # a multiple: the index is of a wider dtype
+        raise MissingShardError(
+            f"the pieces add up to {n_bytes} bytes, the index states {total}", file=index.file, hint=hint
+        )
+    return _size_notes(n_bytes, index)
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of a directory: weights, the small files around them, objects, and the index last.
+
+    Args:
+        target: every tensor is one array. A tensor that attrs["aliases"] calls equal to another is not placed; its
+            name is recorded in the metadata of the file that holds the other. Honoured attrs: see the module's
+            docstring.
+
+    Raises:
+        UnsupportedError: a dtype or name that the format does not have, a tensor in several pieces, or an object that
+            was not read.
+    """
+    aliases = _kept_aliases(target)
+    arrays = {key: _array(target, key) for key in target.tensors if key not in aliases}
+    shards = _shards(arrays, _max_bytes(target))
+    stem = target.attrs.get("stem")
+    stem = stem if stem in STEMS else STEMS[0]
+    metadata = _written_metadata(target)
+    weights = []
+    file_of: dict[str, str] = {}
+    for number, keys in enumerate(shards, start=1):
+        name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + SUFFIX
+        file_of |= dict.fromkeys(keys, name)
+        held = set(keys)
+        recorded = {key: first for key, first in aliases.items() if first in held}
+        weights.append(file_image(name, {key: arrays[key] for key in keys}, {**metadata, **recorded}))
+    if target.attrs.get("is_file"):
+        return tuple(weights)
+    images = [*weights, *file_images(target)]
+    objects = objects_image(target)
+    if objects is not None:
+        images.append(objects)
+    if len(shards) > 1:
+        total = sum(array.n_bytes for array in arrays.values())
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        images.append(literal_file(stem + INDEX_SUFFIX, text.encode(), is_metadata=True))
+    _refuse_doubles(images)
+    return tuple(images)
+
+
+def _array(target: Catalog, key: str) -> StoredArray:
+    array = target.fragments(key)[0].array
+    if array is None or array.shape != target.meta(key).shape:
+        raise UnsupportedError("a safetensors file holds every tensor in one piece", key=key)
+    return array
+
+
+def _max_bytes(target: Catalog) -> int | None:
+    """Most bytes of tensors in one file; None for no limit."""
+    if target.attrs.get("is_file"):
+        return None
+    found = target.attrs.get("max_file_bytes")
+    return found if type(found) is int else DEFAULT_FILE_BYTES
+
+
+def _shards(arrays: Mapping[str, StoredArray], max_bytes: int | None) -> list[list[str]]:
+    """Keys of each file: filled in order, begun anew when the next tensor does not fit; at least one file."""
+    shards: list[list[str]] = [[]]
+    n_bytes = 0
+    for key, array in arrays.items():
+        if max_bytes is not None and shards[-1] and n_bytes + array.n_bytes > max_bytes:
+            shards.append([])
+            n_bytes = 0
+        shards[-1].append(key)
+        n_bytes += array.n_bytes
+    return shards
+
+
+def _written_metadata(target: Catalog) -> dict[str, str]:
+    """``__metadata__`` without aliases: what the source had, and the ``format`` that transformers asks for."""
+    found = target.attrs.get("metadata")
+    if not isinstance(found, Mapping):
+        return dict(_FORMAT)
+    return {**_FORMAT, **{name: text for name, text in found.items() if type(name) is str and type(text) is str}}
+
+
+def _kept_aliases(target: Catalog) -> dict[str, str]:
+    """Key → key whose bytes serve for it, where both are still alike and the name can be recorded."""
+    stated = target.attrs.get("aliases")
+    if not isinstance(stated, Mapping):
+        return {}
+    taken = _written_metadata(target)
+    aliases: dict[str, str] = {}
+    for key, first in stated.items():
+        first = stated.get(first, first)
+        one, other = target.tensors.get(key), target.tensors.get(first)
+        is_alike = one is not None and other is not None and (one.dtype, one.shape) == (other.dtype, other.shape)
+        if is_alike and key != first and first not in stated and key not in taken:
+            aliases[key] = first
+    return aliases
+
+
+def _refuse_doubles(images: Sequence[FileImage]) -> None:
+    seen: set[str] = set()
+    for image in images:
+        if image.path in seen:
+            raise UnsupportedError("two files would have one name", file=image.path)
+        seen.add(image.path)
+
+
+def single_file(target: Catalog) -> Catalog:
+    """A target catalog without what a destination of one file has no place for; ``lay_out`` makes one image of it."""
+    attrs = {name: value for name, value in target.attrs.items() if name not in ("carried", "documents")}
+    return replace(target, objects={}, hidden={}, skeleton=None, attrs={**attrs, "is_file": True})
+
+
+def not_carried(target: Catalog, *, is_file: bool) -> list[str]:
+    """What ``single_file`` leaves out of a target catalog, for people; [] for a directory, which holds everything."""
+    if not is_file:
+        return []
+    lost = []
+    if target.objects:
+        lost.append(f"entries that are no tensors ({_listed(list(target.objects))}): a single file holds tensors only")
+    small = [*carried_of(target), *documents_of(target)]
+    if small:
+        lost.append(f"files beside the weights ({_listed(small)}): write a directory to keep them")
+    return lost
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f", … {len(names)} in all" if len(names) > 3 else "")
+
+
+FORMAT = Format(
+    name="safetensors",
+    title="safetensors",
+    sniff=sniff,
+    read=read,
+    lay_out=lay_out,
+    is_single_file=True,
+    suffixes=(SUFFIX,),
+)

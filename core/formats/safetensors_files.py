@@ -1,0 +1,233 @@
+"""Which files of a directory are the checkpoint: one file, shards with an index, loose files, or torch's pieces.
+
+On disk, one of::
+
+    model.safetensors
+    model-00001-of-00002.safetensors …  model.safetensors.index.json     {"metadata": {"total_size": bytes},
+                                                                          "weight_map": {tensor: file}}
+    a.safetensors  b.safetensors …                                       no index; every tensor in one of them
+    shard-00001-model-00001-of-00002.safetensors …                       pieces, see ``core.formats.safetensors_dcp``
+    sharded/shard-00001-model-00001-of-00002.safetensors …               the same, beside consolidated files or alone
+
+The stem need not be ``model`` (``adapter_model``, ``diffusion_pytorch_model``). An index decides which files count;
+where there are whole files and pieces, the whole files do.
+
+Source: huggingface_hub 2.4 ``serialization``; torch 2.13 ``torch/distributed/checkpoint/hf_storage.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.formats.hf_json import parsed_object
+from core.store import checked_name
+
+if TYPE_CHECKING:
+    from core.store import ReadStore
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+PIECES_DIR = "sharded"
+STEMS = ("model", "adapter_model", "diffusion_pytorch_model")
+"""Names that transformers, peft and diffusers look for; any other name becomes the first one when it is written."""
+_PIECE = re.compile(r"shard-\d+-model-(\d+)-of-(\d+)\.safetensors")
+_SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """A ``*.safetensors.index.json``.
+
+    Args:
+        file: its name.
+        file_of: tensor → file.
+        total_bytes: what it says the tensors have in all; None if it does not say.
+    """
+
+    file: str
+    file_of: dict[str, str]
+    total_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of a checkpoint.
+
+    Args:
+        names: what holds tensors, sorted.
+        index: the index that counts, if there is one.
+        is_pieces: they are the pieces of single ranks.
+        stem: one of ``STEMS``: how a file with all tensors would be called, without the suffix.
+        notes: what the user should know about the choice.
+    """
+
+    names: tuple[str, ...]
+    index: Index | None = None
+    is_pieces: bool = False
+    stem: str = "model"
+    notes: tuple[str, ...] = field(default=())
+
+
+def has_tensors(store: ReadStore) -> bool:
+    """Whether a directory holds safetensors files, an index of them, or pieces in ``sharded``."""
+    if any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in store.files()):
+        return True
+    return any(_PIECE.fullmatch(name) for name in store.files(PIECES_DIR))
+
+
+def is_piece(name: str) -> bool:
+    """Whether a file is called as one rank's pieces are."""
+    return _PIECE.fullmatch(name) is not None
+
+
+def shard_number(name: str) -> tuple[int, int] | None:
+    """(number, how many) of a file of a numbered series, else None."""
+    matched = _SHARD.fullmatch(name)
+    return None if matched is None else (int(matched[2]), int(matched[3]))
+
+
+def _stem(name: str) -> str:
+    matched = _SHARD.fullmatch(name)
+    stem = matched[1] if matched is not None else name.partition(SUFFIX)[0]
+    return stem if stem in STEMS else STEMS[0]
+
+
+def files_of(store: ReadStore) -> Files:
+    """The files of a directory, or of the index that the user pointed at, that are the checkpoint.
+
+    Raises:
+        MissingShardError: the index names a file that is not there, or a shard of a numbered series is not there.
+        CorruptError: the index is malformed.
+        UnsafeError: it names a file outside the directory.
+        UnsupportedError: several indexes, and none is the usual one.
+    """
+    names = [name for name in store.files() if name.endswith(SUFFIX)]
+    pieces = [name for name in names if _PIECE.fullmatch(name)]
+    whole = [name for name in names if not _PIECE.fullmatch(name)]
+    if not pieces:
+        inside = store.files(PIECES_DIR)
+        pieces = [f"{PIECES_DIR}/{name}" for name in inside if _PIECE.fullmatch(name)]
+    index, notes = _chosen_index(store)
+    if index is not None:
+        missing = [name for name in sorted(set(index.file_of.values())) if not store.exists(name)]
+        if missing and pieces and not whole:
+            return _of_pieces(pieces, index=index)
+        if missing:
+            key = next(key for key, name in index.file_of.items() if name == missing[0])
+            raise MissingShardError(
+                f"{index.file} names {len(missing)} files that are not there",
+                file=missing[0],
+                key=key,
+                hint="copy the checkpoint again, with all its files"
+                + (f", or point at the pieces in {PIECES_DIR}" if pieces else ""),
+            )
+        used = set(index.file_of.values())
+        odd = [name for name in whole if name not in used]
+        if odd:
+            notes.append(f"not listed in {index.file}, so not read: {_listed(odd)}")
+        return Files(tuple(sorted(used)), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))
+    if whole:
+        _refuse_gaps(whole)
+        if len(whole) > 1:
+            notes.append(f"{len(whole)} files without an index were read as one checkpoint: {_listed(whole)}")
+        return Files(tuple(whole), stem=_stem(whole[0]), notes=(*notes, *_unread(pieces)))
+    if pieces:
+        return _of_pieces(pieces)
+    raise MissingShardError("the directory holds no safetensors file", file=store.label)
+
+
+def _of_pieces(pieces: list[str], *, index: Index | None = None) -> Files:
+    """The pieces, once every number of a file that one of them states is there."""
+    found: set[int] = set()
+    n_files = 0
+    for name in pieces:
+        matched = _PIECE.fullmatch(name.rpartition("/")[2])
+        assert matched is not None
+        found.add(int(matched[1]))
+        n_files = max(n_files, int(matched[2]))
+    if len(found) != n_files or max(found) > n_files:
+        lost = next((n for n in range(1, n_files + 1) if n not in found), n_files)
+        raise MissingShardError(
+            f"of the files 1 to {n_files}, no rank's piece of file {lost} is there",
+            file=f"shard-*-model-{lost:05d}-of-{n_files:05d}{SUFFIX}",
+            hint="copy the checkpoint again, with all its files",
+        )
+    return Files(tuple(sorted(pieces)), index, is_pieces=True)
+
+
+def _unread(pieces: list[str]) -> tuple[str, ...]:
+    if not pieces:
+        return ()
+    return (f"whole tensors were read; {len(pieces)} files with pieces of them ({pieces[0]} …) were not",)
+
+
+def _refuse_gaps(names: list[str]) -> None:
+    """Returns if every numbered series among the names is complete.
+
+    Raises:
+        MissingShardError: names the first file that is not there.
+    """
+    series: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        matched = _SHARD.fullmatch(name)
+        if matched is not None:
+            series.setdefault((matched[1], matched[3]), set()).add(int(matched[2]))
+    for (stem, total), found in series.items():
+        n_files, first = int(total), min(found)
+        if first != 0 and len(found) < n_files:
+            lost = next(n for n in range(1, n_files + 1) if n not in found)
+            raise MissingShardError(
+                f"of {n_files} shards, {len(found)} are there",
+                file=f"{stem}-{lost:0{len(total)}d}-of-{total}{SUFFIX}",
+                hint="copy the checkpoint again, with all its files",
+            )
+
+
+def _chosen_index(store: ReadStore) -> tuple[Index | None, list[str]]:
+    """The index that counts, and notes on those that do not."""
+    if store.entry is not None and store.entry.endswith(INDEX_SUFFIX):
+        return read_index(store, store.entry), []
+    names = [name for name in store.files() if name.endswith(INDEX_SUFFIX)]
+    if not names:
+        return None, []
+    usual = "model" + INDEX_SUFFIX
+    if len(names) > 1 and usual not in names:
+        raise UnsupportedError(
+            f"there are {len(names)} indexes: {_listed(names)}", file=store.label, hint="point at one of them"
+        )
+    chosen = usual if usual in names else names[0]
+    others = [name for name in names if name != chosen]
+    return read_index(store, chosen), [f"{chosen} was read, not {_listed(others)}"] if others else []
+
+
+def read_index(store: ReadStore, file: str) -> Index:
+    """An index, its names checked.
+
+    Raises:
+        CorruptError: it is no JSON object with a ``weight_map`` of strings.
+        UnsafeError: it names a file outside the directory.
+        MissingShardError: there is no such file.
+    """
+    found = parsed_object(store, file)
+    weight_map = found.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptError(
+            "the index has no weight_map of tensors and files", file=file, hint="copy the checkpoint again"
+        )
+    file_of = {key: checked_name(name, found_in=file) for key, name in weight_map.items()}
+    for key, name in file_of.items():
+        if not name.endswith(SUFFIX):
+            raise CorruptError(f"the index places the tensor in {name!r}, no safetensors file", file=file, key=key)
+    metadata = found.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
+    if isinstance(total, float) and total.is_integer():
+        total = int(total)  # older transformers summed in floating point
+    return Index(file, file_of, total if type(total) is int else None)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" … ({len(names)} in all)" if len(names) > 3 else "")
