@@ -86,6 +86,11 @@ def read(store: ReadStore) -> Catalog:
         raise UnsupportedError(
             "the directory does not hold exactly one torch file", file=store.label, hint="point at the file itself"
         )
+    return catalog_of(store, name)
+
+
+def catalog_of(store: ReadStore, name: str) -> Catalog:
+    """The catalog of one file of a store; errors as for ``read``."""
     tree = parse(store, name)
     arrays = {**tree.arrays, **tree.hidden}
 
