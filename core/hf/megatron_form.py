@@ -26,6 +26,7 @@ from core.transform import is_optimizer_key
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
+_FUSED_NORM = "layer_norm_weight"
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj)\.weight$")
 
 
@@ -257,6 +258,11 @@ def _extra_states(made: Mapping[str, _Made], *, is_local: bool) -> tuple[dict[st
     objects: dict[str, StoredObject] = {}
     order: dict[str, None] = {}
     for name in made:
+        module, _, last = name.rpartition(".")
+        if last == _FUSED_NORM:
+            continue  # its module has it, before the weight
+        if f"{module}.{_FUSED_NORM}" in made:
+            order[f"{module}.{_FUSED_NORM}"] = None
         order[name] = None
         if is_local and _LINEAR.search(name):
             bias = name.removesuffix("weight") + "bias"
@@ -265,4 +271,8 @@ def _extra_states(made: Mapping[str, _Made], *, is_local: bool) -> tuple[dict[st
             state = name.removesuffix("weight") + "_extra_state"
             objects[state] = StoredObject(state)
             order[state] = None
+    if is_local:
+        state = "output_layer._extra_state"  # there even where its weight is the embedding's
+        objects.setdefault(state, StoredObject(state))
+        order[state] = None
     return objects, tuple(order)

@@ -1,0 +1,189 @@
+"""Megatron itself runs what ``to_megatron`` made, and finds the logits that transformers finds.
+
+That proves what no comparison of bytes can: the order of query, key and value rows, of gate and up rows, what the
+rotary embeddings turn, which experts the router means, and that the arguments describe the model.
+
+One process without a GPU builds every model from the arguments as Megatron's training script does (every field of its
+configuration that an argument has the name of) and loads the weights strictly. Rotary scaling of Llama 3 is in it, and
+YaRN for latent attention, whose attention core megatron-core 0.16.1 cannot build without Transformer Engine: there a
+plain softmax of the same arguments stands in for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from core.hf import to_megatron
+from tests.hf.models import (
+    MODELS,
+    arguments,
+    catalog_of,
+    config_of,
+    contents,
+    loaded_model,
+    logits,
+    saved,
+    tensor_of,
+)
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = r"""
+import contextlib, dataclasses, json, math, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+import torch.distributed as dist
+
+torch.cuda.synchronize = lambda *args, **kwargs: None
+torch.cuda.current_device = lambda: torch.device("cpu")
+torch.cuda.Stream = lambda *args, **kwargs: None
+torch.Tensor.cuda = lambda self, *args, **kwargs: self
+torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+from safetensors.torch import load_file, save_file
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+parallel_state.initialize_model_parallel(1, 1)
+CudaRNGStatesTracker.fork = lambda self, *args: contextlib.nullcontext()   # no dropout, so no random states are needed
+moe_utils.te_general_gemm = None   # without Transformer Engine 0.16.1 looks at this name, which it does not define,
+multi_latent_attention.HAVE_TE = False   # and takes it to be there in this module
+
+
+class PlainAttention(torch.nn.Module):
+    def __init__(self, softmax_scale=None, **unused):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, mask, **unused):
+        scores = torch.einsum("sbhc,tbhc->bhst", query, key) * self.scale
+        weights = scores.masked_fill(mask, -math.inf).softmax(-1)
+        return torch.einsum("bhst,tbhc->sbhc", weights, value).flatten(2)
+
+
+def built(args):
+    is_latent = args["multi_latent_attention"]
+    kind = MLATransformerConfig if is_latent else TransformerConfig
+    fields = {field.name: args[field.name] for field in dataclasses.fields(kind) if field.name in args}
+    fields |= {
+        "params_dtype": torch.float32,
+        "gated_linear_unit": args["swiglu"],
+        "activation_func": torch.nn.functional.silu,
+        "num_moe_experts": args["num_experts"],
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+    }
+    config = kind(**fields)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args["normalization"])
+    if is_latent:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = PlainAttention
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=args["vocab_size"],
+        max_sequence_length=args["max_position_embeddings"],
+        position_embedding_type=args["position_embedding_type"],
+        rotary_percent=args["rotary_percent"],
+        rotary_base=args["rotary_base"],
+        rope_scaling=args["use_rope_scaling"],
+        rope_scaling_factor=args["rope_scaling_factor"],
+        seq_len_interpolation_factor=args["rotary_seq_len_interpolation_factor"],
+        share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
+        parallel_output=False,
+    ).eval()
+
+
+for case in json.load(sys.stdin):
+    model = built(case["args"])
+    weights = load_file(case["weights"])
+    order = [name for name in model.state_dict() if "local_tokens_per_expert" not in name]
+    weights |= dict.fromkeys(case["states"])
+    absent = model.load_state_dict(weights, strict=False)
+    left = [name for name in absent.missing_keys if "local_tokens_per_expert" not in name]
+    if left or absent.unexpected_keys:
+        raise SystemExit(f"{case['name']}: missing {left}, unexpected {absent.unexpected_keys}")
+    if [name for name in order if name != "output_layer.weight"] != case["order"]:
+        pairs = [(a, b) for a, b in zip(order, case["order"]) if a != b]
+        raise SystemExit(f"{case['name']}: another order: {pairs[:4]} {len(order)} {len(case['order'])}")
+    tokens = torch.tensor(case["tokens"])[None]
+    n = tokens.shape[1]
+    mask = torch.triu(torch.ones(1, 1, n, n, dtype=torch.bool), 1)
+    with torch.no_grad():
+        found = model(tokens, torch.arange(n)[None], mask)
+    save_file({"logits": found.contiguous()}, case["out"])
+"""
+
+RUN = tuple(MODELS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of the models in float32; Megatron's logits are in ``<name>.logits`` beside each."""
+    root = tmp_path_factory.mktemp("logits")
+    cases = []
+    found: dict[str, Path] = {}
+    for name in RUN:
+        folder = found[name] = saved(name, root / name, dtype=torch.float32)
+        store, source = catalog_of(folder)
+        middle = to_megatron(source, config_of(folder), transformer_impl="local")
+        data = contents(middle, store)
+        weights = root / f"{name}.weights"
+        save_file({key: tensor_of(data[key], meta.dtype) for key, meta in middle.tensors.items()}, weights)
+        args = {key: value for key, value in arguments(middle).items() if key != "params_dtype"}
+        order = middle.attrs["order"]
+        assert isinstance(order, tuple)
+        cases.append(
+            {
+                "name": name,
+                "weights": str(weights),
+                "args": args,
+                "states": sorted(middle.objects),
+                "order": [key for key in order if key != "output_layer.weight"],
+                "tokens": [token * 7 % 130 for token in range(3, 33)],
+                "out": str(root / f"{name}.logits"),
+            }
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    return found
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_megatron_and_transformers_find_the_same_logits(folders: dict[str, Path], name: str) -> None:
+    from safetensors.torch import load_file
+
+    folder = folders[name]
+    theirs = logits(loaded_model(folder))
+    ours = load_file(folder.parent / f"{name}.logits")["logits"]
+    assert ours.shape == theirs.shape
+    assert theirs.std() > 0.1
+    assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4), (ours - theirs).abs().max()
