@@ -166,7 +166,7 @@ def _catalog(
     objects: Mapping[str, StoredObject],
     attrs: Mapping[str, object],
 ) -> Catalog:
-    @lru_cache(maxsize=8)
+    @lru_cache(maxsize=4)
     def fragments_of(key: str) -> Sequence[Fragment]:
         found = stored[key]
         return fragments_of_chunks(store, key, found.array, found.place_of, file=found.file)

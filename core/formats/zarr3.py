@@ -149,7 +149,7 @@ def _check_no_array(folder: str, listing: Listing) -> None:
 
 
 def _catalog(store: ReadStore, stored: Mapping[str, _Stored], attrs: Mapping[str, object]) -> Catalog:
-    @lru_cache(maxsize=8)
+    @lru_cache(maxsize=4)
     def fragments_of(key: str) -> Sequence[Fragment]:
         found = stored[key]
         return fragments_of_chunks(store, key, found.array, found.place_of, file=found.file)

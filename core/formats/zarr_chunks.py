@@ -84,7 +84,7 @@ def folder_places(
                 hint="the array's metadata and its chunks are not of the same checkpoint",
             )
     if len(found) != grid.n_chunks:
-        missing = next(index for number, index in enumerate(grid.indices()) if number not in found)
+        missing = grid.index_at(next(number for number in range(grid.n_chunks) if number not in found))
         raise MissingShardError(
             f"a chunk is missing: {len(found)} of {grid.n_chunks} are there",
             file=_joined(folder, names.name(missing)),
@@ -155,10 +155,11 @@ def fragments_of_chunks(
     grid = array.grid
     array.coding.refuse_unknown(key=key, file=file)
     found: list[Fragment] = []
+    strides, is_only = array.coding.strides, grid.n_chunks == 1
     for number, index in enumerate(grid.indices()):
         place, box = place_of(index, number), grid.box(index)
         if array.sharding is None:
-            found.append(_fragment(key, array.coding, box, place, is_only=grid.n_chunks == 1))
+            found.append(_fragment(key, array.coding, box, place, strides, is_only=is_only))
         else:
             found += _shard_fragments(store, key, array, box, place)
     if 0 in grid.shape:
@@ -173,11 +174,13 @@ def fragments_of_chunks(
     return found
 
 
-def _fragment(key: str, coding: ChunkCoding, box: Box, place: Place, *, is_only: bool = False) -> Fragment:
+def _fragment(
+    key: str, coding: ChunkCoding, box: Box, place: Place, strides: Shape | None, *, is_only: bool = False
+) -> Fragment:
     """What one stored chunk holds of a tensor."""
     name = key if is_only else f"{key}@{','.join(map(str, box.offset))}"
     if coding.is_plain:
-        extent = Extent(place.file, place.offset, coding.strides)
+        extent = Extent(place.file, place.offset, strides)
     else:
         extent = Extent(place.file, place.offset, encoding=EncodedChunk(coding, place.n_bytes))
     return Fragment(key, box, StoredArray(name, coding.dtype, coding.shape, extent), (0,) * box.rank)
@@ -224,7 +227,7 @@ def _shard_fragments(store: ReadStore, key: str, array: ZarrArray, box: Box, pla
                 key=key,
                 span=(found[0], found[0] + found[1]),
             )
-        yield _fragment(key, inner, inside.box(at).shift(box.offset), Place(place.file, *found))
+        yield _fragment(key, inner, inside.box(at).shift(box.offset), Place(place.file, *found), inner.strides)
 
 
 def _is_dense(inner: ChunkCoding, shard_shape: Shape, index: ShardIndex) -> bool:

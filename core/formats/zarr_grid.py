@@ -40,7 +40,17 @@ class ChunkGrid:
 
     def indices(self) -> Iterator[Shape]:
         """Every chunk's index, in C order."""
+        if 0 in self.shape:
+            return iter(())  # product would first list the other axes, which may be absurdly long
         return product(*map(range, self.counts))
+
+    def index_at(self, number: int) -> Shape:
+        """The index of a chunk by its place in that order."""
+        index = []
+        for count in reversed(self.counts):
+            number, at = divmod(number, count)
+            index.append(at)
+        return tuple(reversed(index))
 
     def number_of(self, index: Shape) -> int | None:
         """Place of a chunk in that order; None if the index lies beyond the grid."""
