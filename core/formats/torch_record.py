@@ -48,6 +48,7 @@ class RecordEncoding:
         start: byte of the (inflated) record at which element 0 lies.
         strides: in elements; None for C order.
         n_bytes: length of the tensor as a dense one.
+        span_bytes: from element 0 to the end of the last one in the record.
         turned_bytes: length of the numbers whose bytes are turned round; 1 if none are.
     """
 
@@ -55,6 +56,7 @@ class RecordEncoding:
     start: int
     strides: Shape | None
     n_bytes: int
+    span_bytes: int
     turned_bytes: int
 
     @property
@@ -71,10 +73,12 @@ class RecordEncoding:
 
     @property
     def working_bytes(self) -> int:
-        """See Encoding; what is read, once more while it is turned round or gathered."""
+        """See Encoding: pieces of deflated data, what is gathered from, what is turned round."""
         if self._is_cut:
-            return UNIT_BYTES
-        return 4 * PIECE_BYTES + min(self.n_bytes + self.record.n_bytes, 2 * self.record.n_bytes)
+            return UNIT_BYTES + UNIT_BYTES // 8
+        inflated = 0 if self.record.packed_bytes is None else 4 * PIECE_BYTES + self.span_bytes // 8
+        gathered = 0 if self.strides is None else self.span_bytes
+        return inflated + gathered + (self.n_bytes + self.n_bytes // 8 if self.turned_bytes > 1 else 0)
 
     @property
     def _is_cut(self) -> bool:
@@ -90,9 +94,7 @@ class RecordEncoding:
         assert array.extent is not None
         file, itemsize = array.extent.file, DTYPES[array.dtype].itemsize
         begin = unit * self.unit_bytes
-        n_bytes = min(self.unit_bytes, self.n_bytes - begin)
-        if self.strides is not None:
-            n_bytes = itemsize * (1 + sum((n - 1) * step for n, step in zip(array.shape, self.strides, strict=True)))
+        n_bytes = min(self.unit_bytes, self.n_bytes - begin) if self.strides is None else self.span_bytes
         data = part_of_record(store, file, self.record, self.start + begin, n_bytes)
         if self.strides is not None:
             data = _gathered(data, array.shape, self.strides, itemsize)
@@ -119,9 +121,12 @@ def encoded(
     turned_bytes = number_bytes(dtype) if is_big else 1
     if record.packed_bytes is None and turned_bytes == 1:
         return None
-    array = StoredArray("", dtype, shape)
-    is_plain = strides is None or array.n_bytes == 0
-    encoding = RecordEncoding(record, offset, None if is_plain else strides, array.n_bytes, turned_bytes)
+    n_bytes = span_bytes = StoredArray("", dtype, shape).n_bytes
+    if strides is not None and n_bytes == 0:
+        strides = None
+    if strides is not None:
+        span_bytes = DTYPES[dtype].itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)))
+    encoding = RecordEncoding(record, offset, strides, n_bytes, span_bytes, turned_bytes)
     return Extent(file, record.offset, encoding=encoding)
 
 

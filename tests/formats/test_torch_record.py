@@ -280,3 +280,22 @@ def test_any_deflated_data_raise_only_our_errors(raw: bytes, size: int) -> None:
     store = MemoryStore({"f.pt": packed(raw=raw, size=size, crc=0)}, entry="f.pt")
     with contextlib.suppress(CheckpointingException):
         assert len(entry_bytes(FORMAT.read(store), store, "t")) == 256
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_an_encoding_states_the_memory_that_it_takes(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tracemalloc
+
+    monkeypatch.setattr(torch_record, "UNIT_BYTES", 1 << 20)
+    base = filled(torch.int32, 1200, 1000)
+    catalog, store = opened(PACKINGS[packing](saved({"whole": base, "turned": base.t(), "part": base[300:700, 5:900]})))
+    for key in catalog.tensors:
+        array = catalog.fragments(key)[0].array
+        encoding = encoding_of(catalog, key)
+        assert array is not None and encoding is not None
+        tracemalloc.start()
+        encoding.decode(store, array, 0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        unit = min(encoding.unit_bytes, array.n_bytes)
+        assert peak <= unit + encoding.working_bytes + (64 << 10), key
