@@ -230,7 +230,7 @@ HOSTILE = {
     "digits": '{"w":{"shape":[' + "9" * 2_000_000 + "]}}",
     "spaces": "{" + " " * 2_000_000,
     "quotes": '"' * 2_000_000,
-    "names": '{"__metadata__":{' + ",".join(f'"{n}":""' for n in range(100_000)),
+    "names": '{"__metadata__":{' + ",".join(f'"{n}":""' for n in range(10_000)),
 }
 
 
