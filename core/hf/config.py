@@ -178,7 +178,7 @@ def _qwen_dense(config: Mapping[str, object], n_layers: int) -> set[int]:
     step = _count(config, "decoder_sparse_step", default=1)
     listed = config.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
-        raise CorruptError(f"mlp_only_layers is {str(listed)[:80]!r}, not a list of layers", file=CONFIG)
+        raise CorruptError(f"mlp_only_layers is {repr(listed)[:80]}, not a list of layers", file=CONFIG)
     return {layer for layer in range(n_layers) if layer in set(listed) or (layer + 1) % step}
 
 
@@ -203,7 +203,7 @@ def _count(config: Mapping[str, object], name: str, *, default: int | None = Non
     if value is None:
         raise CorruptError(f"the configuration does not say {name}", file=CONFIG)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 40:
-        raise CorruptError(f"{name} is {str(value)[:80]!r}, not a number from {least}", file=CONFIG)
+        raise CorruptError(f"{name} is {repr(value)[:80]}, not a number from {least}", file=CONFIG)
     return value
 
 

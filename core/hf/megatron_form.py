@@ -200,9 +200,9 @@ def _made(catalog: Catalog, pair: Pair) -> tuple[_Made, list[str]]:
     keys = [_present(catalog, part.names, pair) for part in pair.parts]
     for key, part in zip(keys, pair.parts, strict=True):
         _check_shape(catalog, key, part.shape)
-    dtypes = {catalog.tensors[key].dtype: key for key in (*keys, *beside)}
+    dtypes = {catalog.tensors[key].dtype: key for key in reversed((*keys, *beside))}
     if len(dtypes) > 1:
-        (one, key), (other, other_key) = list(dtypes.items())[:2]
+        (other, other_key), (one, key) = list(dtypes.items())[-2:]
         raise CorruptError(f"{key} is {one} and {other_key} is {other}, but Megatron has one tensor of them", key=name)
     for key in beside:
         _check_shape(catalog, key, pair.shape)

@@ -229,7 +229,7 @@ def _dense_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]
     if isinstance(pattern, list) and len(pattern) == n_layers and set(pattern) <= {0, 1}:
         return frozenset(layer for layer, has_experts in enumerate(pattern) if not has_experts)
     raise CorruptError(
-        f"argument moe_layer_freq is {str(pattern)[:80]!r}, neither a positive number nor {n_layers} zeros and ones"
+        f"argument moe_layer_freq is {repr(pattern)[:80]}, neither a positive number nor {n_layers} zeros and ones"
     )
 
 

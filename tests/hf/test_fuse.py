@@ -1,0 +1,111 @@
+"""The geometry of fused tensors, against numpy."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.box import Box, whole
+from core.catalog import Extent, Fragment, StoredArray
+from core.hf import fuse
+
+Sizes = tuple[int, list[int], int, list[int]]
+
+
+@st.composite
+def _sizes(draw: st.DrawFn) -> Sizes:
+    """(groups, rows of each part in a group, columns, rows at which stored pieces are cut)."""
+    groups = draw(st.integers(1, 5))
+    shares = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any))
+    total = groups * sum(shares)
+    cuts = draw(st.lists(st.integers(0, total), max_size=4))
+    return groups, shares, draw(st.integers(1, 3)), sorted({0, total, *cuts})
+
+
+def _pieces(key: str, n_rows: int, columns: int, cuts: list[int]) -> list[Fragment]:
+    """A tensor stored in row pieces, each with a margin of one row in its array, which has a leading axis."""
+    bounds = sorted({0, n_rows, *(cut for cut in cuts if cut <= n_rows)})
+    found = []
+    for start, stop in pairwise(bounds):
+        array = StoredArray(f"{key}@{start}", "uint8", (1, stop - start + 2, columns), Extent(key, start))
+        found.append(Fragment(key, Box((start, 0), (stop - start, columns)), array, (0, 1, 0)))
+    return found
+
+
+def _filled(pieces: list[Fragment], data: dict[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """The tensor that fragments describe; every element is filled once."""
+    made = np.zeros(shape, np.int64)
+    count = np.zeros(shape, int)
+    for piece in pieces:
+        assert piece.array is not None and piece.array.extent is not None
+        stored = data[piece.array.extent.file]  # the whole tensor that the array is cut from
+        first = piece.array.extent.offset + piece.at[-2] - 1
+        region = tuple(slice(o, e) for o, e in zip(piece.box.offset, piece.box.end, strict=True))
+        made[region] = stored[first : first + piece.box.shape[0], piece.at[-1] :][:, : piece.box.shape[1]]
+        count[region] += 1
+    assert (count == 1).all()
+    return made
+
+
+@given(_sizes())
+def test_parts_are_dealt_out_group_by_group_and_collected_again(sizes: Sizes) -> None:
+    groups, shares, columns, cuts = sizes
+    extents = [groups * share for share in shares]
+    parts = [
+        np.arange(extent * columns).reshape(extent, columns) + 1000 * number for number, extent in enumerate(extents)
+    ]
+    wanted = np.concatenate(
+        [
+            part[group * share : (group + 1) * share]
+            for group in range(groups)
+            for part, share in zip(parts, shares, strict=True)
+        ]
+    )
+    strips = fuse.by_groups(extents, groups)
+    data = {f"part{number}": part for number, part in enumerate(parts)}
+    sources = [_pieces(name, len(part), columns, cuts) for name, part in data.items()]
+    assert np.array_equal(_filled(fuse.fused("whole", strips, sources), data, wanted.shape), wanted)
+    pieces = _pieces("whole", len(wanted), columns, cuts)
+    for number, part in enumerate(parts):
+        found = fuse.taken_apart("part", strips, number, pieces)
+        assert np.array_equal(_filled(found, {"whole": wanted}, part.shape), part)
+
+
+def test_two_parts_in_order_are_one_after_the_other() -> None:
+    assert fuse.in_order([3, 5]) == [fuse.Strip(0, 0, 0, 3), fuse.Strip(1, 0, 3, 5)]
+
+
+def test_rows_that_are_not_those_of_the_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[4, 3\] rows are not those of 2 groups"):
+        fuse.by_groups([4, 3], 2)
+
+
+def test_one_of_a_stack_has_an_axis_less() -> None:
+    array = StoredArray("a", "uint8", (4, 2, 3), Extent("f", 0))
+    pieces = [Fragment("s", whole((4, 2, 3)), array, (0, 0, 0))]
+    (found,) = fuse.one_of_stack("e", pieces, 2)
+    assert (found.key, found.box, found.at) == ("e", whole((2, 3)), (2, 0, 0))
+
+
+def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
+    arrays = [StoredArray(f"a{number}", "uint8", (2, 3), Extent("f", number)) for number in range(4)]
+    pieces = [Fragment("s", Box((number, 0, 0), (1, 2, 3)), array, (0, 0)) for number, array in enumerate(arrays)]
+    (found,) = fuse.one_of_stack("e", pieces, 3)
+    assert (found.array, found.at) == (arrays[3], (0, 0))
+
+
+def test_regions_without_an_array_stay_so() -> None:
+    zero = [Fragment("s", whole((4, 3)), None, ())]
+    (found,) = fuse.taken_apart("p", fuse.in_order([1, 3]), 1, zero)
+    assert (found.array, found.box, found.at) == (None, whole((3, 3)), ())
+
+
+def test_first_rows_leave_the_padding() -> None:
+    array = StoredArray("a", "uint8", (4, 3), Extent("f", 0))
+    pieces = [Fragment("s", Box((4 * n, 0), (4, 3)), array, (0, 0)) for n in range(3)]
+    found = fuse.first_rows("s", pieces, 6)
+    assert [piece.box for piece in found] == [Box((0, 0), (4, 3)), Box((4, 0), (2, 3))]

@@ -1,0 +1,112 @@
+"""DeepSeek's multi-token prediction: layers beyond the last one, with copies of the embedding and the head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.errors import MissingShardError, UnknownTensorError
+from core.hf import to_hf, to_megatron
+from tests.hf.models import (
+    arguments,
+    assert_same,
+    catalog_of,
+    config_of,
+    contents,
+    loaded_model,
+    logits,
+    saved,
+    tensors,
+    written,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of three layers and one for multi-token prediction, as the published files have it."""
+    made = saved("deepseek_v3", tmp_path / "model")
+    weights = load_file(made / "model.safetensors")
+    torch.manual_seed(1)
+    extra = {
+        key.replace("layers.2", "layers.3"): torch.randn_like(value)
+        for key, value in weights.items()
+        if key.startswith("model.layers.2.")
+    }
+    for name, shape in {"enorm": (32,), "hnorm": (32,), "eh_proj": (32, 64), "shared_head.norm": (32,)}.items():
+        extra[f"model.layers.3.{name}.weight"] = torch.randn(shape).bfloat16()
+    extra["model.layers.3.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    extra["model.layers.3.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights | extra, made / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(made) | {"num_nextn_predict_layers": 1}
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def test_the_layer_gets_megatrons_names_and_comes_back(folder: Path, tmp_path: Path) -> None:
+    store, source = catalog_of(folder)
+    middle = to_megatron(source, config_of(folder))
+    names = [name for name in middle.tensors if name.startswith("mtp.")]
+    assert names[:4] == [
+        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.hnorm.weight",
+        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.0.transformer_layer.input_layernorm.weight",
+    ]
+    assert names[-1] == "mtp.layers.0.final_layernorm.weight"
+    assert arguments(middle)["mtp_num_layers"] == 1
+    assert len(middle.fragments("embedding.word_embeddings.weight")) == 2
+    assert len(middle.fragments("output_layer.weight")) == 2
+    back = to_hf(middle)
+    assert_same(contents(back, store), tensors(folder))
+    assert config_of(written(back, store, tmp_path / "ours"))["num_nextn_predict_layers"] == 1
+
+
+def test_the_layer_is_left_out_on_request_and_said_so(folder: Path, tmp_path: Path) -> None:
+    store, source = catalog_of(folder)
+    middle = to_megatron(source, config_of(folder), mtp="drop")
+    assert not any(name.startswith("mtp.") for name in middle.tensors)
+    assert arguments(middle)["mtp_num_layers"] is None
+    dropped = middle.attrs["dropped"]
+    assert isinstance(dropped, list)
+    assert dropped[0].startswith("multi-token prediction (")
+    ours = written(to_hf(middle), store, tmp_path / "ours")
+    wanted = {key: data for key, data in tensors(folder).items() if "layers.3." not in key}
+    assert_same(tensors(ours), wanted)
+    assert logits(loaded_model(ours)).isfinite().all()
+
+
+def test_a_configuration_that_counts_layers_without_tensors_is_noted(folder: Path, tmp_path: Path) -> None:
+    plain = saved("deepseek_v3", tmp_path / "plain")
+    _, source = catalog_of(plain)
+    middle = to_megatron(source, config_of(plain) | {"num_nextn_predict_layers": 1})
+    assert any("multi-token prediction" in note for note in middle.attrs["notes"])  # type: ignore[attr-defined]
+    assert arguments(middle)["mtp_num_layers"] is None
+
+
+def test_an_incomplete_layer_is_refused(folder: Path) -> None:
+    _, source = catalog_of(folder)
+    kept = {key: meta for key, meta in source.tensors.items() if key != "model.layers.3.hnorm.weight"}
+    object.__setattr__(source, "tensors", kept)
+    with pytest.raises(MissingShardError, match=r"model\.layers\.3\.hnorm\.weight"):
+        to_megatron(source, config_of(folder))
+
+
+def test_layers_beyond_the_last_are_left_over_in_other_families(tmp_path: Path) -> None:
+    plain = saved("llama", tmp_path / "plain")
+    _, source = catalog_of(plain)
+    with pytest.raises(UnknownTensorError, match=r"model\.layers\.2\."):
+        to_megatron(source, config_of(plain) | {"num_hidden_layers": 2})
+
+
+def test_copies_may_be_absent(folder: Path) -> None:
+    store, source = catalog_of(folder)
+    copies = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
+    kept = {key: meta for key, meta in source.tensors.items() if key not in copies}
+    object.__setattr__(source, "tensors", kept)
+    found = contents(to_hf(to_megatron(source, config_of(folder))), store)
+    assert np.array_equal(found[copies[0]], found["model.embed_tokens.weight"])
