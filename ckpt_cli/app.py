@@ -29,7 +29,9 @@ Work = Callable[[], int]
 _ALIASES = (
     "Every size also goes by the names of other tools: --target-tp, --target-tensor-parallel-size, and so on. "
     "The layout of SRC is read from SRC; --tp, --pp, --vpp, --ep, --etp (or --tensor-model-parallel-size …) beside it "
-    "are assertions."
+    "are assertions. Whatever their order on the line, content options apply so: --dequantize; --include, --exclude; "
+    "--strip-prefix, --add-prefix, --rename; --untie, --tie; --stack-layers, --unstack-layers; --dtype; --quantize. "
+    "Each sees the names that those before it made."
 )
 
 app = Typer(

@@ -3,7 +3,7 @@
 ``--json`` prints one object (schema ``ckpt.inspect/1``; fields may be added, none change meaning)::
 
     {"schema": "ckpt.inspect/1", "path": str, "format": str, "title": str, "version": str | null,
-     "iteration": int | null, "files": int, "file_bytes": int,
+     "iteration": int | null, "files": int, "file_bytes": int, "beside": [str],
      "parallel": {"tp": int, …} | {}, "ranks": int | null, "model": {argument: value},
      "groups": [{"name": "model" | "moments" | "masters" | "other",
                  "tensors": int, "elements": int, "bytes": int, "dtypes": {dtype: bytes}}],
@@ -14,20 +14,23 @@
      "tensors": [{"key": str, "dtype": str, "shape": [int], "bytes": int, "group": str,
                   "places": [{"offset": [int], "shape": [int], "file": str | null, "rank": {"tp": int, …},
                               "array": str | null, "at": [int], "array_shape": [int], "byte_offset": int | null,
-                              "item_bytes": int | null, "strides": [int] | null, "bytes": int}],
+                              "item_bytes": int | null, "strides": [int] | null, "bytes": int,
+                              "encoding": str | null, "stored_bytes": int | null}],
                   "values": [number | "nan" | "inf" | "-inf" | [re, im]]}],
      "objects": [{"key": str, "value": any}]}
 
 ``places`` stands in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects selected by KEY. A
 place whose ``file`` is null is zero by rule (vocabulary padding). ``byte_offset`` is that of the array's first element,
-or, where ``item_bytes`` is not null, that of the container item which holds it.
+or, where ``item_bytes`` is not null, that of the container item which holds it. ``encoding`` names the codec of an
+array that is not stored as plain numbers, ``stored_bytes`` is its length in the file, where the metadata tell it.
+``beside`` lists the files that a conversion carries along (configurations, tokenizers).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_cli.inspect_object import plain
@@ -124,7 +127,7 @@ def _lines(
                 yield from shortened(screen, lines, TREE_LIMIT if options.limit is None else options.limit)
             return
     elif options.tree is not False:
-        yield from _header(screen, summary)
+        yield from _header(screen, summary, checkpoint)
         yield ""
     if options.tree is False or (options.tree is None and options.keys):
         rows = _flat_rows(summary, tensors, objects, options.sort)
@@ -159,7 +162,17 @@ def _in_order(tensors: list[TensorMeta], sort: str | None) -> list[TensorMeta]:
     return sorted(tensors, key=lambda meta: meta.key) if sort == "name" else tensors
 
 
-def _header(screen: Screen, summary: Summary) -> Iterator[str]:
+def _beside(checkpoint: Checkpoint) -> list[str]:
+    """Paths of the files that are carried along."""
+    carried = checkpoint.catalog.attrs.get("carried")
+    return sorted(map(str, carried)) if isinstance(carried, Mapping) else []
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 4 else (*names[:3], "…"))
+
+
+def _header(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterator[str]:
     """Everything above the tree."""
     yield screen.styled(escaped(summary.path), "bold")
     version = f", version {escaped(summary.version)}" if summary.version else ""
@@ -175,6 +188,9 @@ def _header(screen: Screen, summary: Summary) -> Iterator[str]:
         pairs.append(("model", escaped(model_text(summary))))
     pairs.append(("optimizer", summary.optimizer_title or "none"))
     pairs.append(("files", f"{n_text(summary.n_files, 'file')}, {bytes_text(summary.file_bytes)}"))
+    beside = _beside(checkpoint)
+    if beside:
+        pairs.append(("", escaped(f"{n_text(len(beside), 'file')} beside the weights: {_some(beside)}")))
     if summary.n_objects:
         pairs.append(("objects", f"{summary.n_objects:,}, listed by --flat"))
     for number, verdict in enumerate(summary.verdicts):
@@ -260,6 +276,7 @@ def _as_json(
         "iteration": summary.iteration,
         "files": summary.n_files,
         "file_bytes": summary.file_bytes,
+        "beside": _beside(checkpoint),
         "parallel": dict(summary.parallel),
         "ranks": summary.n_ranks,
         "model": dict(summary.model),

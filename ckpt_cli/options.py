@@ -23,6 +23,14 @@ Options = TypeVar("Options")
 Result = TypeVar("Result")
 OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
 
+TARGETS = (
+    *("dcp", "torch_dist", "torch", "megatron", "zarr", "zarr3", "safetensors"),
+    *("hf", "deepspeed_universal"),
+)
+"""Formats that can be written; stated here because asking the formats would import them all for a help page."""
+AUTO = "auto"
+"""What ``--unstack-layers`` takes for the usual names."""
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
@@ -85,6 +93,44 @@ def renames_of(texts: list[str] | None) -> tuple[tuple[str, str], ...]:
             raise UsageError(f"--rename: {text!r} is not OLD=NEW")
         pairs.append((found[1], found[2]))
     return tuple(pairs)
+
+
+def pairs_of(texts: list[str] | None, *, option: str) -> tuple[tuple[str, str], ...]:
+    """(first key, second key) of each ``A=B``."""
+    pairs = []
+    for text in texts or ():
+        first, equals, second = text.partition("=")
+        if not (first and equals and second) or "=" in second:
+            raise UsageError(f"{option}: {text!r} is not KEY=KEY")
+        pairs.append((first, second))
+    return tuple(pairs)
+
+
+def quantizations_of(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
+    """``(glob or None, kind)`` of each ``--quantize``: ``block`` or ``GLOB=block``."""
+    pairs = []
+    for text in texts or ():
+        glob, equals, kind = text.rpartition("=")
+        if not kind or (equals and not glob):
+            raise UsageError(f"--quantize: {text!r} is neither KIND nor GLOB=KIND")
+        pairs.append((glob if equals else None, kind))
+    return tuple(pairs)
+
+
+def stacks_of(texts: list[str] | None) -> tuple[str, ...] | None:
+    """The globs of ``--unstack-layers``: () for ``auto``, None without the option."""
+    if not texts:
+        return None
+    if AUTO in texts and len(texts) > 1:
+        raise UsageError(f"--unstack-layers: {AUTO} and globs contradict each other", hint="give the globs alone")
+    return () if texts == [AUTO] else tuple(texts)
+
+
+def names_of(text: str | None) -> str | None:
+    """``hf``, ``hf:MODEL_TYPE`` or ``megatron``."""
+    if text is not None and not re.fullmatch(r"hf(:[A-Za-z0-9_.-]+)?|megatron", text):
+        raise UsageError(f"--names: {text!r} is none of: hf, hf:MODEL_TYPE, megatron", hint="for example hf:qwen3_moe")
+    return text
 
 
 def _one_of(*words: str) -> Callable[[str], str]:
@@ -174,7 +220,7 @@ class TransferOptions:
         Path | None, Option("-o", "--output", metavar="DST", rich_help_panel=OUTPUT, help="Another way to say DST.")
     ] = None
     to: Annotated[
-        str | None, Option("--to", metavar="FORMAT", rich_help_panel=OUTPUT, help="dcp, torch_dist, torch, megatron.")
+        str | None, Option("--to", metavar="FORMAT", rich_help_panel=OUTPUT, help=f"{', '.join(TARGETS)}.")
     ] = None
     iteration: Annotated[
         int | None,
@@ -185,6 +231,10 @@ class TransferOptions:
             rich_help_panel=OUTPUT,
             help="Which iteration of a training root.",
         ),
+    ] = None
+    max_shard_size: Annotated[
+        str | None,
+        Option("--max-shard-size", metavar="SIZE", rich_help_panel=OUTPUT, help="Most bytes of a file: 5GB, 500MB."),
     ] = None
     force: Annotated[
         bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace DST, once the new one is complete.")
@@ -233,11 +283,29 @@ class TransferOptions:
     keep_padded_vocab: Annotated[
         bool, Flag("--keep-padded-vocab", rich_help_panel=LAYOUT, help="Keep the padding rows as they are.")
     ] = False
+    names: Annotated[
+        str | None,
+        Option(
+            "--names",
+            metavar="WHOSE",
+            rich_help_panel=LAYOUT,
+            help="Tensor names to write: hf, hf:MODEL_TYPE or megatron.",
+        ),
+    ] = None
     rules: Annotated[
         Path | None,
         Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),
     ] = None
 
+    dequantize: Annotated[
+        str | None,
+        Option(
+            "--dequantize",
+            metavar="DTYPE",
+            rich_help_panel=CONTENT,
+            help="Multiply the scales of float8 tensors in: bf16, fp16, fp32.",
+        ),
+    ] = None
     include: Annotated[
         list[str] | None,
         Option("--include", metavar="GLOB", rich_help_panel=CONTENT, help="Carry only these keys; repeatable."),
@@ -245,9 +313,39 @@ class TransferOptions:
     exclude: Annotated[
         list[str] | None, Option("--exclude", metavar="GLOB", rich_help_panel=CONTENT, help="Leave these out.")
     ] = None
+    strip_prefix: Annotated[
+        list[str] | None,
+        Option(
+            "--strip-prefix", metavar="TEXT", rich_help_panel=CONTENT, help="Take this off keys that begin with it."
+        ),
+    ] = None
+    add_prefix: Annotated[
+        str | None,
+        Option("--add-prefix", metavar="TEXT", rich_help_panel=CONTENT, help="Put this before the model's keys."),
+    ] = None
     rename: Annotated[
         list[str] | None,
         Option("--rename", metavar="OLD=NEW", rich_help_panel=CONTENT, help="Regex on keys; NEW may use \\1."),
+    ] = None
+    untie: Annotated[
+        list[str] | None,
+        Option("--untie", metavar="NEW=KEY", rich_help_panel=CONTENT, help="Write KEY a second time, as NEW."),
+    ] = None
+    tie: Annotated[
+        list[str] | None,
+        Option("--tie", metavar="OLD=KEY", rich_help_panel=CONTENT, help="Leave OLD out, proven equal to KEY."),
+    ] = None
+    stack_layers: Annotated[
+        bool, Flag("--stack-layers", rich_help_panel=CONTENT, help="Stack layers.0, layers.1 … along a first axis.")
+    ] = False
+    unstack_layers: Annotated[
+        list[str] | None,
+        Option(
+            "--unstack-layers",
+            metavar="GLOB",
+            rich_help_panel=CONTENT,
+            help=f"Write these stacked tensors as one a layer; {AUTO}: all with 'layers' in their key.",
+        ),
     ] = None
     dtype: Annotated[
         list[str] | None,
@@ -256,6 +354,15 @@ class TransferOptions:
             metavar="[GLOB=]DTYPE",
             rich_help_panel=CONTENT,
             help="Cast the model's floating tensors, or those of a glob: bf16, fp16, fp32, …",
+        ),
+    ] = None
+    quantize: Annotated[
+        list[str] | None,
+        Option(
+            "--quantize",
+            metavar="[GLOB=]KIND",
+            rich_help_panel=CONTENT,
+            help="float8 with scales for linear weights or a glob's: block (128 × 128), tensor, none.",
         ),
     ] = None
     no_optim: Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave the optimizer's state out.")] = (

@@ -23,7 +23,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options import casts_of, renames_of, size_in_bytes
+from ckpt_cli.options import casts_of, names_of, pairs_of, quantizations_of, renames_of, size_in_bytes, stacks_of
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.report import plan_lines, report_lines
 from ckpt_cli.terminal import escaped, screen_of
@@ -51,6 +51,8 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         raise UsageError("--rank lists what one rank needs; it goes with --dry-run")
     if options.keep_padded_vocab and options.vocab_size is not None:
         raise UsageError("--keep-padded-vocab and --vocab-size contradict each other", hint="give one")
+    if options.stack_layers and options.unstack_layers:
+        raise UsageError("--stack-layers and --unstack-layers contradict each other", hint="give one")
     new = {name: getattr(options, f"{name}_new") for name in _SIZES}
     asserted = {name: size for name in _SIZES if (size := getattr(options, name)) is not None}
     topology = None
@@ -67,10 +69,20 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         vocab_size=options.vocab_size,
         keep_padded_vocab=options.keep_padded_vocab,
         optim="drop" if options.no_optim else "carry",
-        dtype=casts_of(options.dtype),
+        names=names_of(options.names),
+        dequantize=options.dequantize,
         include=tuple(options.include or ()),
         exclude=tuple(options.exclude or ()),
+        strip_prefix=tuple(options.strip_prefix or ()),
+        add_prefix=options.add_prefix,
         rename=renames_of(options.rename),
+        untie=pairs_of(options.untie, option="--untie"),
+        tie=pairs_of(options.tie, option="--tie"),
+        stack_layers=options.stack_layers,
+        unstack_layers=stacks_of(options.unstack_layers),
+        dtype=casts_of(options.dtype),
+        quantize=quantizations_of(options.quantize),
+        max_file_bytes=None if options.max_shard_size is None else size_in_bytes(options.max_shard_size),
         drop_unknown=options.drop_unknown,
         memory_bytes=defaults.memory_bytes if options.memory is None else size_in_bytes(options.memory),
         threads=options.threads or defaults.threads,

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from core.catalog import Catalog
 from core.dtypes import dtype_of
 from core.errors import CorruptError, UsageError
+from core.formats.hf_files import CONFIG, carried_of, documents_of, with_documents
+from core.formats.hf_json import object_of
 from core.job import Job
 from core.quantize import Requantized, dequantized, quantized
 from core.quantize_blocks import BLOCK
@@ -34,8 +36,6 @@ from core.target import retyped
 from core.transform import cast_of, select
 from core.tying import tie, untie
 
-CONFIG = "config.json"
-"""The file beside the weights that states their dtype and their scales."""
 _DTYPE_NAMES = ("dtype", "torch_dtype")
 """How a configuration calls the dtype: transformers since version 5, and before."""
 
@@ -105,12 +105,12 @@ def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None =
 
 def _renamed(catalog: Catalog, job: Job) -> tuple[Catalog, tuple[tuple[str, str], ...]]:
     """The catalog under its new keys, and (first key, last key) of what changed."""
-    first_of: dict[str, str] = {}
+    last_of = {key: key for key in (*catalog.tensors, *catalog.objects)}
 
     def note(made: Renamed) -> Catalog:
+        nonlocal last_of
         steps = dict(made[1])
-        news = {new: first_of.pop(old, old) for old, new in steps.items()}
-        first_of.update(news)
+        last_of = {first: steps.get(key, key) for first, key in last_of.items()}
         return made[0]
 
     if job.strip_prefix:
@@ -118,7 +118,7 @@ def _renamed(catalog: Catalog, job: Job) -> tuple[Catalog, tuple[tuple[str, str]
     if job.add_prefix is not None:
         catalog = note(add_prefix(catalog, job.add_prefix))
     catalog = note(rename(catalog, job.rename))
-    return catalog, tuple((old, new) for new, old in first_of.items() if old != new)
+    return catalog, tuple((old, new) for old, new in last_of.items() if old != new)
 
 
 def _restacked(catalog: Catalog, job: Job, notes: list[str]) -> Catalog:
@@ -137,12 +137,10 @@ def _restacked(catalog: Catalog, job: Job, notes: list[str]) -> Catalog:
 
 def _config_of(catalog: Catalog, config: Mapping[str, object] | None) -> Mapping[str, object] | None:
     """The configuration that will lie beside the weights, or None."""
-    documents = catalog.attrs.get("documents")
-    if isinstance(documents, Mapping) and CONFIG in documents:
-        found = json.loads(documents[CONFIG])
-        return found if isinstance(found, dict) else None
-    carried = catalog.attrs.get("carried")
-    return config if isinstance(carried, Mapping) and CONFIG in carried else None
+    document = documents_of(catalog).get(CONFIG)
+    if document is not None:
+        return object_of(document, file=CONFIG)
+    return config if CONFIG in carried_of(catalog) else None
 
 
 def _block_of(config: Mapping[str, object] | None) -> tuple[int, int]:
@@ -183,22 +181,14 @@ def _with_config(
     catalog: Catalog, config: Mapping[str, object] | None, edits: Mapping[str, object], notes: list[str]
 ) -> Catalog:
     """The catalog with the changed configuration as a document; unchanged where there is none."""
-    carried = catalog.attrs.get("carried")
     if config is None:
-        if isinstance(carried, Mapping) and CONFIG in carried:
+        if CONFIG in carried_of(catalog):
             notes.append(f"{CONFIG} stays as it is, although {', '.join(edits)} changed")
         return catalog
-    made = {name: value for name, value in config.items() if edits.get(name, value) is not None or value is None}
+    made = {name: value for name, value in config.items() if name not in edits or edits[name] is not None}
     made |= {name: value for name, value in edits.items() if value is not None}
     if made == config:
         return catalog
-    notes.append(f"{CONFIG}: changed {', '.join(edits)}")
-    documents = catalog.attrs.get("documents")
-    known = dict(documents) if isinstance(documents, Mapping) else {}
-    data = (json.dumps(made, indent=2, ensure_ascii=False) + "\n").encode()
-    changed_attrs: dict[str, object] = {"documents": {**known, CONFIG: data}}
-    hidden = dict(catalog.hidden)
-    if isinstance(carried, Mapping) and CONFIG in carried:
-        hidden.pop(carried[CONFIG], None)
-        changed_attrs["carried"] = {path: key for path, key in carried.items() if path != CONFIG}
-    return replace(catalog, hidden=hidden).with_attrs(**changed_attrs)
+    notes.append(f"{CONFIG}: {', '.join(edits)} changed")
+    data = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
+    return with_documents(catalog, {CONFIG: data.encode()})

@@ -1,6 +1,7 @@
 """Looking at one tensor: which file holds which box, and its first numbers.
 
 Reads nothing for the map, and only the elements asked for (plus, for late-bound items, one small read) for the numbers.
+Of encoded arrays (compressed chunks) it decodes the units that hold them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from core.box import Box, Shape, boxes_of_flat_range, c_strides
 from core.catalog import Catalog, Coords, Fragment, StoredArray
+from core.decoded import DecodedStore
 from core.dtypes import DTYPES
 from core.errors import MissingShardError, UnsupportedError
 
@@ -36,6 +38,8 @@ class Place:
         item_bytes: length of that container item, or None where ``offset`` is exact.
         strides: of the array, in elements; None for C order or where only the item tells.
         n_bytes: bytes of the region.
+        encoding: the codec, where the array's bytes must be decoded; None for plain ones.
+        stored_bytes: length of the encoded array in its file, where the metadata tell it.
     """
 
     box: Box
@@ -48,6 +52,8 @@ class Place:
     item_bytes: int | None
     strides: Shape | None
     n_bytes: int
+    encoding: str | None = None
+    stored_bytes: int | None = None
 
 
 def places_of(catalog: Catalog, key: str) -> list[Place]:
@@ -64,6 +70,7 @@ def places_of(catalog: Catalog, key: str) -> list[Place]:
 def _place(fragment: Fragment, itemsize: int) -> Place:
     array = fragment.array
     extent = array.extent if array else None
+    encoding = extent.encoding if extent else None
     return Place(
         box=fragment.box,
         file=extent.file if extent else None,
@@ -75,6 +82,8 @@ def _place(fragment: Fragment, itemsize: int) -> Place:
         item_bytes=extent.item_bytes if extent else None,
         strides=extent.strides if extent else None,
         n_bytes=fragment.box.n_elements * itemsize,
+        encoding=encoding.name if encoding else None,
+        stored_bytes=getattr(encoding, "stored_bytes", None),
     )
 
 
@@ -86,8 +95,8 @@ def first_values(store: ReadStore, catalog: Catalog, key: str, n: int) -> list[N
 
     Raises:
         MissingShardError: no stored piece holds an element that is wanted.
-        UnsupportedError: the dtype has no numbers that Python can show, or the bytes are compressed.
-        TruncatedError, StorageError: as the store raises them.
+        UnsupportedError: the dtype has no numbers that Python can show.
+        TruncatedError, StorageError, CorruptError: as the store or an array's encoding raises them.
     """
     meta = catalog.meta(key)
     decode = _decoder_of(meta.dtype)
@@ -95,12 +104,13 @@ def first_values(store: ReadStore, catalog: Catalog, key: str, n: int) -> list[N
     values: dict[int, Number] = {}
     wanted = boxes_of_flat_range(meta.shape, 0, min(n, meta.n_elements))
     strides = c_strides(meta.shape)
+    decoded = DecodedStore(store)
     for fragment in catalog.fragments(key):
         for box in wanted:
             common = fragment.box.intersect(box)
             if common is None or _flat(common.offset, strides) in values:
                 continue
-            rows = _rows(store, catalog, fragment, common, itemsize)
+            rows = _rows(decoded, catalog, fragment, common, itemsize)
             for start, data in rows:
                 first = _flat(start, strides)
                 values.update(enumerate(decode(data), start=first))
@@ -112,7 +122,7 @@ def first_values(store: ReadStore, catalog: Catalog, key: str, n: int) -> list[N
 
 
 def _rows(
-    store: ReadStore, catalog: Catalog, fragment: Fragment, box: Box, itemsize: int
+    store: DecodedStore, catalog: Catalog, fragment: Fragment, box: Box, itemsize: int
 ) -> Iterator[tuple[Shape, bytes]]:
     """(index of the first element in the tensor, bytes) for every row of ``box`` along the last axis."""
     n = box.shape[-1] if box.shape else 1
@@ -138,13 +148,12 @@ def _rows(
             yield start, b"".join(pieces)
 
 
-def _bound(store: ReadStore, catalog: Catalog, array: StoredArray) -> StoredArray:
+def _bound(store: DecodedStore, catalog: Catalog, array: StoredArray) -> StoredArray:
     if array.extent is not None and array.extent.is_late:
         array = catalog.bind(store, array)
-    if array.extent is None or array.extent.encoding is not None:
-        encoding = array.extent.encoding if array.extent else "none"
-        raise UnsupportedError(f"numbers stored as {encoding} cannot be shown", key=array.name)
-    return array
+    if array.extent is None:
+        raise MissingShardError("the array lies nowhere", key=array.name)
+    return store.placed(array)
 
 
 def _row_starts(box: Box) -> Iterator[Shape]:

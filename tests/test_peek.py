@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
 from core.box import Box
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
-from core.errors import MissingShardError, TruncatedError, UnsupportedError
+from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta, catalog_of_arrays
+from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.peek import first_values, places_of
-from core.store import MemoryStore
+from core.quantize import dequantized
+from core.store import MemoryStore, ReadStore
 
 
 def catalog_of(meta: TensorMeta, fragments: Sequence[Fragment]) -> Catalog:
@@ -109,14 +112,49 @@ def test_every_dtype_is_decoded(dtype: str, data: bytes, values: list[object]) -
     assert first_values(MemoryStore({"f": data}), catalog, "w", 2) == values
 
 
-def test_packed_and_compressed_numbers_are_refused() -> None:
-    stored = StoredArray("w", "int32", (2,), Extent("f", 0, encoding="zstd"))
-    catalog = catalog_of(TensorMeta("w", "int32", (2,)), [Fragment("w", Box((0,), (2,)), stored, (0,))])
-    with pytest.raises(UnsupportedError, match="zstd"):
-        first_values(MemoryStore({"f": bytes(8)}), catalog, "w", 2)
+def test_packed_numbers_are_refused() -> None:
     packed = catalog_of(TensorMeta("w", "float4_e2m1fn_x2", (2,)), [])
     with pytest.raises(UnsupportedError, match="float4"):
         first_values(MemoryStore(), packed, "w", 2)
+
+
+@dataclass(frozen=True)
+class Deflated:
+    """An array as a zlib stream of a certain length."""
+
+    stored_bytes: int
+    name: str = "zlib"
+    unit_bytes: int = 1 << 20
+    working_bytes: int = 0
+
+    def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes:
+        assert unit == 0
+        assert array.extent is not None
+        return zlib.decompress(store.read(array.extent.file, array.extent.offset, self.stored_bytes))
+
+
+def test_encoded_arrays_are_decoded_and_the_map_says_so() -> None:
+    packed = zlib.compress(ints(*range(6)))
+    extent = Extent("f", 3, encoding=Deflated(len(packed)))
+    array = StoredArray("w", "int32", (2, 3), extent)
+    catalog = catalog_of(TensorMeta("w", "int32", (2, 2)), [Fragment("w", Box((0, 0), (2, 2)), array, (0, 1))])
+    assert first_values(MemoryStore({"f": b"abc" + packed}), catalog, "w", 4) == [1, 2, 4, 5]
+    (place,) = places_of(catalog, "w")
+    assert (place.encoding, place.stored_bytes, place.n_bytes) == ("zlib", len(packed), 16)
+    longer = StoredArray("w", "int32", (2, 4), extent)
+    broken = catalog_of(catalog.tensors["w"], [Fragment("w", Box((0, 0), (2, 2)), longer, (0, 0))])
+    with pytest.raises(CorruptError, match="bytes"):
+        first_values(MemoryStore({"f": b"abc" + packed}), broken, "w", 4)
+
+
+def test_computed_tensors_are_shown_like_stored_ones() -> None:
+    arrays = {
+        "w": StoredArray("w", "float8_e4m3fn", (1, 2), Extent("w", 0)),
+        "w_scale_inv": StoredArray("s", "float32", (1, 1), Extent("s", 0)),
+    }
+    catalog = dequantized(catalog_of_arrays(format="test", arrays=arrays)).catalog
+    store = MemoryStore({"w": b"\x38\x7e", "s": struct.pack("<f", 2.0)})
+    assert first_values(store, catalog, "w", 2) == [2.0, 896.0]
 
 
 def test_the_map_is_in_order_and_keeps_replicas() -> None:

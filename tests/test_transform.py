@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from core.box import whole
-from core.catalog import Catalog, StoredArray, StoredObject, TensorMeta, catalog_of_arrays
-from core.errors import UsageError
+from core.catalog import Catalog, Extent, StoredArray, StoredObject, TensorMeta, catalog_of_arrays
+from core.copy import execute
+from core.errors import ReplicaMismatchError, UsageError
+from core.image import FileImage, PlacedArray
 from core.inert import TensorLeaf
-from core.transform import cast_of, is_optimizer_key, rename, select
+from core.plan import make_plan
+from core.stage_store import StageStore
+from core.store import MemoryStore
+from core.target import partitioned
+from core.transform import add_prefix, cast_of, is_optimizer_key, rename, select, strip_prefix, tie, untie
 
 
 def _catalog() -> Catalog:
@@ -92,3 +101,230 @@ def test_optimizer_keys_are_recognised(key: str) -> None:
 def test_model_keys_are_not_optimizer_keys() -> None:
     assert not is_optimizer_key("model.layers.0.optimus.weight")
     assert not is_optimizer_key("decoder.layers.0.mlp.linear_fc1.weight")
+
+
+def _prefixed() -> Catalog:
+    keys = ["model.a.weight", "b", "optimizer.state.model.a.weight.exp_avg", "optimizer.state.other.exp_avg"]
+    return catalog_of_arrays(
+        format="torch",
+        arrays={key: StoredArray(key, "float32", (2, 3)) for key in keys},
+        objects={
+            "model.a._extra_state": StoredObject("model.a._extra_state", value=None),
+            "optimizer.lr": StoredObject("optimizer.lr", value=0.1),
+            "iteration": StoredObject("iteration", value=3),
+        },
+        skeleton={
+            "model.a.weight": TensorLeaf(keys[0]),
+            "b": TensorLeaf("b"),
+            "optimizer": {
+                "state": {
+                    "model.a.weight": {"exp_avg": TensorLeaf(keys[2])},
+                    "other": {"exp_avg": TensorLeaf(keys[3])},
+                },
+                "lr": 0.1,
+            },
+            "model.a._extra_state": None,
+            "iteration": 3,
+        },
+        attrs={"order": tuple(keys[:2]), "unsupported": {"model.a.weight": "thing"}},
+    )
+
+
+def test_a_prefix_goes_from_keys_optimizer_entries_objects_and_skeleton() -> None:
+    made, changed = strip_prefix(_prefixed(), ["model."])
+    assert changed == [
+        ("model.a.weight", "a.weight"),
+        ("optimizer.state.model.a.weight.exp_avg", "optimizer.state.a.weight.exp_avg"),
+        ("model.a._extra_state", "a._extra_state"),
+    ]
+    assert made.skeleton == {
+        "a.weight": TensorLeaf("a.weight"),
+        "b": TensorLeaf("b"),
+        "optimizer": {
+            "state": {
+                "a.weight": {"exp_avg": TensorLeaf("optimizer.state.a.weight.exp_avg")},
+                "other": {"exp_avg": TensorLeaf("optimizer.state.other.exp_avg")},
+            },
+            "lr": 0.1,
+        },
+        "a._extra_state": None,
+        "iteration": 3,
+    }
+    assert made.attrs["order"] == ("a.weight", "b")
+    assert made.attrs["unsupported"] == {"a.weight": "thing"}
+    assert [fragment.key for fragment in made.fragments("a.weight")] == ["a.weight"]
+
+
+def test_a_prefix_comes_before_the_models_keys_only() -> None:
+    made, changed = add_prefix(_prefixed(), "net.")
+    assert dict(changed) == {
+        "model.a.weight": "net.model.a.weight",
+        "b": "net.b",
+        "optimizer.state.model.a.weight.exp_avg": "optimizer.state.net.model.a.weight.exp_avg",
+        "model.a._extra_state": "net.model.a._extra_state",
+    }
+    back, _ = strip_prefix(made, ["net."])
+    assert back.tensors == _prefixed().tensors
+    assert back.skeleton == _prefixed().skeleton
+
+
+def test_prefixes_go_one_after_the_other() -> None:
+    arrays = {key: StoredArray(key, "float32", (1,)) for key in ("module.model.a", "module.b", "c")}
+    made, _ = strip_prefix(catalog_of_arrays(format="torch", arrays=arrays), ["module.", "model."])
+    assert list(made.tensors) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "text"),
+    [
+        (["absent."], "no key begins with 'absent.'"),
+        ([""], "no key"),
+        (["model.", "model."], "no key"),
+        (["b"], "empty"),
+    ],
+)
+def test_prefixes_that_nothing_has_are_usage_errors(prefixes: list[str], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        strip_prefix(_prefixed(), prefixes)
+
+
+def test_two_keys_that_would_become_one_are_named() -> None:
+    arrays = {key: StoredArray(key, "float32", (1,)) for key in ("model.a", "a")}
+    with pytest.raises(UsageError, match="'model.a' and 'a'"):
+        strip_prefix(catalog_of_arrays(format="torch", arrays=arrays), ["model."])
+    with pytest.raises(UsageError, match="empty"):
+        add_prefix(catalog_of_arrays(format="torch", arrays=arrays), "")
+
+
+def test_names_that_the_containers_cannot_hold_are_usage_errors() -> None:
+    arrays = {key: StoredArray(key, "float32", (1,)) for key in ("l.0", "l.1")}
+    catalog = catalog_of_arrays(format="torch", arrays=arrays, skeleton={"l": [TensorLeaf("l.0"), TensorLeaf("l.1")]})
+    with pytest.raises(UsageError, match="containers"):
+        rename(catalog, [(r"l\.1", "l.x")])
+
+
+HEAD, EMBED = "lm_head.weight", "model.embed.weight"
+
+
+def _two(values: tuple[bytes, bytes], *, shared: bool = False) -> tuple[Catalog, MemoryStore]:
+    arrays = {
+        EMBED: StoredArray("e", "int8", (2, 3), Extent("e", 0)),
+        HEAD: StoredArray("e" if shared else "h", "int8", (2, 3), Extent("e" if shared else "h", 0)),
+        "norm": StoredArray("n", "int8", (3,), Extent("n", 0)),
+    }
+    catalog = catalog_of_arrays(
+        format="torch",
+        arrays=arrays,
+        skeleton={"model": {"embed.weight": TensorLeaf(EMBED)}, HEAD: TensorLeaf(HEAD), "norm": TensorLeaf("norm")},
+        attrs={"aliases": {HEAD: EMBED} if shared else {}},
+    )
+    return catalog, MemoryStore({"e": values[0], "h": values[1], "n": bytes(3)})
+
+
+def _written(catalog: Catalog, store: MemoryStore, folder: Path) -> dict[str, bytes]:
+    """Every tensor as a file, by the engine: planned, copied, replicas compared."""
+    target = partitioned(catalog, format="raw", by="whole")
+    images = [
+        FileImage(key, meta.n_bytes, [PlacedArray(0, array)])
+        for key, meta in target.tensors.items()
+        if (array := target.fragments(key)[0].array) is not None
+    ]
+    folder.mkdir()
+    stage = StageStore(folder, is_durable=False)
+    try:
+        execute(make_plan(catalog, target, images), store, stage)
+    finally:
+        stage.close()
+    return {key: (folder / key).read_bytes() for key in target.tensors}
+
+
+def test_a_tied_tensor_goes_and_every_byte_of_it_is_compared(tmp_path: Path) -> None:
+    catalog, store = _two((b"abcdef", b"abcdef"))
+    made = tie(catalog, [(HEAD, EMBED)])
+    assert list(made.tensors) == [EMBED, "norm"]
+    assert made.skeleton == {"model": {"embed.weight": TensorLeaf(EMBED)}, "norm": TensorLeaf("norm")}
+    assert _written(made, store, tmp_path / "a")[EMBED] == b"abcdef"
+    catalog, store = _two((b"abcdef", b"abcdeX"))
+    with pytest.raises(ReplicaMismatchError, match=r"\(1, 2\)") as caught:
+        _written(tie(catalog, [(HEAD, EMBED)]), store, tmp_path / "b")
+    assert caught.value.key == EMBED
+
+
+def test_an_alias_is_tied_for_nothing() -> None:
+    catalog, _ = _two((b"abcdef", b""), shared=True)
+    made = tie(catalog, [(HEAD, EMBED)])
+    assert made.attrs["aliases"] == {}
+    first, second = made.fragments(EMBED)
+    assert (first.array, first.at, first.box) == (second.array, second.at, second.box)
+
+
+def test_an_untied_tensor_is_a_copy_in_its_container(tmp_path: Path) -> None:
+    catalog, store = _two((b"abcdef", b"abcdef"))
+    tied = tie(catalog, [(HEAD, EMBED)])
+    made = untie(tied, [(HEAD, EMBED), ("model.again.weight", EMBED)])
+    assert made.tensors[HEAD].shape == (2, 3)
+    assert made.skeleton == {
+        "model": {"embed.weight": TensorLeaf(EMBED), "again.weight": TensorLeaf("model.again.weight")},
+        HEAD: TensorLeaf(HEAD),
+        "norm": TensorLeaf("norm"),
+    }
+    assert {key: data for key, data in _written(made, store, tmp_path / "a").items() if key != "norm"} == dict.fromkeys(
+        (HEAD, EMBED, "model.again.weight"), b"abcdef"
+    )
+
+
+def test_an_alias_that_is_untied_gets_bytes_of_its_own_and_others_keep_theirs() -> None:
+    catalog, _ = _two((b"abcdef", b""), shared=True)
+    assert untie(catalog, [(HEAD, EMBED)]).attrs["aliases"] == {}
+    assert untie(catalog, [(EMBED, HEAD)]).attrs["aliases"] == {}
+    three = catalog.with_attrs(aliases={HEAD: EMBED, "norm": EMBED})
+    assert untie(three, [(EMBED, HEAD)]).attrs["aliases"] == {"norm": HEAD}
+
+
+@pytest.mark.parametrize(
+    ("pair", "text"),
+    [
+        (("absent", EMBED), "no such tensor"),
+        ((EMBED, "absent"), "no such tensor"),
+        ((EMBED, EMBED), "itself"),
+        (("norm", EMBED), r"shape \(3,\), but"),
+        (("wide", EMBED), "dtype float32, but"),
+    ],
+)
+def test_ties_that_cannot_be_are_usage_errors(pair: tuple[str, str], text: str) -> None:
+    arrays = {
+        EMBED: StoredArray("e", "int8", (2, 3)),
+        "wide": StoredArray("w", "float32", (2, 3)),
+        "norm": StoredArray("n", "int8", (3,)),
+    }
+    with pytest.raises(UsageError, match=text):
+        tie(catalog_of_arrays(format="torch", arrays=arrays), [pair])
+
+
+def test_what_is_there_already_is_not_untied() -> None:
+    catalog, _ = _two((b"abcdef", b"abcdef"))
+    for pair in ((HEAD, EMBED), (EMBED, EMBED), ("x", "absent")):
+        with pytest.raises(UsageError):
+            untie(catalog, [pair])
+
+
+def test_choosing_keeps_the_files_beside_the_weights() -> None:
+    plain = _catalog()
+    catalog = replace(plain, hidden={"file:config.json": TensorMeta("file:config.json", "uint8", (7,))}).with_attrs(
+        carried={"config.json": "file:config.json"}
+    )
+    made = select(catalog, include=["model.*"]).catalog
+    assert list(made.hidden) == ["file:config.json"]
+    assert made.attrs["carried"] == {"config.json": "file:config.json"}
+    assert list(rename(made, [("model", "m")])[0].hidden) == ["file:config.json"]
+
+
+def test_float8_with_scales_is_not_cast_without_them() -> None:
+    metas = [TensorMeta(key, dtype, (2, 2)) for key, dtype in (("w", "float8_e4m3fn"), ("v", "float8_e4m3fn"))]
+    dtype_for = cast_of([("[vw]", "bf16")], ["w", "w_scale_inv", "v"])
+    assert dtype_for(metas[1]) == "bfloat16"
+    with pytest.raises(UsageError, match="w_scale_inv") as caught:
+        dtype_for(metas[0])
+    assert "--dequantize" in (caught.value.hint or "")
+    assert cast_of([("v", "bf16")], ["w", "w_scale_inv", "v"])(metas[0]) == "float8_e4m3fn"
+    assert cast_of([(None, "bf16")])(TensorMeta("a.weight_scale", "float32", ())) == "float32"

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import zarr
+from zarr.codecs import ZstdCodec
 
 from ckpt_cli.app import main
 from core.convert import Job, TopologyChange, prepare
@@ -191,12 +195,10 @@ def test_an_object_of_every_rank_can_be_named_without_the_rank(golden: Path, sho
 def test_verdicts_name_formats_and_reasons(golden: Path, shown: Callable[..., Any]) -> None:
     dense = {item["action"]: item for item in shown(golden / "mcore_legacy/dense_gqa/tp2_pp2")["can"]}
     assert dense["reshard"]["possible"]
-    assert set(dense["convert"]["to"]) == {"dcp", "torch_dist", "torch"}
-    experts = {item["action"]: item for item in shown(golden / "mcore_legacy/moe_seq/tp2_pp1_ep2")["can"]}
-    assert not experts["reshard"]["possible"]
-    assert experts["reshard"]["why"]
+    assert set(dense["convert"]["to"]) >= {"dcp", "torch_dist", "torch", "zarr3", "safetensors"}
     plain = {item["action"]: item for item in shown(golden / "torch_dcp/tp2_only")["can"]}
     assert not plain["reshard"]["possible"]
+    assert plain["reshard"]["why"]
     assert "torch" in plain["convert"]["to"]
 
 
@@ -253,3 +255,52 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path, run: Run) -> No
         assert "\x07" not in page
         assert "\\x1b]0;owned\\x07" in page
     assert "[red]markup[/red]" in run(tmp_path / "a.pt")
+
+
+def test_files_beside_the_weights_are_counted_and_not_shown_as_tensors(
+    golden: Path, shown: Callable[..., Any], run: Run
+) -> None:
+    source = golden / "hf/llama/safetensors_sharded"
+    page = shown(source)
+    assert page["beside"] == ["config.json", "generation_config.json"]
+    assert not any("file:" in tensor["key"] for tensor in page["tensors"])
+    assert "2 files beside the weights: config.json, generation_config.json" in run(source)
+    assert shown(golden / "torch_dcp/tp2_only")["beside"] == []
+
+
+def test_compressed_arrays_say_how_long_they_are_and_show_their_numbers(
+    tmp_path: Path, shown: Callable[..., Any], run: Run
+) -> None:
+    group = zarr.open_group(tmp_path / "z", mode="w", zarr_format=3)
+    array = group.create_array("a", shape=(64, 32), chunks=(32, 32), dtype="int32", compressors=ZstdCodec(level=3))
+    array[:] = np.arange(64 * 32, dtype="int32").reshape(64, 32)
+    (tensor,) = shown(tmp_path / "z", "a", "--values", 3)["tensors"]
+    assert tensor["values"] == [0, 1, 2]
+    assert len(tensor["places"]) == 2
+    for place, name in zip(tensor["places"], ("0", "1"), strict=True):
+        assert place["bytes"] == 32 * 32 * 4
+        assert place["stored_bytes"] == (tmp_path / "z/a/c" / name / "0").stat().st_size
+        assert "zstd" in place["encoding"]
+    text = run(tmp_path / "z", "a")
+    assert "stored as" in text
+    assert "of 4.00 KiB" in text
+    assert "in the files" in text
+
+
+def test_plain_arrays_have_no_encoding(golden: Path, shown: Callable[..., Any], run: Run) -> None:
+    (tensor,) = shown(golden / "torch_dcp/tp2_only", "model.norm.weight")["tensors"]
+    assert {place["encoding"] for place in tensor["places"]} == {None}
+    assert "stored as" not in run(golden / "torch_dcp/tp2_only", "model.norm.weight")
+
+
+def test_float8_and_its_scales_are_shown_as_they_are_stored(
+    tmp_path: Path, shown: Callable[..., Any], run: Run
+) -> None:
+    weight = torch.tensor([[1.0, 448.0]]).to(torch.float8_e4m3fn)
+    torch.save({"a.weight": weight, "a.weight_scale_inv": torch.tensor([[0.5]])}, tmp_path / "x.pt")
+    page = shown(tmp_path / "x.pt", "a.*", "--values", 2)
+    assert [(t["key"], t["dtype"], t["values"]) for t in page["tensors"]] == [
+        ("a.weight", "float8_e4m3fn", [1.0, 448.0]),
+        ("a.weight_scale_inv", "float32", [0.5]),
+    ]
+    assert "float8_e4m3fn" in run(tmp_path / "x.pt")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,19 @@ from typing import Any
 import pytest
 
 from ckpt_cli.app import app
-from ckpt_cli.options import InspectOptions, TransferOptions, size_in_bytes
+from ckpt_cli.options import (
+    TARGETS,
+    InspectOptions,
+    TransferOptions,
+    names_of,
+    pairs_of,
+    quantizations_of,
+    size_in_bytes,
+    stacks_of,
+)
+from ckpt_cli.transfer import job_of
 from core.errors import UsageError
+from core.formats import formats
 
 
 def parsed(*arguments: str) -> Any:
@@ -87,3 +99,71 @@ def test_the_source_is_the_current_directory_unless_given() -> None:
 
 def test_switches_with_two_sides_tell_both_from_neither() -> None:
     assert [parsed("inspect", *words).tree for words in ((), ("--tree",), ("--flat",))] == [None, True, False]
+
+
+def test_the_help_names_every_format_that_can_be_written() -> None:
+    known = {name: format for format in formats() for name in (format.name, *format.aliases)}
+    writable = {format.name for format in known.values() if format.lay_out is not None}
+    assert writable <= set(TARGETS)
+    assert all(known[name].lay_out is not None for name in TARGETS if name != "hf")
+
+
+def test_changes_of_content_reach_the_job() -> None:
+    options = parsed(
+        *("convert", "a", "b", "--to", "hf", "--names", "hf:qwen3_moe", "--max-shard-size", "5GB", "--stack_layers"),
+        *("--dequantize", "fp32", "--quantize", "block", "--quantize", "*.o_proj.weight=tensor"),
+        *("--strip-prefix", "module.", "--strip-prefix=model.", "--add-prefix", "net."),
+        *("--tie", "lm_head.weight=embed.weight", "--untie", "a.b=c.d"),
+    )
+    job = job_of(options, keeps_layout=False)
+    assert (job.names, job.max_file_bytes, job.dequantize) == ("hf:qwen3_moe", 5 * 10**9, "fp32")
+    assert job.quantize == ((None, "block"), ("*.o_proj.weight", "tensor"))
+    assert (job.strip_prefix, job.add_prefix) == (("module.", "model."), "net.")
+    assert (job.tie, job.untie) == ((("lm_head.weight", "embed.weight"),), (("a.b", "c.d"),))
+    assert (job.stack_layers, job.unstack_layers) == (True, None)
+
+
+def test_without_them_the_job_changes_nothing() -> None:
+    job = job_of(parsed("convert", "a", "--to", "dcp"), keeps_layout=False)
+    assert (job.names, job.max_file_bytes, job.dequantize, job.add_prefix) == (None, None, None, None)
+    assert (job.quantize, job.strip_prefix, job.tie, job.untie) == ((), (), (), ())
+    assert (job.stack_layers, job.unstack_layers) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("texts", "globs"), [(None, None), ([], None), (["auto"], ()), (["a.*"], ("a.*",)), (["a", "b"], ("a", "b"))]
+)
+def test_stacks_go_by_the_usual_names_or_by_globs(texts: list[str] | None, globs: tuple[str, ...] | None) -> None:
+    assert stacks_of(texts) == globs
+
+
+@pytest.mark.parametrize("text", ["hf", "hf:llama", "hf:deepseek_v3", "megatron", None])
+def test_names_are_those_of_a_family(text: str | None) -> None:
+    assert names_of(text) == text
+
+
+@pytest.mark.parametrize(
+    "parse",
+    [
+        lambda: names_of("nemo"),
+        lambda: names_of("hf:"),
+        lambda: names_of("hf:a/b"),
+        lambda: pairs_of(["a"], option="--tie"),
+        lambda: pairs_of(["a="], option="--tie"),
+        lambda: pairs_of(["=b"], option="--tie"),
+        lambda: pairs_of(["a=b=c"], option="--tie"),
+        lambda: quantizations_of([""]),
+        lambda: quantizations_of(["=block"]),
+        lambda: quantizations_of(["a="]),
+        lambda: stacks_of(["auto", "a.*"]),
+    ],
+)
+def test_what_cannot_be_parsed_is_a_usage_error(parse: Callable[[], object]) -> None:
+    with pytest.raises(UsageError):
+        parse()
+
+
+def test_stacking_and_unstacking_contradict_each_other() -> None:
+    options = parsed("convert", "a", "--to", "dcp", "--stack-layers", "--unstack-layers", "auto")
+    with pytest.raises(UsageError, match="contradict"):
+        job_of(options, keeps_layout=False)
