@@ -67,9 +67,14 @@ def source_of(
 
 def written(catalog: Catalog, store: ReadStore, format: Format, folder: Path, **attrs: object) -> Path:
     """The checkpoint that the engine makes of a source."""
-    assert format.lay_out is not None
     source, target = source_and_target(loaded(catalog, store, load_object), format)
-    plan = make_plan(source, target, tuple(format.lay_out(target.with_attrs(**attrs))))
+    return filled(source, store, target.with_attrs(**attrs), format, folder)
+
+
+def filled(source: Catalog, store: ReadStore, target: Catalog, format: Format, folder: Path) -> Path:
+    """The checkpoint of a target catalog."""
+    assert format.lay_out is not None
+    plan = make_plan(source, target, tuple(format.lay_out(target)))
     folder.mkdir(parents=True)
     stage = StageStore(folder, is_durable=False)
     finish_files(plan, execute(plan, store, stage), stage, crc=True)

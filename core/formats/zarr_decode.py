@@ -183,8 +183,8 @@ def _members(data: bytes, most_bytes: int, begin: Callable[[], Any]) -> bytearra
     while data and len(found) <= most_bytes:
         member = begin()
         found += member.decompress(data, most_bytes + 1 - len(found))
-        if not member.eof:
-            break  # cut off, or too long: the length tells
+        if not member.eof and len(found) <= most_bytes:
+            raise EOFError(f"they end too early, after {len(found)} decoded bytes")
         data = member.unused_data
     return found
 

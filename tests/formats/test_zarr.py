@@ -27,10 +27,12 @@ from core.formats.mcore_objects import is_sharded_object
 from core.formats.torch_file import load_object
 from core.formats.zarr_v2 import parse_zarray
 from core.inert import TensorLeaf, attributes, walk
+from core.layout import load_rules, stack, unshard
 from core.objects import loaded
 from core.store import LocalStore, MemoryStore
+from core.topology import Topology
 from tests.materialize import tensor_bytes
-from tests.zarr_files import as_bytes, by_tensorstore, element_bytes, files_of, source_of, written
+from tests.zarr_files import as_bytes, by_tensorstore, element_bytes, files_of, filled, source_of, written
 
 CASES = (
     "dense_gqa/tp2_pp2",
@@ -224,6 +226,18 @@ def test_a_zarr_checkpoint_becomes_torch_dist(golden: Path, tmp_path: Path) -> N
     for key, meta in theirs.tensors.items():
         assert ours.tensors[key] == meta
         assert tensor_bytes(ours, ours_store, key).tobytes() == tensor_bytes(theirs, their_store, key).tobytes(), key
+
+
+def test_another_layout_gives_the_chunks_that_megatron_wrote_there(golden: Path, tmp_path: Path) -> None:
+    source, store = read(folder_of(golden, "dense_gqa/tp2_pp2"))
+    whole = unshard(source, rules=load_rules(), target_tp=4)
+    stacked = stack(whole, Topology(tp=4), rules=load_rules())
+    folder = filled(stacked.source, store, stacked.target, zarr.FORMAT, tmp_path / "ours")
+    theirs = files_of(folder_of(golden, "dense_gqa/tp4_pp1"))
+    arrays = {name: data for name, data in theirs.items() if not name.endswith((".pt", "metadata.json"))}
+    ours = files_of(folder)
+    assert len(arrays) > 100
+    assert {name: ours.get(name) == data for name, data in arrays.items()} == dict.fromkeys(arrays, True)
 
 
 def test_metadata_json_is_the_last_image() -> None:
