@@ -1,0 +1,344 @@
+"""The files of a universal checkpoint to be written; see ``core.formats.deepspeed_universal`` for what they are.
+
+What DeepSpeed's loaders ask for decides what is in them:
+
+* ZeRO-1 and 2 walk their own parameter groups and ``param_groups`` of ``optimizer_state.pt`` side by side and stop,
+  silently, at the shorter list. Where it is not known that the lists are equally long, empty entries fill ours up to
+  the number of parameters.
+* ZeRO-3 takes the step from ``optimizer_state.pt``, ZeRO-1 and 2 from ``step.pt``: it is stored in both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from core.dtypes import DTYPES
+from core.errors import UnsafeError, UnsupportedError
+from core.formats.deepspeed_tree import OPTIMIZER, PARAM_GROUPS, PARAMS, STATE
+from core.formats.deepspeed_universal_names import (
+    CAT_DIM,
+    DS_VERSION,
+    EXTRAS,
+    FP32,
+    LATEST,
+    MASTER,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    PARAM,
+    STEP,
+    STEP_COPY,
+    ZERO,
+    ZERO_MODEL_FILE,
+    state_of,
+    stored_extras,
+)
+from core.formats.torch_aside import set_aside
+from core.formats.torch_file import plan_tree
+from core.image import FileImage, literal_file
+from core.inert import TensorLeaf, as_mapping, ordered_dict, walk
+from core.renaming import is_optimizer_key
+from core.safe_pickle import globals_of
+from core.store import checked_name
+
+if TYPE_CHECKING:
+    from core.catalog import Catalog, StoredArray, TensorMeta
+
+UCP_VERSION = 0.4
+_IMPORTABLE = sys.stdlib_module_names | {"torch", "numpy", "deepspeed"}
+_RESERVED = frozenset({
+    "module", "buffer_names", OPTIMIZER, "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "dp_world_size", "mp_world_size",
+})  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Parameter:
+    """A directory to be written.
+
+    Args:
+        name: of the parameter.
+        states: state name → key of its tensor.
+        values: state name → value, for states that are no tensors.
+    """
+
+    name: str
+    states: dict[str, str] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the optimizer keeps something of it."""
+        return bool(self.states or self.values)
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of a root: ``global_stepN_universal`` with its files, and ``latest_universal``.
+
+    Args:
+        target: every tensor is one array; best made of what ``for_universal`` returns. Honoured attrs: ``iteration``,
+            ``aliases``, ``dp``, ``zero_stage``.
+
+    Raises:
+        UnsupportedError: a weight is no float32, or a tensor is none of a parameter; names it.
+    """
+    number = target.attrs.get("iteration")
+    folder = f"global_step{number}_universal" if type(number) is int else "universal"
+    aliases = _aliases(target)
+    parameters = _parameters(target, aliases)
+    images = [
+        image
+        for parameter in parameters.values()
+        for image in _parameter_images(target, parameter, f"{folder}/{ZERO}/{parameter.name}")
+    ]
+    groups = _groups(target, parameters)
+    images.append(_image(target, f"{folder}/{OPTIMIZER_FILE}", _optimizer_root(target, groups)))
+    root = _model_root(target, parameters, groups, aliases)
+    images.append(_image(target, f"{folder}/{MODEL_FILE}", root))
+    again = {name: value for name, value in root.items() if not _holds_tensors(value)}
+    images.append(_image(target, f"{folder}/{ZERO_MODEL_FILE}", again))
+    return (*images, literal_file(LATEST, folder.encode("utf-8"), is_metadata=True))
+
+
+def _aliases(target: Catalog) -> dict[str, str]:
+    """Name → the name of the equal parameter that is written."""
+    stated = target.attrs.get("aliases")
+    found = {}
+    for key, owner in stated.items() if isinstance(stated, Mapping) else ():
+        mine, other = target.tensors.get(key), target.tensors.get(owner)
+        if mine is not None and other is not None and (mine.dtype, mine.shape) == (other.dtype, other.shape):
+            found[str(key)] = str(owner)
+    return found
+
+
+def _parameters(target: Catalog, aliases: Mapping[str, str]) -> dict[str, _Parameter]:
+    """The directories to be written, by name."""
+    found: dict[str, _Parameter] = {}
+    states: list[str] = []
+    for key, meta in target.tensors.items():
+        if is_optimizer_key(key):
+            states.append(key)
+        elif key not in aliases:
+            _check_weight(meta)
+            found[key] = _Parameter(key)
+    for key in states:
+        place = state_of(key, found)
+        if place is None:
+            raise UnsupportedError(
+                "the tensor belongs to the optimizer, but to none of the parameters that are written",
+                key=key,
+                hint="its name should be optimizer.state.<parameter>.<state>: rename it with --rename, or leave it out "
+                "with --exclude or --optim drop",
+            )
+        name, state = place
+        _check_state(target, key, name, state)
+        found[name].states[state] = key
+    for key, item in target.objects.items():
+        place = state_of(key, found)
+        if place is not None:
+            found[place[0]].values[place[1]] = item.value
+    return found
+
+
+def _check_weight(meta: TensorMeta) -> None:
+    """The tensor can be a parameter's masters, or a buffer."""
+    try:
+        checked_name(meta.key)
+    except UnsafeError as err:
+        raise UnsupportedError(
+            "the name cannot be that of a directory", key=meta.key, hint="rename it with --rename"
+        ) from err
+    if "/" in meta.key or meta.key == OPTIMIZER_FILE.rpartition("/")[2] or len(meta.key.encode()) > 255:
+        raise UnsupportedError("the name cannot be that of a directory", key=meta.key, hint="rename it with --rename")
+    kind = DTYPES[meta.dtype].kind
+    if kind == "packed" or (kind == "float" and meta.dtype != "float32"):
+        hint = "widen it: --dtype float32" + (f" (or --dtype '{meta.key}=float32')" if kind == "float" else "")
+        raise UnsupportedError(
+            f"the weights are {meta.dtype} and there are no masters; a universal checkpoint holds float32 masters",
+            key=meta.key,
+            hint=hint if kind == "float" else "leave it out with --exclude",
+        )
+
+
+def _check_state(target: Catalog, key: str, name: str, state: str) -> None:
+    """The tensor can be a state of the parameter."""
+    meta, weight = target.tensors[key], target.tensors[name]
+    if state == MASTER:
+        raise UnsupportedError(
+            "the masters stand beside the weights", key=key, hint="leave the rounded weights out with --exclude"
+        )
+    if state == STEP:
+        if meta.n_elements != 1:
+            raise UnsupportedError(f"the step has shape {meta.shape}, not one value", key=key)
+    elif meta.shape != weight.shape:
+        raise UnsupportedError(
+            f"the state has shape {meta.shape}, the parameter {weight.shape}; DeepSpeed cuts both alike",
+            key=key,
+            hint="leave it out with --exclude",
+        )
+    if state == FP32:
+        raise UnsupportedError(f"a state cannot be called {FP32!r}, which are the weights", key=key)
+
+
+def _parameter_images(target: Catalog, parameter: _Parameter, folder: str) -> Iterable[FileImage]:
+    """The files of a parameter."""
+    item = target.objects.get(f"{EXTRAS}.{parameter.name}")
+    stated = as_mapping(item.value) if item is not None else None
+    extras: dict[object, object] = {CAT_DIM: 0} if parameter.is_trained else {}
+    if stated is not None:
+        extras = stored_extras(stated)
+    yield _image(target, f"{folder}/{FP32}.pt", {**extras, PARAM: TensorLeaf(parameter.name)})
+    for state, key in parameter.states.items():
+        leaf = TensorLeaf(key)
+        yield _image(target, f"{folder}/{state}.pt", leaf if state == STEP else {**extras, PARAM: leaf})
+    for state, value in parameter.values.items():
+        yield _image(target, f"{folder}/{state}.pt", value)
+
+
+def _image(target: Catalog, path: str, value: object) -> FileImage:
+    """A torch file, as ``torch.save`` would name its inside."""
+
+    def array_of(key: str) -> StoredArray:
+        array = target.fragments(key)[0].array
+        if array is None or array.shape != target.meta(key).shape:
+            raise UnsupportedError("a universal checkpoint holds every tensor in one piece", key=key)
+        return array
+
+    stem = path.rpartition("/")[2].removesuffix(".pt")
+    plan = plan_tree(_loadable(value), array_of, prefix=stem)
+    return FileImage(path, plan.size, plan.arrays, plan.literals)
+
+
+def _loadable(value: object) -> object:
+    """The value in a form that DeepSpeed can load, which imports every class that is named."""
+    if all(name.module.partition(".")[0] in _IMPORTABLE for name in globals_of(value)):
+        return value
+    return set_aside(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A parameter group: its settings, and the names of its parameters."""
+
+    settings: Mapping[str, object]
+    names: Sequence[str]
+
+
+def _groups(target: Catalog, parameters: Mapping[str, _Parameter]) -> list[_Group]:
+    """The optimizer's groups: as the objects say, else one without settings.
+
+    Objects are called ``optimizer.param_groups.<number>.<setting>``, one of them ``params``; or, as torch flattens
+    them, ``optimizer.param_groups.<parameter>.<setting>``: parameters with equal settings become a group.
+    """
+    prefix = f"{OPTIMIZER}.{PARAM_GROUPS}."
+    by_number: dict[int, dict[str, object]] = {}
+    by_name: dict[str, dict[str, object]] = {}
+    for key, item in target.objects.items():
+        place, _, setting = key.removeprefix(prefix).rpartition(".")
+        if not key.startswith(prefix) or not place:
+            continue
+        if place in parameters:
+            by_name.setdefault(place, {})[setting] = item.value
+        elif place.isascii() and place.isdigit():
+            by_number.setdefault(int(place), {})[setting] = item.value
+        else:
+            raise UnsupportedError(
+                "the setting belongs to none of the parameters that are written",
+                key=key,
+                hint="leave it out with --exclude",
+            )
+    trained = [name for name, parameter in parameters.items() if parameter.is_trained]
+    trained = trained or [name for name in parameters if DTYPES[target.tensors[name].dtype].kind == "float"]
+    if by_number:
+        groups = []
+        for _, settings in sorted(by_number.items()):
+            listed = settings.pop(PARAMS, [])
+            names = [name for name in listed if name in parameters] if isinstance(listed, (list, tuple)) else []
+            groups.append(_Group(settings, names))
+        return groups
+    alike: dict[str, _Group] = {}
+    for name in trained:
+        settings = by_name.get(name, {})
+        group = alike.setdefault(repr(sorted(settings.items())), _Group(settings, []))
+        assert isinstance(group.names, list)
+        group.names.append(name)
+    return list(alike.values())
+
+
+def _optimizer_root(target: Catalog, groups: Sequence[_Group]) -> dict[object, object]:
+    """The content of ``optimizer_state.pt``."""
+    prefix = f"{OPTIMIZER}."
+    root: dict[object, object] = {}
+    for key, item in target.objects.items():
+        name = key.removeprefix(prefix)
+        if key.startswith(prefix) and not name.startswith((f"{STATE}.", f"{PARAM_GROUPS}.")):
+            root[name] = item.value
+    root["ds_version"] = _version(target)
+    if "zero_stage" in target.attrs:
+        root["zero_stage"] = target.attrs["zero_stage"]
+    listed: list[object] = [{**group.settings, PARAMS: [number]} for number, group in enumerate(groups)]
+    if "zero_stage" not in target.attrs:  # not from DeepSpeed: it may have more groups than these
+        n = sum(len(group.names) for group in groups)
+        listed += [{PARAMS: []} for _ in range(n - len(groups))]
+    root[PARAM_GROUPS] = listed
+    step = _step(target)
+    if step is not None:
+        root["optimizer_state_dict"] = {STATE: {0: {STEP: step}}, PARAM_GROUPS: listed}
+    return root
+
+
+def _version(target: Catalog) -> object:
+    found = target.objects.get("ds_version")
+    return found.value if found is not None and isinstance(found.value, str) else DS_VERSION
+
+
+def _step(target: Catalog) -> object:
+    """The step that ``optimizer_state.pt`` gets, or None."""
+    if STEP_COPY in target.hidden:
+        return TensorLeaf(STEP_COPY)
+    for key, item in target.objects.items():
+        place = state_of(key, target.tensors)
+        if place is not None and place[1] == STEP:
+            return item.value
+    return None
+
+
+def _model_root(
+    target: Catalog, parameters: Mapping[str, _Parameter], groups: Sequence[_Group], aliases: Mapping[str, str]
+) -> dict[object, object]:
+    """The content of the model files: what the loader asks for, then every object that stands nowhere else."""
+    grouped = {name for group in groups for name in group.names}
+    dp = target.attrs.get("dp")
+    root: dict[object, object] = {
+        "module": ordered_dict({}),
+        "buffer_names": [name for name in parameters if name not in grouped],
+        OPTIMIZER: None,
+        "param_shapes": [ordered_dict({name: target.tensors[name].shape for name in group.names}) for group in groups],
+        "frozen_param_shapes": None,
+        "shared_params": dict(aliases),
+        "frozen_param_fragments": None,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": target.attrs.get("iteration") if type(target.attrs.get("iteration")) is int else 0,
+        "dp_world_size": dp if type(dp) is int else 1,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "universal_checkpoint_info": {"universal_checkpoint_version": UCP_VERSION},
+    }
+    for key, item in target.objects.items():
+        if key.startswith((f"{OPTIMIZER}.", f"{EXTRAS}.")):
+            continue
+        if key in _RESERVED:
+            raise UnsupportedError(
+                "DeepSpeed has an entry of this name for something else", key=key, hint="rename it with --rename"
+            )
+        root[key] = item.value
+    return root
+
+
+def _holds_tensors(value: object) -> bool:
+    return any(isinstance(node, TensorLeaf) for node in walk(value))
