@@ -2,7 +2,7 @@
 
 ::
 
-    open → [unshard] → select, cast, rename → [shard | stack | nest] → lay out → plan → stage, copy, literals, commit
+    open → global form → [shard | stack | nest] → lay out → plan → stage, copy, literals, commit
 
 ``prepare`` does all of it that moves no data; ``run`` does the rest. Both doors call these two.
 """
@@ -22,27 +22,23 @@ from core import __version__
 from core.catalog import Catalog
 from core.commit import Stage
 from core.copy import execute
-from core.errors import CheckpointingException, UnsupportedError, UsageError
-from core.formats import Format, format_called
-from core.formats.torch_file import load_object, refuse_unsupported
+from core.errors import UnsupportedError, UsageError
+from core.formats import Format, format_called, formats
+from core.formats.hf_files import carried_of, documents_of
+from core.global_form import global_form, target_topology
 from core.image import FileImage, literal_file
-from core.inert import as_mapping
 from core.job import Job as Job
 from core.job import Progress as Progress
 from core.job import Report as Report
 from core.job import TopologyChange as TopologyChange
 from core.journal import identity_of
-from core.layout import Rules, is_megatron, load_rules, shard, stack, unshard
-from core.layout_args import facts_of, topology_of, with_vocab_size
-from core.layout_checks import check_complete
+from core.layout import load_rules, shard, stack
 from core.manifest import finish_files, manifest_name, write_manifest
-from core.objects import inlined, loaded, nesting_notes, state_dict, vetted, with_common
+from core.objects import nesting_notes, vetted
 from core.occupied import check_replaceable
 from core.open import TRACKER, Checkpoint, open_checkpoint
 from core.plan import Plan, make_plan
-from core.target import partitioned, retyped
-from core.topology import Topology
-from core.transform import cast_of, rename, select, without_optimizer
+from core.target import partitioned, source_and_target, tensors_only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +70,7 @@ class Prepared:
     @property
     def is_file(self) -> bool:
         """Whether the destination is one file."""
-        return self.target_format.is_single_file and self.dst.suffix != ""
+        return _is_file(self.target_format, self.dst)
 
     @property
     def files(self) -> list[tuple[str, int]]:
@@ -139,23 +135,30 @@ def prepare(job: Job) -> Iterator[Prepared]:
 def _prepared(job: Job, source: Checkpoint) -> Prepared:
     format = source.format if job.to is None else format_called(job.to)
     if format.lay_out is None:
-        raise UnsupportedError(f"format {format.name} can be read, but not written")
-    notes = list(source.notes)
-    dropped: list[str] = []
-    catalog, renamed = _global_catalog(job, source, format, notes, dropped)
-    checked = vetted(catalog, keeps_unknown=format.partition == "ranks", drop_unknown=job.drop_unknown)
-    dropped += checked.dropped
+        raise UnsupportedError(
+            f"format {format.name} can be read, but not written",
+            hint=f"say --to with one of: {', '.join(known.name for known in formats() if known.lay_out is not None)}",
+        )
+    form = global_form(job, source, format)
+    notes = [*source.notes, *form.notes]
+    checked = vetted(form.catalog, keeps_unknown=format.partition == "ranks", drop_unknown=job.drop_unknown)
+    dropped = [*form.dropped, *checked.dropped]
     catalog = checked.catalog
     dst = job.dst or _proposed_dst(job, source, format)
-    if not format.is_single_file and "family" not in catalog.attrs:
+    is_file = _is_file(format, dst)
+    if not format.nests and "family" not in catalog.attrs:
         notes += nesting_notes(catalog)
+    dropped += _left_behind(catalog, format, is_file=is_file)
     catalog, target = _source_and_target(job, catalog, format)
     notes += [note for note in _texts(target.attrs.get("notes")) if note not in notes]
     dropped += [text for text in _texts(target.attrs.get("dropped")) if text not in dropped]
+    if is_file and not format.nests:
+        target = tensors_only(target)
+    target = target.with_attrs(max_file_bytes=job.max_file_bytes, is_file=is_file)
     images = tuple(format.lay_out(target))
-    if format.name == "torch_dist":
+    if format.is_mcore:
         images = _as_root(images, target.attrs.get("iteration"))
-    if format.is_single_file and dst.suffix:
+    if is_file:
         images = (replace(images[0], path=dst.name),)
     plan = make_plan(catalog, target, images, threads=job.threads, memory_bytes=job.memory_bytes)
     return Prepared(
@@ -165,179 +168,43 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         dst=dst,
         images=images,
         plan=plan,
-        renamed=tuple(renamed),
+        renamed=form.renamed,
         notes=tuple(notes),
         dropped=tuple(dropped),
     )
 
 
-def _global_catalog(
-    job: Job, source: Checkpoint, format: Format, notes: list[str], dropped: list[str]
-) -> tuple[Catalog, list[tuple[str, str]]]:
-    """The source as global tensors under their final keys, its objects loaded."""
-    catalog = loaded(source.catalog, source.store, load_object)
-    rules = load_rules(job.rules)
-    _check_source_sizes(job, catalog)
-    if _changes_layout(job) and not _is_cut(format) and (job.to is not None or is_megatron(catalog, rules)):
-        raise UsageError(
-            f"format {format.name} has no parallel layout that {_options(job)} could change",
-            hint="leave the sizes out, or write --to megatron or --to torch_dist",
-        )
-    if _is_laid_out(job, catalog, format, rules):
-        catalog = unshard(
-            catalog,
-            rules=rules,
-            vocab_size=job.vocab_size,
-            optim="drop" if job.optim == "drop" else "refuse",
-            keep_padded_vocab=job.keep_padded_vocab,
-            target_tp=_topology(job, catalog, format).tp if _is_cut(format) else None,
-        )
-        catalog = _completed(job, catalog, source, notes)
-    else:
-        _refuse_layout_options(job)
-        if job.optim == "drop":
-            without = without_optimizer(catalog)
-            catalog = without.catalog
-            dropped += [f"optimizer ({len(without.left_out)} entries)"] if without.left_out else []
-    dtype_for = cast_of(job.dtype, catalog.tensors)
-    chosen = select(catalog, include=job.include, exclude=job.exclude)
-    refuse_unsupported(chosen.catalog)
-    if chosen.left_out:
-        notes.append(f"{len(chosen.left_out)} entries left out by --include/--exclude")
-    catalog, renamed = rename(retyped(chosen.catalog, dtype_for), job.rename)
-    if catalog.attrs.get("family") == "megatron" and _is_cut(format) and (chosen.left_out or renamed):
-        _refuse_incomplete(catalog, rules)
-    return catalog, renamed
+def _is_file(format: Format, dst: Path) -> bool:
+    """Whether the destination is one file, and no directory."""
+    if not format.is_single_file:
+        return False
+    return dst.suffix in format.suffixes if format.suffixes else dst.suffix != ""
 
 
-def _changes_layout(job: Job) -> bool:
-    """Whether the job names sizes for the destination."""
-    return job.topology is not None and bool(job.topology.sizes)
-
-
-def _options(job: Job) -> str:
-    sizes = {} if job.topology is None else job.topology.sizes
-    return ", ".join(f"--{name}-new" for name in sizes)
-
-
-def _is_cut(format: Format) -> bool:
-    """Whether a destination of this format is cut by a parallel layout."""
-    return format.partition == "ranks" or format.name == "torch_dist"
-
-
-def _is_laid_out(job: Job, catalog: Catalog, format: Format, rules: Rules) -> bool:
-    """Whether the source must be brought into Megatron's global form."""
-    if catalog.attrs.get("is_rank_local") or format.partition == "ranks" or _changes_layout(job):
-        return True
-    return format.name == "torch_dist" and catalog.format != "torch_dist" and is_megatron(catalog, rules)
-
-
-def _refuse_layout_options(job: Job) -> None:
-    """Options that only a layout could honour are not ignored."""
-    given = {
-        "--vocab-size": job.vocab_size is not None,
-        "--keep-padded-vocab": job.keep_padded_vocab,
-        "--rules": job.rules is not None,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise UsageError(f"{name} has no effect: this conversion changes no parallel layout", hint="leave it out")
-
-
-def _completed(job: Job, catalog: Catalog, source: Checkpoint, notes: list[str]) -> Catalog:
-    """The global form with what the user or the directory's name says beside the checkpoint."""
-    if catalog.attrs.get("iteration") is None and source.iteration is not None:
-        notes.append(f"the files do not say their iteration; {source.iteration} is the directory's")
-        catalog = catalog.with_attrs(iteration=source.iteration)
-    n_rows = catalog.attrs.get("vocab_size")
-    if (job.vocab_size is not None or job.keep_padded_vocab) and isinstance(n_rows, int):
-        args = with_vocab_size(catalog.attrs["args"], n_rows)
-        common = as_mapping(catalog.attrs.get("common")) or {}
-        catalog = catalog.with_attrs(args=args, common={**common, "args": args})
-        notes.append(f"args.vocab_size is now {n_rows}")
-    if any(glob is None for glob, _ in job.dtype):
-        notes.append("params_dtype, bf16 and fp16 in the arguments stay as they were")
-    return catalog
-
-
-def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
-    """A Megatron checkpoint without some of the model's tensors would load nowhere.
-
-    Raises:
-        UsageError: names what is missing.
-    """
-    try:
-        check_complete(catalog.tensors, facts_of(catalog.attrs.get("args")), rules)
-    except (CheckpointingException, ValueError) as err:
-        what = err.message if isinstance(err, CheckpointingException) else str(err)
-        raise UsageError(
-            f"--include, --exclude or --rename leave an incomplete Megatron model: {what}",
-            key=getattr(err, "key", None),
-            hint="write --to dcp or --to torch to keep a part of a model",
-        ) from err
-
-
-def _source_topology(catalog: Catalog) -> Topology | None:
-    """Sizes of the run that saved, or None where nothing says."""
-    found = catalog.attrs.get("topology")
-    if isinstance(found, Topology):
-        return found
-    args = catalog.attrs.get("args")
-    if args is None and "args" in catalog.objects:
-        args = catalog.objects["args"].value
-    return topology_of(args) if args is not None else None
-
-
-def _check_source_sizes(job: Job, catalog: Catalog) -> None:
-    asserted = job.topology.source if job.topology is not None else {}
-    if not asserted:
-        return
-    found = _source_topology(catalog)
-    if found is None:
-        raise UsageError(
-            "the checkpoint does not say which parallel sizes it was saved with",
-            hint=f"leave out {', '.join('--' + name for name in asserted)}",
-        )
-    for name, size in asserted.items():
-        actual = found.expert_tp if name == "etp" else getattr(found, name)
-        if actual != size:
-            raise UsageError(
-                f"--{name} {size} was said, but the checkpoint has {name.upper()} {actual} ({found})",
-                hint=f"say --{name} {actual}, or leave it out",
-            )
-
-
-def _topology(job: Job, catalog: Catalog, format: Format) -> Topology:
-    """Sizes of the destination.
-
-    Sizes that are not given stay the source's where global tensors are only cut into pieces by them, or where the job
-    keeps the layout; rank files get 1.
-    """
-    keeps = job.keeps_layout or format.partition != "ranks"
-    base = (_source_topology(catalog) if keeps else None) or Topology()
-    if format.partition != "ranks":
-        base = replace(base, vpp=1)  # global tensors know no model chunks
-    return replace(base, **({} if job.topology is None else job.topology.sizes))
+def _left_behind(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
+    """What the destination has no place for, as a line each."""
+    lines = []
+    beside = [*carried_of(catalog), *documents_of(catalog)]
+    if beside and (is_file or not format.carries_files):
+        lines.append(f"files beside the weights: {', '.join(beside)}")
+    if catalog.objects and not (format.keeps_objects and (format.nests or not is_file)):
+        lines += [f"{key} (no tensor; {format.title} has no place for it)" for key in catalog.objects]
+    return lines
 
 
 def _source_and_target(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Catalog]:
     """(the source under the target's keys, the target catalog whose arrays are to be placed)."""
-    is_megatron = catalog.attrs.get("family") == "megatron"
+    is_global = catalog.attrs.get("family") == "megatron"
     if format.partition == "ranks":
-        target = shard(catalog, _topology(job, catalog, format), rules=load_rules(job.rules), vocab_size=job.vocab_size)
-        return catalog, target
-    if is_megatron and format.name == "torch_dist":
-        stacked = stack(
-            catalog, _topology(job, catalog, format), rules=load_rules(job.rules), vocab_size=job.vocab_size
-        )
+        topology = target_topology(job, catalog, format)
+        return catalog, shard(catalog, topology, rules=load_rules(job.rules), vocab_size=job.vocab_size)
+    if is_global and format.is_mcore:
+        topology = target_topology(job, catalog, format)
+        stacked = stack(catalog, topology, rules=load_rules(job.rules), vocab_size=job.vocab_size)
+        if format.partition == "grid":
+            return stacked.source, partitioned(stacked.target, format=format.name, by="grid")
         return stacked.source, stacked.target
-    if format.name == "torch_dist":
-        catalog = with_common(catalog)
-    else:
-        catalog = state_dict(catalog)
-    if format.is_single_file:
-        catalog = inlined(catalog)
-    return catalog, partitioned(catalog, format=format.name, by=format.partition)
+    return source_and_target(catalog, format)
 
 
 def _as_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:
@@ -352,7 +219,7 @@ def _texts(found: object) -> list[str]:
     return [str(text) for text in found] if isinstance(found, (list, tuple)) else []
 
 
-_SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors"}
+_SUFFIXES = {"torch": ".pt"}
 
 
 def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
@@ -360,7 +227,7 @@ def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
     src = Path(os.path.abspath(job.src))
     stem = src.name.removesuffix(src.suffix) if source.store.entry else src.name
     if job.topology is not None and job.keeps_layout:
-        topology = _topology(job, source.catalog, format)
+        topology = target_topology(job, source.catalog, format)
         name = f"{stem}-tp{topology.tp}-pp{topology.pp}"
         return src.parent / (name if job.to is None else f"{name}.{format.name}")
     return src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))

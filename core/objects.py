@@ -191,6 +191,16 @@ def with_common(catalog: Catalog) -> Catalog:
     return replace(catalog, objects={}, skeleton=None).with_attrs(common=common)
 
 
+def with_objects(catalog: Catalog) -> Catalog:
+    """The catalog with every entry of its common state as an object; tensors inside objects stay inside."""
+    common = as_mapping(catalog.attrs.get("common"))
+    if common is None:
+        return catalog
+    objects = {str(name): StoredObject(str(name), value=value) for name, value in common.items()}
+    attrs = {name: value for name, value in catalog.attrs.items() if name not in ("common", "family")}
+    return replace(catalog, objects={**catalog.objects, **objects}, skeleton=None, attrs=attrs)
+
+
 def nesting_notes(catalog: Catalog) -> list[str]:
     """What the nesting of a state dict loses where a format knows only dicts, lists and plain tensors."""
     lost: dict[str, None] = {}

@@ -7,14 +7,15 @@ Source of the partition names: ``core.formats.Format.partition``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from core.box import Box
 from core.catalog import Catalog, Fragment, StoredArray, TensorMeta, bind_nothing
 from core.formats import Format
-from core.objects import inlined, state_dict, with_common
+from core.formats.hf_files import carried_of, without_carried
+from core.objects import inlined, state_dict, with_common, with_objects
 
 
 def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Catalog]:
@@ -24,21 +25,25 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Catalo
         catalog: global tensors; its objects have been loaded.
         format: not one that is cut by ranks.
     """
-    catalog = with_common(catalog) if format.is_mcore else state_dict(catalog)
+    if format.is_mcore:
+        catalog = with_common(catalog)
+    elif format.has_objects_beside:
+        catalog = with_objects(catalog)
+    else:
+        catalog = state_dict(catalog)
     if format.nests:
         catalog = inlined(catalog)
+    if format.adapt is not None:
+        catalog = format.adapt(catalog)
     if not format.carries_files:
-        catalog = without_files(catalog)
+        catalog = without_carried(catalog, carried_of(catalog)).with_attrs(carried={}, documents={})
     return catalog, partitioned(catalog, format=format.name, by=format.partition)
 
 
-def without_files(catalog: Catalog) -> Catalog:
-    """The catalog without the files that lie beside its weights."""
-    carried = catalog.attrs.get("carried")
-    keys = set(carried.values()) if isinstance(carried, Mapping) else set()
-    attrs = {name: value for name, value in catalog.attrs.items() if name not in ("carried", "documents")}
-    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in keys}
-    return replace(catalog, hidden=hidden, attrs=attrs)
+def tensors_only(target: Catalog) -> Catalog:
+    """A target catalog for one file that holds nothing but tensors."""
+    attrs = {name: value for name, value in target.attrs.items() if name not in ("carried", "documents")}
+    return replace(target, objects={}, hidden={}, skeleton=None, attrs=attrs)
 
 
 def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog:

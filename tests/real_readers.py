@@ -107,7 +107,7 @@ def read_zarr3(path: Path) -> Tensors:
 def read_universal(path: Path) -> Tensors:
     found: Tensors = {}
     zero = next(iter(path.rglob("zero")))
-    for file in sorted(zero.rglob("*.pt")):
+    for file in sorted(zero.glob("*/*.pt")):
         name = file.parent.relative_to(zero).as_posix()
         value = torch.load(file, weights_only=True)
         tensor = value["param"] if isinstance(value, dict) else value

@@ -25,14 +25,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("core.placement", "core.layout", "core.formats", "core.formats.*", "core.layout_*"),
         *("core.objects", "core.transform", "core.target", "core.optim_format", "core.fold", "core.peek"),
-        *("core.hf", "core.hf.*", "core.quantize", "core.quantize_*", "core.restack"),
+        *("core.hf", "core.hf.*", "core.quantize", "core.quantize_*", "core.restack", "core.renaming", "core.tying"),
+        "core.job",
     ),
     (*("core.open", "core.plan", "core.cast", "core.match", "core.places", "core.ends", "core.bands", "core.weave"),),
     (
         *("core.copy", "core.copier", "core.output", "core.ledger", "core.stage_store"),
         *("core.commit", "core.journal", "core.manifest", "core.occupied", "core.comm"),
     ),
-    ("core.job", "core.convert", "core.summary", "core.checks", "core.checks.*"),
+    (
+        *("core.changes", "core.global_form", "core.convert", "core.contract"),
+        *("core.summary", "core.checks", "core.checks.*"),
+    ),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
 )
 """From the bottom to the top. A module imports from its own layer and from those below; ``.*`` and ``_*`` stand for all
@@ -50,6 +54,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "dcp": ("torch", "safetensors"),
     "torch_dist": ("dcp", "torch", "mcore"),
     "zarr": ("torch", "mcore"),
+    "zarr3": ("torch", "zarr"),
     "ocdbt": ("zarr", "torch"),
     "deepspeed": ("torch",),
 }

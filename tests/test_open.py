@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
 from core.open import open_checkpoint
 
 
@@ -69,18 +76,37 @@ def test_nothing_and_emptiness_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "what"),
-    [
-        ("mcore0121_zarr/dense_gqa/tp2_pp2", "zarr"),
-        ("deepspeed/zero1_dp2_bf16", "DeepSpeed"),
-        ("hf/llama/safetensors_single", "safetensors"),
-        ("hf/llama/bin_sharded", r"pytorch_model\.bin"),
-        ("hf/llama/torch_single/model_legacy.pt", "before 1.6"),
-    ],
+    ("name", "what"),
+    [("model.gguf", "a GGUF file"), ("model.nemo", "a NeMo archive"), ("flax_model.msgpack", "a Flax file")],
 )
-def test_formats_that_are_not_read_yet_are_named(golden: Path, path: str, what: str) -> None:
-    with pytest.raises(UnsupportedError, match=what):
-        open_checkpoint(golden / path)
+def test_the_usual_formats_that_are_not_read_are_named(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / name).write_bytes(b"GGUF\3\0\0\0" + bytes(64))
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(UnsupportedError, match=f"{what} cannot be read") as refusal:
+            open_checkpoint(path)
+        assert "safetensors" in str(refusal.value.hint)
+
+
+def test_deepspeeds_trackers_lead_to_the_directory_that_they_name(golden: Path, tmp_path: Path) -> None:
+    opened = open_checkpoint(golden / "deepspeed/zero1_dp2_bf16")
+    assert (opened.format.name, opened.path.name, opened.iteration) == ("deepspeed", "global_step10", 10)
+    opened = open_checkpoint(golden / "deepspeed_universal/zero1_dp2_bf16")
+    assert (opened.format.name, opened.path.name) == ("deepspeed_universal", "global_step10_universal")
+    (tmp_path / "latest").write_text("global_step7")
+    with pytest.raises(MissingShardError, match="the tracker names global_step7, which is not there"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "latest").write_text("../elsewhere")
+    with pytest.raises(UnsafeError):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path", ["hf/llama/safetensors_sharded/model.safetensors.index.json", "hf/llama/safetensors_sharded/config.json"]
+)
+def test_an_index_stands_for_its_directory(golden: Path, path: str) -> None:
+    opened = open_checkpoint(golden / path)
+    assert opened.format.name == "safetensors"
+    assert opened.path == (golden / path).parent
 
 
 def test_a_wrong_iteration_beside_one_checkpoint_is_refused(golden: Path) -> None:

@@ -38,7 +38,10 @@ class Format:
         is_mcore: whether it is a dialect of Megatron-core's distributed checkpoint: global tensors under Megatron's
             stacked names, a common state, a training root.
         keeps_objects: whether non-tensor entries can be stored.
+        has_objects_beside: whether non-tensor entries are stored beside the tensors, with the tensors inside them; where
+            they are not, those become tensors of their own.
         nests: whether nested containers are stored as they are, with tensors and other values inside them.
+        adapt: what a catalog of global tensors becomes before it is cut, where the format has names or entries of its own.
         carries_files: whether files beside the weights (``Catalog.attrs["carried"]``, ``["documents"]``) can be stored.
     """
 
@@ -53,11 +56,16 @@ class Format:
     suffixes: tuple[str, ...] = ()
     is_mcore: bool = False
     keeps_objects: bool = True
+    has_objects_beside: bool = False
     nests: bool = False
     carries_files: bool = False
+    adapt: Callable[[Catalog], Catalog] | None = None
 
 
-_BUILT_IN = ("megatron", "torch_dist", "dcp", "torch_file")
+_BUILT_IN = (
+    *("megatron", "torch_dist", "zarr", "dcp", "zarr3", "ocdbt"),
+    *("deepspeed_universal", "deepspeed", "safetensors", "bin_shards", "torch_file"),
+)
 """Modules of this package, each with a ``FORMAT``; the order is the order of sniffing."""
 
 

@@ -241,4 +241,5 @@ FORMAT = Format(
     suffixes=(SUFFIX,),
     aliases=("hf", "huggingface"),
     carries_files=True,
+    has_objects_beside=True,
 )

@@ -242,4 +242,5 @@ FORMAT = Format(
     read=read,
     lay_out=lay_out,
     partition="grid",
+    has_objects_beside=True,
 )

@@ -1,0 +1,260 @@
+"""The source of a job as global tensors under their final names, whatever it was before.
+
+::
+
+    rank files, stacked keys ── unshard ── changes ──┬──────────────▶ Megatron's global form
+                                                     └── hf.to_hf ──▶ Hugging Face names
+    Hugging Face names ── changes ──┬── hf.to_megatron ──▶ Megatron's global form
+                                    └────────────────────▶ Hugging Face names
+    anything else ── changes ──▶ the names it had
+
+Which way is taken follows from the job and from what the source is; options that would have no effect are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from core.catalog import Catalog
+from core.changes import Changed, changed
+from core.errors import CheckpointingException, UsageError
+from core.formats import Format
+from core.formats.hf_files import carried_of, config_of
+from core.formats.torch_file import load_object, refuse_unsupported
+from core.inert import as_mapping
+from core.job import Job
+from core.layout import Rules, is_megatron, load_rules, unshard
+from core.layout_args import facts_of, topology_of, with_vocab_size
+from core.layout_checks import check_complete
+from core.objects import loaded
+from core.open import Checkpoint
+from core.topology import Topology
+from core.transform import without_optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalForm:
+    """The source of a job, ready to be cut and laid out.
+
+    Args:
+        catalog: global tensors under their final names, all objects loaded.
+        renamed: (old key, new key) of what the user's options renamed.
+        notes: what the user should know.
+        dropped: entries that were left out, with the reason.
+    """
+
+    catalog: Catalog
+    renamed: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+def is_cut(format: Format) -> bool:
+    """Whether a destination of this format is cut by a parallel layout."""
+    return format.partition == "ranks" or format.is_mcore
+
+
+def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
+    """See the module's docstring.
+
+    Args:
+        job: what is asked for.
+        source: the opened source.
+        format: of the destination.
+
+    Raises:
+        CheckpointingException: any kind.
+    """
+    from core.hf import is_hf, to_hf, to_megatron
+
+    catalog = loaded(source.catalog, source.store, load_object)
+    rules = load_rules(job.rules)
+    names, model_type = _names(job)
+    _check_source_sizes(job, catalog)
+    config = config_of(source.store) if "config.json" in carried_of(catalog) else None
+    comes_from_hf = is_hf(catalog, config)
+    if _changes_layout(job) and not is_cut(format) and (job.to is not None or is_megatron(catalog, rules)):
+        raise UsageError(
+            f"format {format.name} has no parallel layout that {_options(job)} could change",
+            hint="leave the sizes out, or write --to megatron or --to torch_dist",
+        )
+    notes: list[str] = []
+    dropped: list[str] = []
+    if names == "megatron" and not comes_from_hf and not is_megatron(catalog, rules) and not _is_rank_local(catalog):
+        raise UsageError(
+            "--names megatron: the tensors have neither Megatron's names nor Hugging Face's with a config.json",
+            hint="copy the model's config.json beside the weights",
+        )
+    if comes_from_hf and (names == "megatron" or (is_cut(format) and names != "hf")):
+        assert config is not None
+        if job.keep_padded_vocab:
+            raise UsageError("--keep-padded-vocab: Hugging Face's weights have no padding rows", hint="leave it out")
+        late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers, quantize=job.quantize)
+        early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
+        first = _changed(catalog, early, notes, config)
+        catalog = to_megatron(first.catalog, config)
+        second = _changed(catalog, late, notes)
+        return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), ())
+    wants_hf = names == "hf" and not comes_from_hf
+    if wants_hf or _is_laid_out(job, catalog, format, rules, names):
+        catalog = unshard(
+            catalog,
+            rules=rules,
+            vocab_size=job.vocab_size,
+            optim="drop" if job.optim == "drop" else "refuse",
+            keep_padded_vocab=job.keep_padded_vocab,
+            target_tp=target_topology(job, catalog, format).tp if is_cut(format) else None,
+        )
+        catalog = _completed(job, catalog, source, notes)
+    else:
+        _refuse_layout_options(job)
+        if job.optim == "drop":
+            without = without_optimizer(catalog)
+            catalog = without.catalog
+            dropped += [f"optimizer ({len(without.left_out)} entries)"] if without.left_out else []
+    if wants_hf:
+        early = replace(job, quantize=())
+        first = _changed(catalog, early, notes)
+        catalog = to_hf(first.catalog, model_type=model_type)
+        second = _changed(catalog, Job(src=job.src, quantize=job.quantize), notes)
+        return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
+    made = _changed(catalog, job, notes, config)
+    if catalog.attrs.get("family") == "megatron" and is_cut(format) and (made.left_out or made.renamed):
+        _refuse_incomplete(made.catalog, rules)
+    return GlobalForm(made.catalog, made.renamed, tuple(notes), tuple(dropped))
+
+
+def _is_rank_local(catalog: Catalog) -> bool:
+    return bool(catalog.attrs.get("is_rank_local"))
+
+
+def _names(job: Job) -> tuple[str | None, str | None]:
+    """(``hf``, ``megatron`` or None, the Hugging Face model type or None)."""
+    if job.names is None:
+        return ("hf", None) if job.to is not None and job.to.lower() in HF_ALIASES else (None, None)
+    family, _, model_type = job.names.partition(":")
+    if family not in ("hf", "megatron") or (model_type and family != "hf"):
+        raise UsageError(
+            f"--names {job.names!r} is not known", hint="say hf, hf:MODEL_TYPE (such as hf:qwen3_moe), or megatron"
+        )
+    return family, model_type or None
+
+
+HF_ALIASES = ("hf", "huggingface")
+"""Names of the format safetensors that ask for Hugging Face's tensor names as well."""
+
+
+def _changed(catalog: Catalog, job: Job, notes: list[str], config: Mapping[str, object] | None = None) -> Changed:
+    """The user's changes; what cannot be copied must be gone after them."""
+    made = changed(catalog, job, config=config)
+    refuse_unsupported(made.catalog)
+    notes += made.notes
+    return made
+
+
+def _changes_layout(job: Job) -> bool:
+    """Whether the job names sizes for the destination."""
+    return job.topology is not None and bool(job.topology.sizes)
+
+
+def _options(job: Job) -> str:
+    sizes = {} if job.topology is None else job.topology.sizes
+    return ", ".join(f"--{name}-new" for name in sizes)
+
+
+def _is_laid_out(job: Job, catalog: Catalog, format: Format, rules: Rules, names: str | None) -> bool:
+    """Whether the source must be brought into Megatron's global form."""
+    if _is_rank_local(catalog) or format.partition == "ranks" or _changes_layout(job):
+        return True
+    if names == "megatron" and is_megatron(catalog, rules):
+        return True
+    return format.is_mcore and "dialect" not in catalog.attrs and is_megatron(catalog, rules)
+
+
+def _refuse_layout_options(job: Job) -> None:
+    """Options that only a layout could honour are not ignored."""
+    given = {
+        "--vocab-size": job.vocab_size is not None,
+        "--keep-padded-vocab": job.keep_padded_vocab,
+        "--rules": job.rules is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise UsageError(f"{name} has no effect: this conversion changes no parallel layout", hint="leave it out")
+
+
+def _completed(job: Job, catalog: Catalog, source: Checkpoint, notes: list[str]) -> Catalog:
+    """The global form with what the user or the directory's name says beside the checkpoint."""
+    if catalog.attrs.get("iteration") is None and source.iteration is not None:
+        notes.append(f"the files do not say their iteration; {source.iteration} is the directory's")
+        catalog = catalog.with_attrs(iteration=source.iteration)
+    n_rows = catalog.attrs.get("vocab_size")
+    if (job.vocab_size is not None or job.keep_padded_vocab) and isinstance(n_rows, int):
+        args = with_vocab_size(catalog.attrs["args"], n_rows)
+        common = as_mapping(catalog.attrs.get("common")) or {}
+        catalog = catalog.with_attrs(args=args, common={**common, "args": args})
+        notes.append(f"args.vocab_size is now {n_rows}")
+    if any(glob is None for glob, _ in job.dtype):
+        notes.append("params_dtype, bf16 and fp16 in the arguments stay as they were")
+    return catalog
+
+
+def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
+    """A Megatron checkpoint without some of the model's tensors would load nowhere.
+
+    Raises:
+        UsageError: names what is missing.
+    """
+    try:
+        check_complete(catalog.tensors, facts_of(catalog.attrs.get("args")), rules)
+    except (CheckpointingException, ValueError) as err:
+        what = err.message if isinstance(err, CheckpointingException) else str(err)
+        raise UsageError(
+            f"--include, --exclude or --rename leave an incomplete Megatron model: {what}",
+            key=getattr(err, "key", None),
+            hint="write --to dcp or --to torch to keep a part of a model",
+        ) from err
+
+
+def _source_topology(catalog: Catalog) -> Topology | None:
+    """Sizes of the run that saved, or None where nothing says."""
+    found = catalog.attrs.get("topology")
+    if isinstance(found, Topology):
+        return found
+    args = catalog.attrs.get("args")
+    if args is None and "args" in catalog.objects:
+        args = catalog.objects["args"].value
+    return topology_of(args) if args is not None else None
+
+
+def _check_source_sizes(job: Job, catalog: Catalog) -> None:
+    asserted = job.topology.source if job.topology is not None else {}
+    if not asserted:
+        return
+    found = _source_topology(catalog)
+    if found is None:
+        raise UsageError(
+            "the checkpoint does not say which parallel sizes it was saved with",
+            hint=f"leave out {', '.join('--' + name for name in asserted)}",
+        )
+    for name, size in asserted.items():
+        actual = found.expert_tp if name == "etp" else getattr(found, name)
+        if actual != size:
+            raise UsageError(
+                f"--{name} {size} was said, but the checkpoint has {name.upper()} {actual} ({found})",
+                hint=f"say --{name} {actual}, or leave it out",
+            )
+
+
+def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
+    """Sizes of the destination.
+
+    Sizes that are not given stay the source's where global tensors are only cut into pieces by them, or where the job
+    keeps the layout; rank files get 1.
+    """
+    keeps = job.keeps_layout or format.partition != "ranks"
+    base = (_source_topology(catalog) if keeps else None) or Topology()
+    if format.partition != "ranks":
+        base = replace(base, vpp=1)  # global tensors know no model chunks
+    return replace(base, **({} if job.topology is None else job.topology.sizes))

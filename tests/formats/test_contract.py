@@ -1,0 +1,68 @@
+"""Every registered format keeps the contract of ``core.contract``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from core.contract import CHECKS, SAMPLE, Sample, check_reading
+from core.formats import Format, formats
+
+FORMATS = formats()
+SAMPLES = {
+    "deepspeed_universal": Sample({key: spec for key, spec in SAMPLE.tensors.items() if spec[0] == "float32"}, {}),
+}
+"""For formats that hold less than the usual things."""
+WRITTEN = [format for format in FORMATS if format.partition != "ranks"]
+
+GOLDEN: dict[str, tuple[str, ...]] = {
+    "megatron": ("mcore_legacy/dense_gqa/tp2_pp2", "mcore_legacy/moe_seq/tp2_pp1_ep2"),
+    "torch_dist": ("mcore_torch_dist/dense_gqa/tp2_pp2", "mcore0121_torch_dist/dense_gelu/tp2_pp2"),
+    "zarr": ("mcore0121_zarr/dense_gqa/tp2_pp2_optim", "mcore0121_zarr/moe_seq/tp2_pp2_ep2"),
+    "dcp": ("torch_dcp/fsdp2_dp2",),
+    "deepspeed": (
+        "deepspeed/zero0_dp2_bf16/global_step10",
+        "deepspeed/zero2_dp2_bf16/global_step10",
+        "deepspeed/zero3_dp2_bf16/global_step10",
+    ),
+    "deepspeed_universal": ("deepspeed_universal/zero3_dp2_bf16/global_step10_universal",),
+    "safetensors": ("hf/llama/safetensors_sharded", "torch_dcp/hf_storage_dp2", "hf/qwen2_tied/safetensors_single"),
+    "torch_bin": ("hf/llama/bin_sharded",),
+    "torch": ("hf/llama/torch_single/nested_zip.pt", "hf/llama/torch_single/nested_legacy.pt"),
+}
+"""Checkpoints of other software, by the format that reads them."""
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("format", WRITTEN, ids=lambda format: format.name)
+def test_every_format_keeps_the_contract(format: Format, check: Callable[..., None], tmp_path: Path) -> None:
+    check(format, tmp_path, SAMPLES.get(format.name, SAMPLE))
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [(name, path) for name, paths in GOLDEN.items() for path in paths], ids=lambda value: str(value)
+)
+def test_what_other_software_wrote_is_read_and_its_damage_is_survived(
+    name: str, path: str, golden: Path, tmp_path: Path
+) -> None:
+    format = next(format for format in FORMATS if format.name == name)
+    place = golden / path
+    inside = sorted(place.glob("iter_*")) if place.is_dir() else []
+    check_reading(format, inside[0] if inside else place, tmp_path / "damage")
+
+
+def test_every_format_has_a_checkpoint_of_other_software() -> None:
+    written_by_none = {"zarr3", "orbax"}
+    assert {format.name for format in FORMATS} - written_by_none <= set(GOLDEN) | written_by_none
+
+
+@pytest.mark.parametrize("name", sorted(GOLDEN))
+def test_a_checkpoint_is_recognised_as_its_own_format_before_any_other(name: str, golden: Path) -> None:
+    from core.open import open_checkpoint
+
+    for path in GOLDEN[name]:
+        opened = open_checkpoint(golden / path)
+        assert opened.format.name == name
+        opened.store.close()
