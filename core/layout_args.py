@@ -14,7 +14,8 @@ Source: Megatron-LM d98e8a64 ``training/{arguments,checkpointing}.py``; argument
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import lcm
 
 from core.errors import CorruptError, UnsupportedError
 from core.inert import Inert, as_mapping, attributes
@@ -23,7 +24,6 @@ from core.topology import LayerSplit, Topology, split_layers
 
 _GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
 _NOT_YET = {
-    "num_experts": "mixture-of-experts models",
     "heterogeneous_layers_config_path": "heterogeneous layers",
     "heterogeneous_layers_config_encoded_json": "heterogeneous layers",
     "pipeline_model_parallel_layout": "pipeline layout strings",
@@ -31,7 +31,6 @@ _NOT_YET = {
     "hybrid_layer_pattern": "hybrid models",
     "hybrid_override_pattern": "hybrid models",
     "mtp_num_layers": "multi-token prediction",
-    "multi_latent_attention": "multi-latent attention",
     "standalone_embedding_stage": "a pipeline stage for the embedding alone",
 }
 """Arguments that, if set, make a model that is not resharded yet."""
@@ -52,10 +51,16 @@ class Facts:
         is_gated: the MLP has a gate.
         is_tied: input and output embeddings are one tensor.
         is_local: the parameters have the names of the local implementation, not Transformer Engine's.
+        is_mla: multi-latent attention.
         vocab_size: true rows of the vocabulary, or None where the run did not say.
         divisible_by: padded vocabulary sizes are multiples of this times TP; None if the vocabulary is not padded.
         first, last: layers of the first and last pipeline stage, where set.
         counts_embedding, counts_loss: the embedding (the loss) counts as a layer of its stage.
+        n_experts: routed experts of a layer that has them, or None.
+        moe_layers: global numbers of the layers that have them.
+        is_stacked: torch_dist stacks the layers, because they are alike.
+        expert_names: how rank files name experts (``core.layout_experts``), or None without experts.
+        sizes: the arguments that are sizes of parameters (those that rules name as ``extent``), where they are set.
     """
 
     topology: Topology
@@ -69,12 +74,23 @@ class Facts:
     is_gated: bool
     is_tied: bool
     is_local: bool
+    is_mla: bool
     vocab_size: int | None
     divisible_by: int | None
     first: int | None
     last: int | None
     counts_embedding: bool
     counts_loss: bool
+    n_experts: int | None = None
+    moe_layers: frozenset[int] = frozenset()
+    is_stacked: bool = True
+    expert_names: str | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fuses_names(self) -> bool:
+        """Whether torch_dist has other names than rank files: the local implementation's norms, but not with MLA."""
+        return self.is_local and not self.is_mla
 
     def padded_rows(self, n_rows: int, *, tp: int) -> int:
         """Rows that a vocabulary of ``n_rows`` has at a TP size."""
@@ -155,15 +171,17 @@ def facts_of(args: object, *, file: str | None = None) -> Facts:
                 hint="its torch_dist checkpoints can be converted to dcp and torch, with the layout they have",
             )
     topology = topology_of(args, file=file)
-    if topology.ep > 1:
-        raise UnsupportedError(f"expert parallel checkpoints (EP {topology.ep}) cannot be resharded yet", file=file)
     n_layers = _needed(fields, "num_layers", file=file)
     n_heads = _needed(fields, "num_attention_heads", file=file)
-    n_groups = _size(fields, "num_query_groups", file=file) if fields.get("group_query_attention") else n_heads
+    is_mla = bool(fields.get("multi_latent_attention"))
+    has_groups = fields.get("group_query_attention") and not is_mla
+    n_groups = _size(fields, "num_query_groups", file=file) if has_groups else n_heads
     hidden_size = _size(fields, "hidden_size", file=file)
     head_dim = _size(fields, "kv_channels", file=file)
     if head_dim is None and hidden_size is not None:
         head_dim = hidden_size // n_heads
+    n_experts = _n_experts(fields, topology, file=file)
+    pattern = _moe_pattern(fields, n_layers, file=file)
     return Facts(
         topology=topology,
         world_size=_size(fields, "world_size", file=file),
@@ -176,6 +194,7 @@ def facts_of(args: object, *, file: str | None = None) -> Facts:
         is_gated=any(bool(fields.get(name)) for name in _GATED),
         is_tied=not fields.get("untie_embeddings_and_output_weights"),
         is_local=fields.get("transformer_impl") == "local",
+        is_mla=is_mla,
         vocab_size=_vocab_size(fields, file=file),
         divisible_by=(
             None
@@ -186,7 +205,58 @@ def facts_of(args: object, *, file: str | None = None) -> Facts:
         last=_either(fields, "decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage", file=file),
         counts_embedding=bool(fields.get("account_for_embedding_in_pipeline_split")),
         counts_loss=bool(fields.get("account_for_loss_in_pipeline_split")),
+        n_experts=n_experts,
+        moe_layers=frozenset(layer for layer, is_moe in enumerate(pattern) if is_moe and n_experts is not None),
+        is_stacked=fields.get("moe_layer_freq", 1) in (None, 1),
+        expert_names=None if n_experts is None else _expert_names(fields),
+        sizes={name: size for name in _SIZES if is_mla and (size := _size(fields, name, file=file)) is not None},
     )
+
+
+_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def _n_experts(fields: Mapping[str, object], topology: Topology, *, file: str | None) -> int | None:
+    """Experts of a layer, or None.
+
+    Raises:
+        UnsupportedError: there is expert parallelism, but no experts.
+        CorruptError: the experts do not divide over the expert parallel ranks.
+    """
+    found = _size(fields, "num_experts", file=file)
+    if found is None and topology.ep > 1:
+        raise UnsupportedError(f"the arguments say EP {topology.ep}, but not how many experts (num_experts)", file=file)
+    if found is not None and found % topology.ep:
+        raise CorruptError(f"{found} experts (num_experts) do not divide over EP {topology.ep}", file=file)
+    return found
+
+
+def _moe_pattern(fields: Mapping[str, object], n_layers: int, *, file: str | None) -> list[bool]:
+    """Which layers have experts, where the model has any.
+
+    Raises:
+        CorruptError: ``moe_layer_freq`` is neither a positive number nor a list of 0 and 1, one a layer.
+    """
+    found = fields.get("moe_layer_freq")
+    if not isinstance(found, list):
+        step = _size(fields, "moe_layer_freq", file=file) or 1
+        return [layer % step == 0 for layer in range(n_layers)]
+    if len(found) != n_layers or not all(item in (0, 1) for item in found):
+        raise CorruptError(
+            f"argument moe_layer_freq is a list of {len(found)}, not of 0 or 1 for each of {n_layers} layers", file=file
+        )
+    return [bool(item) for item in found]
+
+
+def _expert_names(fields: Mapping[str, object]) -> str:
+    """How the rank files of the run name experts.
+
+    Source: Megatron-LM d98e8a64 and megatron-core 0.12.1 ``core/models/gpt/moe_module_specs.py``.
+    """
+    if not fields.get("moe_grouped_gemm"):
+        return "sequential"
+    is_legacy = fields.get("transformer_impl") == "local" or fields.get("moe_use_legacy_grouped_gemm")
+    return "grouped" if is_legacy else "te_grouped"
 
 
 def _vocab_size(fields: Mapping[str, object], *, file: str | None) -> int | None:
@@ -227,6 +297,7 @@ LAYOUT_FIELDS = (
     *("num_query_groups", "group_query_attention", "kv_channels", "ffn_hidden_size", "padded_vocab_size"),
     *("untie_embeddings_and_output_weights", "swiglu", "transformer_impl", "decoder_first_pipeline_num_layers"),
     *("decoder_last_pipeline_num_layers", "vocab_size", "make_vocab_size_divisible_by"),
+    *("num_experts", "moe_layer_freq", "moe_grouped_gemm", "moe_ffn_hidden_size", "multi_latent_attention"),
 )
 """Arguments on which the ranks of one checkpoint must agree."""
 
@@ -247,24 +318,27 @@ def check_agree(args: object, other: object, *, rank: str, other_rank: str) -> N
             )
 
 
-def updated(args: object, *, topology: Topology, padded_vocab_size: int | None) -> object:
+def updated(
+    args: object, *, topology: Topology, padded_vocab_size: int | None, is_grouped: bool | None = None
+) -> object:
     """A copy of the arguments for rank files with new sizes; arguments that the run did not have are not added.
 
     Args:
         args: those of the source.
         topology: sizes to write.
         padded_vocab_size: rows of the embedding, or None to leave that argument.
+        is_grouped: whether experts are written as grouped ones, or None to leave that argument.
     """
     fields = fields_of(args)
     own = topology_of(args)
-    dp = fields.get("data_parallel_size")
-    cp = fields.get("context_parallel_size")
-    n_replicas = (dp if isinstance(dp, int) else 1) * (cp if isinstance(cp, int) else 1)
     changes: dict[str, object] = {"ckpt_format": "torch", "use_dist_ckpt": False}
     if padded_vocab_size is not None:
         changes["padded_vocab_size"] = padded_vocab_size
-    if (topology.tp, topology.pp, topology.vpp) != (own.tp, own.pp, own.vpp):
-        world_size = topology.tp * topology.pp * n_replicas
+    if is_grouped is not None:
+        changes["moe_grouped_gemm"] = is_grouped
+    if _sizes(topology) != _sizes(own):
+        n_stage, dp = _stage_and_dp(fields, own, topology)
+        world_size = n_stage * topology.pp
         changes |= {
             "tensor_model_parallel_size": topology.tp,
             "tensor_parallel_num_weight_shards": topology.tp,
@@ -273,15 +347,17 @@ def updated(args: object, *, topology: Topology, padded_vocab_size: int | None) 
             "virtual_pipeline_model_parallel_size": topology.vpp if topology.vpp > 1 else None,
             "num_virtual_stages_per_pipeline_rank": topology.vpp if topology.vpp > 1 else None,
             "num_layers_per_virtual_pipeline_stage": None,
+            "expert_model_parallel_size": topology.ep,
+            "data_parallel_size": dp,
             "world_size": world_size,
             "inprocess_active_world_size": world_size,
         }
-        if topology.vpp == 1 and own.vpp > 1:
-            changes |= {"overlap_p2p_comm": False, "align_param_gather": False}
-        if fields.get("expert_tensor_parallel_size") == own.tp:
+        if (topology.vpp > 1) != (own.vpp > 1):  # Megatron's defaults with and without model chunks
+            changes |= {"overlap_p2p_comm": topology.vpp > 1, "align_param_gather": topology.vpp > 1}
+        if fields.get("expert_tensor_parallel_size") is not None:
             changes |= {
-                "expert_tensor_parallel_size": topology.tp,
-                "expert_tensor_parallel_num_weight_shards": topology.tp,
+                "expert_tensor_parallel_size": topology.expert_tp,
+                "expert_tensor_parallel_num_weight_shards": topology.expert_tp,
             }
         if topology.tp == 1:
             changes["sequence_parallel"] = False
@@ -293,6 +369,28 @@ def updated(args: object, *, topology: Topology, padded_vocab_size: int | None) 
                 "num_layers_in_last_pipeline_stage": None,
             }
     return replaced(args, changes)
+
+
+def _sizes(topology: Topology) -> tuple[int, ...]:
+    return topology.tp, topology.pp, topology.vpp, topology.ep, topology.expert_tp
+
+
+def _stage_and_dp(fields: Mapping[str, object], own: Topology, topology: Topology) -> tuple[int, int]:
+    """(ranks of a pipeline stage, data parallel size) with new sizes.
+
+    There stay as many copies of the experts as there were (of the whole stage, in models without), and more where TP
+    and EP could not co-vary otherwise.
+    """
+    dp, cp = (value if isinstance(value := fields.get(name), int) else 1 for name in _COPIES)
+    n_copies = max(1, own.tp * cp * dp // (own.expert_tp * own.ep))
+    n_dense, n_expert = topology.tp * cp, topology.expert_tp * topology.ep
+    n_stage = n_expert * n_copies
+    if n_stage % n_dense:
+        n_stage = lcm(n_stage, n_dense)
+    return n_stage, n_stage // n_dense
+
+
+_COPIES = ("data_parallel_size", "context_parallel_size")
 
 
 def with_vocab_size(args: object, n_rows: int) -> object:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from core.box import Shape
 from core.errors import CorruptError, MissingShardError
 from core.layout_args import Facts
-from core.layout_rules import Rules
+from core.layout_rules import Rule, Rules
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -14,10 +15,11 @@ _SHOWN = 6
 
 
 def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
-    """A model has its embeddings, all its layers, and the same parameters in each.
+    """A model has its embeddings, all its layers, all their experts, and the same parameters in layers of one kind.
 
     Raises:
         MissingShardError: something is absent; names it.
+        CorruptError: there is more than the arguments say.
     """
     present = set(names)
     for name in (EMBEDDING, *(() if facts.is_tied else (OUTPUT,))):
@@ -34,11 +36,61 @@ def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
     extra = sorted(set(subs_of) - set(range(facts.n_layers)))
     if extra:
         raise CorruptError(f"there are layers {listed(extra)}, but the model has {facts.n_layers}")
-    every = set().union(*subs_of.values())
+    every: dict[bool, set[str]] = {True: set(), False: set()}
+    for layer, subs in subs_of.items():
+        every[layer in facts.moe_layers] |= subs
     for layer, subs in sorted(subs_of.items()):
-        if subs != every:
-            absent = min(every - subs)
-            raise MissingShardError("other layers have this tensor", key=rules.layer_name(layer, absent))
+        absent = every[layer in facts.moe_layers] - subs
+        if absent:
+            raise MissingShardError("other layers have this tensor", key=rules.layer_name(layer, min(absent)))
+        _check_experts(layer, subs, facts, rules)
+
+
+def _check_experts(layer: int, subs: Iterable[str], facts: Facts, rules: Rules) -> None:
+    """A layer has the experts that the arguments say, and none beyond."""
+    numbers = {found.number for sub in subs if (found := rules.expert_of(sub)) is not None}
+    wanted = set(range(facts.n_experts or 0)) if layer in facts.moe_layers else set()
+    name = rules.layer_name(layer, "mlp.experts")
+    if wanted - numbers:
+        raise MissingShardError(
+            f"experts {listed(sorted(wanted - numbers))} of {len(wanted)} are not in the checkpoint", key=name
+        )
+    if numbers - wanted:
+        found = listed(sorted(number for number in numbers - wanted if number is not None))
+        raise CorruptError(
+            f"there are experts {found}, but the arguments (num_experts, moe_layer_freq) give this layer {len(wanted)}",
+            key=name,
+        )
+
+
+def check_shape(name: str, shape: Shape, partner: Shape | None, rule: Rule, facts: Facts) -> None:
+    """Compares a tensor's global shape with what the arguments say.
+
+    Args:
+        partner: the shape of the fc2 of the same MLP, or None.
+
+    Raises:
+        CorruptError: they contradict each other.
+    """
+    if len(shape) != 2:
+        return
+    if rule.parts == "gated" and partner is not None and len(partner) == 2:
+        check_gate(name, shape[0], partner[1], is_gated=facts.is_gated)
+    if rule.unit == "heads" and name.endswith("linear_qkv.weight"):
+        check_qkv_rows(name, shape[0], facts)
+    wanted = extent_of(rule, facts)
+    if wanted is not None and shape[0] != wanted:
+        each = f" for each of {facts.n_heads} heads" if rule.unit == "heads" else ""
+        raise CorruptError(
+            f"the arguments say {wanted} rows ({' + '.join(rule.extent)}{each}), but there are {shape[0]}", key=name
+        )
+
+
+def extent_of(rule: Rule, facts: Facts) -> int | None:
+    """The extent of axis 0 that the arguments give, or None where they do not say."""
+    if not rule.extent or not all(name in facts.sizes for name in rule.extent):
+        return None
+    return sum(facts.sizes[name] for name in rule.extent) * (facts.n_heads if rule.unit == "heads" else 1)
 
 
 def check_gate(name: str, rows: int, columns: int, *, is_gated: bool) -> None:

@@ -5,44 +5,74 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.box import Box, Shape
-from core.catalog import TensorMeta
+from core.catalog import Catalog, TensorMeta
 from core.errors import CorruptError, UnsupportedError
 from core.layout_args import Facts
-from core.layout_rules import Rule
+from core.layout_rules import Rule, Rules
 from core.layout_vocab import padded_rows
-from core.placement import Piece, check_divides, check_heads, replicated, shard_shape, split
-from core.topology import Topology
+from core.placement import (
+    Piece,
+    check_divides,
+    check_heads,
+    divisors,
+    listed,
+    replicated,
+    shard_shape,
+    split,
+)
+from core.topology import Rank, Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a global tensor is cut over tensor parallel ranks.
+    """How a global tensor is cut over the ranks of a group.
 
     Args:
         shape: global shape in the destination, padding included.
         axis: the axis that is cut, or None for replication.
         parts: extents of the consecutive parts of that axis.
-        tp: number of shards.
+        n: number of shards.
+        group: ``tp`` or ``etp``.
     """
 
     shape: Shape
     axis: int | None
     parts: tuple[int, ...]
-    tp: int
+    n: int
+    group: str
 
-    def pieces(self, tp_rank: int) -> list[Piece]:
-        """The pieces of one shard."""
+    def pieces(self, rank: Rank) -> list[Piece]:
+        """The pieces of one rank's shard."""
         if self.axis is None:
             return replicated(self.shape)
-        return split(self.shape, self.axis, parts=self.parts, rank=tp_rank, n=self.tp)
+        return split(self.shape, self.axis, parts=self.parts, rank=rank.within(self.group), n=self.n)
 
     @property
     def shard_shape(self) -> Shape:
         """Shape of one shard."""
-        return shard_shape(self.shape, self.axis, self.tp)
+        return shard_shape(self.shape, self.axis, self.n)
 
 
-def cut_of(meta: TensorMeta, rule: Rule, facts: Facts, *, tp: int, n_rows: int | None) -> Cut:
+def cuts_of(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, *, n_rows: int | None) -> dict[str, Cut]:
+    """How every tensor of the global per-layer form is cut.
+
+    Args:
+        n_rows: rows of the true vocabulary, or None where nothing says.
+
+    Raises:
+        UnknownTensorError: no rule fits a name.
+        UnsupportedError, CorruptError: as for ``cut_of``.
+    """
+    found = {}
+    for key, meta in catalog.tensors.items():
+        rule = rules.rule_of(key, shapes=[meta.shape])
+        if rule.extent and rule.cut_axis is None and catalog.attrs.get("is_down_proj_cut"):
+            rule = rule.as_cut()
+        found[key] = cut_of(meta, rule, facts, topology=topology, n_rows=n_rows)
+    return found
+
+
+def cut_of(meta: TensorMeta, rule: Rule, facts: Facts, *, topology: Topology, n_rows: int | None) -> Cut:
     """How a tensor is cut, or why it cannot be.
 
     Args:
@@ -52,20 +82,20 @@ def cut_of(meta: TensorMeta, rule: Rule, facts: Facts, *, tp: int, n_rows: int |
         UnsupportedError: a size does not divide, or the padded vocabulary of the destination is not known.
         CorruptError: the tensor has no such axis.
     """
-    axis = rule.cut_axis
+    axis, n = rule.cut_axis, topology.size_of(rule.group)
     if axis is None:
-        return Cut(meta.shape, None, (), tp)
+        return Cut(meta.shape, None, (), n, rule.group)
     if axis >= len(meta.shape):
         raise CorruptError(f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=meta.key)
     if rule.unit == "heads":
-        check_heads(n_heads=facts.n_heads, n_groups=facts.n_groups, tp=tp, key=meta.key)
+        check_heads(n_heads=facts.n_heads, n_groups=facts.n_groups, tp=n, key=meta.key)
     shape = meta.shape
     if rule.kind == "vocab":
-        rows = padded_rows(meta, facts, tp=tp, n_rows=n_rows)
+        rows = padded_rows(meta, facts, tp=n, n_rows=n_rows)
         shape = (*shape[:axis], rows, *shape[axis + 1 :])
     parts = parts_of(rule, shape[axis], is_gated=facts.is_gated, key=meta.key)
-    check_divides(parts, tp, key=meta.key, axis=axis, group="TP")
-    return Cut(shape, axis, tuple(parts), tp)
+    check_divides(parts, n, key=meta.key, axis=axis, group=rule.group.upper())
+    return Cut(shape, axis, tuple(parts), n, rule.group)
 
 
 def parts_of(rule: Rule, extent: int, *, is_gated: bool, key: str) -> list[int]:
@@ -89,17 +119,25 @@ def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:
     return [Box((rows, *(0 for _ in cut.shape[1:])), (cut.shape[0] - rows, *cut.shape[1:]))]
 
 
-def check_target(topology: Topology) -> None:
-    """Refuses topologies that cannot be written yet.
+def check_target(topology: Topology, facts: Facts) -> None:
+    """Refuses sizes that Megatron or the model's experts cannot have.
 
     Raises:
-        UnsupportedError: virtual stages, expert parallelism.
+        UnsupportedError: model chunks without pipeline stages; there are no experts, or they do not divide.
     """
-    if topology.vpp > 1:
+    if topology.vpp > 1 and topology.pp == 1:
         raise UnsupportedError(
-            f"model chunks (VPP {topology.vpp}) cannot be written yet", hint="write without them: --vpp-new 1"
+            f"several model chunks a stage (VPP {topology.vpp}) need more than one pipeline stage",
+            hint="leave out --vpp-new, or give --pp-new",
         )
-    if topology.ep > 1 or topology.expert_tp != topology.tp:
+    if facts.n_experts is None:
+        if topology.ep > 1 or topology.expert_tp != topology.tp:
+            raise UnsupportedError(
+                f"the model has no experts that could be cut over expert parallel ranks ({topology})",
+                hint="leave out --ep-new and --etp-new",
+            )
+    elif facts.n_experts % topology.ep:
         raise UnsupportedError(
-            f"expert parallel layouts ({topology}) cannot be written yet", hint="leave out --ep-new and --etp-new"
+            f"{facts.n_experts} experts do not divide over EP {topology.ep}",
+            hint=f"EP sizes that do: {listed(divisors(facts.n_experts))}",
         )

@@ -1,8 +1,9 @@
 """From checkpoints that store global tensors under Megatron's names to the global per-layer form.
 
-torch_dist stacks the layers of a homogeneous model (``decoder.layers.mlp.linear_fc2.weight``, (L, rows, columns)),
-names norms as Transformer Engine fuses them, and wraps every extra state in an object of its own. DCP and torch
-files hold what they were given: usually per-layer keys, with ``model.`` before them.
+torch_dist stacks the layers of a homogeneous model (``decoder.layers.mlp.linear_fc2.weight``, (L, rows, columns)) and
+the experts of a layer (``mlp.experts.experts.linear_fc2.weight``, (L, E, rows, columns), or (E, rows, columns) in a
+model whose layers differ), names norms as Transformer Engine fuses them, and wraps every extra state in an object of
+its own. DCP and torch files hold what they were given: usually per-layer keys, with ``model.`` before them.
 
 The result is that of ``core.layout_unshard``, with names as rank files of this model would have them.
 """
@@ -12,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from core.box import Box, Shape
 from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.errors import CorruptError, UnsupportedError
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
 from core.layout_args import Facts, facts_of
-from core.layout_checks import check_complete, check_gate, check_qkv_rows
+from core.layout_checks import check_complete, check_shape
+from core.layout_order import by_place
 from core.layout_rules import Rules
 from core.layout_state import (
     OPTIMIZER,
@@ -44,11 +47,11 @@ class _Origin:
 
     Args:
         keys: keys of the source that hold it; several are copies.
-        layer: which layer of a stacked tensor, or None.
+        at: which layer of a tensor that stacks them, then which expert of one that stacks those.
     """
 
     keys: tuple[str, ...]
-    layer: int | None = None
+    at: tuple[int, ...] = ()
 
 
 def unshard_global(
@@ -87,22 +90,19 @@ def unshard_global(
         axis = rule.cut_axis
         if axis is not None and axis >= len(meta.shape):
             raise CorruptError(f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=name)
+        partner = metas.get(name.replace("linear_fc1", "linear_fc2"))
+        check_shape(name, meta.shape, None if partner is None else partner.shape, rule, facts)
         if rule.kind == "vocab":
             shape = cut_vocab(meta.shape, name, facts, n_rows=n_rows, target_tp=target_tp, notes=notes)
             metas[name] = replace(meta, shape=shape)
-        partner = metas.get(name.replace("linear_fc1", "linear_fc2"))
-        if rule.parts == "gated" and partner is not None and len(meta.shape) == len(partner.shape) == 2:
-            check_gate(name, meta.shape[0], partner.shape[1], is_gated=facts.is_gated)
-        if rule.unit == "heads" and name.endswith("linear_qkv.weight") and len(meta.shape) == 2:
-            check_qkv_rows(name, meta.shape[0], facts)
     every = {**catalog.objects, **{key: StoredObject(key, value=value) for key, value in states.items()}}
     objects, moved = _objects(every, prefix, facts, rules)
     metas |= {name: TensorMeta(name, catalog.meta(key).dtype, catalog.meta(key).shape) for name, key in moved.items()}
     origins |= {name: _Origin((key,)) for name, key in moved.items()}
 
     @lru_cache(maxsize=32)
-    def by_layer(key: str) -> Mapping[int, list[Fragment]]:
-        return _by_layer(catalog.fragments(key))
+    def unstacked(key: str, depth: int) -> Mapping[tuple[int, ...], list[Fragment]]:
+        return _unstacked(catalog.fragments(key), depth)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         origin = origins.get(key)
@@ -110,14 +110,14 @@ def unshard_global(
             return catalog.fragments(key)
         found: list[Fragment] = []
         for source in origin.keys:
-            pieces = catalog.fragments(source) if origin.layer is None else by_layer(source).get(origin.layer, [])
+            pieces = unstacked(source, len(origin.at)).get(origin.at, []) if origin.at else catalog.fragments(source)
             for piece in pieces:
                 kept = _cut(piece, metas[key].shape)
                 if kept is not None:
                     found.append(replace(kept, key=key))
         return tuple(found)
 
-    names = sorted([*metas, *(key for key in objects if key.endswith(_EXTRA))], key=lambda name: _place(name, rules))
+    names = sorted([*metas, *(key for key in objects if key.endswith(_EXTRA))], key=by_place(rules))
     inside = beside | {
         leaf.key for item in objects.values() for leaf in walk(item.value) if isinstance(leaf, TensorLeaf)
     }
@@ -138,6 +138,8 @@ def unshard_global(
             "topology": facts.topology,
             "common": common,
             "vocab_size": n_rows,
+            "expert_names": facts.expert_names,
+            "is_down_proj_cut": False,
             "notes": notes,
             "dropped": dropped,
             "order": tuple(names),
@@ -215,14 +217,14 @@ def _origins(catalog: Catalog, keys: Iterable[str], prefix: str, facts: Facts, r
     """Global per-layer name → where it comes from."""
     origins: dict[str, _Origin] = {}
 
-    def add(name: str, key: str, layer: int | None) -> None:
+    def add(name: str, key: str, at: tuple[int, ...]) -> None:
         rule = rules.rule_of(name, shapes=[catalog.tensors[key].shape])
         if rule.tied is not None and facts.is_tied:
             name = rule.tied
         known = origins.get(name)
-        if known is not None and (rule.tied is None or known.layer != layer):
+        if known is not None and (rule.tied is None or known.at != at):
             raise CorruptError(f"{known.keys[0]} and {key} are one tensor", key=name)
-        origins[name] = _Origin((*(known.keys if known else ()), key), layer)
+        origins[name] = _Origin((*(known.keys if known else ()), key), at)
 
     for key in keys:
         if not key.startswith(prefix):
@@ -231,27 +233,44 @@ def _origins(catalog: Catalog, keys: Iterable[str], prefix: str, facts: Facts, r
                 key=key,
                 hint="leave it out with --exclude",
             )
-        name = key[len(prefix) :]
-        stacked = rules.stacked_of(name)
-        single = rules.layer_of(name)
-        if stacked is not None:
-            shape = catalog.tensors[key].shape
-            if not shape or shape[0] != facts.n_layers:
-                raise CorruptError(
-                    f"a stack of {shape[0] if shape else 0} layers in a model of {facts.n_layers}", key=key
-                )
-            for layer in range(facts.n_layers):
-                add(rules.layer_name(layer, _sub(stacked, facts, rules)), key, layer)
-        elif single is not None:
-            add(rules.layer_name(single[0], _sub(single[1], facts, rules)), key, None)
-        else:
-            add(name, key, None)
+        shape = catalog.tensors[key].shape
+        names = _names_in(key[len(prefix) :], facts, rules)
+        at, _ = names[-1]
+        wanted = tuple(number + 1 for number in at)
+        if shape[: len(wanted)] != wanted:
+            raise CorruptError(
+                f"a stack of shape {shape} in a model of {facts.n_layers} layers and {facts.n_experts or 0} experts",
+                key=key,
+            )
+        for at, name in names:
+            add(name, key, at)
     return origins
+
+
+def _names_in(name: str, facts: Facts, rules: Rules) -> list[tuple[tuple[int, ...], str]]:
+    """(index, global per-layer name) of everything that a tensor stacks; one with the index () if it stacks nothing."""
+    stacked, single = rules.stacked_of(name), rules.layer_of(name)
+    names: list[tuple[tuple[int, ...], str]] = [((), name)]
+    if stacked is not None:
+        sub = _sub(stacked, facts, rules)
+        names = [((layer,), rules.layer_name(layer, sub)) for layer in range(facts.n_layers)]
+    elif single is not None:
+        names = [((), rules.layer_name(single[0], _sub(single[1], facts, rules)))]
+    found: list[tuple[tuple[int, ...], str]] = []
+    for at, whole in names:
+        expert = rules.expert_of(whole)
+        if expert is None or rules.is_packed_state(whole):
+            found.append((at, whole))
+        elif expert.number is not None:
+            found.append((at, expert.numbered(expert.number)))
+        else:
+            found += [((*at, number), expert.numbered(number)) for number in range(facts.n_experts or 0)]
+    return found
 
 
 def _sub(sub: str, facts: Facts, rules: Rules) -> str:
     """A name within a layer as this model's rank files have it."""
-    return rules.local(sub) if facts.is_local else sub
+    return rules.local(sub) if facts.fuses_names else sub
 
 
 def _meta(catalog: Catalog, name: str, origin: _Origin) -> TensorMeta:
@@ -262,22 +281,24 @@ def _meta(catalog: Catalog, name: str, origin: _Origin) -> TensorMeta:
             raise CorruptError(
                 f"{other.dtype} of shape {other.shape}, but its twin is {first.dtype} of {first.shape}", key=key
             )
-    return TensorMeta(name, first.dtype, first.shape if origin.layer is None else first.shape[1:])
+    return TensorMeta(name, first.dtype, first.shape[len(origin.at) :])
 
 
-def _by_layer(fragments: Iterable[Fragment]) -> dict[int, list[Fragment]]:
-    """The fragments of a stacked tensor as fragments of its layers."""
-    found: dict[int, list[Fragment]] = {}
+def _unstacked(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...], list[Fragment]]:
+    """The fragments of a tensor that stacks others on its first axes, by the index of what they belong to."""
+    found: dict[tuple[int, ...], list[Fragment]] = {}
     for piece in fragments:
-        first, count = piece.box.offset[0], piece.box.shape[0]
-        box = Box(piece.box.offset[1:], piece.box.shape[1:])
-        for step in range(count):
+        offset, shape = piece.box.offset, piece.box.shape
+        box = Box(offset[depth:], shape[depth:])
+        for steps in product(*map(range, shape[:depth])):
             at = piece.at
             if piece.array is not None:
-                axis = len(piece.array.shape) - len(piece.box.shape)  # where the stacking axis is in the array
-                if axis >= 0:
-                    at = (*at[:axis], at[axis] + step, *at[axis + 1 :])
-            found.setdefault(first + step, []).append(Fragment(piece.key, box, piece.array, at))
+                first = len(at) - len(shape)  # where the first stacking axis is in the array
+                at = tuple(
+                    start + (steps[axis - first] if 0 <= axis - first < depth else 0) for axis, start in enumerate(at)
+                )
+            index = tuple(start + step for start, step in zip(offset, steps, strict=False))
+            found.setdefault(index, []).append(Fragment(piece.key, box, piece.array, at))
     return found
 
 
@@ -315,39 +336,17 @@ def _objects(
             continue
         name = name.removeprefix(prefix)
         value = item.value
-        if found is not None:
-            if isinstance(value, list) and len(value) == 1:
-                value = value[0]
-            stacked = rules.stacked_of(name)
-            if stacked is not None:
-                name = rules.layer_name(found[1][0], stacked)
-        layer = rules.layer_of(name)
-        if layer is not None:
-            name = rules.layer_name(layer[0], _sub(layer[1], facts, rules))
-        rules.rule_of(name)
+        if found is not None and isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        names = dict(_names_in(name, facts, rules))
+        depth = len(next(iter(names)))
+        whole = names.get(found[1][:depth] if found is not None else ())
+        if whole is None:
+            objects[key] = item
+            continue
+        rules.rule_of(whole)
         if isinstance(value, TensorLeaf):
-            tensors[name] = value.key
+            tensors[whole] = value.key
         else:
-            objects[name] = StoredObject(name, value=value)
+            objects[whole] = StoredObject(whole, value=value)
     return objects, tensors
-
-
-def _place(name: str, rules: Rules) -> tuple[int, int, int, str, int]:
-    """Sorts names into the order of a rank file: embedding, layers, the rest; parameters before extra states."""
-    module, _, last = name.rpartition(".")
-    within = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
-    field = within.index(last) if last in within else len(within) + (last == _EXTRA)
-    layer = rules.layer_of(name)
-    if layer is not None:
-        return 1, layer[0], rules.position(layer[1]), module, field
-    is_first = rules.stage_of(name) == "first"
-    rank = (
-        "word_embeddings",
-        "position_embeddings",
-        "tokentype_embeddings",
-        "final_norm",
-        "final_layernorm",
-        "output_layer",
-    )
-    place = next((i for i, word in enumerate(rank) if word in module), len(rank))
-    return (0 if is_first else 2), 0, place, module, field

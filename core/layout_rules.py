@@ -9,18 +9,19 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
 from core.box import Shape
 from core.errors import UnknownTensorError, UnsupportedError, UsageError
+from core.layout_experts import Expert, ExpertForm, expert_name, expert_of
 from core.store import translated
 
-KINDS = ("replicate", "split", "vocab", "opaque", "expert")
+KINDS = ("replicate", "split", "vocab", "opaque")
 STAGES = ("first", "last")
-_RULE_FIELDS = {"pattern", "rule", "axis", "parts", "group", "unit", "tied", "later", "source"}
+_RULE_FIELDS = {"pattern", "rule", "axis", "parts", "group", "unit", "extent", "tied", "later", "source"}
 _NEEDS_AXIS = ("split", "vocab")
 
 
@@ -30,11 +31,12 @@ class Rule:
 
     Args:
         pattern: searched in the parameter's name.
-        kind: ``replicate``, ``split``, ``vocab``, ``opaque`` or ``expert``.
+        kind: ``replicate``, ``split``, ``vocab`` or ``opaque``.
         axis: the axis that ``split`` and ``vocab`` cut, else None.
         parts: ``whole`` or ``gated``.
-        group: ``tp`` or ``ep``.
+        group: ``tp`` or ``etp``.
         unit: ``heads`` or None.
+        extent: arguments whose sum is the extent of axis 0 (for each head, with ``unit``), or ().
         tied: name of the tensor that this one copies in models with shared embeddings, or None.
         later: what the parameter belongs to if it is not handled yet, else None.
         source: where the rule was established.
@@ -46,6 +48,7 @@ class Rule:
     parts: str = "whole"
     group: str = "tp"
     unit: str | None = None
+    extent: tuple[str, ...] = ()
     tied: str | None = None
     later: str | None = None
     source: str = ""
@@ -54,6 +57,10 @@ class Rule:
     def cut_axis(self) -> int | None:
         """The axis that is cut, or None for what every shard holds whole."""
         return self.axis if self.kind in _NEEDS_AXIS else None
+
+    def as_cut(self) -> Rule:
+        """The rule of the same parameter where it is cut on axis 0 instead of replicated."""
+        return replace(self, kind="split", axis=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,7 @@ class Rules:
         rules: rows in order.
         stages: (pattern, ``first`` or ``last``) for parameters outside of layers.
         fused_names: (local, fused) beginnings of names within a layer.
+        expert_forms: the ways to name experts.
         layers: what stands before a layer's number.
         layer_order: beginnings of names within a layer, in the order of a rank file.
     """
@@ -71,6 +79,7 @@ class Rules:
     rules: tuple[Rule, ...]
     stages: tuple[tuple[re.Pattern[str], str], ...]
     fused_names: tuple[tuple[str, str], ...]
+    expert_forms: tuple[ExpertForm, ...]
     layers: str
     layer_order: tuple[str, ...]
 
@@ -122,6 +131,19 @@ class Rules:
     def layer_name(self, number: int, sub: str) -> str:
         """The name of a layer's parameter."""
         return f"{self.layers}{number}.{sub}"
+
+    def expert_of(self, name: str) -> Expert | None:
+        """The expert that a parameter or module belongs to, else None."""
+        return expert_of(self.expert_forms, name)
+
+    def is_packed_state(self, name: str) -> bool:
+        """Whether a global name is that of an extra state that all experts of a rank have together."""
+        expert = self.expert_of(name)
+        return expert is not None and expert.names == "te_grouped" and expert.number is None
+
+    def expert_name(self, expert: Expert, *, names: str, number: int) -> str:
+        """The name of an expert's parameter in another form; see ``core.layout_experts``."""
+        return expert_name(self.expert_forms, expert, names=names, number=number)
 
     def fused(self, sub: str) -> str:
         """A name within a layer as torch_dist has it."""
@@ -193,6 +215,10 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
         rules=tuple(rules),
         stages=tuple(stages),
         fused_names=tuple((row["local"], row["fused"]) for row in table["name"]),
+        expert_forms=tuple(
+            ExpertForm(row["names"], re.compile(row["pattern"]), row.get("name"), row.get("rest"))
+            for row in table["experts"]
+        ),
         layers=table["layers"],
         layer_order=tuple(table["order"]["layer"]),
     )
@@ -227,11 +253,12 @@ def _rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         raise refuse(f"has rule {kind!r}; it is one of {', '.join(KINDS)}")
     if kind in _NEEDS_AXIS and not (isinstance(axis, int) and 0 <= axis < 8):
         raise refuse("needs an axis, a small number from 0")
-    for name, allowed in (("parts", ("whole", "gated")), ("group", ("tp", "ep")), ("unit", (None, "heads"))):
+    for name, allowed in (("parts", ("whole", "gated")), ("group", ("tp", "etp")), ("unit", (None, "heads"))):
         if name in row and row[name] not in allowed:
             raise refuse(f"has {name} {row[name]!r}; it is one of {', '.join(filter(None, allowed))}")
-    if (kind == "expert" or row.get("group") == "ep") and "later" not in row:
-        raise refuse("cuts over expert parallel ranks, which is not handled yet")
+    extent = row.get("extent", [])
+    if not isinstance(extent, list) or not all(isinstance(name, str) for name in extent):
+        raise refuse("has an extent that is no list of argument names")
     text = {name: row.get(name) for name in ("tied", "later", "source")}
     if any(value is not None and not isinstance(value, str) for value in text.values()):
         raise refuse(f"has a field of {', '.join(text)} that is not text")
@@ -242,6 +269,7 @@ def _rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         parts=str(row.get("parts", "whole")),
         group=str(row.get("group", "tp")),
         unit=None if row.get("unit") is None else str(row["unit"]),
+        extent=tuple(extent),
         tied=None if text["tied"] is None else str(text["tied"]),
         later=None if text["later"] is None else str(text["later"]),
         source=str(text["source"] or ""),

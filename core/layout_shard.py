@@ -7,21 +7,24 @@ Target keys are the source's (global) keys; a fragment maps a box of the global 
 * ``zeros``: key → boxes of the target tensor that no source holds (vocabulary padding);
 * ``args`` (updated), ``topology``, ``iteration``, ``notes``, ``dropped``, ``is_rank_local``.
 
-Not supported: more than one model chunk a stage, expert parallelism.
+Experts of legacy grouped kind are written as single ones: Megatron-core 0.17 and later have no other kind without
+Transformer Engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from core.box import whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, bind_nothing
-from core.errors import CorruptError, UnsupportedError
 from core.inert import TensorLeaf, as_mapping, ordered_dict, walk
 from core.layout_args import Facts, facts_of, updated
 from core.layout_checks import OUTPUT
-from core.layout_cut import Cut, check_target, cut_of, zeros_of
+from core.layout_cut import Cut, check_target, cuts_of, zeros_of
+from core.layout_homes import Home, Homes, by_file_order
+from core.layout_order import by_place
 from core.layout_rules import Rules
 from core.layout_state import (
     CONTENT,
@@ -37,8 +40,9 @@ from core.layout_state import (
     texts_of,
 )
 from core.layout_vocab import rows_of
-from core.topology import LayerSplit, Topology, rank_dir
+from core.topology import Rank, Topology, check_rank_files, rank_dir
 
+T = TypeVar("T")
 OUTPUT_MODULE = OUTPUT.rpartition(".")[0] + "."
 
 
@@ -57,42 +61,58 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         UnknownTensorError: no rule fits a name.
         CorruptError: shapes and arguments contradict each other.
     """
-    check_target(topology)
     facts = facts_of(catalog.attrs.get("args"))
-    layers = facts.split(topology.pp)
+    check_target(topology, facts)
+    check_rank_files(topology)
     n_rows = rows_of(catalog, vocab_size)
-    cuts: dict[str, Cut] = {}
-    homes: dict[str, list[tuple[int, str]]] = {}
-    for key, meta in catalog.tensors.items():
-        rule = rules.rule_of(key, shapes=[meta.shape])
-        cuts[key] = cut_of(meta, rule, facts, tp=topology.tp, n_rows=n_rows)
-        homes[key] = [_home(key, layers, topology, rules)]
     notes, dropped = texts_of(catalog, "notes"), texts_of(catalog, "dropped")
+    catalog = _without_packed_states(catalog, topology, facts, rules, dropped)
+    cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
+    names = catalog.attrs.get("expert_names") or facts.expert_names
+    if names == "grouped":
+        notes.append("experts of the legacy grouped kind become single ones (local_experts; moe_grouped_gemm is off)")
+    places = Homes(
+        layers=facts.split(topology.pp, topology.vpp),
+        topology=topology,
+        rules=rules,
+        expert_names="sequential" if names in (None, "grouped") else str(names),
+        n_local=(facts.n_experts or 0) // topology.ep,
+    )
+    homes = {key: [places.home(key)] for key in catalog.tensors}
     tied = _tied(catalog, facts, rules) if topology.pp > 1 else None
     if tied is not None:
-        homes[tied].append((topology.pp - 1, OUTPUT))
+        homes[tied].append(places.last(OUTPUT))
         if facts.topology.pp == 1:
             notes.append(f"{OUTPUT} of the last stage is a copy of {tied}, as Megatron keeps shared embeddings")
     objects = _rank_objects(catalog)
     files = _Files(catalog, topology, cuts, homes, objects)
     padded = next((cuts[key].shape[0] for key in cuts if rules.rule_of(key).kind == "vocab"), None)
-    args = updated(catalog.attrs.get("args"), topology=topology, padded_vocab_size=padded)
-    states = _states_beside(catalog, topology, args, dropped)
+    args = updated(
+        catalog.attrs.get("args"),
+        topology=topology,
+        padded_vocab_size=padded,
+        is_grouped=False if names == "grouped" else None,
+    )
+    states = _states_beside(catalog, topology, facts, args, dropped)
+    entries = _by_chunk(_entries(catalog, homes, objects, places, rules))
+    noted = as_mapping(catalog.attrs.get("module_versions")) or {}
+    versions = _by_chunk((version, home) for module, version in noted.items() for home in places.module(str(module)))
     ranks: dict[Coords, tuple[str, object]] = {}
     beside: dict[str, list[StoredArray]] = {}
-    stage_names = [
-        _names_of_stage(catalog, homes, objects, stage, layers, topology, rules) for stage in range(topology.pp)
-    ]
-    for tp_rank, pp_rank in topology.ranks():
-        coords = topology.coords(tp_rank, pp_rank)
-        folder = rank_dir(topology, tp_rank=tp_rank, pp_rank=pp_rank)
+    for rank in topology.ranks():
+        coords = topology.coords(rank)
+        folder = rank_dir(topology, rank)
         root: dict[object, object] = {}
-        for name, value in states(tp_rank, pp_rank).items():
-            if name == "model":
-                versions = _versions_of_stage(catalog, pp_rank, layers, topology, rules)
-                root[name] = _container(catalog, files.entries(folder, stage_names[pp_rank]), versions)
-            else:
+        for name, value in states(rank).items():
+            if name != "model":
                 root[name] = _with_arrays(catalog, value, f"{folder}:{name}", coords, beside)
+                continue
+            for vp_rank in range(topology.vpp):
+                chunk = _chunk_name(topology, vp_rank)
+                here = [(key, home.name) for key, home in entries.get((vp_rank, rank.pp), ()) if home.has(rank)]
+                made = files.entries(folder, chunk, by_file_order(here, rules))
+                mine = {home.name: found for found, home in versions.get((vp_rank, rank.pp), ()) if home.has(rank)}
+                root[chunk] = _container(catalog, made, mine)
         ranks[coords] = (folder, root)
     zeros = {key: boxes for key, meta in catalog.tensors.items() if (boxes := zeros_of(meta, cuts[key]))}
 
@@ -130,7 +150,7 @@ class _Files:
         catalog: the global per-layer form.
         topology: sizes of the destination.
         cuts: key → how it is cut.
-        homes: key → (pipeline stage, name in its files) of every copy.
+        homes: key → where every copy lives.
         objects: extra states by global name.
     """
 
@@ -139,7 +159,7 @@ class _Files:
         catalog: Catalog,
         topology: Topology,
         cuts: Mapping[str, Cut],
-        homes: Mapping[str, Sequence[tuple[int, str]]],
+        homes: Mapping[str, Sequence[Home]],
         objects: Mapping[str, object],
     ) -> None:
         self._catalog = catalog
@@ -147,57 +167,52 @@ class _Files:
         self._cuts = cuts
         self._homes = homes
         self._objects = objects
+        self._ranks: dict[tuple[int, int | None], list[Rank]] = {}
+        for rank in topology.ranks():
+            for ep_rank in (None, rank.ep):
+                self._ranks.setdefault((rank.pp, ep_rank), []).append(rank)
 
     def fragments(self, key: str) -> Sequence[Fragment]:
         """The fragments of one tensor: every piece of every copy."""
         cut = self._cuts[key]
         dtype = self._catalog.tensors[key].dtype
         found = []
-        for stage, name in self._homes[key]:
-            for tp_rank in range(self._topology.tp):
-                folder = rank_dir(self._topology, tp_rank=tp_rank, pp_rank=stage)
-                coords = self._topology.coords(tp_rank, stage)
-                array = StoredArray(_array_name(folder, name), dtype, cut.shard_shape, coords=coords)
-                found += [Fragment(key, piece.box, array, piece.at) for piece in cut.pieces(tp_rank)]
+        for home in self._homes[key]:
+            for rank in self._ranks[home.pp, home.ep]:
+                name = _array_name(rank_dir(self._topology, rank), _chunk_name(self._topology, home.vp), home.name)
+                array = StoredArray(name, dtype, cut.shard_shape, coords=self._topology.coords(rank))
+                found += [Fragment(key, piece.box, array, piece.at) for piece in cut.pieces(rank)]
         return tuple(found)
 
-    def entries(self, folder: str, names: Sequence[tuple[str, str]]) -> dict[object, object]:
-        """The state dict of one rank.
+    def entries(self, folder: str, chunk: str, names: Sequence[tuple[str, str]]) -> dict[object, object]:
+        """The state dict of one chunk of one rank.
 
         Args:
             names: (global name, name in the file) in order.
         """
         return {
-            local: TensorLeaf(_array_name(folder, local)) if key in self._homes else self._objects[key]
+            local: TensorLeaf(_array_name(folder, chunk, local)) if key in self._homes else self._objects[key]
             for key, local in names
         }
 
 
-def _array_name(folder: str, name: str) -> str:
-    return f"{folder}:model.{name}"
+def _array_name(folder: str, chunk: str, name: str) -> str:
+    return f"{folder}:{chunk}.{name}"
 
 
-def _home(key: str, layers: LayerSplit, topology: Topology, rules: Rules) -> tuple[int, str]:
-    """(pipeline stage, name in its files) of a tensor or extra state.
+def _chunk_name(topology: Topology, vp_rank: int) -> str:
+    return "model" if topology.vpp == 1 else f"model{vp_rank}"
 
-    Raises:
-        CorruptError: there is no such layer.
-        UnsupportedError: no row says where it lives.
-    """
-    found = rules.layer_of(key)
-    if found is not None:
-        if found[0] >= layers.n_layers:
-            raise CorruptError(f"there is no layer {found[0]} in a model of {layers.n_layers}", key=key)
-        _, stage, local = layers.chunk_of(found[0])
-        return stage, rules.layer_name(local, found[1])
-    place = rules.stage_of(key)
-    if place is None:
-        raise UnsupportedError(
-            "no row says in which pipeline stage this tensor lives",
-            key=key,
-            hint=f"pass a file with --rules that says: [[stage]] pattern = '^{key}$' stage = \"last\"",
-        )
-    return (0 if place == "first" else topology.pp - 1), key
+
+def _without_packed_states(
+    catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, dropped: list[str]
+) -> Catalog:
+    """Leaves out extra states that hold something for each of a rank's experts, where a rank gets other experts."""
+    if topology.ep == facts.topology.ep:
+        return catalog
+    packed = {key for key, meta in catalog.tensors.items() if meta.n_elements and rules.is_packed_state(key)}
+    dropped += [f"{key} (packed for the experts of EP {facts.topology.ep})" for key in packed]
+    return replace(catalog, tensors={key: meta for key, meta in catalog.tensors.items() if key not in packed})
 
 
 def _tied(catalog: Catalog, facts: Facts, rules: Rules) -> str | None:
@@ -223,62 +238,47 @@ def _rank_objects(catalog: Catalog) -> dict[str, object]:
     return found
 
 
-def _names_of_stage(
+def _entries(
     catalog: Catalog,
-    homes: Mapping[str, Sequence[tuple[int, str]]],
+    homes: Mapping[str, Sequence[Home]],
     objects: Mapping[str, object],
-    stage: int,
-    layers: LayerSplit,
-    topology: Topology,
+    places: Homes,
     rules: Rules,
-) -> list[tuple[str, str]]:
-    """(global name, name in the file) of everything in a stage's files, in order."""
+) -> list[tuple[str, Home]]:
+    """(global name, home) of everything that files hold, in their order."""
     order = catalog.attrs.get("order")
-    names = dict.fromkeys(order if isinstance(order, tuple) else ())
-    names |= dict.fromkeys([*homes, *objects])
-    found: list[tuple[str, str]] = []
-    copies: list[tuple[str, str]] = []
+    names: Iterable[str] = [*homes, *objects]
+    names = dict.fromkeys([*order, *names]) if isinstance(order, tuple) else sorted(names, key=by_place(rules))
+    found: list[tuple[str, Home]] = []
+    copies: list[tuple[str, Home]] = []
     for key in names:
-        for where, local in homes.get(key) or ([_home(key, layers, topology, rules)] if key in objects else []):
-            if where == stage:
-                (copies if local == OUTPUT != key else found).append((key, local))
-    place = next((i for i, (_, local) in enumerate(found) if local.startswith(OUTPUT_MODULE)), len(found))
+        for home in homes.get(key) or ([places.home(key)] if key in objects else []):
+            (copies if home.name == OUTPUT != key else found).append((key, home))
+    place = next((i for i, (_, home) in enumerate(found) if home.name.startswith(OUTPUT_MODULE)), len(found))
     return [*found[:place], *copies, *found[place:]]
 
 
-def _versions_of_stage(
-    catalog: Catalog, stage: int, layers: LayerSplit, topology: Topology, rules: Rules
-) -> dict[object, object]:
-    """What torch notes about the modules of a stage (``_metadata`` of its state dict)."""
-    found: dict[object, object] = {}
-    for module, version in (as_mapping(catalog.attrs.get("module_versions")) or {}).items():
-        name = str(module)
-        layer = rules.layer_of(name + ".")
-        if layer is not None:
-            if layer[0] < layers.n_layers:
-                where, local = _home(name + ".", layers, topology, rules)
-                if where == stage:
-                    found[local[:-1]] = version
-            continue
-        place = rules.stage_of(name)
-        if place is None or stage == (0 if place == "first" else topology.pp - 1):
-            found[name] = version
+def _by_chunk(items: Iterable[tuple[T, Home]]) -> dict[tuple[int, int], list[tuple[T, Home]]]:
+    """(vp_rank, pp_rank) → what lives there, in order."""
+    found: dict[tuple[int, int], list[tuple[T, Home]]] = {}
+    for item, home in items:
+        found.setdefault((home.vp, home.pp), []).append((item, home))
     return found
 
 
-def _container(catalog: Catalog, entries: dict[object, object], versions: dict[object, object]) -> object:
+def _container(catalog: Catalog, entries: dict[object, object], versions: Mapping[str, object]) -> object:
     """A state dict as the source has it: a dict, or an OrderedDict with its modules' versions."""
     if not catalog.attrs.get("is_ordered", True):
         return entries
     made = ordered_dict(entries)
     if versions:
-        made.state = {"_metadata": ordered_dict(versions)}
+        made.state = {"_metadata": ordered_dict(dict(versions.items()))}
     return made
 
 
 def _states_beside(
-    catalog: Catalog, topology: Topology, args: object, dropped: list[str]
-) -> Callable[[int, int], dict[object, object]]:
+    catalog: Catalog, topology: Topology, facts: Facts, args: object, dropped: list[str]
+) -> Callable[[Rank], dict[object, object]]:
     """A function that gives the top-level entries of a rank's file, ``model`` among them, in order."""
     common = dict(common_of(catalog))
     common.pop(CONTENT, None)
@@ -287,9 +287,11 @@ def _states_beside(
     states = {key: item for key, item in catalog.objects.items() if key.startswith(f"{RNG}/")}
     grid = rng_grid(list(states))
     keeps_rng = grid == (topology.tp, topology.pp) and all(item.raw_key is None for item in states.values())
+    if topology.ep > 1 or facts.topology.ep > 1:
+        keeps_rng = False  # ranks of one (TP, PP) have several: they differ by their experts
     if states and not keeps_rng:
-        was = f"of TP{grid[0]} PP{grid[1]}" if grid else "of another layout"
-        dropped.append(f"{RNG} ({was}, not TP{topology.tp} PP{topology.pp}; start Megatron with --no-load-rng)")
+        was = f"of {facts.topology}" if grid else "of another layout"
+        dropped.append(f"{RNG} ({was}, not {topology}; start Megatron with --no-load-rng)")
     reruns = [key for key in catalog.objects if key.startswith(f"{RERUN}_state/")]
     if common.pop(RERUN, None) is not None or reruns:
         dropped.append(f"{RERUN} (of a run of other sizes; Megatron ignores it)")
@@ -301,14 +303,14 @@ def _states_beside(
     known = catalog.attrs.get("top_level")
     order = [*(known if isinstance(known, tuple) else TOP_LEVEL), *TOP_LEVEL, *common]
 
-    def entries(tp_rank: int, pp_rank: int) -> dict[object, object]:
+    def entries(rank: Rank) -> dict[object, object]:
         found: dict[object, object] = {}
         for name in dict.fromkeys(order):
             if name == "model":
                 found[name] = None
             elif name == RNG:
                 if keeps_rng:
-                    found[name] = _unwrapped(states[rng_key(tp_rank, pp_rank, tp=topology.tp, pp=topology.pp)])
+                    found[name] = _unwrapped(states[rng_key(rank.tp, rank.pp, tp=topology.tp, pp=topology.pp)])
             elif name in common:
                 found[name] = common[name]
         return found

@@ -6,25 +6,27 @@ What Megatron writes for a rank (TP rank r, pipeline stage p) of a homogeneous m
     decoder.layers.mlp.linear_fc1.weight  (L, 2F, columns)     gated: two chunks, of the gate's and of the up rows
     decoder.final_layernorm.weight        (rows,)              replicated: one chunk, from TP rank 0
     decoder.layers.mlp.linear_fc1._extra_state/shard_3_8       object: the extra state of layer 3 of 8, in a list
+    decoder.layers.mlp.experts.experts.linear_fc2.weight  (L, E, rows, columns)    one chunk per expert of the rank
 
-Models whose layers differ keep one key per layer. The output layer has neither an extra state nor, where embeddings are
-shared, a weight.
+Models whose layers differ, or may (``moe_layer_freq``), keep one key per layer: ``decoder.layers.3.mlp.experts.experts.
+linear_fc2.weight`` (E, rows, columns). The output layer has neither an extra state nor, where embeddings are shared, a
+weight.
 
 Source: Megatron-LM d98e8a64 and megatron-core 0.16.1, pinned in tests/golden (``mcore*_torch_dist``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.box import Box, whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, bind_nothing
 from core.inert import TensorLeaf, walk
-from core.layout_args import facts_of, replaced
-from core.layout_cut import Cut, check_target, cut_of, zeros_of
+from core.layout_args import Facts, facts_of, replaced
+from core.layout_cut import Cut, check_target, cuts_of, zeros_of
 from core.layout_rules import Rules
-from core.layout_state import OPTIMIZER, RNG, common_of, sharded_object, texts_of
+from core.layout_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object, texts_of
 from core.layout_vocab import rows_of
 from core.topology import LayerSplit, Topology
 
@@ -48,19 +50,21 @@ class _Member:
 
     Args:
         key: its global name.
-        layer: its place on the stacking axis, or None where the key is not stacked.
+        at: its index on the stacking axes (layers, then experts), as many as there are.
+        shape: the extents of those axes.
         stage: the pipeline stage that holds it.
+        ep: the expert parallel rank that holds it, or None where all do.
     """
 
     key: str
-    layer: int | None
+    at: tuple[int, ...]
+    shape: tuple[int, ...]
     stage: int
+    ep: int | None = None
 
     def box(self, box: Box) -> Box:
         """A box of the member in the coordinates of the stacked tensor."""
-        if self.layer is None:
-            return box
-        return Box((self.layer, *box.offset), (1, *box.shape))
+        return Box((*self.at, *box.offset), (*(1 for _ in self.at), *box.shape))
 
 
 def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int | None = None) -> Stacked:
@@ -71,33 +75,33 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
 
     Args:
         catalog: the global per-layer form, its objects loaded.
-        topology: which ranks' chunks to write; rank r of stage p writes file r + TP * p.
+        topology: which ranks' chunks to write; ranks are numbered as in ``Topology.ranks``.
         rules: the layout's table.
         vocab_size: true rows of the vocabulary; None takes what ``unshard`` found.
 
     Raises:
         UnsupportedError, UnknownTensorError, CorruptError: as for ``core.layout_shard.shard``.
     """
-    check_target(topology)
     facts = facts_of(catalog.attrs.get("args"))
+    check_target(topology, facts)
     layers = facts.split(topology.pp)
     n_rows = rows_of(catalog, vocab_size)
-    cuts: dict[str, Cut] = {}
-    states: dict[str, object] = {}
-    for key, meta in catalog.tensors.items():
-        rule = rules.rule_of(key, shapes=[meta.shape])
-        if rule.kind == "opaque":
-            states[key] = TensorLeaf(key)
-        else:
-            cuts[key] = cut_of(meta, rule, facts, tp=topology.tp, n_rows=n_rows)
-    members = _members(catalog, cuts, layers, topology, rules)
-    depth = {key: layers.n_layers if group[0].layer is not None else None for key, group in members.items()}
+    cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
+    opaque = [key for key in cuts if rules.rule_of(key).kind == "opaque"]
+    cuts = {key: cut for key, cut in cuts.items() if key not in opaque}
+    dropped = texts_of(catalog, "dropped")
+    states = _states(catalog, opaque, facts, rules, dropped)
+    is_stacked = facts.is_stacked and _is_homogeneous(catalog, cuts, layers, rules)
+    places = _Places(layers, topology, facts, rules, is_stacked)
+    members: dict[str, list[_Member]] = {}
+    for key in cuts:
+        name, member = places.of(key)
+        members.setdefault(name, []).append(member)
 
     def meta_of(key: str, *, is_target: bool) -> TensorMeta:
-        first = catalog.tensors[members[key][0].key]
-        shape = cuts[first.key].shape if is_target else first.shape
-        n_layers = depth[key]
-        return replace(first, key=key, shape=shape if n_layers is None else (n_layers, *shape))
+        head = members[key][0]
+        first = catalog.tensors[head.key]
+        return replace(first, key=key, shape=(*head.shape, *(cuts[head.key].shape if is_target else first.shape)))
 
     def source_fragments(key: str) -> Sequence[Fragment]:
         if key not in members:
@@ -114,7 +118,7 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         meta = catalog.meta(key)
         return (Fragment(key, whole(meta.shape), StoredArray(key, meta.dtype, meta.shape), (0,) * len(meta.shape)),)
 
-    objects = _objects(catalog, states, layers, topology, rules)
+    objects = _objects(catalog, states, places)
     notes = texts_of(catalog, "notes")
     padded = next((cuts[key].shape[0] for key in cuts if rules.rule_of(key).kind == "vocab"), None)
     args = _args(catalog, padded)
@@ -145,7 +149,7 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         "checkpoint_version": catalog.attrs.get("checkpoint_version"),
         "topology": topology,
         "notes": notes,
-        "dropped": [*texts_of(catalog, "dropped"), *_left_out(catalog, states, rules)],
+        "dropped": [*dropped, *_left_out(states, rules)],
     }
     source = replace(
         catalog,
@@ -168,25 +172,39 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     return Stacked(source, target)
 
 
-def _members(
-    catalog: Catalog, cuts: Mapping[str, Cut], layers: LayerSplit, topology: Topology, rules: Rules
-) -> dict[str, list[_Member]]:
-    """torch_dist key → the per-layer tensors that it stacks (one, where it is not stacked)."""
-    is_stacked = _is_homogeneous(catalog, cuts, layers, rules)
-    found: dict[str, list[_Member]] = {}
-    for key in cuts:
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Finds the keys of a model's tensors in torch_dist, and who writes them.
+
+    Args:
+        is_stacked: layers are stacked.
+    """
+
+    layers: LayerSplit
+    topology: Topology
+    facts: Facts
+    rules: Rules
+    is_stacked: bool
+
+    def of(self, key: str) -> tuple[str, _Member]:
+        """(torch_dist key, the tensor in it)."""
+        rules = self.rules
         layer = rules.layer_of(key)
         if layer is None:
-            stage = 0 if rules.stage_of(key) == "first" else topology.pp - 1
-            found[key] = [_Member(key, None, stage)]
-            continue
-        sub = rules.fused(layer[1])
-        _, stage, _ = layers.chunk_of(layer[0])
-        if is_stacked:
-            found.setdefault(rules.layers + sub, []).append(_Member(key, layer[0], stage))
-        else:
-            found[rules.layer_name(layer[0], sub)] = [_Member(key, None, stage)]
-    return found
+            stage = 0 if rules.stage_of(key) == "first" else self.topology.pp - 1
+            return key, _Member(key, (), (), stage)
+        sub = rules.fused(layer[1]) if self.facts.fuses_names else layer[1]
+        _, stage, _ = self.layers.chunk_of(layer[0])
+        name = rules.layers + sub if self.is_stacked else rules.layer_name(layer[0], sub)
+        at = ((layer[0], self.layers.n_layers),) if self.is_stacked else ()
+        expert = rules.expert_of(name)
+        ep = None
+        if expert is not None and expert.number is not None:
+            n_experts = self.facts.n_experts or 1
+            name = rules.expert_name(expert, names="stacked", number=0)
+            at = (*at, (expert.number, n_experts))
+            ep = expert.number // (n_experts // self.topology.ep)
+        return name, _Member(key, tuple(i for i, _ in at), tuple(n for _, n in at), stage, ep)
 
 
 def _is_homogeneous(catalog: Catalog, cuts: Mapping[str, Cut], layers: LayerSplit, rules: Rules) -> bool:
@@ -205,73 +223,84 @@ def _is_homogeneous(catalog: Catalog, cuts: Mapping[str, Cut], layers: LayerSpli
 def _chunks(
     key: str, group: Sequence[_Member], cuts: Mapping[str, Cut], catalog: Catalog, topology: Topology
 ) -> list[Fragment]:
-    """The chunks of one key, in the order of the ranks that write them."""
-    found = []
-    for stage in range(topology.pp):
-        mine = [member for member in group if member.stage == stage]
-        for tp_rank in range(topology.tp):
-            for member in mine:
-                cut = cuts[member.key]
-                if cut.axis is None and tp_rank > 0:
-                    continue
-                for piece in cut.pieces(tp_rank):
-                    box = member.box(piece.box)
+    """The chunks of one key, in the order of the ranks that write them: the first that holds each."""
+    found: dict[Box, Fragment] = {}
+    for number, rank in enumerate(topology.ranks()):
+        for member in group:
+            if member.stage != rank.pp or member.ep not in (None, rank.ep):
+                continue
+            for piece in cuts[member.key].pieces(rank):
+                box = member.box(piece.box)
+                if box not in found:
                     name = f"{key}@{','.join(map(str, box.offset))}"
-                    array = StoredArray(
-                        name, catalog.tensors[member.key].dtype, box.shape, coords=_file(tp_rank, stage, topology)
-                    )
-                    found.append(Fragment(key, box, array, (0,) * len(box.shape)))
-    return found
+                    dtype = catalog.tensors[member.key].dtype
+                    array = StoredArray(name, dtype, box.shape, coords=_file(number))
+                    found[box] = Fragment(key, box, array, (0,) * len(box.shape))
+    return list(found.values())
 
 
-def _file(tp_rank: int, stage: int, topology: Topology) -> Coords:
+def _file(number: int) -> Coords:
     """The file that a rank writes."""
-    return (("file", tp_rank + topology.tp * stage),)
+    return (("file", number),)
 
 
-def _objects(
-    catalog: Catalog, states: Mapping[str, object], layers: LayerSplit, topology: Topology, rules: Rules
-) -> dict[str, StoredObject]:
-    """ShardedObjects: extra states per layer, random states and others that the source had as such."""
+def _objects(catalog: Catalog, states: Mapping[str, object], places: _Places) -> dict[str, StoredObject]:
+    """ShardedObjects: extra states per layer and expert, random states and others that the source had as such."""
+    topology = places.topology
+    first: dict[tuple[int, int | None], int] = {}  # (stage, expert rank or None) → the first rank that holds its states
+    by_rng: dict[tuple[int, ...], int] = {}
+    for number, rank in enumerate(topology.ranks()):
+        for ep_rank in (None, rank.ep):
+            first.setdefault((rank.pp, ep_rank), number)
+        by_rng.setdefault((rank.pp, rank.tp), number)
     found: dict[str, StoredObject] = {}
     for key, item in catalog.objects.items():
-        if key.endswith("_extra_state") and item.raw_key is None:
-            states = {**states, key: item.value}
-            continue
         shard = sharded_object(key)
         if shard is not None:
-            coords = _file(0, 0, topology)
-            if shard[0] == RNG and shard[2] == (topology.pp, topology.tp):
-                coords = _file(shard[1][1], shard[1][0], topology)
-            found[key] = replace(item, coords=coords)
-    subs: dict[str, set[int]] = {}
-    for key in states:
-        layer = rules.layer_of(key)
-        if layer is not None:
-            subs.setdefault(layer[1], set()).add(layer[0])
-    is_stacked = all(len(numbers) == layers.n_layers for numbers in subs.values())
+            is_rng = shard[0] == RNG and shard[2] == (topology.pp, topology.tp)
+            found[key] = replace(item, coords=_file(by_rng[shard[1]] if is_rng else 0))
     for key, value in states.items():
-        layer = rules.layer_of(key)
-        if layer is None:
+        if places.rules.layer_of(key) is None:
             continue  # GPT models leave out the output layer's
-        _, stage, _ = layers.chunk_of(layer[0])
-        sub = rules.fused(layer[1])
-        name = (
-            f"{rules.layers}{sub}/shard_{layer[0]}_{layers.n_layers}"
-            if is_stacked
-            else f"{rules.layer_name(layer[0], sub)}/shard_0_1"
-        )
-        found[name] = StoredObject(name, value=[value], coords=_file(0, stage, topology))
+        name, member = places.of(key)
+        offset, shape = ".".join(map(str, member.at)) or "0", ".".join(map(str, member.shape)) or "1"
+        name = f"{name}/shard_{offset}_{shape}"
+        found[name] = StoredObject(name, value=[value], coords=_file(first[member.stage, member.ep]))
     return found
 
 
-def _left_out(catalog: Catalog, states: Mapping[str, object], rules: Rules) -> list[str]:
+def _states(
+    catalog: Catalog, tensors: Iterable[str], facts: Facts, rules: Rules, dropped: list[str]
+) -> dict[str, object]:
+    """Extra states by global name, those of grouped experts one for each expert.
+
+    What such a state holds for its experts is packed by Transformer Engine and cannot be told apart here; an empty one
+    is empty for each.
+    """
+    found: dict[str, object] = {}
+    values: dict[str, object] = {key: TensorLeaf(key) for key in tensors}
+    values |= {
+        key: item.value
+        for key, item in catalog.objects.items()
+        if key.endswith(EXTRA_STATE) and item.raw_key is None and sharded_object(key) is None
+    }
+    for key, value in values.items():
+        expert = rules.expert_of(key)
+        if expert is None or not rules.is_packed_state(key):
+            found[key] = value
+            continue
+        if value is not None and (key not in catalog.tensors or catalog.tensors[key].n_elements):
+            dropped.append(f"{key} (packed for the experts of a rank)")
+        found |= {expert.numbered(number): None for number in range(facts.n_experts or 0)}
+    return found
+
+
+def _left_out(states: Mapping[str, object], rules: Rules) -> list[str]:
     """Extra states that torch_dist has no place for and that hold something."""
-    held = {key: item.value for key, item in catalog.objects.items() if key.endswith("_extra_state")} | {**states}
     return [
         f"{key} (torch_dist checkpoints of GPT models have no place for it)"
-        for key, value in held.items()
-        if value is not None and sharded_object(key) is None and rules.layer_of(key) is None
+        for key, value in states.items()
+        if value is not None and rules.layer_of(key) is None
     ]
 
 

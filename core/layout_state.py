@@ -37,6 +37,7 @@ OPTIMIZER = "optimizer"
 RNG = "rng_state"
 RERUN = "rerun_state_machine"
 CONTENT = "content_metadata"
+EXTRA_STATE = "_extra_state"
 TOP_LEVEL = (
     *("args", "checkpoint_version", "iteration", "model", "opt_param_scheduler", RNG),
     "num_floating_point_operations_so_far",

@@ -31,7 +31,7 @@ Objects: extra states per layer, and random states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.box import Shape
@@ -39,10 +39,12 @@ from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, T
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.inert import TensorLeaf, as_mapping, walk
 from core.layout_args import Facts, facts_of
-from core.layout_checks import check_complete, check_gate, check_qkv_rows, listed
+from core.layout_checks import check_complete, check_shape, extent_of, listed
+from core.layout_chunk import Chunk, chunk_of
 from core.layout_cut import parts_of
 from core.layout_rules import Rule, Rules
 from core.layout_state import (
+    EXTRA_STATE,
     OPTIMIZER,
     RNG,
     check_version,
@@ -57,14 +59,15 @@ from core.layout_state import (
 )
 from core.layout_vocab import cut_vocab, vocab_rows
 from core.placement import Piece, global_shape, replicated, split, trimmed
+from core.topology import Rank, Topology
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
     """What one rank holds of a tensor."""
 
-    tp_rank: int
-    rank: str
+    rank: Rank
+    folder: str
     array: StoredArray
 
 
@@ -78,12 +81,14 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Model:
-    """All chunks of all ranks, merged by name."""
+    """All chunks of all ranks, merged by name; ``order`` and ``module_order`` tell where names stand in the model."""
 
     tensors: dict[str, _Tensor] = field(default_factory=dict)
     extra_states: dict[str, tuple[str, object]] = field(default_factory=dict)
-    order: dict[str, None] = field(default_factory=dict)
+    order: dict[str, tuple[int, ...]] = field(default_factory=dict)
     versions: dict[str, object] = field(default_factory=dict)
+    module_order: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    expert_names: str | None = None
 
 
 def unshard_ranks(
@@ -110,31 +115,33 @@ def unshard_ranks(
     check_complete(model.tensors, facts, rules)
     common, objects = _beside(ranks, facts, dropped)
     check_version(common)
+    is_down_proj_cut = _settle_rules(model, facts)
     n_rows = _vocab_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, model=model, notes=notes)
-    tp = facts.topology.tp
+    stored = {name: _checked_shape(name, tensor, facts.topology) for name, tensor in model.tensors.items()}
+    order = sorted(model.order, key=model.order.__getitem__)
     shapes: dict[str, Shape] = {}
-    for name, tensor in model.tensors.items():
-        shape = _checked_shape(name, tensor, facts)
-        if tensor.rule.kind == "vocab":
-            shape = cut_vocab(shape, name, facts, n_rows=n_rows, target_tp=target_tp, notes=notes)
-        shapes[name] = shape
-    _check_shapes(model, facts)
+    for name in order:
+        if name in stored:
+            rule = model.tensors[name].rule
+            shapes[name] = shape = stored[name]
+            check_shape(name, shape, stored.get(name.replace("linear_fc1", "linear_fc2")), rule, facts)
+            if rule.kind == "vocab":
+                shapes[name] = cut_vocab(shape, name, facts, n_rows=n_rows, target_tp=target_tp, notes=notes)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         tensor = model.tensors.get(key)
         if tensor is None:
             return catalog.fragments(key)
-        return tuple(_fragments(key, tensor, shapes[key], tp=tp, is_gated=facts.is_gated))
+        return tuple(_fragments(key, tensor, shapes[key], facts))
 
     objects |= {name: StoredObject(name, value=value) for name, (_, value) in model.extra_states.items()}
     inside = [leaf.key for part in (common, *(item.value for item in objects.values())) for leaf in _leaves(part)]
     root = as_mapping(next(iter(ranks.values()))[1]) or {}
     first_chunk = next((value for key, value in root.items() if is_chunk(key)), None)
+    modules = sorted(model.versions, key=model.module_order.__getitem__)
     return replace(
         catalog,
-        tensors={
-            name: TensorMeta(name, tensor.held[0].array.dtype, shapes[name]) for name, tensor in model.tensors.items()
-        },
+        tensors={name: TensorMeta(name, model.tensors[name].held[0].array.dtype, shapes[name]) for name in shapes},
         objects=objects,
         hidden={key: catalog.meta(key) for key in inside},
         fragments_of=fragments_of,
@@ -147,10 +154,12 @@ def unshard_ranks(
             "topology": facts.topology,
             "common": common,
             "vocab_size": n_rows,
+            "expert_names": model.expert_names,
+            "is_down_proj_cut": is_down_proj_cut,
             "notes": [*texts_of(catalog, "notes"), *notes],
             "dropped": dropped,
-            "order": tuple(model.order),
-            "module_versions": model.versions,
+            "order": tuple(order),
+            "module_versions": {name: model.versions[name] for name in modules},
             "is_ordered": is_ordered(first_chunk),
             "top_level": tuple(dict.fromkeys("model" if is_chunk(key) else key for key in root)),
         },
@@ -178,103 +187,115 @@ def _handle_optimizer(
 
 
 def _merged(catalog: Catalog, ranks: Mapping[Coords, tuple[str, object]], facts: Facts, rules: Rules) -> _Model:
-    """All chunks under global names, in the order of the whole model."""
+    """All chunks under global names, each name with its place in the whole model."""
     topology = facts.topology
     split = facts.split(topology.pp, topology.vpp)
+    files = {topology.rank_at(coords): found for coords, found in ranks.items()}
+    _check_ranks(files, topology)
     model = _Model()
     for vp_rank in range(topology.vpp):
-        for pp_rank in range(topology.pp):
-            names: tuple[str, list[str]] | None = None
-            for tp_rank in range(topology.tp):
-                rank, root = ranks[topology.coords(tp_rank, pp_rank)]
-                container = _chunk(root, vp_rank, vpp=topology.vpp, rank=rank)
-                entries = as_mapping(container)
-                if entries is None:
-                    raise CorruptError(f"the model is a {type(container).__name__}, not a dict", rank=rank)
-                local = [str(name) for name in entries]
-                if names is None:
-                    names = (rank, local)
-                    _check_layers(local, split.counts[vp_rank][pp_rank], rules, rank=rank)
-                else:
-                    _check_names(local, names[1], rank=rank, other=names[0])
-                first = split.offset(vp_rank, pp_rank)
-                for name, leaf in entries.items():
-                    _add(
-                        model,
-                        catalog,
-                        str(name),
-                        leaf,
-                        first=first,
-                        tp_rank=tp_rank,
-                        rank=rank,
-                        facts=facts,
-                        rules=rules,
-                    )
-                for module, version in module_versions(container).items():
-                    model.versions.setdefault(_global_name(module + ".", first, rules)[:-1], version)
+        heads: dict[int, tuple[str, list[str]]] = {}
+        for rank, (folder, root) in files.items():
+            container = chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder)
+            entries = as_mapping(container)
+            if entries is None:
+                raise CorruptError(f"the model is a {type(container).__name__}, not a dict", rank=folder)
+            local = [str(name) for name in entries]
+            if rank.pp not in heads:
+                heads[rank.pp] = (folder, local)
+                _check_layers(local, split.counts[vp_rank][rank.pp], rules, rank=folder)
+            else:
+                _check_names(local, heads[rank.pp][1], rank=folder, other=heads[rank.pp][0])
+            where = (vp_rank, rank.pp)
+            chunk = Chunk(folder, rank, where, split.offset(*where), facts, rules)
+            places = chunk.places(local)
+            for name, leaf in entries.items():
+                _add(model, catalog, chunk, str(name), leaf, place=places[str(name)])
+            _add_versions(model, chunk, module_versions(container))
+    if model.expert_names == "grouped":
+        _add_expert_states(model, rules)
     return model
 
 
-def _chunk(root: object, vp_rank: int, *, vpp: int, rank: str) -> object:
-    """One model chunk of a rank; an absent one of several is an empty stage."""
-    entries = as_mapping(root) or {}
-    name = "model" if vpp == 1 else f"model{vp_rank}"
-    others = [str(key) for key in entries if is_chunk(key)]
-    if name in entries:
-        if (vpp == 1 and len(others) > 1) or (vpp > 1 and "model" in others):
-            raise CorruptError(f"there are the model chunks {', '.join(others)}, but VPP is {vpp}", rank=rank)
-        return entries[name]
-    if vpp == 1 or not others:
+def _check_ranks(files: Iterable[Rank], topology: Topology) -> None:
+    """Every shard of what is cut over TP is in some file.
+
+    Raises:
+        MissingShardError: older Megatron left out ranks whose experts another rank holds as well.
+    """
+    missing = sorted(set(range(topology.tp)) - {rank.tp for rank in files})
+    if missing:
         raise MissingShardError(
-            f"there is no entry {name!r}" + (f", only {', '.join(others)}" if others else ""),
-            rank=rank,
-            hint="is virtual_pipeline_model_parallel_size in the arguments right?" if others else None,
+            f"the shards of TP ranks {listed(missing)} are in no file: before core 0.19, Megatron did not save every "
+            f"rank of {topology}",
+            hint="save the model again with a newer Megatron-LM, or as torch_dist",
         )
-    return {}
 
 
-def _add(
-    model: _Model,
-    catalog: Catalog,
-    name: str,
-    leaf: object,
-    *,
-    first: int,
-    tp_rank: int,
-    rank: str,
-    facts: Facts,
-    rules: Rules,
-) -> None:
-    """Puts one entry of a rank's state dict where it belongs."""
-    whole = _global_name(name, first, rules)
+def _add(model: _Model, catalog: Catalog, chunk: Chunk, name: str, leaf: object, *, place: tuple[int, int]) -> None:
+    """Puts one entry of a rank's state dict where it belongs; ``place`` is that of ``Chunk.places``."""
+    expert = chunk.rules.expert_of(name)
+    if expert is not None and expert.names != model.expert_names:
+        if model.expert_names is not None:
+            raise CorruptError(f"experts are both {model.expert_names} and {expert.names}", key=name, rank=chunk.folder)
+        model.expert_names = expert.names
     if not isinstance(leaf, TensorLeaf):
-        rule = rules.rule_of(name + "." if as_mapping(leaf) else name)
-        if rule.kind != "opaque":
-            raise UnsupportedError(f"this entry is a {type(leaf).__name__}, not a tensor", key=name, rank=rank)
-        known = model.extra_states.setdefault(whole, (rank, leaf))
+        _add_state(model, chunk, name, leaf, place=place)
+        return
+    stored = catalog.fragments(leaf.key)[0].array
+    assert stored is not None
+    for number, whole, array in chunk.arrays(name, stored):
+        tensor = model.tensors.get(whole)
+        rule = tensor.rule if tensor is not None else _rule_of(whole, catalog, leaf.key, chunk.rules)
+        if rule.tied is not None and chunk.facts.is_tied:
+            tensor = model.tensors.get(rule.tied)
+            if tensor is None:
+                raise MissingShardError(
+                    f"{name} is a copy of it, but it is not there", key=rule.tied, rank=chunk.folder
+                )
+        if tensor is None:
+            tensor = model.tensors[whole] = _Tensor(rule)
+            model.order[whole] = (*chunk.where, place[0], number, place[1])
+        tensor.held.append(_Held(chunk.rank, chunk.folder, array))
+
+
+def _add_state(model: _Model, chunk: Chunk, name: str, leaf: object, *, place: tuple[int, int]) -> None:
+    """Puts an entry that is no tensor where it belongs."""
+    rule = chunk.rules.rule_of(name + "." if as_mapping(leaf) else name)
+    if rule.kind != "opaque":
+        raise UnsupportedError(f"this entry is a {type(leaf).__name__}, not a tensor", key=name, rank=chunk.folder)
+    for number, whole in chunk.global_names(name):
+        known = model.extra_states.setdefault(whole, (chunk.folder, leaf))
         if not same(known[1], leaf) or any(_leaves(leaf)):
             raise UnsupportedError(
-                f"the extra state is not the same in {known[0]} and {rank}, or holds tensors",
+                f"the extra state is not the same in {known[0]} and {chunk.folder}, or holds tensors",
                 key=whole,
-                rank=rank,
+                rank=chunk.folder,
                 hint="states of delayed FP8 scaling are not resharded; save once without FP8",
             )
-        model.order.setdefault(whole)
+        model.order.setdefault(whole, (*chunk.where, place[0], number, place[1]))
+
+
+def _add_expert_states(model: _Model, rules: Rules) -> None:
+    """Gives legacy grouped experts, which have no extra states, the empty ones that the other modules have."""
+    if not any(value is None for _, value in model.extra_states.values()):
         return
-    array = catalog.fragments(leaf.key)[0].array
-    assert array is not None
-    tensor = model.tensors.get(whole)
-    rule = tensor.rule if tensor is not None else _rule_of(name, catalog, leaf.key, rules)
-    if rule.tied is not None and facts.is_tied:
-        tied = model.tensors.get(rule.tied)
-        if tied is None:
-            raise MissingShardError(f"{name} is a copy of it, but it is not there", key=rule.tied, rank=rank)
-        tied.held.append(_Held(tp_rank, rank, array))
-        return
-    if tensor is None:
-        tensor = model.tensors[whole] = _Tensor(rule)
-        model.order.setdefault(whole)
-    tensor.held.append(_Held(tp_rank, rank, array))
+    for name in model.tensors:
+        expert = rules.expert_of(name)
+        if expert is not None:
+            state = f"{name.rpartition('.')[0]}.{EXTRA_STATE}"
+            model.extra_states[state] = ("", None)
+            model.order[state] = (*model.order[name], 1)
+
+
+def _add_versions(model: _Model, chunk: Chunk, versions: Mapping[str, object]) -> None:
+    """Puts what torch notes about the modules of a rank where it belongs."""
+    places = chunk.places([module + "." for module in versions])
+    for module, version in versions.items():
+        for number, whole in chunk.global_names(module + "."):
+            name, place = whole[:-1], places[module + "."]
+            model.versions.setdefault(name, version)
+            model.module_order.setdefault(name, (*chunk.where, place[0], number, place[1]))
 
 
 def _rule_of(name: str, catalog: Catalog, key: str, rules: Rules) -> Rule:
@@ -285,12 +306,6 @@ def _rule_of(name: str, catalog: Catalog, key: str, rules: Rules) -> Rule:
         path = key.partition(":")[2]
         shapes = [meta.shape for other, meta in catalog.tensors.items() if other.partition(":")[2] == path]
         return rules.rule_of(name, shapes=shapes)
-
-
-def _global_name(name: str, first: int, rules: Rules) -> str:
-    """A rank-local name with its layer renumbered."""
-    found = rules.layer_of(name)
-    return name if found is None else rules.layer_name(found[0] + first, found[1])
 
 
 def _check_layers(names: Sequence[str], count: int, rules: Rules, *, rank: str) -> None:
@@ -305,7 +320,7 @@ def _check_layers(names: Sequence[str], count: int, rules: Rules, *, rank: str) 
 
 
 def _check_names(names: Sequence[str], others: Sequence[str], *, rank: str, other: str) -> None:
-    """Tensor parallel ranks of one stage hold the same names."""
+    """Ranks of one stage hold the same names: experts are numbered anew in each."""
     missing, extra = sorted(set(others) - set(names)), sorted(set(names) - set(others))
     if missing:
         raise MissingShardError(f"{listed(missing)} is in {other}, but not here", rank=rank)
@@ -313,7 +328,19 @@ def _check_names(names: Sequence[str], others: Sequence[str], *, rank: str, othe
         raise MissingShardError(f"{listed(extra)} is in {rank}, but not here", rank=other)
 
 
-def _checked_shape(name: str, tensor: _Tensor, facts: Facts) -> Shape:
+def _settle_rules(model: _Model, facts: Facts) -> bool:
+    """Cuts what its rule replicates where every rank has only its share of the rows; returns whether there is such."""
+    is_cut = False
+    for tensor in model.tensors.values():
+        wanted = extent_of(tensor.rule, facts) if tensor.rule.cut_axis is None else None
+        rows = next(iter(tensor.held[0].array.shape), 0)
+        if wanted is not None and rows != wanted and rows * facts.topology.tp == wanted:
+            tensor.rule = tensor.rule.as_cut()
+            is_cut = True
+    return is_cut
+
+
+def _checked_shape(name: str, tensor: _Tensor, topology: Topology) -> Shape:
     """The global shape; every rank's must agree."""
     head = tensor.held[0]
     axis = tensor.rule.cut_axis
@@ -321,25 +348,13 @@ def _checked_shape(name: str, tensor: _Tensor, facts: Facts) -> Shape:
         if held.array.shape != head.array.shape or held.array.dtype != head.array.dtype:
             raise CorruptError(
                 f"{held.array.dtype} of shape {held.array.shape} here, {head.array.dtype} of shape "
-                f"{head.array.shape} in {head.rank}",
+                f"{head.array.shape} in {head.folder}",
                 key=name,
-                rank=held.rank,
+                rank=held.folder,
             )
     if axis is not None and axis >= len(head.array.shape):
         raise CorruptError(f"the tensor has {len(head.array.shape)} axes, but its rule cuts axis {axis}", key=name)
-    return global_shape(head.array.shape, axis, facts.topology.tp)
-
-
-def _check_shapes(model: _Model, facts: Facts) -> None:
-    """Compares the shapes with what the arguments say about gates and heads."""
-    for name, tensor in model.tensors.items():
-        shape = tensor.held[0].array.shape
-        if tensor.rule.parts == "gated" and len(shape) == 2:
-            partner = model.tensors.get(name.replace("linear_fc1", "linear_fc2"))
-            if partner is not None and len(partner.held[0].array.shape) == 2:
-                check_gate(name, shape[0], partner.held[0].array.shape[1], is_gated=facts.is_gated)
-        if tensor.rule.unit == "heads" and name.endswith("linear_qkv.weight") and len(shape) == 2:
-            check_qkv_rows(name, shape[0] * facts.topology.tp, facts)
+    return global_shape(head.array.shape, axis, topology.size_of(tensor.rule.group))
 
 
 def _vocab_rows(facts: Facts, *, given: int | None, keep_padded: bool, model: _Model, notes: list[str]) -> int | None:
@@ -352,16 +367,17 @@ def _vocab_rows(facts: Facts, *, given: int | None, keep_padded: bool, model: _M
     return vocab_rows(facts, given=given, keep_padded=keep_padded, stored=stored, notes=notes)
 
 
-def _fragments(key: str, tensor: _Tensor, shape: Shape, *, tp: int, is_gated: bool) -> Iterator[Fragment]:
+def _fragments(key: str, tensor: _Tensor, shape: Shape, facts: Facts) -> Iterator[Fragment]:
     """One fragment for every piece that a rank holds."""
-    axis = tensor.rule.cut_axis
+    axis, group = tensor.rule.cut_axis, tensor.rule.group
+    n = facts.topology.size_of(group)
     for held in tensor.held:
         if axis is None:
             pieces: list[Piece] = replicated(shape)
         else:
-            padded = global_shape(held.array.shape, axis, tp)
-            parts = parts_of(tensor.rule, padded[axis], is_gated=is_gated, key=key)
-            pieces = split(padded, axis, parts=parts, rank=held.tp_rank, n=tp)
+            padded = global_shape(held.array.shape, axis, n)
+            parts = parts_of(tensor.rule, padded[axis], is_gated=facts.is_gated, key=key)
+            pieces = split(padded, axis, parts=parts, rank=held.rank.within(group), n=n)
         for piece in pieces:
             kept = piece if axis is None else trimmed(piece, axis, shape[axis])
             if kept is not None:
@@ -373,7 +389,7 @@ def _beside(
 ) -> tuple[dict[object, object], dict[str, StoredObject]]:
     """(entries that all ranks share, random states) of the rank files."""
     topology = facts.topology
-    head_dir, head_root = ranks[topology.coords(0, 0)]
+    head_dir, head_root = next(iter(ranks.values()))
     head = as_mapping(head_root) or {}
     roots = [(rank, as_mapping(root) or {}) for rank, root in ranks.values()]
     names = dict.fromkeys(name for _, root in roots for name in root)
@@ -395,10 +411,10 @@ def _beside(
             continue
         common[name] = head[name]
     objects: dict[str, StoredObject] = {}
-    for tp_rank, pp_rank in topology.ranks():
-        coords = topology.coords(tp_rank, pp_rank)
-        root = as_mapping(ranks[coords][1]) or {}
-        if RNG in root:
-            key = rng_key(tp_rank, pp_rank, tp=topology.tp, pp=topology.pp)
-            objects[key] = StoredObject(key, value=[root[RNG]], coords=coords)
+    for coords, (_, rank_root) in ranks.items():
+        own = as_mapping(rank_root) or {}
+        if RNG in own:
+            rank = topology.rank_at(coords)
+            key = rng_key(rank.tp, rank.pp, tp=topology.tp, pp=topology.pp)
+            objects.setdefault(key, StoredObject(key, value=[own[RNG]], coords=coords))
     return common, objects

@@ -20,9 +20,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from math import lcm
 
 from core.catalog import Coords
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Coordinates of one rank of a model replica.
+
+    Args:
+        tp, pp, ep: its tensor, pipeline and expert parallel ranks.
+        etp: its rank among those that cut experts.
+    """
+
+    tp: int
+    pp: int
+    ep: int = 0
+    etp: int = 0
+
+    def within(self, group: str) -> int:
+        """Its rank in a group that cuts tensors, ``tp`` or ``etp``."""
+        return self.tp if group == "tp" else self.etp
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +89,60 @@ class Topology:
             text += f" ETP{self.etp}"
         return text
 
-    def coords(self, tp_rank: int, pp_rank: int) -> Coords:
+    def size_of(self, group: str) -> int:
+        """Number of shards of what is cut over a group, ``tp`` or ``etp``."""
+        return self.tp if group == "tp" else self.expert_tp
+
+    def coords(self, rank: Rank) -> Coords:
         """Coordinates of one rank, as stored arrays carry them."""
-        return (("tp", tp_rank), ("pp", pp_rank))
+        expert = (("ep", rank.ep),) if self.ep > 1 else ()
+        return (("tp", rank.tp), ("pp", rank.pp), *expert)
 
-    def ranks(self) -> Iterator[tuple[int, int]]:
-        """(tp_rank, pp_rank) of every rank of one model replica, in the order of Megatron's global ranks."""
+    def rank_at(self, coords: Coords) -> Rank:
+        """The rank of a file, by the coordinates that its arrays carry."""
+        found = dict(coords)
+        return Rank(found["tp"], found["pp"], found.get("ep", 0), found["tp"] % self.expert_tp)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage that hold something that no other does; more ranks repeat them."""
+        return lcm(self.tp, self.expert_tp * self.ep)
+
+    def ranks(self) -> Iterator[Rank]:
+        """Every rank of one model replica, in the order of Megatron's global ranks.
+
+        TP and EP ranks co-vary: with TP4 EP8 ETP1, TP rank 1 meets EP ranks 1 and 5 only.
+        """
         for pp_rank in range(self.pp):
-            for tp_rank in range(self.tp):
-                yield tp_rank, pp_rank
+            for q in range(self.stage_size):
+                yield self.rank_of(q, pp_rank)
+
+    def rank_of(self, q: int, pp_rank: int) -> Rank:
+        """Rank ``q`` of a pipeline stage."""
+        return Rank(q % self.tp, pp_rank, (q // self.expert_tp) % self.ep, q % self.expert_tp)
 
 
-def rank_dir(topology: Topology, *, tp_rank: int, pp_rank: int, ep_rank: int = 0) -> str:
+def check_rank_files(topology: Topology) -> None:
+    """Refuses sizes at which two ranks that hold different experts have one file.
+
+    Raises:
+        UnsupportedError: ETP does not divide TP.
+    """
+    if topology.tp % topology.expert_tp:
+        raise UnsupportedError(
+            f"ETP {topology.expert_tp} does not divide TP {topology.tp}: several ranks of Megatron write one file, "
+            "and experts are lost when it saves",
+            hint="use torch_dist for these sizes, or an ETP that divides TP",
+        )
+
+
+def rank_dir(topology: Topology, rank: Rank) -> str:
     """The name of a rank's directory."""
-    name = f"mp_rank_{tp_rank:02d}"
+    name = f"mp_rank_{rank.tp:02d}"
     if topology.pp > 1:
-        name += f"_{pp_rank:03d}"
+        name += f"_{rank.pp:03d}"
     if topology.ep > 1:
-        name += f"_{ep_rank:03d}"
+        name += f"_{rank.ep:03d}"
     return name
 
 
@@ -94,7 +150,8 @@ def rank_dirs(topology: Topology, *, world_size: int | None = None, cp: int = 1)
     """The sets of directories that a training run may have written, each name with its rank's coordinates.
 
     Without expert parallelism there is one set, the full product. With it, TP and EP ranks co-vary, and which ranks
-    write changed over time: the newest rule comes first.
+    write changed over time: the newest rule comes first, and last what ``core.layout_shard`` writes, the files that any
+    run of these sizes asks for.
 
     Args:
         topology: the run's sizes.
@@ -102,33 +159,19 @@ def rank_dirs(topology: Topology, *, world_size: int | None = None, cp: int = 1)
         cp: context parallel size.
 
     Raises:
-        UnsupportedError: two ranks would write different experts to one file (ETP > TP), or the sizes do not divide.
+        UnsupportedError: two ranks would write different experts to one file, or the sizes do not divide.
     """
+    check_rank_files(topology)
+    every = {rank_dir(topology, rank): topology.coords(rank) for rank in topology.ranks()}
     if topology.ep == 1:
-        names: dict[str, Coords] = {}
-        for tp_rank, pp_rank in topology.ranks():
-            names[rank_dir(topology, tp_rank=tp_rank, pp_rank=pp_rank)] = topology.coords(tp_rank, pp_rank)
-        return [names]
-    if topology.expert_tp > topology.tp:
-        raise UnsupportedError(
-            f"with ETP {topology.expert_tp} above TP {topology.tp}, Megatron lets several ranks write one file, "
-            "and experts are lost when it saves",
-            hint="save the model as torch_dist instead",
-        )
+        return [every]
+    n_dense, n_expert = topology.tp * cp, topology.expert_tp * topology.ep
     n_stage = _stage_ranks(topology, world_size=world_size, cp=cp)
-    newest: dict[str, Coords] = {}
-    before_0_19: dict[str, Coords] = {}
-    for pp_rank in range(topology.pp):
-        for q in range(n_stage):
-            tp_rank, ep_rank = q % topology.tp, (q // topology.expert_tp) % topology.ep
-            name = rank_dir(topology, tp_rank=tp_rank, pp_rank=pp_rank, ep_rank=ep_rank)
-            coords = (("tp", tp_rank), ("pp", pp_rank), ("ep", ep_rank))
-            is_expert_writer = q // (topology.expert_tp * topology.ep) == 0
-            if is_expert_writer:
-                before_0_19[name] = coords
-            if is_expert_writer or q // (topology.tp * cp) == 0:
-                newest[name] = coords
-    return [newest] if newest == before_0_19 else [newest, before_0_19]
+    found = []
+    for n_writers in (max(n_dense, n_expert), n_expert):  # since core 0.19, and before
+        ranks = [topology.rank_of(q, p) for p in range(topology.pp) for q in range(min(n_writers, n_stage))]
+        found.append({rank_dir(topology, rank): topology.coords(rank) for rank in ranks})
+    return [names for n, names in enumerate((*found, every)) if names not in (*found, every)[:n]]
 
 
 def _stage_ranks(topology: Topology, *, world_size: int | None, cp: int) -> int:

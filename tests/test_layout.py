@@ -31,6 +31,22 @@ RULES = load_rules()
         ("decoder.layers.0.mlp.linear_fc2.weight", "split", 1, "whole"),
         ("decoder.layers.0.mlp.linear_fc2.bias", "replicate", None, "whole"),
         ("decoder.layers.0.mlp.linear_fc2._extra_state", "opaque", None, "whole"),
+        ("decoder.layers.0.mlp.router.weight", "replicate", None, "whole"),
+        ("decoder.layers.0.mlp.router.expert_bias", "replicate", None, "whole"),
+        ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight", "split", 0, "gated"),
+        ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight", "split", 1, "whole"),
+        ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.bias", "replicate", None, "whole"),
+        ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "split", 0, "gated"),
+        ("decoder.layers.0.mlp.shared_experts.linear_fc2.weight", "split", 1, "whole"),
+        ("decoder.layers.0.mlp.shared_experts.gate_weight", "replicate", None, "whole"),
+        ("decoder.layers.0.mlp.fc1_latent_proj.weight", "replicate", None, "whole"),
+        ("decoder.layers.0.self_attention.linear_q_proj.weight", "split", 0, "whole"),
+        ("decoder.layers.0.self_attention.linear_q_down_proj.weight", "replicate", None, "whole"),
+        ("decoder.layers.0.self_attention.linear_q_up_proj.weight", "split", 0, "whole"),
+        ("decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight", "replicate", None, "whole"),
+        ("decoder.layers.0.self_attention.linear_kv_down_proj.weight", "replicate", None, "whole"),
+        ("decoder.layers.0.self_attention.linear_kv_up_proj.weight", "split", 0, "whole"),
+        ("decoder.layers.0.self_attention.kv_layernorm.weight", "replicate", None, "whole"),
         ("decoder.final_layernorm.weight", "replicate", None, "whole"),
     ],
 )
@@ -40,15 +56,41 @@ def test_rule_of_a_gpt_parameter(name: str, kind: str, axis: int | None, parts: 
 
 
 @pytest.mark.parametrize(
+    ("names", "rest", "name"),
+    [
+        ("sequential", "linear_fc1.weight", "local_experts.12.linear_fc1.weight"),
+        ("te_grouped", "linear_fc1.weight", "linear_fc1.weight12"),
+        ("te_grouped", "linear_fc2.bias", "linear_fc2.bias12"),
+        ("te_grouped", "linear_fc2._extra_state", "linear_fc2._extra_state"),
+        ("stacked", "linear_fc2._extra_state", "experts.linear_fc2._extra_state"),
+        ("single", "linear_fc2.weight", "experts.12.linear_fc2.weight"),
+    ],
+)
+def test_experts_have_the_names_of_their_implementation(names: str, rest: str, name: str) -> None:
+    expert = RULES.expert_of(f"decoder.layers.3.mlp.experts.local_experts.12.{rest}")
+    assert expert is not None and (expert.number, expert.rest, expert.names) == (12, rest, "sequential")
+    made = RULES.expert_name(expert, names=names, number=12)
+    assert made == f"decoder.layers.3.mlp.experts.{name}"
+    again = RULES.expert_of(made)
+    assert again is not None and (again.before, again.rest, again.names) == (expert.before, rest, names)
+    assert again.number == (12 if "12" in name else None)
+
+
+def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
+    first = RULES.expert_of("decoder.layers.0.mlp.experts.weight1")
+    assert first is not None and (first.number, first.rest, first.names) == (None, "linear_fc1.weight", "grouped")
+    assert RULES.expert_of("decoder.layers.0.mlp.shared_experts.linear_fc1.weight") is None
+    assert RULES.expert_of("decoder.layers.0.mlp.experts.weight3") is None
+    with pytest.raises(UnsupportedError, match="no such parameter"):
+        RULES.expert_name(first, names="grouped", number=0)
+
+
+@pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight", "mixture-of-experts"),
-        ("decoder.layers.0.mlp.experts.linear_fc2.weight12", "mixture-of-experts"),
-        ("decoder.layers.0.mlp.experts.weight1", "mixture-of-experts"),
-        ("decoder.layers.0.mlp.router.expert_bias", "mixture-of-experts"),
-        ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "mixture-of-experts"),
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight", "experts in one parameter"),
         ("mtp.layers.0.eh_proj.weight", "multi-token prediction"),
-        ("decoder.layers.0.self_attention.linear_kv_up_proj.weight", "multi-latent attention"),
+        ("decoder.layers.0.self_attention.linear_qkv_down_proj.weight", "multi-latent attention with a fused"),
         ("decoder.layers.0.mixer.in_proj.weight", "Mamba"),
         ("encoder.layers.0.input_layernorm.weight", "BERT and T5"),
         ("decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight", "LoRA"),
@@ -98,7 +140,9 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
         ("[[rule]]\npattern = 'a'\nrule = 'split'\n", "needs an axis"),
         ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = -1\n", "needs an axis"),
         ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = 0\nparts = 'three'\n", "parts 'three'"),
-        ("[[rule]]\npattern = 'a'\nrule = 'expert'\n", "expert parallel"),
+        ("[[rule]]\npattern = 'a'\nrule = 'expert'\n", "rule 'expert'"),
+        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ngroup = 'ep'\n", "group 'ep'; it is one of tp, etp"),
+        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nextent = 'rows'\n", "no list of argument names"),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ncolour = 1\n", "unknown fields: colour"),
         ("[[stage]]\npattern = 'a'\nstage = 'middle'\n", "needs a pattern and a stage"),
         ("[rule]\npattern = 'a'\n", "not a list of tables"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
-from core.topology import Topology, matched_dirs, rank_dirs, split_layers
+from core.topology import Topology, matched_dirs, rank_dir, rank_dirs, split_layers
 
 
 def names(topology: Topology, **options: int) -> list[list[str]]:
@@ -34,6 +34,14 @@ def test_one_name_is_a_pipeline_stage_or_an_expert_rank_by_the_sizes() -> None:
         (Topology(tp=4, ep=8, etp=1), 8, [[f"{q % 4:02d}_{q:03d}" for q in (0, 4, 1, 5, 2, 6, 3, 7)]]),
         (Topology(tp=4, ep=2, etp=1), 8, [["00_000", "01_001", "02_000", "03_001"], ["00_000", "01_001"]]),
         (Topology(tp=2, ep=2, etp=1), 2, [["00_000", "01_001"]]),
+        (
+            Topology(tp=4, ep=3, etp=2),
+            12,
+            [
+                ["00_000", "01_000", "02_001", "03_001", "00_002", "01_002"],
+                [f"{t:02d}_{e:03d}" for t in range(4) for e in range(3)],
+            ],
+        ),
         (Topology(tp=1, pp=2, ep=2, etp=1), 4, [["00_000_000", "00_000_001", "00_001_000", "00_001_001"]]),
     ],
 )
@@ -42,10 +50,33 @@ def test_expert_ranks_covary_with_tensor_ranks(topology: Topology, world_size: i
     assert names(topology, world_size=world_size) == wanted
 
 
-@pytest.mark.parametrize(("topology", "world_size"), [(Topology(ep=2, etp=2), 4), (Topology(tp=2, ep=2, etp=4), 8)])
+@pytest.mark.parametrize(
+    ("topology", "world_size"),
+    [
+        (Topology(ep=2, etp=2), 4),
+        (Topology(tp=2, ep=2, etp=4), 8),
+        (Topology(etp=2), 2),
+        (Topology(tp=3, ep=2, etp=2), 12),
+    ],
+)
 def test_expert_shards_that_overwrote_each_other_are_refused(topology: Topology, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="ETP"):
         rank_dirs(topology, world_size=world_size)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("ep", [1, 2, 3, 8])
+@pytest.mark.parametrize("etp", [None, 1, 2])
+def test_every_rank_has_a_file_of_its_own_with_all_shards(tp: int, ep: int, etp: int | None) -> None:
+    topology = Topology(tp=tp, pp=2, ep=ep, etp=etp if etp is None else min(etp, tp))
+    ranks = list(topology.ranks())
+    assert len({rank_dir(topology, rank) for rank in ranks}) == len(ranks) == 2 * topology.stage_size
+    assert [topology.rank_at(topology.coords(rank)) for rank in ranks] == ranks
+    assert {(rank.pp, rank.tp) for rank in ranks} == {(p, t) for p in range(2) for t in range(tp)}
+    assert {(rank.ep, rank.etp) for rank in ranks} == {(e, t) for e in range(ep) for t in range(topology.expert_tp)}
+    for rank in ranks:
+        assert (rank.within("tp"), rank.within("etp")) == (rank.tp, rank.etp)
+    assert (topology.size_of("tp"), topology.size_of("etp")) == (tp, topology.expert_tp)
 
 
 def test_missing_and_unexpected_directories_are_listed() -> None:

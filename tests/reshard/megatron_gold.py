@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -25,19 +26,27 @@ DENSE = {
     "dense_gelu": ("tp1_pp1", "tp1_pp2", "tp2_pp1", "tp2_pp2", "tp4_pp1"),
 }
 VIRTUAL = ("tp1_pp2_vpp2", "tp2_pp2_vpp2")
-VOCAB = {"dense_gqa": 300, "dense_gelu": 600}
+EXPERTS = {
+    "moe_seq": (
+        *("tp1_pp1", "tp1_pp1_ep2", "tp1_pp1_ep4", "tp1_pp2_ep2"),
+        *("tp2_pp1", "tp2_pp1_ep2", "tp2_pp1_ep2_etp1"),
+    ),
+}
+GROUPED = ("tp1_pp1", "tp2_pp1_ep2")
+"""Layouts of moe_grouped: the weights of moe_seq as legacy grouped experts."""
+VOCAB = {"dense_gqa": 300, "dense_gelu": 600, "moe_seq": 256}
 
 
 def topology(case: str) -> Topology:
     """The sizes that a case's name states."""
-    sizes = {part.rstrip("0123456789"): int(part[len(part.rstrip("0123456789")) :]) for part in case.split("_")[:3]}
-    return Topology(tp=sizes["tp"], pp=sizes["pp"], vpp=sizes.get("vpp", 1))
+    return Topology(**{name: int(size) for name, size in re.findall(r"(?:^|_)(tp|pp|vpp|ep|etp)(\d+)", case)})
 
 
 @cache
 def rank_files(golden: Path, model: str, case: str) -> tuple[LocalStore, Catalog]:
     """Store and rank catalog of a case."""
-    store = LocalStore(golden / "mcore_legacy" / model / case / "iter_0000010")
+    family = "mcore0121_legacy" if model == "moe_grouped" else "mcore_legacy"
+    store = LocalStore(golden / family / model / case / "iter_0000010")
     return store, megatron.read(store)
 
 
@@ -83,7 +92,8 @@ def _bytes(tensor: object) -> Bytes:
 def fused(name: str) -> str:
     """A global name as the oracle has it."""
     layer = RULES.layer_of(name)
-    return name if layer is None else RULES.layer_name(layer[0], RULES.fused(layer[1]))
+    whole = name if layer is None else RULES.layer_name(layer[0], RULES.fused(layer[1]))
+    return whole.replace(".local_experts.", ".")
 
 
 def filled(target: Catalog, source: Catalog, store: LocalStore) -> dict[str, Bytes]:

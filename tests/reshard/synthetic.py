@@ -130,18 +130,18 @@ class Model:
     def files(self, topology: Topology) -> dict[str, Arrays]:
         """Rank directory → name in the file → array."""
         found: dict[str, Arrays] = {}
-        for tp_rank, pp_rank in topology.ranks():
-            rank: Arrays = {}
+        for rank in topology.ranks():
+            held: Arrays = {}
             for name, array in self.tensors().items():
                 stage, local = self.stage(name, topology.pp)
-                if stage == pp_rank:
-                    rank[local] = self.local(name, array, tp_rank=tp_rank, tp=topology.tp)
+                if stage == rank.pp:
+                    held[local] = self.local(name, array, tp_rank=rank.tp, tp=topology.tp)
                     if self.is_fused and local.endswith(("linear_fc1.weight", "linear_qkv.bias")):
-                        rank[local.rpartition(".")[0] + "._extra_state"] = np.arange(7, dtype=np.uint8)
-            if self.is_tied and topology.pp > 1 and pp_rank == topology.pp - 1:
+                        held[local.rpartition(".")[0] + "._extra_state"] = np.arange(7, dtype=np.uint8)
+            if self.is_tied and topology.pp > 1 and rank.pp == topology.pp - 1:
                 name = "embedding.word_embeddings.weight"
-                rank["output_layer.weight"] = self.local(name, self.tensors()[name], tp_rank=tp_rank, tp=topology.tp)
-            found[rank_dir(topology, tp_rank=tp_rank, pp_rank=pp_rank)] = rank
+                held["output_layer.weight"] = self.local(name, self.tensors()[name], tp_rank=rank.tp, tp=topology.tp)
+            found[rank_dir(topology, rank)] = held
         return found
 
     def catalog(
@@ -153,9 +153,9 @@ class Model:
         arrays: dict[str, StoredArray] = {}
         ranks = {}
         args = namespace(self.args(topology))
-        for tp_rank, pp_rank in topology.ranks():
-            coords = topology.coords(tp_rank, pp_rank)
-            folder = rank_dir(topology, tp_rank=tp_rank, pp_rank=pp_rank)
+        for rank in topology.ranks():
+            coords = topology.coords(rank)
+            folder = rank_dir(topology, rank)
             entries: dict[object, object] = {}
             for name, array in files[folder].items():
                 key = f"{folder}:model.{name}"

@@ -235,10 +235,8 @@ def test_entries_that_differ_between_ranks_are_left_out_with_a_note() -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"num_experts": 8}, "mixture-of-experts"),
         ({"pipeline_model_parallel_layout": "E|t|t|L"}, "pipeline layout strings"),
         ({"mtp_num_layers": 1}, "multi-token prediction"),
-        ({"multi_latent_attention": True}, "multi-latent attention"),
         ({"hybrid_layer_pattern": "M*-"}, "hybrid"),
         ({"expert_model_parallel_size": 2}, "EP 2"),
         ({"num_layers": None}, "do not say num_layers"),

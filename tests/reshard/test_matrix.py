@@ -1,30 +1,28 @@
-"""Every dense golden checkpoint, resharded to every other layout, equals what Megatron itself saved there."""
+"""Every golden checkpoint of Megatron, resharded to every other layout, equals what Megatron itself saved there."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from core.convert import Job, TopologyChange, run
+from core.open import open_checkpoint
+from tests.materialize import tensor_bytes
 from tests.rank_files import MODEL_FILE, assert_same_weights, load_rank_file, rank_dirs
 
+_DENSE = ("tp1_pp1", "tp1_pp2", "tp2_pp1", "tp2_pp2", "tp4_pp1")
 _LAYOUTS = {
-    "dense_gqa": {
-        "tp1_pp1": (1, 1),
-        "tp1_pp2": (1, 2),
-        "tp2_pp1": (2, 1),
-        "tp2_pp2": (2, 2),
-        "tp4_pp1": (4, 1),
-    },
-    "dense_gelu": {"tp1_pp1": (1, 1), "tp1_pp2": (1, 2), "tp2_pp1": (2, 1), "tp2_pp2": (2, 2), "tp4_pp1": (4, 1)},
+    "dense_gqa": (*_DENSE, "tp1_pp2_vpp2", "tp2_pp2_vpp2"),
+    "dense_gelu": _DENSE,
+    "moe_seq": (
+        *("tp1_pp1", "tp1_pp1_ep2", "tp1_pp1_ep4", "tp1_pp2_ep2"),
+        *("tp2_pp1", "tp2_pp1_ep2", "tp2_pp1_ep2_etp1"),
+    ),
 }
 _SOURCES = [
-    (
-        "mcore_legacy",
-        "dense_gqa",
-        [*_LAYOUTS["dense_gqa"], "tp1_pp2_vpp2", "tp2_pp2_vpp2", "tp2_pp2_optim", "tp1_pp1_dp2_distopt"],
-    ),
+    ("mcore_legacy", "dense_gqa", [*_LAYOUTS["dense_gqa"], "tp2_pp2_optim", "tp1_pp1_dp2_distopt"]),
     ("mcore_legacy", "dense_gelu", list(_LAYOUTS["dense_gelu"])),
     ("mcore_torch_dist", "dense_gqa", ["tp1_pp1", "tp2_pp2", "tp2_pp2_vpp2", "tp4_pp1", "tp2_pp2_optim"]),
     ("mcore_torch_dist", "dense_gelu", ["tp1_pp1", "tp2_pp2"]),
@@ -32,18 +30,28 @@ _SOURCES = [
     ("mcore0161_torch_dist", "dense_gelu", ["tp2_pp2"]),
     ("mcore0121_torch_dist", "dense_gqa", ["tp2_pp2", "tp2_pp1_dp2_distopt_fully_sharded_model_space"]),
     ("mcore0121_torch_dist", "dense_gelu", ["tp2_pp2"]),
+    ("mcore_legacy", "moe_seq", list(_LAYOUTS["moe_seq"])),
+    ("mcore0121_legacy", "moe_grouped", ["tp1_pp1", "tp2_pp1_ep2"]),
+    ("mcore_torch_dist", "moe_seq", ["tp1_pp1", "tp2_pp2_ep2"]),
+    ("mcore0121_torch_dist", "moe_seq", ["tp2_pp2_ep2"]),
 ]
 _CASES = [
     (family, model, source, target)
     for family, model, sources in _SOURCES
     for source in sources
-    for target in _LAYOUTS[model]
+    for target in _LAYOUTS[model.replace("grouped", "seq")]
 ]
 
 
-def reshard(src: Path, dst: Path, *, tp: int, pp: int, to: str | None = None) -> None:
+def sizes(case: str) -> dict[str, int]:
+    """The sizes of a layout by its name, those that it does not name at 1, and ETP at TP."""
+    found = {name: int(size) for name, size in re.findall(r"(?:^|_)(tp|pp|vpp|ep|etp)(\d+)", case)}
+    return {"vpp": 1, "ep": 1, "etp": found["tp"], **found}
+
+
+def reshard(src: Path, dst: Path, to: str | None = None, **size: int) -> None:
     """Weights only, to another layout."""
-    change = TopologyChange(tp=tp, pp=pp, vpp=1)
+    change = TopologyChange(**{"vpp": 1, **size})
     run(Job(src=src, dst=dst, to=to, topology=change, keeps_layout=True, optim="drop", fsync=False))
 
 
@@ -51,12 +59,45 @@ def reshard(src: Path, dst: Path, *, tp: int, pp: int, to: str | None = None) ->
 def test_resharded_files_equal_those_that_megatron_saved(
     golden: Path, tmp_path: Path, family: str, model: str, source: str, target: str
 ) -> None:
-    tp, pp = _LAYOUTS[model][target]
-    reshard(golden / family / model / source, tmp_path / "out", tp=tp, pp=pp, to="megatron")
-    assert_same_weights(tmp_path / "out", golden / "mcore_legacy" / model / target)
+    wanted = sizes(target)
+    if "moe" not in model:
+        del wanted["ep"], wanted["etp"]
+    reshard(golden / family / model / source, tmp_path / "out", "megatron", **wanted)
+    assert_same_weights(tmp_path / "out", golden / "mcore_legacy" / model.replace("grouped", "seq") / target)
 
 
-@pytest.mark.parametrize("model", list(_LAYOUTS))
+def test_experts_there_and_back_give_the_first_files_again(golden: Path, tmp_path: Path) -> None:
+    first = golden / "mcore_legacy" / "moe_seq" / "tp2_pp1_ep2_etp1"
+    reshard(first, tmp_path / "a", tp=1, pp=2, ep=4, etp=1)
+    reshard(tmp_path / "a", tmp_path / "b", "torch_dist", tp=4, pp=4, vpp=1, ep=1, etp=2)
+    reshard(tmp_path / "b", tmp_path / "c", "megatron", tp=2, pp=2, vpp=2, ep=1, etp=2)
+    reshard(tmp_path / "c", tmp_path / "d", tp=2, pp=1, ep=2, etp=1)
+    assert_same_weights(tmp_path / "d", first)
+
+
+def test_resharded_experts_equal_megatrons_own_torch_dist(golden: Path, tmp_path: Path) -> None:
+    wanted = golden / "mcore_torch_dist" / "moe_seq" / "tp2_pp2_ep2"
+    for family, model, source in (
+        ("mcore_legacy", "moe_seq", "tp1_pp1_ep4"),
+        ("mcore_legacy", "moe_seq", "tp2_pp1_ep2_etp1"),
+        ("mcore0121_legacy", "moe_grouped", "tp2_pp1_ep2"),
+        ("mcore_torch_dist", "moe_seq", "tp1_pp1"),
+    ):
+        made = tmp_path / f"{model}-{source}"
+        reshard(golden / family / model / source, made, "torch_dist", tp=2, pp=2, vpp=1, ep=2, etp=2)
+        ours, theirs = open_checkpoint(made), open_checkpoint(wanted)
+        assert dict(ours.catalog.tensors) == dict(theirs.catalog.tensors)
+        for key in theirs.catalog.tensors:
+            assert {piece.box for piece in ours.catalog.fragments(key)} == {
+                piece.box for piece in theirs.catalog.fragments(key)
+            }
+            found, expected = (tensor_bytes(one.catalog, one.store, key) for one in (ours, theirs))
+            assert (found == expected).all(), key
+        ours.store.close()
+        theirs.store.close()
+
+
+@pytest.mark.parametrize("model", ["dense_gqa", "dense_gelu"])
 def test_there_and_back_gives_the_first_files_again(golden: Path, tmp_path: Path, model: str) -> None:
     first = golden / "mcore_legacy" / model / "tp2_pp2"
     reshard(first, tmp_path / "a", tp=4, pp=1)
@@ -65,11 +106,11 @@ def test_there_and_back_gives_the_first_files_again(golden: Path, tmp_path: Path
     assert_same_weights(tmp_path / "c", first)
 
 
-@pytest.mark.parametrize("model", list(_LAYOUTS))
+@pytest.mark.parametrize("model", ["dense_gqa", "dense_gelu"])
 def test_a_detour_through_torch_dist_changes_nothing(golden: Path, tmp_path: Path, model: str) -> None:
     first = golden / "mcore_legacy" / model / "tp4_pp1"
     run(Job(src=first, dst=tmp_path / "dist", to="torch_dist", fsync=False))
-    reshard(tmp_path / "dist", tmp_path / "b", tp=1, pp=2, to="megatron")
+    reshard(tmp_path / "dist", tmp_path / "b", to="megatron", tp=1, pp=2)
     assert_same_weights(tmp_path / "b", golden / "mcore_legacy" / model / "tp1_pp2")
 
 

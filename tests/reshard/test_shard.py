@@ -17,6 +17,8 @@ from core.topology import Topology
 from tests.materialize import write_files
 from tests.reshard.megatron_gold import (
     DENSE,
+    EXPERTS,
+    GROUPED,
     RULES,
     VIRTUAL,
     dist_files,
@@ -27,15 +29,16 @@ from tests.reshard.megatron_gold import (
     topology,
 )
 
-PAIRS = [(model, a, b) for model, cases in DENSE.items() for a in cases for b in cases]
-PAIRS += [("dense_gqa", a, b) for a in VIRTUAL for b in DENSE["dense_gqa"]]
+PAIRS = [(model, a, b) for model, cases in (DENSE | EXPERTS).items() for a in cases for b in cases]
+PAIRS += [("dense_gqa", a, b) for a in VIRTUAL for b in (*DENSE["dense_gqa"], *VIRTUAL)]
+PAIRS += [("dense_gqa", a, b) for a in DENSE["dense_gqa"] for b in VIRTUAL]
 RUN_FIELDS = {"save", "no_save_optim", "lr_decay_iters"}
 """Arguments that tell where a run saved, not what."""
 
 
 def model_arrays(catalog: object) -> dict[str, object]:
     assert isinstance(catalog, dict)
-    return {name: data for name, data in catalog.items() if ":model." in name}
+    return {name: data for name, data in catalog.items() if ":model" in name}
 
 
 @pytest.mark.parametrize(("model", "a", "b"), PAIRS)
@@ -61,14 +64,15 @@ def test_files_have_the_entries_of_those_that_megatron_saved(golden: Path, model
         coords: folder for coords, (folder, _) in wanted.items()
     }
     same_grid = topology(a).tp == topology(b).tp and topology(a).pp == topology(b).pp
+    keeps_rng = same_grid and topology(a).ep == topology(b).ep == 1
     for coords in made:
         ours, theirs = as_mapping(made[coords][1]), as_mapping(wanted[coords][1])
         assert ours is not None and theirs is not None
-        assert list(ours) == [name for name in theirs if same_grid or name != "rng_state"]
-        assert list(as_mapping(ours["model"]) or {}) == list(as_mapping(theirs["model"]) or {})
-        assert same(attributes(ours["model"]), attributes(theirs["model"]))
+        assert list(ours) == [name for name in theirs if keeps_rng or name != "rng_state"]
         for name in ours:
-            if name == "model":
+            if str(name).startswith("model"):
+                assert list(as_mapping(ours[name]) or {}) == list(as_mapping(theirs[name]) or {})
+                assert same(attributes(ours[name]), attributes(theirs[name]))
                 assert same(ours[name], theirs[name])
             elif name != "args" and name != "rng_state":
                 assert same(ours[name], theirs[name]), name
@@ -93,6 +97,11 @@ def test_arguments_equal_those_of_megatron(golden: Path, model: str, a: str, b: 
         ("mcore_torch_dist", "dense_gelu", "tp1_pp1", "tp4_pp1"),
         ("mcore0161_torch_dist", "dense_gelu", "tp2_pp2", "tp1_pp1"),
         ("mcore0121_torch_dist", "dense_gqa", "tp2_pp2", "tp1_pp2"),
+        ("mcore_torch_dist", "dense_gqa", "tp1_pp1", "tp2_pp2_vpp2"),
+        ("mcore_torch_dist", "moe_seq", "tp1_pp1", "tp2_pp1_ep2_etp1"),
+        ("mcore_torch_dist", "moe_seq", "tp2_pp2_ep2", "tp1_pp2_ep2"),
+        ("mcore_torch_dist", "moe_seq", "tp2_pp2_ep2", "tp1_pp1_ep4"),
+        ("mcore0121_torch_dist", "moe_seq", "tp2_pp2_ep2", "tp2_pp1"),
     ],
 )
 def test_torch_dist_gives_the_rank_files_that_megatron_saved(
@@ -110,10 +119,44 @@ def test_torch_dist_gives_the_rank_files_that_megatron_saved(
     assert isinstance(ours, dict) and isinstance(theirs, dict)
     for coords in ours:
         a_root, b_root = as_mapping(ours[coords][1]) or {}, as_mapping(theirs[coords][1]) or {}
-        a_model, b_model = as_mapping(a_root["model"]) or {}, as_mapping(b_root["model"]) or {}
-        assert list(a_model) == list(b_model)
+        for chunk in (name for name in b_root if str(name).startswith("model")):
+            assert list(as_mapping(a_root[chunk]) or {}) == list(as_mapping(b_root[chunk]) or {})
         assert [name for name in b_root if name not in a_root] == ([] if "rng_state" in a_root else ["rng_state"])
         assert ("rng_state" in a_root) == (topology(case).tp == topology(b).tp and topology(case).pp == topology(b).pp)
+
+
+@pytest.mark.parametrize("a", GROUPED)
+@pytest.mark.parametrize("b", EXPERTS["moe_seq"])
+def test_grouped_experts_become_the_single_ones_that_megatron_saved(golden: Path, a: str, b: str) -> None:
+    store, source = global_form(golden, "moe_grouped", a)
+    target = shard(source, topology(b), rules=RULES)
+    made = model_arrays(filled(target, source, store))
+    wanted_store, wanted = rank_files(golden, "moe_seq", b)
+    expected = model_arrays(stored(wanted, wanted_store))
+    assert set(made) == set(expected)
+    assert all((made[name] == data).all() for name, data in expected.items())  # type: ignore[attr-defined]
+    ours, theirs = target.attrs["ranks"], wanted.attrs["ranks"]
+    assert isinstance(ours, dict) and isinstance(theirs, dict)
+    for coords in theirs:
+        a_model, b_model = ((as_mapping(ranks[coords][1]) or {})["model"] for ranks in (ours, theirs))
+        assert list(as_mapping(a_model) or {}) == list(as_mapping(b_model) or {})
+    assert fields_of(target.attrs["args"])["moe_grouped_gemm"] is False
+    assert any("grouped kind become single ones" in note for note in target.attrs["notes"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "what"),
+    [
+        (Topology(ep=3), r"4 experts do not divide over EP 3.*EP sizes that do: 1, 2, 4$"),
+        (Topology(etp=2), r"ETP 2 does not divide TP 1: several ranks of Megatron write one file"),
+        (Topology(tp=2, ep=2, etp=4), r"ETP 4 does not divide TP 2"),
+        (Topology(tp=3), r"4 attention heads do not divide over TP 3"),
+    ],
+)
+def test_sizes_that_experts_cannot_have_are_refused(golden: Path, wanted: Topology, what: str) -> None:
+    _, source = global_form(golden, "moe_seq", "tp2_pp1_ep2")
+    with pytest.raises(UnsupportedError, match=what):
+        shard(source, wanted, rules=RULES)
 
 
 def test_random_states_stay_with_their_ranks_if_the_grid_stays(golden: Path) -> None:
@@ -173,8 +216,10 @@ def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
         (Topology(tp=3), r"8 attention heads do not divide over TP 3"),
         (Topology(tp=16), r"TP sizes that work: 1, 2, 4, 8$"),
         (Topology(pp=3), r"4 layers do not divide over 3 pipeline stages.*PP sizes that do: 1, 2, 4"),
-        (Topology(pp=2, vpp=2), r"VPP 2.*--vpp-new 1"),
-        (Topology(ep=2), r"expert parallel"),
+        (Topology(pp=2, vpp=4), r"2 layers of pipeline stage 0 do not divide over 4 model chunks"),
+        (Topology(vpp=2), r"several model chunks a stage \(VPP 2\) need more than one pipeline stage"),
+        (Topology(ep=2), r"no experts .* expert parallel"),
+        (Topology(tp=2, etp=1), r"no experts .*TP2 PP1 ETP1.*--etp-new"),
     ],
 )
 def test_sizes_that_do_not_work_are_refused_with_those_that_do(golden: Path, wanted: Topology, what: str) -> None:

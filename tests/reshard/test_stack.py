@@ -21,11 +21,17 @@ CASES = [
     ("mcore0161_torch_dist", "dense_gqa", "tp2_pp2"),
     ("mcore0161_torch_dist", "dense_gelu", "tp2_pp2"),
     ("mcore0121_torch_dist", "dense_gqa", "tp2_pp2"),
+    ("mcore_torch_dist", "moe_seq", "tp1_pp1"),
+    ("mcore_torch_dist", "moe_seq", "tp2_pp2_ep2"),
+    ("mcore0121_torch_dist", "moe_seq", "tp2_pp2_ep2"),
 ]
+ORIGINS = {"dense_gqa": ("tp1_pp2", "tp4_pp1"), "dense_gelu": ("tp1_pp2", "tp4_pp1")}
+ORIGINS |= {"moe_seq": ("tp1_pp1_ep4", "tp2_pp1_ep2_etp1")}
 
 
-@pytest.mark.parametrize(("family", "model", "case"), CASES)
-@pytest.mark.parametrize("origin", ["tp1_pp2", "tp4_pp1"])
+@pytest.mark.parametrize(
+    ("family", "model", "case", "origin"), [(*case, origin) for case in CASES for origin in ORIGINS[case[1]]]
+)
 def test_keys_shapes_and_chunks_are_megatrons(golden: Path, family: str, model: str, case: str, origin: str) -> None:
     _, source = global_form(golden, model, origin)
     target = stack(source, topology(case), rules=RULES).target
@@ -44,7 +50,10 @@ def test_chunks_go_to_the_files_of_the_ranks_that_write_them(golden: Path, famil
     _, source = global_form(golden, model, "tp1_pp1")
     target = stack(source, topology(case), rules=RULES).target
     _, wanted = dist_files(golden, family, model, case)
-    for key in target.tensors:
+    keys = list(target.tensors)
+    if topology(case).ep > 1 and family == "mcore_torch_dist":  # there, what data parallel ranks share is distributed
+        keys = [key for key in keys if ".experts." in key]
+    for key in keys:
         theirs = {}
         for fragment in wanted.fragments(key):
             assert fragment.array is not None and fragment.array.extent is not None
@@ -57,7 +66,11 @@ def test_chunks_go_to_the_files_of_the_ranks_that_write_them(golden: Path, famil
 
 @pytest.mark.parametrize(
     ("model", "case", "family"),
-    [("dense_gqa", "tp2_pp2", "mcore_torch_dist"), ("dense_gelu", "tp2_pp2", "mcore0161_torch_dist")],
+    [
+        ("dense_gqa", "tp2_pp2", "mcore_torch_dist"),
+        ("dense_gelu", "tp2_pp2", "mcore0161_torch_dist"),
+        ("moe_seq", "tp1_pp1", "mcore_torch_dist"),
+    ],
 )
 def test_objects_are_megatrons(golden: Path, model: str, case: str, family: str) -> None:
     _, source = global_form(golden, model, case)
@@ -75,13 +88,21 @@ def test_objects_are_megatrons(golden: Path, model: str, case: str, family: str)
 
 
 @pytest.mark.parametrize(
-    ("model", "a", "b"), [("dense_gqa", "tp4_pp1", "tp2_pp2"), ("dense_gelu", "tp1_pp2", "tp2_pp2")]
+    ("model", "a", "b"),
+    [
+        ("dense_gqa", "tp4_pp1", "tp2_pp2"),
+        ("dense_gelu", "tp1_pp2", "tp2_pp2"),
+        ("moe_seq", "tp1_pp1", "tp2_pp2_ep2"),
+        ("moe_seq", "tp2_pp1_ep2_etp1", "tp2_pp2_ep2"),
+        ("moe_seq", "tp1_pp1_ep4", "tp1_pp1"),
+        ("moe_grouped", "tp2_pp1_ep2", "tp2_pp2_ep2"),
+    ],
 )
 def test_chunks_hold_what_megatron_saved(golden: Path, model: str, a: str, b: str) -> None:
     store, origin = global_form(golden, model, a)
     stacked = stack(origin, topology(b), rules=RULES)
     arrays = filled(stacked.target, stacked.source, store)
-    wanted_store, wanted = dist_files(golden, "mcore_torch_dist", model, b)
+    wanted_store, wanted = dist_files(golden, "mcore_torch_dist", model.replace("grouped", "seq"), b)
     for key in stacked.target.tensors:
         whole = tensor_bytes(wanted, wanted_store, key)
         for fragment in stacked.target.fragments(key):

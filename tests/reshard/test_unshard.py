@@ -12,6 +12,8 @@ from core.layout import unshard
 from tests.materialize import tensor_bytes
 from tests.reshard.megatron_gold import (
     DENSE,
+    EXPERTS,
+    GROUPED,
     RULES,
     VIRTUAL,
     VOCAB,
@@ -24,7 +26,8 @@ from tests.reshard.megatron_gold import (
     topology,
 )
 
-CASES = [(model, case) for model, cases in DENSE.items() for case in cases] + [("dense_gqa", case) for case in VIRTUAL]
+CASES = [(model, case) for model, cases in (DENSE | EXPERTS).items() for case in cases]
+CASES += [("dense_gqa", case) for case in VIRTUAL]
 WITH_OPTIMIZER = ("tp1_pp1_optim", "tp2_pp2_optim", "tp4_pp1_optim", "tp1_pp1_dp2_distopt", "tp2_pp1_dp2_distopt")
 DIST = [
     ("mcore_torch_dist", "dense_gqa", "tp1_pp1"),
@@ -38,6 +41,9 @@ DIST = [
     ("mcore0161_torch_dist", "dense_gelu", "tp2_pp2"),
     ("mcore0121_torch_dist", "dense_gqa", "tp2_pp2"),
     ("mcore0121_torch_dist", "dense_gelu", "tp2_pp2"),
+    ("mcore_torch_dist", "moe_seq", "tp1_pp1"),
+    ("mcore_torch_dist", "moe_seq", "tp2_pp2_ep2"),
+    ("mcore0121_torch_dist", "moe_seq", "tp2_pp2_ep2"),
 ]
 
 
@@ -88,7 +94,10 @@ def test_stacked_keys_give_the_same_global_tensors(golden: Path, family: str, mo
         assert (tensor_bytes(found, store, key) == true[fused(key)]).all(), key
 
 
-@pytest.mark.parametrize(("model", "case"), [("dense_gqa", "tp4_pp1"), ("dense_gelu", "tp2_pp2")])
+@pytest.mark.parametrize(
+    ("model", "case"),
+    [("dense_gqa", "tp4_pp1"), ("dense_gelu", "tp2_pp2"), *((name, c) for name in EXPERTS for c in EXPERTS[name])],
+)
 def test_order_and_facts_are_kept(golden: Path, model: str, case: str) -> None:
     _, catalog = global_form(golden, model, case)
     _, single = global_form(golden, model, "tp1_pp1")
@@ -177,14 +186,32 @@ def test_an_optimizer_in_torch_dist_is_refused_or_left_out(golden: Path, family:
     assert not any("optim" in key for key in (*found.objects, *found.hidden))
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["tp1_pp1", "tp1_pp1_ep2", "tp1_pp1_ep4", "tp1_pp2_ep2", "tp2_pp1", "tp2_pp1_ep2", "tp2_pp1_ep2_etp1"],
-)
-def test_experts_are_refused(golden: Path, case: str) -> None:
-    _, catalog = rank_files(golden, "moe_seq", case)
-    with pytest.raises(UnsupportedError, match="mixture-of-experts"):
-        unshard(catalog, rules=RULES)
+@pytest.mark.parametrize("case", GROUPED)
+def test_grouped_experts_are_views_of_their_parameter(golden: Path, case: str) -> None:
+    store, catalog = global_form(golden, "moe_grouped", case)
+    _, single = global_form(golden, "moe_seq", "tp1_pp1")
+    assert catalog.attrs["expert_names"] == "grouped"
+    assert single.attrs["expert_names"] == "sequential"
+    assert catalog.attrs["order"] == single.attrs["order"]
+    true = oracle(golden, "moe_seq")
+    for key in catalog.tensors:
+        assert (tensor_bytes(catalog, store, key) == true[fused(key)]).all(), key
+    (first, *_) = catalog.fragments("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight")
+    assert first.array is not None and first.array.extent is not None
+    assert first.array.name == "mp_rank_00" + ("_000" if "ep" in case else "") + (
+        ":model.decoder.layers.0.mlp.experts.weight1[1]"
+    )
+    rows = 64 // topology(case).tp
+    assert (first.array.shape, first.array.extent.strides, first.array.extent.crc) == ((rows, 32), (1, rows), None)
+
+
+def test_what_every_expert_rank_repeats_is_a_replica(golden: Path) -> None:
+    _, catalog = global_form(golden, "moe_seq", "tp2_pp1_ep2_etp1")
+    assert len(catalog.fragments("decoder.layers.3.mlp.router.weight")) == 2
+    assert len(catalog.fragments("decoder.layers.3.self_attention.linear_qkv.weight")) == 2
+    for expert, folder in ((0, "mp_rank_00_000"), (3, "mp_rank_01_001")):
+        (fragment,) = catalog.fragments(f"decoder.layers.3.mlp.experts.local_experts.{expert}.linear_fc2.weight")
+        assert fragment.array is not None and fragment.array.name.startswith(folder + ":")
 
 
 def test_one_rank_of_many_is_refused(golden: Path) -> None:

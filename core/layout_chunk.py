@@ -1,0 +1,114 @@
+"""A model chunk of one rank: which entries it has, and what they are called in the whole model.
+
+Layers are numbered anew in every chunk, experts in every expert parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.catalog import StoredArray
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.inert import as_mapping
+from core.layout_args import Facts
+from core.layout_experts import unpacked
+from core.layout_rules import Rules
+from core.layout_state import is_chunk
+from core.topology import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One model chunk of one rank, and how its names become global.
+
+    Args:
+        folder: the rank's directory.
+        where: (vp_rank, pp_rank).
+        first: global number of its first layer.
+    """
+
+    folder: str
+    rank: Rank
+    where: tuple[int, int]
+    first: int
+    facts: Facts
+    rules: Rules
+
+    @property
+    def n_experts(self) -> int:
+        """Experts of the rank."""
+        return (self.facts.n_experts or 0) // self.facts.topology.ep
+
+    def places(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """For every name its place, after that of the first parameter of the same experts (else its own).
+
+        Experts of all ranks are to stand one after the other, where those of one rank stand in its file.
+        """
+        first: dict[str, int] = {}
+        found = {}
+        for place, name in enumerate(names):
+            expert = self.rules.expert_of(name)
+            found[name] = (place if expert is None else first.setdefault(expert.before, place), place)
+        return found
+
+    def layer_name(self, name: str) -> str:
+        """A name with its layer renumbered."""
+        found = self.rules.layer_of(name)
+        return name if found is None else self.rules.layer_name(found[0] + self.first, found[1])
+
+    def global_names(self, name: str) -> list[tuple[int, str]]:
+        """(expert or 0, global name) of what an entry holds: one, or one for each expert of the rank.
+
+        Raises:
+            CorruptError: an expert is beyond those of the rank.
+        """
+        whole = self.layer_name(name)
+        expert = self.rules.expert_of(whole)
+        if expert is None:
+            return [(0, whole)]
+        if expert.number is not None and expert.number >= self.n_experts:
+            raise CorruptError(
+                f"expert {expert.number} is beyond the {self.n_experts} that a rank should hold (num_experts / EP)",
+                key=name,
+                rank=self.folder,
+            )
+        local = range(self.n_experts) if expert.number is None else [expert.number]
+        numbers = [self.rank.ep * self.n_experts + number for number in local]
+        return [(number, expert.numbered(number)) for number in numbers]
+
+    def arrays(self, name: str, array: StoredArray) -> list[tuple[int, str, StoredArray]]:
+        """(expert or 0, global name, array) of what a tensor holds.
+
+        Raises:
+            UnsupportedError: experts are stacked in a way that rank files do not have.
+        """
+        expert = self.rules.expert_of(name)
+        views: Iterable[StoredArray] = [array]
+        if expert is not None and expert.number is None:
+            if self.rules.is_packed_state(name):
+                return [(0, self.layer_name(name), array)]
+            if expert.names != "grouped":
+                raise UnsupportedError(
+                    "experts that are stacked in one tensor are not read from rank files", key=name, rank=self.folder
+                )
+            views = unpacked(array, expert.rest, n=self.n_experts, key=name, rank=self.folder)
+        return [(number, whole, view) for (number, whole), view in zip(self.global_names(name), views, strict=True)]
+
+
+def chunk_of(root: object, vp_rank: int, *, vpp: int, rank: str) -> object:
+    """One model chunk of a rank; an absent one of several is an empty stage."""
+    entries = as_mapping(root) or {}
+    name = "model" if vpp == 1 else f"model{vp_rank}"
+    others = [str(key) for key in entries if is_chunk(key)]
+    if name in entries:
+        if (vpp == 1 and len(others) > 1) or (vpp > 1 and "model" in others):
+            raise CorruptError(f"there are the model chunks {', '.join(others)}, but VPP is {vpp}", rank=rank)
+        return entries[name]
+    if vpp == 1 or not others:
+        raise MissingShardError(
+            f"there is no entry {name!r}" + (f", only {', '.join(others)}" if others else ""),
+            rank=rank,
+            hint="is virtual_pipeline_model_parallel_size in the arguments right?" if others else None,
+        )
+    return {}

@@ -1,0 +1,129 @@
+"""The names of experts: every implementation has its own, rules see one.
+
+::
+
+    sequential   mlp.experts.local_experts.3.linear_fc1.weight   numbered within an expert parallel rank
+    te_grouped   mlp.experts.linear_fc1.weight3                  the same
+    grouped      mlp.experts.weight1                             all experts of a rank in one parameter
+    stacked      mlp.experts.experts.linear_fc1.weight           torch_dist: all experts, on an axis in front
+    single       mlp.experts.experts.3.linear_fc1.weight         torch_dist: numbered over the model
+
+The common form is ``sequential``, numbered over the model. The rows are data: ``[[experts]]`` in ``layouts/*.toml``.
+
+A parameter of legacy grouped experts is declared as a matrix, but used as another one: ``weight1`` of shape
+(h, n * r), for n experts of r rows of fc1, is a C-order (n, h, r) array, and each expert's (h, r) is its weight
+transposed; ``weight2`` of shape (n * c, h) is an (n, c, h) array in the same way. So an expert's weight is a strided
+view, and cutting ``weight1`` by columns would mix the experts.
+
+Source of that: megatron-core 0.12.1 ``transformer/moe/experts.py`` ``GroupedMLP``, tests/golden (``moe_grouped``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from core.catalog import StoredArray
+from core.dtypes import itemsize
+from core.errors import CorruptError, UnsupportedError
+
+NAMES = ("sequential", "te_grouped", "grouped", "stacked", "single")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """One way to name the parameters of experts.
+
+    Args:
+        names: one of ``NAMES``; several rows may share it.
+        pattern: searched in a name; what it finds is the part behind ``experts.``.
+        name: that part, with ``{e}`` and ``{rest}``; None for a form that is read only.
+        rest: the parameter within its expert, where the pattern has no such group.
+    """
+
+    names: str
+    pattern: re.Pattern[str]
+    name: str | None = None
+    rest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """A parameter of an expert, or of all of them.
+
+    Args:
+        before: the name up to and with ``experts.``.
+        number: which expert; None for a tensor that holds several.
+        rest: the parameter's name within its expert, such as ``linear_fc1.weight``.
+        names: the form that it was found in.
+    """
+
+    before: str
+    number: int | None
+    rest: str
+    names: str
+
+    def numbered(self, number: int) -> str:
+        """The common name of one expert's parameter."""
+        return f"{self.before}local_experts.{number}.{self.rest}"
+
+
+def expert_of(forms: Sequence[ExpertForm], name: str) -> Expert | None:
+    """The expert that a parameter (or module) belongs to, or None."""
+    if "experts." not in name:
+        return None
+    for form in forms:
+        found = form.pattern.search(name)
+        if found is not None:
+            groups = found.groupdict()
+            number = groups.get("e")
+            return Expert(
+                before=name[: found.start()],
+                number=None if number is None else int(number),
+                rest=form.rest or groups["rest"],
+                names=form.names,
+            )
+    return None
+
+
+def expert_name(forms: Sequence[ExpertForm], expert: Expert, *, names: str, number: int) -> str:
+    """The name of an expert's parameter in another form.
+
+    Raises:
+        UnsupportedError: the form has no name for it.
+    """
+    for form in forms:
+        if form.names == names and form.name is not None:
+            made = expert.before + form.name.format(e=number, rest=expert.rest)
+            again = expert_of(forms, made)
+            if again is not None and (again.names, again.rest) == (names, expert.rest):
+                return made
+    raise UnsupportedError(f"experts of the kind {names} have no such parameter", key=expert.numbered(number))
+
+
+def unpacked(array: StoredArray, rest: str, *, n: int, key: str, rank: str) -> Iterator[StoredArray]:
+    """The weights of single experts in a parameter of legacy grouped experts, as strided views.
+
+    Args:
+        array: ``weight1`` or ``weight2`` of one rank.
+        rest: what it holds, ``linear_fc1.weight`` or ``linear_fc2.weight``.
+        n: experts of the rank.
+        key, rank: for messages.
+
+    Raises:
+        CorruptError: the shape or the strides are not those of such a parameter.
+    """
+    extent = array.extent
+    assert extent is not None and not extent.is_late, "rank files know where their arrays are"
+    packed = 1 if rest.startswith("linear_fc1") else 0
+    if len(array.shape) != 2 or array.shape[packed] % n:
+        raise CorruptError(f"a parameter of {n} grouped experts has the shape {array.shape}", key=key, rank=rank)
+    if extent.strides not in (None, (array.shape[1], 1)):
+        raise CorruptError(f"a parameter of grouped experts has the strides {extent.strides}", key=key, rank=rank)
+    share = array.shape[packed] // n
+    rows, columns = (array.shape[0], share) if packed else (share, array.shape[1])  # of one expert, not yet transposed
+    for number in range(n):
+        offset = extent.offset + number * rows * columns * itemsize(array.dtype)
+        view = replace(extent, offset=offset, strides=(1, columns), crc=None)
+        yield replace(array, name=f"{array.name}[{number}]", shape=(columns, rows), extent=view)

@@ -1,0 +1,105 @@
+"""Where the tensors of a model live in rank files: in which chunks, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from core.errors import CorruptError, UnsupportedError
+from core.layout_rules import Rules
+from core.topology import LayerSplit, Rank, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A place of a tensor, an extra state or a module.
+
+    Args:
+        vp, pp: virtual and pipeline stage.
+        ep: the expert parallel rank, for experts; None means all of them.
+        name: its name there.
+    """
+
+    vp: int
+    pp: int
+    ep: int | None
+    name: str
+
+    def has(self, rank: Rank) -> bool:
+        """Whether a rank of this stage holds it."""
+        return self.ep in (None, rank.ep)
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Finds the homes of a model's names in a topology.
+
+    Args:
+        expert_names: how files name experts.
+        n_local: experts of a rank.
+    """
+
+    layers: LayerSplit
+    topology: Topology
+    rules: Rules
+    expert_names: str
+    n_local: int
+
+    def home(self, key: str) -> Home:
+        """The home of a tensor or extra state.
+
+        Raises:
+            CorruptError: there is no such layer.
+            UnsupportedError: no row says where it lives.
+        """
+        rules = self.rules
+        layer = rules.layer_of(key)
+        if layer is None:
+            place = rules.stage_of(key)
+            if place is None:
+                raise UnsupportedError(
+                    "no row says in which pipeline stage this tensor lives",
+                    key=key,
+                    hint=f"pass a file with --rules that says: [[stage]] pattern = '^{key}$' stage = \"last\"",
+                )
+            return Home(0, 0, None, key) if place == "first" else self.last(key)
+        if layer[0] >= self.layers.n_layers:
+            raise CorruptError(f"there is no layer {layer[0]} in a model of {self.layers.n_layers}", key=key)
+        vp, pp, number = self.layers.chunk_of(layer[0])
+        name = rules.layer_name(number, layer[1])
+        expert = rules.expert_of(name)
+        if expert is None or expert.number is None:
+            return Home(vp, pp, None, name)
+        ep, number = divmod(expert.number, self.n_local)
+        return Home(vp, pp, ep, rules.expert_name(expert, names=self.expert_names, number=number))
+
+    def last(self, name: str) -> Home:
+        """The home of what is in the last chunk of the last stage."""
+        return Home(self.topology.vpp - 1, self.topology.pp - 1, None, name)
+
+    def module(self, name: str) -> list[Home]:
+        """The homes of a module; none where it does not exist, all where no row says."""
+        layer = self.rules.layer_of(name + ".")
+        if layer is None and self.rules.stage_of(name) is None:
+            return [Home(vp, pp, None, name) for pp in range(self.topology.pp) for vp in range(self.topology.vpp)]
+        if layer is not None and layer[0] >= self.layers.n_layers:
+            return []
+        home = self.home(name + "." if layer is not None else name)
+        return [Home(home.vp, home.pp, home.ep, home.name.removesuffix("."))]
+
+
+def by_file_order(names: Iterable[tuple[str, str]], rules: Rules) -> list[tuple[str, str]]:
+    """(key, name in the file) pairs with the grouped experts of a layer linear by linear, instead of one by one."""
+    found = list(names)
+    module_of: dict[str, int] = {}
+    linear_of: dict[tuple[str, str], int] = {}
+    keys: list[tuple[int, ...]] = []
+    for place, (_, name) in enumerate(found):
+        expert = rules.expert_of(name)
+        if expert is None or expert.names != "te_grouped":
+            keys.append((place,))
+            continue
+        linear, _, field = expert.rest.partition(".")
+        start = module_of.setdefault(expert.before, place)
+        keys.append((start, linear_of.setdefault((expert.before, linear), place), field.startswith("_"), place))
+    return [found[place] for place in sorted(range(len(found)), key=keys.__getitem__)]

@@ -1,0 +1,35 @@
+"""The order of names in a rank file, where no file says it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from core.layout_rules import Rules
+from core.layout_state import EXTRA_STATE
+
+_FIELDS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
+_MODULES = (
+    *("word_embeddings", "position_embeddings", "tokentype_embeddings"),
+    *("final_norm", "final_layernorm", "output_layer"),
+)
+
+
+Place = tuple[int, int, int, int, str, int]
+
+
+def by_place(rules: Rules) -> Callable[[str], Place]:
+    """A key for ``sorted`` over global names."""
+    return lambda name: place_of(name, rules)
+
+
+def place_of(name: str, rules: Rules) -> Place:
+    """Sorts global names: embedding, layers, the rest; experts one after the other; parameters before extra states."""
+    module, _, last = name.rpartition(".")
+    field = _FIELDS.index(last) if last in _FIELDS else len(_FIELDS) + (last == EXTRA_STATE)
+    layer = rules.layer_of(name)
+    if layer is not None:
+        expert = rules.expert_of(name)
+        number = 0 if expert is None or expert.number is None else expert.number
+        return 1, layer[0], rules.position(layer[1]), number, module, field
+    place = next((i for i, word in enumerate(_MODULES) if word in module), len(_MODULES))
+    return (0 if rules.stage_of(name) == "first" else 2), 0, place, 0, module, field
