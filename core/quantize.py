@@ -13,9 +13,11 @@ Scales of a tensor ``X``, by name:
 Both multiply. By shape, for a tensor whose last two axes are r × c: ``()`` or all extents 1: one for all;
 ``(…, r, 1)``: one for each row; ``(…, ⌈r / block rows⌉, ⌈c / block columns⌉)``: one for each block.
 
-Written: ``X_scale_inv`` in float32, ``(⌈r / 128⌉, ⌈c / 128⌉)`` or, for one scale a tensor, ``()``.
+Written: ``X_scale_inv`` in float32, ``(…, ⌈r / 128⌉, ⌈c / 128⌉)`` or, for one scale a tensor, ``()``.
 
-Not supported: scales that divide, zero points, packed four-bit types; making scales for tensors of other than two axes.
+Tensors of more than two axes (stacked layers, experts) are many matrices, each with scales of its own.
+
+Not supported: scales that divide, zero points, packed four-bit types.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ _KEPT = re.compile(
     r"(^|\.)(\w*embed\w*|wte|wpe|lm_head|head|output_layer|shared_head|score|classifier|eh_proj"
     r"|gate|router|shared_expert_gate|\w*norm\w*|ln_\w+|ln\d*)(\.|$)"
 )
+_STACKED = re.compile(r"(^|\.)(layers|experts)\.(?!\d)")
 _CACHED = 64
 
 
@@ -190,8 +193,9 @@ def quantized(catalog: Catalog, rules: Sequence[Rule]) -> Requantized:
 
     Args:
         rules: later ones win. ``None`` as glob stands for the matrices called ``….weight`` that DeepSeek-V3 has in
-            float8: no embeddings, output layers, norms, routers, and nothing of the optimizer. A glob chooses among all
-            matrices (tensors of two axes) of at least 16 bits.
+            float8: no embeddings, output layers, norms, routers, and nothing of the optimizer; of tensors with more
+            than two axes only stacked layers and experts. A glob chooses among all tensors of at least two axes and 16
+            bits.
 
     Raises:
         UsageError: a rule asks for something else than ``KINDS``, a glob matches no matrix, or scales exist already.
@@ -199,13 +203,17 @@ def quantized(catalog: Catalog, rules: Sequence[Rule]) -> Requantized:
     matrices = [
         key
         for key, meta in catalog.tensors.items()
-        if len(meta.shape) == 2 and dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) >= 2
+        if len(meta.shape) >= 2 and dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) >= 2
     ]
     kind_of: dict[str, str] = {}
     for glob, kind in rules:
         if kind not in KINDS:
             raise UsageError(f"--quantize: {kind!r} is none of: {', '.join(KINDS)}")
-        chosen = [key for key in matrices if _is_default(key)] if glob is None else _matching(matrices, glob)
+        chosen = (
+            [key for key in matrices if _is_default(catalog.tensors[key])]
+            if glob is None
+            else _matching(matrices, glob)
+        )
         if not chosen:
             raise UsageError(
                 f"--quantize: no matrix {'is a linear weight' if glob is None else f'matches {glob!r}'}",
@@ -247,13 +255,13 @@ def quantized(catalog: Catalog, rules: Sequence[Rule]) -> Requantized:
         skeleton=None if catalog.skeleton is None else _with_scales(catalog.skeleton, scales_of),
     )
     left = [key for key in matrices if key not in kinds and not is_optimizer_key(key)]
-    deep = [key for key, meta in catalog.tensors.items() if len(meta.shape) > 2 and _is_default(key)]
-    notes = [f"{_some(deep)}: more than two axes, not quantised"] if deep and any(g is None for g, _ in rules) else []
-    return Requantized(made, tuple(kinds), tuple(left), tuple(notes))
+    return Requantized(made, tuple(kinds), tuple(left), ())
 
 
-def _is_default(key: str) -> bool:
-    return key.endswith(".weight") and not is_optimizer_key(key) and _KEPT.search(key) is None
+def _is_default(meta: TensorMeta) -> bool:
+    key = meta.key
+    is_linear = key.endswith(".weight") and not is_optimizer_key(key) and _KEPT.search(key) is None
+    return is_linear and (len(meta.shape) == 2 or _STACKED.search(key) is not None)
 
 
 def _matching(keys: Iterable[str], glob: str) -> list[str]:
@@ -262,7 +270,7 @@ def _matching(keys: Iterable[str], glob: str) -> list[str]:
 
 
 def _scales_shape(shape: Shape, kind: str) -> Shape:
-    return tuple(-(-n // BLOCK) for n in shape) if kind == "block" else ()
+    return (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:])) if kind == "block" else ()
 
 
 def _one_array(key: str, dtype: str, shape: Shape, extent: Extent) -> Sequence[Fragment]:

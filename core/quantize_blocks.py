@@ -7,6 +7,7 @@ For every block of 128 × 128 elements (the last ones may be smaller), or for th
     q     = round_to_float8_e4m3fn( min(max(w / scale, -448), 448) ), to nearest even
 
 so that ``q × scale`` is about ``w``; the scale is what DeepSeek calls ``weight_scale_inv``. 448 is the largest float8.
+A tensor of more than two axes (stacked layers, experts) is many matrices: blocks lie in its last two axes.
 
 Source: DeepSeek-V3's ``inference/kernel.py`` (``weight_dequant``: value = q × scale, blocks of 128 × 128) and the
 ``quantization_config`` of its checkpoints.
@@ -19,9 +20,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from core.box import Box
+from core.box import Box, c_strides
 from core.dtypes import itemsize
 from core.errors import UnsupportedError
 from core.quantize_source import SourceTensor, number_type
@@ -47,7 +49,7 @@ class _Scales:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A matrix that is to be quantised.
+    """A matrix, or several along leading axes, that is to be quantised.
 
     Args:
         source: its elements.
@@ -61,39 +63,69 @@ class Weight:
     _known: _Scales = field(default_factory=_Scales, compare=False, repr=False)
 
     @property
+    def n_rows(self) -> int:
+        """Rows of one matrix."""
+        return self.source.shape[-2]
+
+    @property
+    def n_columns(self) -> int:
+        """Columns."""
+        return self.source.shape[-1]
+
+    @property
+    def _stripes_per_matrix(self) -> int:
+        return -(-self.n_rows // BLOCK)
+
+    @property
     def n_stripes(self) -> int:
-        """Rows of blocks."""
-        return -(-self.source.shape[0] // BLOCK)
+        """Rows of blocks of all matrices; the last one of each matrix may be lower."""
+        return self._stripes_per_matrix * prod(self.source.shape[:-2])
 
     @property
     def n_blocks(self) -> int:
         """Blocks of a row of blocks."""
-        return -(-self.source.shape[1] // BLOCK)
+        return -(-self.n_columns // BLOCK)
 
     @property
     def stripes_per_unit(self) -> int:
-        """Rows of blocks of a unit of both encodings."""
-        return max(1, UNIT_BYTES // max(1, BLOCK * self.source.shape[1]))
+        """Rows of blocks whose scales make a unit; a unit of the numbers has as many rows as so many full ones."""
+        return max(1, UNIT_BYTES // max(1, BLOCK * self.n_columns))
 
     @property
     def working_bytes(self) -> int:
         """Memory that treating one part takes."""
-        n = min(max(_AT_ONCE, BLOCK * BLOCK), BLOCK * self.source.shape[1])
-        return n * (itemsize(self.source.dtype) + 16) + self.source.working_bytes
+        n = min(max(_AT_ONCE, BLOCK * BLOCK), BLOCK * self.n_columns)
+        border = BLOCK * self.n_columns if len(self.source.shape) > 2 else 0
+        return n * (itemsize(self.source.dtype) + 16) + border + self.source.working_bytes
+
+    def height(self, stripe: int) -> int:
+        """Rows of a row of blocks."""
+        return min(BLOCK, self.n_rows - stripe % self._stripes_per_matrix * BLOCK)
+
+    def stripe_at(self, row: int) -> int:
+        """The row of blocks that holds a row; rows are counted through all matrices."""
+        matrix, inside = divmod(row, self.n_rows)
+        return matrix * self._stripes_per_matrix + inside // BLOCK
+
+    def top(self, stripe: int) -> int:
+        """The first row of a row of blocks."""
+        matrix, inside = divmod(stripe, self._stripes_per_matrix)
+        return matrix * self.n_rows + inside * BLOCK
 
     def parts(self, store: ReadStore, stripe: int) -> Iterator[tuple[int, Any]]:
         """(first column, float32 elements) of the parts of a row of blocks; parts are whole blocks."""
         import numpy as np
 
-        n_rows, n_columns = self.source.shape
-        top = stripe * BLOCK
-        height = min(BLOCK, n_rows - top)
+        matrix, row = divmod(stripe, self._stripes_per_matrix)
+        outer = self.source.shape[:-2]
+        lead = tuple(matrix // step % n for step, n in zip(c_strides(outer), outer, strict=True))
         width = max(1, _AT_ONCE // (BLOCK * BLOCK)) * BLOCK
-        for left in range(0, n_columns, width):
-            box = Box((top, left), (height, min(width, n_columns - left)))
+        for left in range(0, self.n_columns, width):
+            shape = (self.height(stripe), min(width, self.n_columns - left))
+            box = Box((*lead, row * BLOCK, left), (*(1,) * len(lead), *shape))
             found: Any = np.frombuffer(self.source.read(store, box), number_type(self.source.dtype))
             with np.errstate(all="ignore"):
-                values = found.astype(np.float32).reshape(box.shape)
+                values = found.astype(np.float32).reshape(shape)
                 if itemsize(self.dtype) < 4 and self.dtype != self.source.dtype:
                     values = values.astype(number_type(self.dtype)).astype(np.float32)
             yield left, values
@@ -135,8 +167,8 @@ class Weight:
         found: Any = np.maximum.reduceat(in_columns, np.arange(0, values.shape[1], BLOCK))
         if not np.isfinite(found).all():
             raise UnsupportedError(
-                f"a number in rows {stripe * BLOCK}–{stripe * BLOCK + values.shape[0]} and columns "
-                f"{left}–{left + values.shape[1]} is not finite in {self.dtype}, so it has no scale",
+                f"a number in row of blocks {stripe} and columns {left}–{left + values.shape[1]} is not finite in "
+                f"{self.dtype}, so it has no scale",
                 key=self.source.key,
                 hint="leave the tensor as it is: --quantize 'KEY=none'",
             )
@@ -187,8 +219,8 @@ class Quantized:
 
     @property
     def unit_bytes(self) -> int:
-        """See Encoding: whole rows of blocks."""
-        return max(1, self.weight.stripes_per_unit * BLOCK * self.weight.source.shape[1])
+        """See Encoding: whole rows."""
+        return max(1, self.weight.stripes_per_unit * BLOCK * self.weight.n_columns)
 
     @property
     def working_bytes(self) -> int:
@@ -200,13 +232,18 @@ class Quantized:
         import numpy as np
 
         weight = self.weight
-        first = unit * weight.stripes_per_unit
-        last = min(first + weight.stripes_per_unit, weight.n_stripes)
-        n_rows = min(last * BLOCK, weight.source.shape[0]) - first * BLOCK
-        out: Any = np.empty((n_rows, weight.source.shape[1]), number_type("float8_e4m3fn"))
-        for stripe in range(first, last):
-            top = (stripe - first) * BLOCK
-            weight.quantized(store, stripe, out[top : top + BLOCK])
+        rows = weight.stripes_per_unit * BLOCK
+        first, last = unit * rows, min((unit + 1) * rows, prod(weight.source.shape[:-1]))
+        out: Any = np.empty((last - first, weight.n_columns), number_type("float8_e4m3fn"))
+        for stripe in range(weight.stripe_at(first), weight.stripe_at(last - 1) + 1):
+            top, height = weight.top(stripe), weight.height(stripe)
+            if first <= top and top + height <= last:
+                weight.quantized(store, stripe, out[top - first : top + height - first])
+            else:  # a lower row of blocks before it has moved it across the end of a unit
+                whole: Any = np.empty((height, weight.n_columns), out.dtype)
+                weight.quantized(store, stripe, whole)
+                start, stop = max(first, top), min(last, top + height)
+                out[start - first : stop - first] = whole[start - top : stop - top]
         return memoryview(out.view(np.uint8)).cast("B")
 
 
@@ -241,6 +278,6 @@ class Scales:
 
         weight = self.weight
         first = unit * weight.stripes_per_unit
-        last = min(first + weight.stripes_per_unit, weight.n_stripes) if weight.per_block else first + 1
-        rows: Any = np.concatenate([weight.stripe_scales(store, stripe) for stripe in range(first, last)])
+        stripes = range(first, min(first + weight.stripes_per_unit, weight.n_stripes)) if weight.per_block else range(1)
+        rows: Any = np.concatenate([weight.stripe_scales(store, stripe) for stripe in stripes])
         return memoryview(rows.astype(np.float32).view(np.uint8)).cast("B")

@@ -359,12 +359,32 @@ def test_rules_that_cannot_be_met_are_usage_errors(rules: list[tuple[str, str]],
         quantized(catalog, rules)
 
 
-def test_without_a_linear_weight_the_default_is_an_error_and_deeper_tensors_are_told() -> None:
-    catalog, _ = stored({"lm_head.weight": torch.ones(2, 2)})
+def test_without_a_linear_weight_the_default_is_an_error() -> None:
+    catalog, _ = stored({"lm_head.weight": torch.ones(2, 2), "conv.weight": torch.ones(2, 2, 2)})
     with pytest.raises(UsageError, match="linear weight"):
         quantized(catalog, [(None, "block")])
-    catalog, _ = stored({"a.weight": torch.ones(2, 2), "conv.weight": torch.ones(2, 2, 2)})
-    assert any("conv.weight" in note for note in quantized(catalog, [(None, "block")]).notes)
+    assert quantized(catalog, [("conv.weight", "block")]).keys == ("conv.weight",)
+
+
+@pytest.mark.parametrize("shape", [(3, 256, 130), (3, 200, 70), (2, 3, 129, 5), (9, 1000, 1100), (0, 4, 4), (2, 0, 4)])
+@pytest.mark.parametrize("kind", ["block", "tensor"])
+def test_stacked_layers_and_experts_are_many_matrices(shape: tuple[int, ...], kind: str) -> None:
+    weight = weights("w", shape)
+    catalog, store = stored({"model.layers.up.weight": weight})
+    made = quantized(catalog, [(None, kind)]).catalog
+    parts = [reference_quantized(matrix) for matrix in weight.reshape(-1, *shape[-2:])] if weight.numel() else []
+    if kind == "block":
+        scale = b"".join(raw(part) for _, part in parts)
+        numbers = b"".join(raw(part) for part, _ in parts)
+    else:
+        most = weight.float().abs().max() / 448 if parts else torch.tensor(1.0)
+        scale, numbers = raw(most), raw((weight.float() / most).clamp(-448, 448).to(E4M3))
+    assert content(made, store, "model.layers.up.weight_scale_inv") == scale
+    assert content(made, store, "model.layers.up.weight") == numbers
+    if parts and kind == "block":
+        back = content(dequantized(made).catalog, store, "model.layers.up.weight")
+        wide = [(a.float() * expanded(s, a.shape)).to(torch.bfloat16) for a, s in parts]
+        assert back == b"".join(map(raw, wide))
 
 
 def test_scales_stand_beside_their_tensors_in_the_skeleton() -> None:
@@ -513,8 +533,9 @@ def test_an_encoding_is_a_value_that_compares_by_what_it_holds() -> None:
     assert 0 < encoding.working_bytes < 32 << 20
 
 
-def test_memory_stays_bounded_for_wide_tensors() -> None:
-    arrays = {"a.weight": StoredArray("a", "bfloat16", (1 << 20, 1 << 18), Extent("f", 0))}
+@pytest.mark.parametrize("shape", [(1 << 20, 1 << 18), (2, (1 << 20) + 1, 1 << 18)])
+def test_memory_stays_bounded_for_large_tensors(shape: tuple[int, ...]) -> None:
+    arrays = {"layers.weight": StoredArray("a", "bfloat16", shape, Extent("f", 0))}
     made = quantized(catalog_of_arrays(format="test", arrays=arrays), [(None, "block")]).catalog
     for key in made.tensors:
         (fragment,) = made.fragments(key)
@@ -522,7 +543,7 @@ def test_memory_stays_bounded_for_wide_tensors() -> None:
         encoding = fragment.array.extent.encoding
         assert encoding is not None
         assert encoding.unit_bytes <= 128 << 18
-        assert encoding.working_bytes < 32 << 20
+        assert encoding.working_bytes < 64 << 20
 
 
 def test_torch_float8_rounding_agrees_with_ours_on_every_tie() -> None:
