@@ -35,17 +35,10 @@ class Strip:
     n_rows: int
 
 
-def in_order(extents: Sequence[int]) -> list[Strip]:
-    """Parts one after the other.
-
-    Args:
-        extents: rows of each part.
-    """
-    return by_groups(extents, 1)
-
-
 def by_groups(extents: Sequence[int], n_groups: int) -> list[Strip]:
     """Parts dealt out group by group: the first group's rows of every part, then the second's …
+
+    With one group, the parts are one after the other.
 
     Args:
         extents: rows of each part, multiples of ``n_groups``.

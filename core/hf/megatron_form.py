@@ -52,7 +52,7 @@ def to_megatron(
     dtype: str | None = None,
     transformer_impl: str | None = None,
     make_vocab_size_divisible_by: int = 128,
-    iteration: int = 0,
+    iteration: int = 1,
     mtp: str = "keep",
 ) -> Catalog:
     """The global Megatron form of a model with Hugging Face's names; see the module's docstring.
@@ -64,7 +64,7 @@ def to_megatron(
         transformer_impl: whose names the parameters get, ``local`` or ``transformer_engine``; None means ``local``
             but where Megatron can only build the model with the other (latent attention).
         make_vocab_size_divisible_by: padded vocabularies are multiples of this, times TP.
-        iteration: of the checkpoint.
+        iteration: of the checkpoint; Megatron does not load one whose iteration is 0.
         mtp: ``keep`` multi-token prediction layers or ``drop`` them, with a note.
 
     Raises:

@@ -75,8 +75,8 @@ def test_parts_are_dealt_out_group_by_group_and_collected_again(sizes: Sizes) ->
         assert np.array_equal(_filled(found, {"whole": wanted}, part.shape), part)
 
 
-def test_two_parts_in_order_are_one_after_the_other() -> None:
-    assert fuse.in_order([3, 5]) == [fuse.Strip(0, 0, 0, 3), fuse.Strip(1, 0, 3, 5)]
+def test_the_parts_of_one_group_are_one_after_the_other() -> None:
+    assert fuse.by_groups([3, 5], 1) == [fuse.Strip(0, 0, 0, 3), fuse.Strip(1, 0, 3, 5)]
 
 
 def test_rows_that_are_not_those_of_the_groups_are_refused() -> None:
@@ -100,7 +100,7 @@ def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
 
 def test_regions_without_an_array_stay_so() -> None:
     zero = [Fragment("s", whole((4, 3)), None, ())]
-    (found,) = fuse.taken_apart("p", fuse.in_order([1, 3]), 1, zero)
+    (found,) = fuse.taken_apart("p", fuse.by_groups([1, 3], 1), 1, zero)
     assert (found.array, found.box, found.at) == (None, whole((3, 3)), ())
 
 

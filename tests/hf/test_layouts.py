@@ -1,0 +1,76 @@
+"""From Hugging Face's names through Megatron's files of several ranks, and back."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from core.catalog import Catalog
+from core.formats import megatron, torch_dist
+from core.formats.torch_file import load_object
+from core.hf import to_hf, to_megatron
+from core.layout import shard, stack, unshard
+from core.objects import loaded
+from core.store import LocalStore
+from core.topology import Topology
+from tests.hf.models import MODELS, assert_same, catalog_of, config_of, contents, saved, tensors
+from tests.materialize import Bytes, write_files
+from tests.reshard.megatron_gold import RULES, filled
+
+TOPOLOGIES = (Topology(tp=1), Topology(tp=2), Topology(tp=2, pp=3))
+EXPERTS = (Topology(tp=2, ep=2), Topology(ep=4, pp=3), Topology(tp=2, ep=2, etp=1))
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_rank_files_of_a_model_make_the_same_model(name: str, topology: Topology, tmp_path: Path) -> None:
+    _through_rank_files(name, topology, tmp_path)
+
+
+@pytest.mark.parametrize("topology", EXPERTS, ids=str)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_mixed", "deepseek_v3"])
+def test_expert_parallel_rank_files_make_the_same_model(name: str, topology: Topology, tmp_path: Path) -> None:
+    _through_rank_files(name, topology, tmp_path)
+
+
+def _through_rank_files(name: str, topology: Topology, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "model")
+    store, source = catalog_of(folder)
+    middle = to_megatron(source, config_of(folder), make_vocab_size_divisible_by=16)
+    target = shard(middle, topology, rules=RULES)
+    ours = _written(target, filled(target, middle, store), tmp_path / "ranks") / "iter_0000001"
+    back = unshard(megatron.read(LocalStore(ours)), rules=RULES)
+    made = to_hf(back)
+    assert made.attrs["model_type"] == MODELS[name][0]
+    assert_same(contents(made, LocalStore(ours)), tensors(folder))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_torch_dist_checkpoint_of_a_model_makes_the_same_model(name: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "model")
+    store, source = catalog_of(folder)
+    middle = to_megatron(source, config_of(folder), make_vocab_size_divisible_by=16)
+    stacked = stack(middle, Topology(tp=2), rules=RULES)
+    ours = _written(stacked.target, filled(stacked.target, stacked.source, store), tmp_path / "dist")
+    ours_store = LocalStore(ours)
+    read = loaded(torch_dist.read(ours_store), ours_store, lambda s, array, key: load_object(s, array, key=key))
+    made = to_hf(unshard(read, rules=RULES))
+    assert_same(contents(made, ours_store), tensors(folder))
+
+
+def _written(target: Catalog, arrays: Mapping[str, Bytes], folder: Path) -> Path:
+    """The files of a target catalog, put together without the engine."""
+    lay_out = (torch_dist if target.format == "torch_dist" else megatron).FORMAT.lay_out
+    assert lay_out is not None
+    content = {name: data.tobytes() for name, data in arrays.items()}
+    files: dict[str, bytes] = {}
+    for image in lay_out(target):
+        made = bytearray(image.size)
+        placed = [(one.offset, content[one.array.name]) for one in image.arrays]
+        for offset, data in (*placed, *image.literals(lambda name: zlib.crc32(content[name]))):
+            made[offset : offset + len(data)] = data
+        files[image.path] = bytes(made)
+    return write_files(files, folder)
