@@ -461,15 +461,10 @@ def test_metadata_that_does_not_fit_the_chunks_is_an_error(database: Path) -> No
         assert caught.value.key == "ids" or caught.value.file == "manifest.ocdbt#ids/.zarray"
 
 
-def data_files(folder: Path) -> list[Path]:
-    return sorted((folder / "d").iterdir())
-
-
 def test_missing_and_cut_data_files_are_named(database: Path) -> None:
-    used = {
-        fragment.array.extent.file for fragment in ocdbt.FORMAT.read(LocalStore(database)).fragments("params.stack")
-    }  # type: ignore[union-attr]
-    (name,) = used
+    array = ocdbt.FORMAT.read(LocalStore(database)).fragments("params.stack")[0].array
+    assert array is not None and array.extent is not None
+    name = array.extent.file
     data = (database / name).read_bytes()
     (database / name).write_bytes(data[:-1000])
     with pytest.raises(CheckpointingException) as caught:
