@@ -271,6 +271,9 @@ class _Counting:
     def folders(self, under: str = "") -> list[str]:
         return self._store.folders(under)
 
+    def sizes(self, under: str = "") -> Mapping[str, int]:
+        return self._store.sizes(under)
+
     def exists(self, name: str) -> bool:
         return self._store.exists(name)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,10 @@ class DecodedStore:
     def folders(self, under: str = "") -> list[str]:
         """See ReadStore."""
         return self._store.folders(under)
+
+    def sizes(self, under: str = "") -> Mapping[str, int]:
+        """See ReadStore; decoded arrays are not listed."""
+        return self._store.sizes(under)
 
     def exists(self, name: str) -> bool:
         """See ReadStore."""

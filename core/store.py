@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -47,6 +47,9 @@ class ReadStore(Protocol):
 
     def folders(self, under: str = "") -> list[str]:
         """Sorted names (not paths) of the directories directly in ``under``; [] if there is no such directory."""
+
+    def sizes(self, under: str = "") -> Mapping[str, int]:
+        """Name → bytes of the regular files directly in ``under``; {} if there is no such directory."""
 
     def exists(self, name: str) -> bool:
         """Whether ``name`` is a file."""
@@ -167,6 +170,11 @@ class LocalStore:
     def folders(self, under: str = "") -> list[str]:
         """See ReadStore; symbolic links to directories count."""
         return [name for name, entry in self._entries(under) if entry.is_dir()]
+
+    def sizes(self, under: str = "") -> Mapping[str, int]:
+        """See ReadStore; one pass over the directory, no file is opened."""
+        with translated(str(self.path(under) if under else self.root), doing="list the directory"):
+            return {name: entry.stat().st_size for name, entry in self._entries(under) if entry.is_file()}
 
     def _entries(self, under: str) -> list[tuple[str, os.DirEntry[str]]]:
         folder = self.path(under) if under else self.root
@@ -330,6 +338,11 @@ class MemoryStore:
         prefix = under + "/" if under else ""
         rest = (name[len(prefix) :] for name in self.contents if name.startswith(prefix))
         return sorted({name.split("/")[0] for name in rest if "/" in name})
+
+    def sizes(self, under: str = "") -> Mapping[str, int]:
+        """See ReadStore."""
+        prefix = under + "/" if under else ""
+        return {name: len(self.contents[prefix + name]) for name in self.files(under)}
 
     def exists(self, name: str) -> bool:
         """See ReadStore."""

@@ -27,6 +27,8 @@ from core.errors import CheckpointingException, CorruptError, MissingShardError
 from core.formats.safetensors_header import Header, looks_like_header, read_header
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from core.box import Box
     from core.formats.dcp_columns import DcpMetadata
     from core.store import ReadStore
@@ -157,6 +159,9 @@ class _From:
 
     def folders(self, under: str = "") -> list[str]:
         return self._store.folders(under)
+
+    def sizes(self, under: str = "") -> Mapping[str, int]:
+        return {name: max(size - self._begin, 0) for name, size in self._store.sizes(under).items()}
 
     def exists(self, name: str) -> bool:
         return self._store.exists(name)

@@ -41,19 +41,6 @@ PlaceOf = Callable[[Shape, int], Place]
 """(index of a chunk, its number in C order) → its place."""
 
 
-def sizes_in(store: ReadStore, folder: str) -> Mapping[str, int]:
-    """File name → bytes, of the files directly in a directory ("" for the root).
-
-    A store that can list sizes at once does (``sizes``); from others every file is asked.
-    """
-    listed = getattr(store, "sizes", None)
-    if listed is not None:
-        found: Mapping[str, int] = listed(folder)
-        return found
-    prefix = f"{folder}/" if folder else ""
-    return {name: store.size(prefix + name) for name in store.files(folder)}
-
-
 def folder_places(
     store: ReadStore, folder: str, array: ZarrArray, *, key: str, listing: Mapping[str, int] | None = None
 ) -> PlaceOf:
@@ -130,7 +117,7 @@ def _tree(
     store: ReadStore, folder: str, n_folders: int, listing: Mapping[str, int] | None = None
 ) -> Iterator[tuple[str, int]]:
     """Names relative to ``folder`` and sizes of the files in it and, so many levels deep, in its directories."""
-    yield from (sizes_in(store, folder) if listing is None else listing).items()
+    yield from (store.sizes(folder) if listing is None else listing).items()
     if n_folders > 0:
         for name in store.folders(folder):
             if is_like_a_chunk(name) or name == "c":

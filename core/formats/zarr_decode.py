@@ -235,7 +235,8 @@ def _blosc(data: bytes, most_bytes: int) -> memoryview:
     files.write("0", data).result()
     spec = {"driver": "zarr", "kvstore": "memory://", "metadata": metadata}
     array = tensorstore.open(spec, context=context, create=True).result()
-    return memoryview(array.read().result())
+    dense: Any = array.read().result()
+    return memoryview(dense)
 
 
 _DECODERS: dict[str, Callable[[bytes, int], bytes | bytearray | memoryview]] = {

@@ -139,7 +139,7 @@ def row_bands(shape: Shape, itemsize: int, *, most_bytes: int) -> Shape:
         Extents that divide those of ``shape``.
     """
     rest = prod(shape) * itemsize
-    found = []
+    found: list[int] = []
     for axis, extent in enumerate(shape):
         rest //= extent
         fitting = most_bytes // rest

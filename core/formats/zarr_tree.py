@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from core.errors import UnsafeError
-from core.formats.zarr_chunks import sizes_in
 from core.store import checked_name
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def folders_of(store: ReadStore, *, is_array: Callable[[str, Listing], bool]) ->
     waiting = [""]
     while waiting:
         folder = waiting.pop()
-        listing = sizes_in(store, folder)
+        listing = store.sizes(folder)
         found = is_array(folder, listing)
         yield folder, listing, found
         if found:
