@@ -52,7 +52,7 @@ class Budget:
     Every stored byte of the tree adds ``ratio`` bytes, once; every byte that it unfolds to takes one.
     """
 
-    def __init__(self, n_bytes: int = 32 << 20, *, ratio: int = 64) -> None:
+    def __init__(self, n_bytes: int = 16 << 20, *, ratio: int = 64) -> None:
         self._left = n_bytes
         self._ratio = ratio
 

@@ -16,8 +16,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
+import torch
 
 from core.catalog import Catalog
+from core.convert import Job, run
 from core.decoded import DecodedStore
 from core.errors import (
     CheckpointingException,
@@ -250,6 +252,19 @@ def test_reading_imports_nothing_heavy_but_zstandard(tmp_path: Path, repo_dir: P
         "assert not {'torch', 'numpy', 'tensorstore', 'zarr'} & set(sys.modules), sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code, folder], check=True, cwd=repo_dir)
+
+
+@pytest.mark.parametrize("form", ["zarr2", "zarr2_zstd", "zarr3_sharded_zstd"])
+def test_a_conversion_to_torch_keeps_every_byte(tmp_path: Path, form: str) -> None:
+    folder = save(tmp_path / "db", VALUES, FORMS[form])
+    run(Job(src=folder, dst=tmp_path / "out.pt", to="torch", fsync=False))
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert set(found) == set(VALUES)
+    for key, value in VALUES.items():
+        assert tuple(found[key].shape) == value.shape
+        assert str(found[key].dtype) == f"torch.{value.dtype.name}"
+        flat = found[key].reshape(-1)
+        assert (flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"") == value.tobytes(), key
 
 
 # ---- Orbax's files
