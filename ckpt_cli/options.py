@@ -280,6 +280,16 @@ class TransferOptions:
             help="True vocabulary size, unpadded.",
         ),
     ] = None
+    vocab_divisor: Annotated[
+        int | None,
+        Option(
+            "--make-vocab-size-divisible-by",
+            metavar="N",
+            parser=_whole(1),
+            rich_help_panel=LAYOUT,
+            help="Hugging Face to Megatron: the vocabulary is padded to a multiple of N times TP [128].",
+        ),
+    ] = None
     keep_padded_vocab: Annotated[
         bool, Flag("--keep-padded-vocab", rich_help_panel=LAYOUT, help="Keep the padding rows as they are.")
     ] = False

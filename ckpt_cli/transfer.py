@@ -67,6 +67,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         topology=topology,
         keeps_layout=keeps_layout,
         vocab_size=options.vocab_size,
+        vocab_divisor=options.vocab_divisor,
         keep_padded_vocab=options.keep_padded_vocab,
         optim="drop" if options.no_optim else "carry",
         names=names_of(options.names),

@@ -188,7 +188,7 @@ def check_reading(format: Format, path: Path, scratch: Path, *, n_flips: int = 4
         if not catalog.attrs.get("is_rank_local"):
             _check_fragments(catalog)
     is_dir = path.is_dir()
-    names = [name for name in _files(path)] if is_dir else [path.name]
+    names = list(_files(path)) if is_dir else [path.name]
     chance = random.Random(5)
     for number, name in enumerate(chance.sample(names, min(len(names), 12))):
         for damage in (_cut_short, _emptied, _removed):

@@ -74,10 +74,16 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     _check_source_sizes(job, catalog)
     config = config_of(source.store) if "config.json" in carried_of(catalog) else None
     comes_from_hf = is_hf(catalog, config)
-    if _changes_layout(job) and not is_cut(format) and (job.to is not None or is_megatron(catalog, rules)):
+    has_layout = comes_from_hf or is_megatron(catalog, rules)
+    if _changes_layout(job) and not is_cut(format) and (job.to is not None or has_layout):
         raise UsageError(
             f"format {format.name} has no parallel layout that {_options(job)} could change",
             hint="leave the sizes out, or write --to megatron or --to torch_dist",
+        )
+    if (job.stack_layers or job.unstack_layers is not None) and is_cut(format):
+        raise UsageError(
+            f"--stack-layers and --unstack-layers have no use for {format.name}, which names layers in its own way",
+            hint="leave them out",
         )
     notes: list[str] = []
     dropped: list[str] = []
@@ -93,9 +99,14 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers, quantize=job.quantize)
         early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
         first = _changed(catalog, early, notes, config)
-        catalog = to_megatron(first.catalog, config)
+        catalog = to_megatron(first.catalog, config, make_vocab_size_divisible_by=job.vocab_divisor or VOCAB_DIVISOR)
         second = _changed(catalog, late, notes)
         return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), ())
+    if job.vocab_divisor is not None:
+        raise UsageError(
+            "--make-vocab-size-divisible-by has no effect: no Hugging Face weights become Megatron's here",
+            hint="leave it out; a Megatron checkpoint keeps its own",
+        )
     wants_hf = names == "hf" and not comes_from_hf
     if wants_hf or _is_laid_out(job, catalog, format, rules, names):
         catalog = unshard(
@@ -141,6 +152,8 @@ def _names(job: Job) -> tuple[str | None, str | None]:
     return family, model_type or None
 
 
+VOCAB_DIVISOR = 128
+"""Megatron's default of ``--make-vocab-size-divisible-by``."""
 HF_ALIASES = ("hf", "huggingface")
 """Names of the format safetensors that ask for Hugging Face's tensor names as well."""
 

@@ -2,7 +2,7 @@
 
 Accepted: a checkpoint directory, one file of it, a Megatron rank directory, or a training root that holds iterations
 (``latest_checkpointed_iteration.txt`` beside ``iter_0000010/``, DeepSpeed's ``latest`` beside ``global_step10/``,
-``step-10/`` as torchtitan and ``checkpoint-10/`` as Hugging Face name them). A root descends to the iteration that its
+``step-10/`` as torchtitan, ``checkpoint-10/`` as Hugging Face and ``10/`` as Orbax name them). A root descends to the iteration that its
 tracker names, else to the newest one.
 """
 
@@ -22,6 +22,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _NAMING_TRACKERS = ("latest", "latest_universal")
 """DeepSpeed's: they hold the directory's name."""
 ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?|checkpoint-)(\d+)(?:_universal)?$")
+_ORBAX_STEP = "_CHECKPOINT_METADATA"
+"""Lies in the directories of Orbax's CheckpointManager, which are called by their numbers."""
 _METADATA_FILES = (".metadata", "metadata.json", "common.pt")
 _INDEX_FILE = re.compile(r"(\.index\.json|^zarr\.json|^\.zarray|^\.zgroup|^manifest\.ocdbt|^config\.json)$")
 """Files that stand for the directory that they describe."""
@@ -106,6 +108,8 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     for name in store.folders():  # sorted, so that a plain directory comes before its universal form
         if found := ITERATION_DIR.match(name):
             iterations.setdefault(int(found.group(1)), name)
+        elif name.isascii() and name.isdigit() and store.exists(f"{name}/{_ORBAX_STEP}"):
+            iterations.setdefault(int(name), name)
     has_tracker = store.exists(TRACKER)
     if wanted is not None and (iterations or has_tracker):
         if wanted not in iterations:

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, TensorMeta
-from core.errors import CheckpointingException
+from core.catalog import Catalog, StoredObject, TensorMeta
+from core.errors import CheckpointingException, UsageError
 from core.fold import components
 from core.formats import Format, formats
+from core.formats.hf_files import CONFIG, carried_of, config_of
 from core.formats.torch_file import load_object
-from core.inert import Global, attributes
+from core.inert import Global, as_mapping, attributes
 from core.objects import loaded
 from core.optim_format import TITLES, optim_format_of, role_of
+from core.target import retyped, source_and_target
+from core.transform import cast_of, without_optimizer
 
 if TYPE_CHECKING:
     from core.open import Checkpoint
@@ -164,7 +167,7 @@ def summarized(checkpoint: Checkpoint) -> Summary:
         model=_model(catalog),
         groups=groups_of(view.tensors.values(), bare=lambda key: bare_key(key, view)),
         optimizer=optimizer,
-        verdicts=_verdicts(checkpoint.format, unsharded, optimizer),
+        verdicts=_verdicts(checkpoint, unsharded, optimizer),
         notes=tuple(dict.fromkeys(notes)),
         view=view,
         is_unsharded=unsharded.catalog is not None and bool(catalog.attrs.get("is_rank_local")),
@@ -224,12 +227,17 @@ class _Unsharded:
 
 def _unsharded(catalog: Catalog, store: ReadStore) -> _Unsharded:
     """The global per-layer catalog, for checkpoints of the Megatron family."""
+    from core.hf import is_hf, to_megatron
     from core.layout import load_rules, unshard
 
     try:
+        config = config_of(store) if CONFIG in carried_of(catalog) else None
+        if is_hf(catalog, config):
+            assert config is not None
+            return _Unsharded(to_megatron(catalog, config), None)
         if not catalog.attrs.get("is_rank_local") and "args" not in catalog.attrs:
             if "args" not in catalog.objects:
-                return _Unsharded(None, "only Megatron checkpoints have a parallel layout that can be changed")
+                return _Unsharded(None, "only models with Megatron's or Hugging Face's names have a layout to change")
             catalog = loaded(catalog, store, load_object)
         return _Unsharded(unshard(catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True), None)
     except CheckpointingException as err:
@@ -323,8 +331,9 @@ def _warnings(catalog: Catalog) -> list[str]:
     return [f"WARNING: it names {', '.join(sorted(dangerous))}, which torch.load would run; ckpt runs nothing"]
 
 
-def _verdicts(own: Format, unsharded: _Unsharded, optimizer: str | None) -> tuple[Verdict, ...]:
+def _verdicts(checkpoint: Checkpoint, unsharded: _Unsharded, optimizer: str | None) -> tuple[Verdict, ...]:
     """What can be done; targets of one condition share a verdict."""
+    own = checkpoint.format
     is_known = unsharded.catalog is not None
     without = [_NO_OPTIM] if optimizer is not None else []
     cut = [*without, _NO_VPP] if _parallel(unsharded.catalog).get("vpp", 1) > 1 else without
@@ -332,10 +341,19 @@ def _verdicts(own: Format, unsharded: _Unsharded, optimizer: str | None) -> tupl
     for format in formats():
         if format.lay_out is None or format.name == own.name:
             continue
-        if own.partition != "ranks" and format.partition != "ranks":
-            targets_of.setdefault(None, []).append(format.name)
-        elif is_known:
-            targets_of.setdefault(_joined(without), []).append(format.name)
+        if own.partition == "ranks" or format.partition == "ranks":
+            if not is_known:
+                continue
+            conditions = without
+        else:
+            conditions = []
+        if format.adapt is not None:
+            catalog = unsharded.catalog if own.partition == "ranks" else checkpoint.catalog
+            found = None if catalog is None else _conditions(catalog, format)
+            if found is None:
+                continue
+            conditions = list(dict.fromkeys([*conditions, *found]))
+        targets_of.setdefault(_joined(conditions), []).append(format.name)
     verdicts = [Verdict("convert", True, tuple(names), why) for why, names in targets_of.items()]
     if not verdicts:
         verdicts.append(Verdict("convert", False, (), unsharded.why))
@@ -345,6 +363,32 @@ def _verdicts(own: Format, unsharded: _Unsharded, optimizer: str | None) -> tupl
     return tuple(verdicts)
 
 
+def _conditions(catalog: Catalog, format: Format) -> list[str] | None:
+    """What must be said for a catalog's tensors to fit a format that asks something of them; None if nothing helps."""
+    objects = {key: StoredObject(key) for key in catalog.objects}  # their names count, not their values
+    common = as_mapping(catalog.attrs.get("common"))
+    bare = replace(catalog, objects=objects, skeleton=None)
+    bare = bare.with_attrs(common=None if common is None else dict.fromkeys(common))
+    for without in (False, True):
+        kept = bare
+        if without:
+            try:
+                kept = without_optimizer(bare).catalog
+            except UsageError:
+                return None
+        for dtype in (None, "float32"):
+            cast = kept if dtype is None else retyped(kept, cast_of(((None, dtype),)))
+            _, target = source_and_target(cast, format)
+            try:
+                assert format.lay_out is not None
+                format.lay_out(target)
+            except CheckpointingException:
+                continue
+            return [*([_NO_OPTIM] if without else []), *([_WIDER] if dtype is not None else [])]
+    return None
+
+
+_WIDER = "the weights must be cast: --dtype float32"
 _NO_OPTIM = "the optimizer must be left out: --no-optim"
 _NEEDS_LAYOUT = "into a format that has a layout: --to megatron or --to torch_dist"
 _NO_VPP = "model chunks must be joined: --vpp-new 1"

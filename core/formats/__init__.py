@@ -41,7 +41,7 @@ class Format:
         has_objects_beside: whether non-tensor entries are stored beside the tensors, with the tensors inside them; where
             they are not, those become tensors of their own.
         nests: whether nested containers are stored as they are, with tensors and other values inside them.
-        adapt: what a catalog of global tensors becomes before it is cut, where the format has names or entries of its own.
+        adapt: what a catalog of global tensors becomes before it is cut, where the format has names of its own.
         carries_files: whether files beside the weights (``Catalog.attrs["carried"]``, ``["documents"]``) can be stored.
     """
 
@@ -63,7 +63,7 @@ class Format:
 
 
 _BUILT_IN = (
-    *("megatron", "torch_dist", "zarr", "dcp", "zarr3", "ocdbt"),
+    *("megatron", "torch_dist", "dcp", "ocdbt", "zarr", "zarr3"),
     *("deepspeed_universal", "deepspeed", "safetensors", "bin_shards", "torch_file"),
 )
 """Modules of this package, each with a ``FORMAT``; the order is the order of sniffing."""

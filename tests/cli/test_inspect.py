@@ -193,13 +193,19 @@ def test_an_object_of_every_rank_can_be_named_without_the_rank(golden: Path, sho
 
 
 def test_verdicts_name_formats_and_reasons(golden: Path, shown: Callable[..., Any]) -> None:
-    dense = {item["action"]: item for item in shown(golden / "mcore_legacy/dense_gqa/tp2_pp2")["can"]}
-    assert dense["reshard"]["possible"]
-    assert set(dense["convert"]["to"]) >= {"dcp", "torch_dist", "torch", "zarr3", "safetensors"}
-    plain = {item["action"]: item for item in shown(golden / "torch_dcp/tp2_only")["can"]}
-    assert not plain["reshard"]["possible"]
-    assert plain["reshard"]["why"]
-    assert "torch" in plain["convert"]["to"]
+    def targets(can: list[dict[str, Any]]) -> set[str]:
+        return {name for item in can if item["action"] == "convert" and item["possible"] for name in item["to"]}
+
+    dense = shown(golden / "mcore_legacy/dense_gqa/tp2_pp2")["can"]
+    assert [item["possible"] for item in dense if item["action"] == "reshard"] == [True]
+    assert targets(dense) >= {"dcp", "torch_dist", "torch", "zarr3", "safetensors"}
+    plain = shown(golden / "torch_dcp/tp2_only")["can"]
+    assert [(item["possible"], bool(item["why"])) for item in plain if item["action"] == "reshard"] == [(False, True)]
+    assert "torch" in targets(plain)
+    named = shown(golden / "hf/llama/safetensors_single")["can"]
+    assert "megatron" in targets(named)
+    wide = [item for item in named if "deepspeed_universal" in item["to"]]
+    assert [item["why"] for item in wide] == ["the weights must be cast: --dtype float32"]
 
 
 @pytest.mark.parametrize("name", [name for name, _, _ in EVERY], ids=lambda name: name.replace("/", "-"))
@@ -221,6 +227,7 @@ def test_verdicts_are_what_the_engine_does(name: str, golden: Path, shown: Calla
             topology=TopologyChange(**sizes) if sizes else None,
             keeps_layout=target == "reshard",
             optim="drop" if "--no-optim" in why and is_possible else "carry",
+            dtype=((None, "float32"),) if "--dtype float32" in why and is_possible else (),
         )
         try:
             with prepare(job):
