@@ -6,8 +6,8 @@
     torch_dist ──┼── unshard ──▶ global per-layer form ────────┤
     DCP, torch ──┘   (``core.layout_unshard``)                 └── stack ──▶ torch_dist
 
-The rules are data: ``layouts/megatron.toml``, read by ``core.layout_rules``. What is not handled yet (experts, VPP
-in the destination, optimizer state …) is refused by name.
+The rules are data: ``layouts/megatron.toml``, read by ``core.layout_rules``. What is not handled yet (optimizer state,
+Mamba, multi-token prediction …) is refused by name.
 """
 
 from __future__ import annotations

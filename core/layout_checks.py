@@ -48,7 +48,8 @@ def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
 
 def _check_experts(layer: int, subs: Iterable[str], facts: Facts, rules: Rules) -> None:
     """A layer has the experts that the arguments say, and none beyond."""
-    numbers = {found.number for sub in subs if (found := rules.expert_of(sub)) is not None}
+    experts = (rules.expert_of(sub) for sub in subs)
+    numbers = {expert.number for expert in experts if expert is not None and expert.number is not None}
     wanted = set(range(facts.n_experts or 0)) if layer in facts.moe_layers else set()
     name = rules.layer_name(layer, "mlp.experts")
     if wanted - numbers:
@@ -56,9 +57,9 @@ def _check_experts(layer: int, subs: Iterable[str], facts: Facts, rules: Rules) 
             f"experts {listed(sorted(wanted - numbers))} of {len(wanted)} are not in the checkpoint", key=name
         )
     if numbers - wanted:
-        found = listed(sorted(number for number in numbers - wanted if number is not None))
         raise CorruptError(
-            f"there are experts {found}, but the arguments (num_experts, moe_layer_freq) give this layer {len(wanted)}",
+            f"there are experts {listed(sorted(numbers - wanted))}, but the arguments give this layer {len(wanted)} "
+            "(num_experts, moe_layer_freq)",
             key=name,
         )
 

@@ -139,7 +139,7 @@ def unshard_global(
             "common": common,
             "vocab_size": n_rows,
             "expert_names": facts.expert_names,
-            "is_down_proj_cut": False,
+            "is_down_proj_cut": facts.is_mla and facts.is_local,
             "notes": notes,
             "dropped": dropped,
             "order": tuple(names),

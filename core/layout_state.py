@@ -8,8 +8,9 @@
  ``iteration`` (older ``total_iters``)  kept
  ``opt_param_scheduler``                kept
  ``num_floating_point_operations…``     kept
- ``rng_state``                          one per (TP, PP) rank: kept for rank files of the same sizes, and in torch_dist;
-                                        otherwise left out, with a note (Megatron needs --no-load-rng then)
+ ``rng_state``                          one per (TP, PP) rank: kept in torch_dist, and for rank files of the same sizes
+                                        without expert parallelism, whose ranks have one each that no other layout can
+                                        tell apart; otherwise left out, with a note (Megatron needs --no-load-rng then)
  ``rerun_state_machine``                left out of rank files, with a note (Megatron ignores it unless no size changed)
  ``content_metadata``                   torch_dist only
  ``optimizer``, ``distrib_optim.pt``    not resharded yet: refused, or left out on request

@@ -20,8 +20,8 @@ attrs of the result (required ones first):
 * ``expert_names``: how rank files name experts, and None without experts: ``sequential``
   (``experts.local_experts.3.linear_fc1.weight``), ``te_grouped`` (``experts.linear_fc1.weight3``) or ``grouped``
   (``experts.weight1``, of older Megatron: read, but written as ``sequential``). Absent: what the arguments say;
-* ``is_down_proj_cut``: multi-latent attention's down projections are cut over TP (older local implementation); absent
-  means that they are not;
+* ``is_down_proj_cut``: multi-latent attention's down projections are cut over TP, as by the local implementation;
+  absent means that they are not;
 * ``notes``: what the user should know; ``dropped``: ``entry (reason)`` of what is left out;
 * ``order``: names of tensors and extra states in the order of the files; absent: as Megatron makes them;
 * ``module_versions``, ``is_ordered``, ``top_level``: how the files' dicts look; absent: as Megatron makes them.
@@ -329,8 +329,11 @@ def _check_names(names: Sequence[str], others: Sequence[str], *, rank: str, othe
 
 
 def _settle_rules(model: _Model, facts: Facts) -> bool:
-    """Cuts what its rule replicates where every rank has only its share of the rows; returns whether there is such."""
-    is_cut = False
+    """Cuts what its rule replicates where every rank has only its share of the rows; returns whether there is such.
+
+    One rank alone does not show it; there it is the local implementation that cuts.
+    """
+    is_cut = facts.is_mla and facts.is_local and facts.topology.tp == 1
     for tensor in model.tensors.values():
         wanted = extent_of(tensor.rule, facts) if tensor.rule.cut_axis is None else None
         rows = next(iter(tensor.held[0].array.shape), 0)

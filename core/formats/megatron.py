@@ -21,7 +21,8 @@ None without one), ``is_single_rank`` (only one rank's directory or file was poi
 converting).
 
 Not supported: files of before 2023-05 with the distributed optimizer (``model_rng.pt``, ``optim.pt``), ``.nemo``
-archives; expert parallel checkpoints whose ranks wrote over each other (ETP > TP), which are refused by name.
+archives; expert parallel checkpoints whose ranks wrote over each other (ETP does not divide TP), which are refused by
+name.
 
 Source: Megatron-LM d98e8a64 ``training/checkpointing.py``, pinned in tests/golden (``mcore_legacy``).
 """

@@ -1,4 +1,4 @@
-"""Small models cut into rank catalogs by plain numpy, for layouts that no golden checkpoint has.
+"""Small models cut into rank catalogs by plain numpy, for layouts and models that no golden checkpoint has.
 
 Every element has a unique value, so that a shifted or transposed piece cannot pass. The cutting shares no code with
 ``core.placement``.
@@ -15,18 +15,37 @@ from core.box import whole
 from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
 from core.inert import TensorLeaf, namespace, ordered_dict
 from core.store import MemoryStore
-from core.topology import Topology, rank_dir
+from core.topology import Rank, Topology, rank_dir
 
 Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-latent attention; ``q`` is None where queries are not compressed.
+
+    Args:
+        is_cut: the down projections are cut over TP, as older local implementations did.
+    """
+
+    q: int | None = 12
+    kv: int = 8
+    qk: int = 3
+    rope: int = 4
+    v: int = 5
+    is_cut: bool = False
+
+
+@dataclass(frozen=True)
 class Model:
-    """A dense GPT model.
+    """A GPT model.
 
     Args:
         is_fused: norms have Transformer Engine's names, and extra states are tensors.
         counts: layers per stage where they are uneven.
+        experts: routed experts of the layers in ``moe``, named as ``expert_names`` says.
+        shared: width of the shared experts of those layers, 0 without.
+        latent: multi-latent attention instead of the usual one.
     """
 
     layers: int = 4
@@ -42,6 +61,12 @@ class Model:
     is_fused: bool = False
     has_qk_norm: bool = True
     counts: tuple[int, ...] | None = None
+    experts: int = 0
+    moe: tuple[int, ...] = ()
+    expert_names: str = "sequential"
+    expert_ffn: int = 12
+    shared: int = 0
+    latent: Latent | None = None
     more_args: Mapping[str, object] = field(default_factory=dict)
 
     def args(self, topology: Topology) -> dict[str, object]:
@@ -60,7 +85,28 @@ class Model:
             "vocab_size": self.vocab,
             "make_vocab_size_divisible_by": self.divisible_by,
             "padded_vocab_size": self.rows(topology.tp),
+            **(self.moe_args(topology) if self.experts else {}),
+            **(self.latent_args(self.latent) if self.latent else {}),
             **self.more_args,
+        }
+
+    def moe_args(self, topology: Topology) -> dict[str, object]:
+        return {
+            "num_experts": self.experts,
+            "moe_layer_freq": [int(layer in self.moe) for layer in range(self.layers)],
+            "moe_grouped_gemm": self.expert_names != "sequential",
+            "expert_model_parallel_size": topology.ep,
+            "expert_tensor_parallel_size": topology.etp,
+        }
+
+    def latent_args(self, latent: Latent) -> dict[str, object]:
+        return {
+            "multi_latent_attention": True,
+            "q_lora_rank": latent.q,
+            "kv_lora_rank": latent.kv,
+            "qk_head_dim": latent.qk,
+            "qk_pos_emb_head_dim": latent.rope,
+            "v_head_dim": latent.v,
         }
 
     def rows(self, tp: int) -> int:
@@ -69,25 +115,20 @@ class Model:
 
     def tensors(self) -> Arrays:
         """The global tensors, unpadded, in the order of a rank file."""
-        h, qkv = self.hidden, (self.heads + 2 * self.groups) * self.head_dim
+        h = self.hidden
         shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (self.vocab, h)}
         for layer in range(self.layers):
             start = f"decoder.layers.{layer}."
-            if not self.is_fused:
+            if not self.is_fused or self.latent:
                 shapes[start + "input_layernorm.weight"] = (h,)
-            shapes[start + "self_attention.linear_proj.weight"] = (h, self.heads * self.head_dim)
-            shapes[start + "self_attention.linear_proj.bias"] = (h,)
-            if self.is_fused:
-                shapes[start + "self_attention.linear_qkv.layer_norm_weight"] = (h,)
-            shapes[start + "self_attention.linear_qkv.weight"] = (qkv, h)
-            shapes[start + "self_attention.linear_qkv.bias"] = (qkv,)
-            if self.has_qk_norm:
-                shapes[start + "self_attention.q_layernorm.weight"] = (self.head_dim,)
-                shapes[start + "self_attention.k_layernorm.weight"] = (self.head_dim,)
-            norm = "mlp.linear_fc1.layer_norm_weight" if self.is_fused else "pre_mlp_layernorm.weight"
+            attention = self.attention(h) if self.latent is None else self.latent_attention(h, self.latent)
+            shapes |= {f"{start}self_attention.{name}": shape for name, shape in attention.items()}
+            is_moe = layer in self.moe
+            norm = "mlp.linear_fc1.layer_norm_weight" if self.is_fused and not is_moe else "pre_mlp_layernorm.weight"
             shapes[start + norm] = (h,)
-            shapes[start + "mlp.linear_fc1.weight"] = (self.ffn * (1 + self.is_gated), h)
-            shapes[start + "mlp.linear_fc2.weight"] = (h, self.ffn)
+            shapes |= {
+                f"{start}mlp.{name}": shape for name, shape in (self.moe_mlp(h) if is_moe else self.mlp(h)).items()
+            }
         shapes["decoder.final_layernorm.weight"] = (h,)
         if not self.is_tied:
             shapes["output_layer.weight"] = (self.vocab, h)
@@ -99,13 +140,61 @@ class Model:
             first += n
         return found
 
+    def attention(self, h: int) -> dict[str, tuple[int, ...]]:
+        qkv = (self.heads + 2 * self.groups) * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "linear_proj.weight": (h, self.heads * self.head_dim),
+            "linear_proj.bias": (h,),
+        }
+        if self.is_fused:
+            shapes["linear_qkv.layer_norm_weight"] = (h,)
+        shapes |= {"linear_qkv.weight": (qkv, h), "linear_qkv.bias": (qkv,)}
+        if self.has_qk_norm:
+            shapes |= {"q_layernorm.weight": (self.head_dim,), "k_layernorm.weight": (self.head_dim,)}
+        return shapes
+
+    def latent_attention(self, h: int, latent: Latent) -> dict[str, tuple[int, ...]]:
+        queries = self.heads * (latent.qk + latent.rope)
+        shapes: dict[str, tuple[int, ...]] = {"linear_proj.weight": (h, self.heads * latent.v)}
+        if latent.q is None:
+            shapes["linear_q_proj.weight"] = (queries, h)
+        else:
+            shapes["linear_q_down_proj.weight"] = (latent.q, h)
+            if self.is_fused:
+                shapes["linear_q_up_proj.layer_norm_weight"] = (latent.q,)
+            shapes["linear_q_up_proj.weight"] = (queries, latent.q)
+        shapes["linear_kv_down_proj.weight"] = (latent.kv + latent.rope, h)
+        if self.is_fused:
+            shapes["linear_kv_up_proj.layer_norm_weight"] = (latent.kv,)
+        shapes["linear_kv_up_proj.weight"] = (self.heads * (latent.qk + latent.v), latent.kv)
+        if not self.is_fused:
+            shapes |= {} if latent.q is None else {"q_layernorm.weight": (latent.q,)}
+            shapes["kv_layernorm.weight"] = (latent.kv,)
+        return shapes
+
+    def mlp(self, h: int, width: int | None = None) -> dict[str, tuple[int, ...]]:
+        width = self.ffn if width is None else width
+        return {"linear_fc1.weight": (width * (1 + self.is_gated), h), "linear_fc2.weight": (h, width)}
+
+    def moe_mlp(self, h: int) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"router.weight": (self.experts, h), "router.expert_bias": (self.experts,)}
+        for expert in range(self.experts):
+            one = self.mlp(h, self.expert_ffn)
+            shapes |= {f"experts.local_experts.{expert}.{name}": shape for name, shape in one.items()}
+        if self.shared:
+            shapes["shared_experts.gate_weight"] = (1, h)
+            shapes |= {f"shared_experts.{name}": shape for name, shape in self.mlp(h, self.shared).items()}
+        return shapes
+
     def local(self, name: str, array: np.ndarray, *, tp_rank: int, tp: int) -> np.ndarray:
-        """One rank's part of a global tensor."""
+        """One rank's part of a global tensor; for those of experts, among the ranks that cut experts."""
         if "embeddings" in name or name.startswith("output_layer"):
             padded = np.zeros((self.rows(tp), array.shape[1]), array.dtype)
             padded[: len(array)] = array
             return np.split(padded, tp)[tp_rank]
         if "norm" in name or name.endswith(("linear_proj.bias", "linear_fc2.bias")):
+            return array
+        if "router." in name or "gate_weight" in name or ("down_proj" in name and not (self.latent or Latent()).is_cut):
             return array
         if name.endswith("linear_fc1.weight") and self.is_gated:
             gate, up = np.split(array, 2)
@@ -114,35 +203,56 @@ class Model:
             return np.split(array, tp, axis=1)[tp_rank]
         return np.split(array, tp)[tp_rank]
 
-    def stage(self, name: str, pp: int) -> tuple[int, str]:
-        """(pipeline stage, name in its files) of a global tensor."""
+    def stage(self, name: str, pp: int, vpp: int = 1) -> tuple[int, int, str]:
+        """(model chunk, pipeline stage, name in its files) of a global tensor."""
         if not name.startswith("decoder.layers."):
-            return (0 if name.startswith("embedding") else pp - 1), name
+            return (0, 0, name) if name.startswith("embedding") else (vpp - 1, pp - 1, name)
         number, sub = name.removeprefix("decoder.layers.").split(".", 1)
-        counts = list(self.counts or [self.layers // pp] * pp)
+        counts = list(self.counts or [self.layers // (pp * vpp)] * pp * vpp)
         layer = int(number)
-        for stage, count in enumerate(counts):
+        for place, count in enumerate(counts):
             if layer < count:
-                return stage, f"decoder.layers.{layer}.{sub}"
+                return place // pp, place % pp, f"decoder.layers.{layer}.{sub}"
             layer -= count
         raise AssertionError(name)
 
-    def files(self, topology: Topology) -> dict[str, Arrays]:
-        """Rank directory → name in the file → array."""
-        found: dict[str, Arrays] = {}
-        for rank in topology.ranks():
-            held: Arrays = {}
-            for name, array in self.tensors().items():
-                stage, local = self.stage(name, topology.pp)
-                if stage == rank.pp:
-                    held[local] = self.local(name, array, tp_rank=rank.tp, tp=topology.tp)
-                    if self.is_fused and local.endswith(("linear_fc1.weight", "linear_qkv.bias")):
-                        held[local.rpartition(".")[0] + "._extra_state"] = np.arange(7, dtype=np.uint8)
-            if self.is_tied and topology.pp > 1 and rank.pp == topology.pp - 1:
-                name = "embedding.word_embeddings.weight"
-                held["output_layer.weight"] = self.local(name, self.tensors()[name], tp_rank=rank.tp, tp=topology.tp)
-            found[rank_dir(topology, rank)] = held
+    def held(self, rank: Rank, topology: Topology) -> dict[str, Arrays]:
+        """Model chunk → name in the file of a rank → array, in the order of the file."""
+        n_local = max(1, self.experts // topology.ep)
+        found: dict[str, Arrays] = {"model" if topology.vpp == 1 else f"model{v}": {} for v in range(topology.vpp)}
+        chunks = list(found.values())
+        grouped: dict[str, Arrays] = {}
+        into = chunks[0]
+        for name, array in self.tensors().items():
+            chunk, stage, local = self.stage(name, topology.pp, topology.vpp)
+            if stage != rank.pp:
+                continue
+            if ".local_experts." not in name:
+                into |= grouped.pop("linear_fc1", {}) | grouped.pop("linear_fc2", {})
+                chunks[chunk][local] = self.local(name, array, tp_rank=rank.tp, tp=topology.tp)
+                if self.is_fused and local.endswith(("mlp.linear_fc1.weight", "linear_qkv.bias")):
+                    chunks[chunk][local.rpartition(".")[0] + "._extra_state"] = np.arange(7, dtype=np.uint8)
+                continue
+            before, _, rest = local.partition("local_experts.")
+            expert, linear, field = rest.split(".")
+            if int(expert) // n_local != rank.ep:
+                continue
+            part = self.local(name, array, tp_rank=rank.etp, tp=topology.expert_tp)
+            number = int(expert) % n_local
+            if self.expert_names == "sequential":
+                chunks[chunk][f"{before}local_experts.{number}.{linear}.{field}"] = part
+            else:
+                into = chunks[chunk]
+                grouped.setdefault(linear, {})[f"{before}{linear}.{field}{number}"] = part
+        if self.is_tied and topology.pp > 1 and rank.pp == topology.pp - 1:
+            name = "embedding.word_embeddings.weight"
+            chunks[-1]["output_layer.weight"] = self.local(name, self.tensors()[name], tp_rank=rank.tp, tp=topology.tp)
         return found
+
+    def files(self, topology: Topology) -> dict[str, Arrays]:
+        """Rank directory → name in the file (without ``model.``) → array."""
+        assert topology.vpp == 1
+        return {rank_dir(topology, rank): self.held(rank, topology)["model"] for rank in topology.ranks()}
 
     def catalog(
         self, topology: Topology, *, files: dict[str, Arrays] | None = None, **top_level: object

@@ -34,6 +34,7 @@ _SOURCES = [
     ("mcore0121_legacy", "moe_grouped", ["tp1_pp1", "tp2_pp1_ep2"]),
     ("mcore_torch_dist", "moe_seq", ["tp1_pp1", "tp2_pp2_ep2"]),
     ("mcore0121_torch_dist", "moe_seq", ["tp2_pp2_ep2"]),
+    ("mcore0121_zarr", "moe_seq", ["tp2_pp2_ep2"]),
 ]
 _CASES = [
     (family, model, source, target)
@@ -51,7 +52,7 @@ def sizes(case: str) -> dict[str, int]:
 
 def reshard(src: Path, dst: Path, to: str | None = None, **size: int) -> None:
     """Weights only, to another layout."""
-    change = TopologyChange(**{"vpp": 1, **size})
+    change = TopologyChange(**{"vpp": 1, **size})  # type: ignore[arg-type]
     run(Job(src=src, dst=dst, to=to, topology=change, keeps_layout=True, optim="drop", fsync=False))
 
 
