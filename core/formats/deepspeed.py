@@ -117,7 +117,7 @@ def _check_ranks(optim: Sequence[OptimStates], files: RankFiles) -> None:
                 file=file,
                 rank=str(rank),
             )
-    if files.zero_model and head.stage == 3 and len(files.zero_model) != len(optim):
+    if head.stage == 3 and len(files.zero_model) > len(optim):
         raise CorruptError(
             f"there are {len(files.zero_model)} files of model states for {len(optim)} of optimizer states",
             file=files.zero_model[-1],

@@ -28,7 +28,7 @@ Shared parameters are recorded, not repeated. 16-bit weights are refused: DeepSp
 Not carried: what describes the partition of the run that saved (``group_paddings`` …), and the model file's 16-bit
 ``module``, which the loader does not look at.
 
-attrs: ``iteration``, ``aliases``, ``notes``.
+attrs: ``iteration``, ``zero_stage`` and ``dp`` of the run that saved, ``aliases``, ``notes``.
 
 Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``, ``checkpoint/universal_checkpoint.py``,
 ``runtime/base_optimizer.py``, ``runtime/zero/stage3.py``, ``runtime/engine.py`` (``load_checkpoint``); checkpoints that
@@ -37,41 +37,36 @@ it wrote, pinned in tests/golden (``deepspeed_universal``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from core.catalog import StoredArray
-from core.errors import CheckpointingException, CorruptError, MissingShardError
+from core.errors import MissingShardError
 from core.formats import Format
 from core.formats.deepspeed_model import ModelStates, iteration_of, model_states, version_of
-from core.formats.deepspeed_optim import CONSUMED_OPTIM, OPTIMIZER_STATE
-from core.formats.deepspeed_piece import Held, held_whole, reshaped
-from core.formats.deepspeed_state import StateFile, read_state_file, read_value, type_of
+from core.formats.deepspeed_optim import CONSUMED_OPTIM, OPTIMIZER_STATE, enum_number
+from core.formats.deepspeed_piece import held_whole
+from core.formats.deepspeed_state import StateFile, read_state_file
 from core.formats.deepspeed_tree import PARAM_GROUPS, PARAMS, STATE, Whole, assembled, group_trees, tree_of
 from core.formats.deepspeed_universal_files import lay_out
 from core.formats.deepspeed_universal_names import (
-    CAT_DIM,
     EXTRAS,
     FP32,
     LATEST,
     MODEL_FILE,
     OPTIMIZER_FILE,
-    PARAM,
     STEP,
     ZERO,
     ZERO_MODEL_FILE,
-    plain_extras,
 )
+from core.formats.deepspeed_universal_parameter import Parameter, read_parameter
 from core.formats.deepspeed_universal_source import for_universal
 from core.formats.deepspeed_weights import buffers, frozen, with_shared
 from core.inert import TensorLeaf, as_mapping
 from core.store import checked_name
 
 if TYPE_CHECKING:
-    from core.box import Shape
     from core.catalog import Catalog
+    from core.formats.deepspeed_partition import Shapes
     from core.store import ReadStore
 
 __all__ = ["FORMAT", "for_universal", "lay_out", "read", "sniff"]
@@ -110,69 +105,85 @@ def read(store: ReadStore) -> Catalog:
         UnsafeError: a hostile pickle or name.
     """
     folder = _folder(store)
-    names = store.folders(folder + ZERO)
     models = _models(store, folder)
     model = models[0] if models else None
-    notes: list[str] = []
-    groups = list(model.groups or ()) if model is not None else []
-    shapes = {name: shape for group in groups for name, shape in group.items()}
-    if model is None:
-        notes.append("there are no model states: no names of groups, no client state; DeepSpeed cannot load it")
-    weights: dict[str, Held] = {} if model is None else buffers(model)
-    states: dict[str, dict[str, object]] = {}
-    extras: dict[str, object] = {}
-    shared = {} if model is None else model.shared
-    for name in [*(name for name in shapes if name in set(names)), *(name for name in names if name not in shapes)]:
-        if name in shared and shared[name] in names:
-            continue
-        entry = _parameter(store, f"{folder}{ZERO}/{name}", name, shapes.get(name))
-        weights[name] = entry.weight
-        if entry.states:
-            states[name] = entry.states
-        if entry.extras:
-            extras[name] = entry.extras
-    _check_all_there(weights, shapes, folder)
+    groups: Sequence[Shapes] = (model.groups or ()) if model is not None else ()
+    parameters = _parameters(store, folder, groups, model.shared if model is not None else {})
+    weights = {} if model is None else buffers(model)
+    weights |= {name: parameter.weight for name, parameter in parameters.items()}
+    states = {name: parameter.states for name, parameter in parameters.items() if parameter.states}
+    aliases: dict[str, str] = {}
     if model is not None:
         if all(found.fragments for found in models):
-            weights |= {
-                name: held for name, held in frozen(models, 3 if _is_zero3(model) else 2).items() if name not in weights
-            }
+            stage = 3 if ZERO_MODEL_FILE in model.state.file else 2
+            weights |= {name: held for name, held in frozen(models, stage).items() if name not in weights}
         weights, aliases = with_shared(model, weights)
-    else:
-        aliases = {}
-    files = [found.state for found in models[:1]]
-    optimizer: dict[str, object] = {}
-    param_groups: Sequence[Mapping[object, object]] = ()
-    if store.exists(folder + OPTIMIZER_FILE):
-        state = read_state_file(store, folder + OPTIMIZER_FILE)
-        files.append(state)
-        param_groups = _param_groups(state)
-        optimizer = {
-            str(name): value
-            for name, value in state.root.items()
-            if name not in CONSUMED_OPTIM and name not in (PARAM_GROUPS, STATE)
-        }
-        _add_steps(state, groups, states)
-    else:
-        notes.append(f"there is no {OPTIMIZER_FILE}; DeepSpeed cannot load it")
-    beside = {} if model is None else dict(model.beside)
+    optim = read_state_file(store, folder + OPTIMIZER_FILE) if store.exists(folder + OPTIMIZER_FILE) else None
+    if optim is not None:
+        _add_steps(optim, groups, states)
     tree = tree_of(
         weights=weights,
         states=states,
-        groups=group_trees(param_groups, {number: list(group) for number, group in enumerate(groups)}),
-        optimizer=optimizer,
-        beside=beside,
+        groups=group_trees(_param_groups(optim), {number: list(group) for number, group in enumerate(groups)}),
+        optimizer={} if optim is None else {n: v for n, v in _named(optim) if n not in (PARAM_GROUPS, STATE)},
+        beside={} if model is None else model.beside,
     )
+    extras = {name: Whole(found.extras) for name, found in parameters.items() if found.extras}
     if extras:
-        tree[EXTRAS] = {name: Whole(value) for name, value in extras.items()}
-    attrs: dict[str, object] = {"aliases": aliases, "notes": notes}
+        tree[EXTRAS] = extras
+    attrs: dict[str, object] = {"aliases": aliases, "notes": _notes(model, optim)}
+    stage_found = None if optim is None else enum_number(optim.root.get("zero_stage"))
+    if stage_found is not None:
+        attrs["zero_stage"] = stage_found
+    if model is not None:
+        attrs |= iteration_of(model)
+        attrs |= {"dp": dp} if type(dp := model.state.root.get("dp_world_size")) is int else {}
     return assembled(
         tree,
         format="deepspeed_universal",
         version=None if model is None else version_of(model),
-        files=files,
-        attrs=attrs if model is None else attrs | iteration_of(model),
+        files=[found.state for found in models[:1]] + ([] if optim is None else [optim]),
+        attrs=attrs,
     )
+
+
+def _named(optim: StateFile) -> Iterator[tuple[str, object]]:
+    """What the optimizer keeps beside the facts about the partition."""
+    return ((str(name), value) for name, value in optim.root.items() if name not in CONSUMED_OPTIM)
+
+
+def _notes(model: ModelStates | None, optim: StateFile | None) -> list[str]:
+    notes = []
+    if model is None:
+        notes.append("there are no model states, so no client state and no names of groups; DeepSpeed cannot load it")
+    if optim is None:
+        notes.append(f"there is no {OPTIMIZER_FILE}; DeepSpeed cannot load it")
+    return notes
+
+
+def _parameters(
+    store: ReadStore, folder: str, groups: Sequence[Shapes], shared: Mapping[str, str]
+) -> dict[str, Parameter]:
+    """Every directory of a parameter: those of the optimizer's groups first, in their order.
+
+    Raises:
+        MissingShardError: the model states list a parameter that has none.
+    """
+    names = dict.fromkeys(store.folders(folder + ZERO))
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    for name in shapes:
+        if name not in names:
+            raise MissingShardError(
+                "the model states list the parameter, but its directory is not there",
+                file=f"{folder}{ZERO}/{name}",
+                key=name,
+                hint="copy the checkpoint again, with all its files",
+            )
+    return {
+        name: read_parameter(store, f"{folder}{ZERO}/{name}", name, shapes.get(name))
+        for name in {**dict.fromkeys(shapes), **names}
+        if shared.get(name) not in names or shared[name] in shared
+    }
 
 
 def _models(store: ReadStore, folder: str) -> list[ModelStates]:
@@ -185,108 +196,10 @@ def _models(store: ReadStore, folder: str) -> list[ModelStates]:
     return found
 
 
-def _is_zero3(model: ModelStates) -> bool:
-    return ZERO_MODEL_FILE in model.state.file
-
-
-def _check_all_there(weights: Mapping[str, Held], shapes: Mapping[str, Shape], folder: str) -> None:
-    for name in shapes:
-        if name not in weights:
-            raise MissingShardError(
-                "the model states list the parameter, but its directory is not there",
-                file=f"{folder}{ZERO}/{name}",
-                key=name,
-                hint="copy the checkpoint again, with all its files",
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """What the directory of a parameter holds.
-
-    Args:
-        weight: its masters.
-        states: state name → ``Held`` or ``Whole``.
-        extras: how tensor parallelism cuts it; {} where it does so in the usual way.
-    """
-
-    weight: Held
-    states: dict[str, object]
-    extras: Mapping[str, object]
-
-
-def _parameter(store: ReadStore, folder: str, name: str, shape: Shape | None) -> _Parameter:
-    """Reads the directory of a parameter.
-
-    Args:
-        shape: as the model states have it; bare tensors get it.
-    """
-    stems = [file.removesuffix(".pt") for file in store.files(folder) if file.endswith(".pt")]
-    if FP32 not in stems:
-        raise MissingShardError(
-            "the parameter has no fp32 weights",
-            file=f"{folder}/{FP32}.pt",
-            key=name,
-            hint="copy the checkpoint again, with all its files",
-        )
-    weight: StoredArray | None = None
-    extras: Mapping[str, object] = {}
-    states: dict[str, object] = {}
-    for stem in [FP32, *(stem for stem in stems if stem != FP32)]:
-        file = f"{folder}/{stem}.pt"
-        try:
-            found, beside = _entry(store, file, shape)
-        except CheckpointingException as err:
-            err.key = err.key or name
-            raise
-        if stem == FP32:
-            if not isinstance(found, StoredArray):
-                raise CorruptError(f"the file holds a {type_of(found)}, not a tensor", file=file, key=name)
-            weight, extras = found, beside
-        elif stem == STEP or not isinstance(found, StoredArray):
-            states[stem] = held_whole(found) if isinstance(found, StoredArray) else Whole(found)
-        else:
-            assert weight is not None
-            if found.shape != weight.shape or beside != extras:
-                raise CorruptError(
-                    f"state {stem!r} has shape {found.shape} and is cut by {dict(beside)!r:.80}, the weights have "
-                    f"{weight.shape} and {dict(extras)!r:.80}",
-                    file=file,
-                    key=name,
-                )
-            states[stem] = held_whole(found)
-    assert weight is not None
-    usual = dict(extras) in ({}, {CAT_DIM: 0})
-    return _Parameter(held_whole(weight), states, {} if usual else extras)
-
-
-def _entry(store: ReadStore, file: str, shape: Shape | None) -> tuple[object, Mapping[str, object]]:
-    """What a parameter's file holds: an array or a value; and what stands beside it in its dict."""
-    value, arrays = read_value(store, file)
-    mapping = as_mapping(value)
-    if mapping is None:
-        if not isinstance(value, TensorLeaf):
-            return value, {}
-        return _shaped(arrays[value.key], shape, file), {}
-    leaf = mapping.get(PARAM)
-    if not isinstance(leaf, TensorLeaf):
-        raise CorruptError(f"the file's entry {PARAM!r} is a {type_of(leaf)}, not a tensor", file=file)
-    return arrays[leaf.key], plain_extras({str(key): item for key, item in mapping.items() if key != PARAM})
-
-
-def _shaped(array: StoredArray, shape: Shape | None, file: str) -> StoredArray:
-    """A bare tensor in the shape that the model states give it; scalars stay."""
-    if shape is None or array.shape in ((), shape):
-        return array
-    if prod(array.shape) != prod(shape) or array.extent is None or array.extent.strides is not None:
-        raise CorruptError(
-            f"the tensor has {prod(array.shape)} elements, the model states give it the shape {shape}", file=file
-        )
-    return reshaped(array, shape)
-
-
-def _param_groups(state: StateFile) -> list[Mapping[object, object]]:
+def _param_groups(state: StateFile | None) -> list[Mapping[object, object]]:
     """The settings of the optimizer's groups, without those that only fill the list up."""
+    if state is None:
+        return []
     found = state.root.get(PARAM_GROUPS)
     if found is None:
         found = (as_mapping(state.root.get(OPTIMIZER_STATE)) or {}).get(PARAM_GROUPS) or []
@@ -294,7 +207,7 @@ def _param_groups(state: StateFile) -> list[Mapping[object, object]]:
     return [group for group in groups if dict(group) != {PARAMS: []}]
 
 
-def _add_steps(state: StateFile, groups: Sequence[Mapping[str, Shape]], states: dict[str, dict[str, object]]) -> None:
+def _add_steps(state: StateFile, groups: Sequence[Shapes], states: dict[str, dict[str, object]]) -> None:
     """The steps of a checkpoint that has them by group, as ZeRO-3 does."""
     found = (as_mapping(state.root.get(OPTIMIZER_STATE)) or {}).get(STATE)
     by_number = as_mapping(found) or {}

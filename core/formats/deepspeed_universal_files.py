@@ -1,11 +1,8 @@
 """The files of a universal checkpoint to be written; see ``core.formats.deepspeed_universal`` for what they are.
 
-What DeepSpeed's loaders ask for decides what is in them:
-
-* ZeRO-1 and 2 walk their own parameter groups and ``param_groups`` of ``optimizer_state.pt`` side by side and stop,
-  silently, at the shorter list. Where it is not known that the lists are equally long, empty entries fill ours up to
-  the number of parameters.
-* ZeRO-3 takes the step from ``optimizer_state.pt``, ZeRO-1 and 2 from ``step.pt``: it is stored in both.
+What DeepSpeed's loaders ask for decides what is in them. ZeRO-3 takes the step from ``optimizer_state.pt``, ZeRO-1 and
+2 from ``step.pt``: it is stored in both. ZeRO-3 looks for another model file than the others: there are two, of which
+the second one is without client state that holds tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from core.dtypes import DTYPES
 from core.errors import UnsafeError, UnsupportedError
-from core.formats.deepspeed_tree import OPTIMIZER, PARAM_GROUPS, PARAMS, STATE
+from core.formats.deepspeed_tree import OPTIMIZER, PARAM_GROUPS, STATE
+from core.formats.deepspeed_universal_groups import ParamGroup, param_groups, stored_groups
 from core.formats.deepspeed_universal_names import (
     CAT_DIM,
     DS_VERSION,
@@ -93,9 +91,12 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
         for parameter in parameters.values()
         for image in _parameter_images(target, parameter, f"{folder}/{ZERO}/{parameter.name}")
     ]
-    groups = _groups(target, parameters)
-    images.append(_image(target, f"{folder}/{OPTIMIZER_FILE}", _optimizer_root(target, groups)))
-    root = _model_root(target, parameters, groups, aliases)
+    trained = _trained(target, parameters)
+    groups = param_groups(target, list(parameters), trained)
+    images.append(
+        _image(target, f"{folder}/{OPTIMIZER_FILE}", _optimizer_root(target, stored_groups(target, groups, trained)))
+    )
+    root = _model_root(target, parameters, groups, trained, aliases)
     images.append(_image(target, f"{folder}/{MODEL_FILE}", root))
     again = {name: value for name, value in root.items() if not _holds_tensors(value)}
     images.append(_image(target, f"{folder}/{ZERO_MODEL_FILE}", again))
@@ -150,7 +151,7 @@ def _check_weight(meta: TensorMeta) -> None:
         raise UnsupportedError(
             "the name cannot be that of a directory", key=meta.key, hint="rename it with --rename"
         ) from err
-    if "/" in meta.key or meta.key == OPTIMIZER_FILE.rpartition("/")[2] or len(meta.key.encode()) > 255:
+    if "/" in meta.key or len(meta.key.encode()) > 255:
         raise UnsupportedError("the name cannot be that of a directory", key=meta.key, hint="rename it with --rename")
     kind = DTYPES[meta.dtype].kind
     if kind == "packed" or (kind == "float" and meta.dtype != "float32"):
@@ -171,7 +172,9 @@ def _check_state(target: Catalog, key: str, name: str, state: str) -> None:
         )
     if state == STEP:
         if meta.n_elements != 1:
-            raise UnsupportedError(f"the step has shape {meta.shape}, not one value", key=key)
+            raise UnsupportedError(
+                f"the step has shape {meta.shape}, not one value", key=key, hint="leave it out with --exclude"
+            )
     elif meta.shape != weight.shape:
         raise UnsupportedError(
             f"the state has shape {meta.shape}, the parameter {weight.shape}; DeepSpeed cuts both alike",
@@ -179,7 +182,9 @@ def _check_state(target: Catalog, key: str, name: str, state: str) -> None:
             hint="leave it out with --exclude",
         )
     if state == FP32:
-        raise UnsupportedError(f"a state cannot be called {FP32!r}, which are the weights", key=key)
+        raise UnsupportedError(
+            f"a state cannot be called {FP32!r}, which are the weights", key=key, hint="leave it out with --exclude"
+        )
 
 
 def _parameter_images(target: Catalog, parameter: _Parameter, folder: str) -> Iterable[FileImage]:
@@ -218,56 +223,7 @@ def _loadable(value: object) -> object:
     return set_aside(value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A parameter group: its settings, and the names of its parameters."""
-
-    settings: Mapping[str, object]
-    names: Sequence[str]
-
-
-def _groups(target: Catalog, parameters: Mapping[str, _Parameter]) -> list[_Group]:
-    """The optimizer's groups: as the objects say, else one without settings.
-
-    Objects are called ``optimizer.param_groups.<number>.<setting>``, one of them ``params``; or, as torch flattens
-    them, ``optimizer.param_groups.<parameter>.<setting>``: parameters with equal settings become a group.
-    """
-    prefix = f"{OPTIMIZER}.{PARAM_GROUPS}."
-    by_number: dict[int, dict[str, object]] = {}
-    by_name: dict[str, dict[str, object]] = {}
-    for key, item in target.objects.items():
-        place, _, setting = key.removeprefix(prefix).rpartition(".")
-        if not key.startswith(prefix) or not place:
-            continue
-        if place in parameters:
-            by_name.setdefault(place, {})[setting] = item.value
-        elif place.isascii() and place.isdigit():
-            by_number.setdefault(int(place), {})[setting] = item.value
-        else:
-            raise UnsupportedError(
-                "the setting belongs to none of the parameters that are written",
-                key=key,
-                hint="leave it out with --exclude",
-            )
-    trained = [name for name, parameter in parameters.items() if parameter.is_trained]
-    trained = trained or [name for name in parameters if DTYPES[target.tensors[name].dtype].kind == "float"]
-    if by_number:
-        groups = []
-        for _, settings in sorted(by_number.items()):
-            listed = settings.pop(PARAMS, [])
-            names = [name for name in listed if name in parameters] if isinstance(listed, (list, tuple)) else []
-            groups.append(_Group(settings, names))
-        return groups
-    alike: dict[str, _Group] = {}
-    for name in trained:
-        settings = by_name.get(name, {})
-        group = alike.setdefault(repr(sorted(settings.items())), _Group(settings, []))
-        assert isinstance(group.names, list)
-        group.names.append(name)
-    return list(alike.values())
-
-
-def _optimizer_root(target: Catalog, groups: Sequence[_Group]) -> dict[object, object]:
+def _optimizer_root(target: Catalog, listed: list[object]) -> dict[object, object]:
     """The content of ``optimizer_state.pt``."""
     prefix = f"{OPTIMIZER}."
     root: dict[object, object] = {}
@@ -278,10 +234,6 @@ def _optimizer_root(target: Catalog, groups: Sequence[_Group]) -> dict[object, o
     root["ds_version"] = _version(target)
     if "zero_stage" in target.attrs:
         root["zero_stage"] = target.attrs["zero_stage"]
-    listed: list[object] = [{**group.settings, PARAMS: [number]} for number, group in enumerate(groups)]
-    if "zero_stage" not in target.attrs:  # not from DeepSpeed: it may have more groups than these
-        n = sum(len(group.names) for group in groups)
-        listed += [{PARAMS: []} for _ in range(n - len(groups))]
     root[PARAM_GROUPS] = listed
     step = _step(target)
     if step is not None:
@@ -305,15 +257,25 @@ def _step(target: Catalog) -> object:
     return None
 
 
+def _trained(target: Catalog, parameters: Mapping[str, _Parameter]) -> list[str]:
+    """The parameters that an optimizer has: those with a state, else all that could have one."""
+    found = [name for name, parameter in parameters.items() if parameter.is_trained]
+    return found or [name for name in parameters if DTYPES[target.tensors[name].dtype].kind == "float"]
+
+
 def _model_root(
-    target: Catalog, parameters: Mapping[str, _Parameter], groups: Sequence[_Group], aliases: Mapping[str, str]
+    target: Catalog,
+    parameters: Mapping[str, _Parameter],
+    groups: Sequence[ParamGroup],
+    trained: Sequence[str],
+    aliases: Mapping[str, str],
 ) -> dict[object, object]:
     """The content of the model files: what the loader asks for, then every object that stands nowhere else."""
-    grouped = {name for group in groups for name in group.names}
+    optimized = {*trained, *(name for group in groups for name in group.names)}
     dp = target.attrs.get("dp")
     root: dict[object, object] = {
         "module": ordered_dict({}),
-        "buffer_names": [name for name in parameters if name not in grouped],
+        "buffer_names": [name for name in parameters if name not in optimized],
         OPTIMIZER: None,
         "param_shapes": [ordered_dict({name: target.tensors[name].shape for name in group.names}) for group in groups],
         "frozen_param_shapes": None,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NO_STATE = (
     "there is no optimizer state: ZeRO-1 and 2 load the weights and keep their own moments, ZeRO-3 loads them with "
-    "load_optimizer_states=False"
+    "load_module_only=True"
 )
 
 
