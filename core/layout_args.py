@@ -1,12 +1,9 @@
-"""The training arguments that a layout depends on, and their policy on write.
+"""The training arguments that a layout depends on.
 
 ``args`` is the inert ``argparse.Namespace`` of a Megatron checkpoint. ``facts_of`` reads what resharding needs from it;
-``updated`` returns a changed copy, for the new sizes, with every other argument as it was.
-
-Changed on write to rank files: the sizes and what follows from them (``tensor_model_parallel_size``, ``world_size``,
-``padded_vocab_size`` …). In torch_dist only ``padded_vocab_size`` changes: such a checkpoint loads at any sizes, and
-Megatron asks it for random states exactly if its sizes equal those of the run; new sizes without new random states
-would make a checkpoint that cannot be loaded.
+``core.layout_new_args`` writes it for new sizes. In torch_dist only ``padded_vocab_size`` changes: such a checkpoint
+loads at any sizes, and Megatron asks it for random states exactly if its sizes equal those of the run; new sizes
+without new random states would make a checkpoint that cannot be loaded.
 
 Source: Megatron-LM d98e8a64 ``training/{arguments,checkpointing}.py``; arguments of the checkpoints in tests/golden.
 """
@@ -15,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import lcm
 
 from core.errors import CorruptError, UnsupportedError
 from core.inert import Inert, as_mapping, attributes
@@ -316,81 +312,6 @@ def check_agree(args: object, other: object, *, rank: str, other_rank: str) -> N
                 rank=rank,
                 hint="the rank directories are not of one checkpoint",
             )
-
-
-def updated(
-    args: object, *, topology: Topology, padded_vocab_size: int | None, is_grouped: bool | None = None
-) -> object:
-    """A copy of the arguments for rank files with new sizes; arguments that the run did not have are not added.
-
-    Args:
-        args: those of the source.
-        topology: sizes to write.
-        padded_vocab_size: rows of the embedding, or None to leave that argument.
-        is_grouped: whether experts are written as grouped ones, or None to leave that argument.
-    """
-    fields = fields_of(args)
-    own = topology_of(args)
-    changes: dict[str, object] = {"ckpt_format": "torch", "use_dist_ckpt": False}
-    if padded_vocab_size is not None:
-        changes["padded_vocab_size"] = padded_vocab_size
-    if is_grouped is not None:
-        changes["moe_grouped_gemm"] = is_grouped
-    if _sizes(topology) != _sizes(own):
-        n_stage, dp = _stage_and_dp(fields, own, topology)
-        world_size = n_stage * topology.pp
-        changes |= {
-            "tensor_model_parallel_size": topology.tp,
-            "tensor_parallel_num_weight_shards": topology.tp,
-            "pipeline_model_parallel_size": topology.pp,
-            "transformer_pipeline_model_parallel_size": topology.pp,
-            "virtual_pipeline_model_parallel_size": topology.vpp if topology.vpp > 1 else None,
-            "num_virtual_stages_per_pipeline_rank": topology.vpp if topology.vpp > 1 else None,
-            "num_layers_per_virtual_pipeline_stage": None,
-            "expert_model_parallel_size": topology.ep,
-            "data_parallel_size": dp,
-            "world_size": world_size,
-            "inprocess_active_world_size": world_size,
-        }
-        if (topology.vpp > 1) != (own.vpp > 1):  # Megatron's defaults with and without model chunks
-            changes |= {"overlap_p2p_comm": topology.vpp > 1, "align_param_gather": topology.vpp > 1}
-        if fields.get("expert_tensor_parallel_size") is not None:
-            changes |= {
-                "expert_tensor_parallel_size": topology.expert_tp,
-                "expert_tensor_parallel_num_weight_shards": topology.expert_tp,
-            }
-        if topology.tp == 1:
-            changes["sequence_parallel"] = False
-        if topology.pp != own.pp:
-            changes |= {
-                "decoder_first_pipeline_num_layers": None,
-                "decoder_last_pipeline_num_layers": None,
-                "num_layers_in_first_pipeline_stage": None,
-                "num_layers_in_last_pipeline_stage": None,
-            }
-    return replaced(args, changes)
-
-
-def _sizes(topology: Topology) -> tuple[int, ...]:
-    return topology.tp, topology.pp, topology.vpp, topology.ep, topology.expert_tp
-
-
-def _stage_and_dp(fields: Mapping[str, object], own: Topology, topology: Topology) -> tuple[int, int]:
-    """(ranks of a pipeline stage, data parallel size) with new sizes.
-
-    There stay as many copies of the experts as there were (of the whole stage, in models without), and more where TP
-    and EP could not co-vary otherwise.
-    """
-    dp, cp = (value if isinstance(value := fields.get(name), int) else 1 for name in _COPIES)
-    n_copies = max(1, own.tp * cp * dp // (own.expert_tp * own.ep))
-    n_dense, n_expert = topology.tp * cp, topology.expert_tp * topology.ep
-    n_stage = n_expert * n_copies
-    if n_stage % n_dense:
-        n_stage = lcm(n_stage, n_dense)
-    return n_stage, n_stage // n_dense
-
-
-_COPIES = ("data_parallel_size", "context_parallel_size")
 
 
 def with_vocab_size(args: object, n_rows: int) -> object:

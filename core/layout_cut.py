@@ -128,7 +128,7 @@ def check_target(topology: Topology, facts: Facts) -> None:
     if topology.vpp > 1 and topology.pp == 1:
         raise UnsupportedError(
             f"several model chunks a stage (VPP {topology.vpp}) need more than one pipeline stage",
-            hint="leave out --vpp-new, or give --pp-new",
+            hint="say --vpp-new 1, or a larger --pp-new",
         )
     if facts.n_experts is None:
         if topology.ep > 1 or topology.expert_tp != topology.tp:

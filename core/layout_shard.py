@@ -20,10 +20,11 @@ from typing import TypeVar
 from core.box import whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, bind_nothing
 from core.inert import TensorLeaf, as_mapping, ordered_dict, walk
-from core.layout_args import Facts, facts_of, updated
+from core.layout_args import Facts, facts_of
 from core.layout_checks import OUTPUT
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
 from core.layout_homes import Home, Homes, by_file_order
+from core.layout_new_args import updated
 from core.layout_order import by_place
 from core.layout_rules import Rules
 from core.layout_state import (

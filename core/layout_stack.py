@@ -225,10 +225,11 @@ def _chunks(
 ) -> list[Fragment]:
     """The chunks of one key, in the order of the ranks that write them: the first that holds each."""
     found: dict[Box, Fragment] = {}
+    held: dict[tuple[int, int | None], list[_Member]] = {}
+    for member in group:
+        held.setdefault((member.stage, member.ep), []).append(member)
     for number, rank in enumerate(topology.ranks()):
-        for member in group:
-            if member.stage != rank.pp or member.ep not in (None, rank.ep):
-                continue
+        for member in (*held.get((rank.pp, None), ()), *held.get((rank.pp, rank.ep), ())):
             for piece in cuts[member.key].pieces(rank):
                 box = member.box(piece.box)
                 if box not in found:

@@ -29,10 +29,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from core.catalog import Catalog
+from core.catalog import Catalog, Coords, StoredObject
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, attributes
+from core.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, attributes, walk
 from core.skeleton import MAX_DEPTH
+from core.topology import Topology
 
 OPTIMIZER = "optimizer"
 RNG = "rng_state"
@@ -235,3 +236,48 @@ def texts_of(catalog: Catalog, name: str) -> list[str]:
     """A copy of attrs["notes"] or attrs["dropped"]."""
     found = catalog.attrs.get(name)
     return [str(text) for text in found] if isinstance(found, (list, tuple)) else []
+
+
+def beside(
+    ranks: Mapping[Coords, tuple[str, object]], topology: Topology, dropped: list[str]
+) -> tuple[dict[object, object], dict[str, StoredObject]]:
+    """(entries that all ranks share, random states) of rank files.
+
+    Args:
+        ranks: coordinates → (directory, content of the file).
+        topology: their sizes.
+        dropped: what is left out is noted here.
+
+    Raises:
+        CorruptError: the ranks are not of one iteration.
+    """
+    head_dir, head_root = next(iter(ranks.values()))
+    head = as_mapping(head_root) or {}
+    roots = [(rank, as_mapping(root) or {}) for rank, root in ranks.values()]
+    names = dict.fromkeys(name for _, root in roots for name in root)
+    common: dict[object, object] = {}
+    for name in names:
+        if is_chunk(name) or name in (OPTIMIZER, RNG):
+            continue
+        if name == "args":
+            common[name] = head.get(name)
+            continue
+        differing = next(
+            (rank for rank, root in roots if name not in root or not same(root[name], head.get(name))), None
+        )
+        has_tensors = any(isinstance(leaf, TensorLeaf) for leaf in walk(head.get(name)))
+        if name not in head or differing is not None or (len(roots) > 1 and has_tensors):
+            if name in ("iteration", "checkpoint_version"):
+                raise CorruptError(f"{name} differs from that in {head_dir}", rank=differing)
+            why = "holds tensors, one set a rank" if differing is None else "not the same on all ranks"
+            dropped.append(f"{name} ({why})")
+            continue
+        common[name] = head[name]
+    objects: dict[str, StoredObject] = {}
+    for coords, (_, rank_root) in ranks.items():
+        own = as_mapping(rank_root) or {}
+        if RNG in own:
+            rank = topology.rank_at(coords)
+            key = rng_key(rank.tp, rank.pp, tp=topology.tp, pp=topology.pp)
+            objects.setdefault(key, StoredObject(key, value=[own[RNG]], coords=coords))
+    return common, objects

@@ -46,14 +46,13 @@ from core.layout_rules import Rule, Rules
 from core.layout_state import (
     EXTRA_STATE,
     OPTIMIZER,
-    RNG,
+    beside,
     check_version,
     is_chunk,
     is_ordered,
     iteration_of,
     module_versions,
     refuse_or_drop_optimizer,
-    rng_key,
     same,
     texts_of,
 )
@@ -113,7 +112,7 @@ def unshard_ranks(
     _handle_optimizer(catalog, ranks, optim=optim, dropped=dropped)
     model = _merged(catalog, ranks, facts, rules)
     check_complete(model.tensors, facts, rules)
-    common, objects = _beside(ranks, facts, dropped)
+    common, objects = beside(ranks, facts.topology, dropped)
     check_version(common)
     is_down_proj_cut = _settle_rules(model, facts)
     n_rows = _vocab_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, model=model, notes=notes)
@@ -385,39 +384,3 @@ def _fragments(key: str, tensor: _Tensor, shape: Shape, facts: Facts) -> Iterato
             kept = piece if axis is None else trimmed(piece, axis, shape[axis])
             if kept is not None:
                 yield Fragment(key, kept.box, held.array, kept.at)
-
-
-def _beside(
-    ranks: Mapping[Coords, tuple[str, object]], facts: Facts, dropped: list[str]
-) -> tuple[dict[object, object], dict[str, StoredObject]]:
-    """(entries that all ranks share, random states) of the rank files."""
-    topology = facts.topology
-    head_dir, head_root = next(iter(ranks.values()))
-    head = as_mapping(head_root) or {}
-    roots = [(rank, as_mapping(root) or {}) for rank, root in ranks.values()]
-    names = dict.fromkeys(name for _, root in roots for name in root)
-    common: dict[object, object] = {}
-    for name in names:
-        if is_chunk(name) or name in (OPTIMIZER, RNG):
-            continue
-        if name == "args":
-            common[name] = head.get(name)
-            continue
-        differing = next(
-            (rank for rank, root in roots if name not in root or not same(root[name], head.get(name))), None
-        )
-        if name not in head or differing is not None or (len(roots) > 1 and any(_leaves(head[name]))):
-            if name in ("iteration", "checkpoint_version"):
-                raise CorruptError(f"{name} differs from that in {head_dir}", rank=differing)
-            why = "holds tensors, one set a rank" if differing is None else "not the same on all ranks"
-            dropped.append(f"{name} ({why})")
-            continue
-        common[name] = head[name]
-    objects: dict[str, StoredObject] = {}
-    for coords, (_, rank_root) in ranks.items():
-        own = as_mapping(rank_root) or {}
-        if RNG in own:
-            rank = topology.rank_at(coords)
-            key = rng_key(rank.tp, rank.pp, tp=topology.tp, pp=topology.pp)
-            objects.setdefault(key, StoredObject(key, value=[own[RNG]], coords=coords))
-    return common, objects

@@ -14,7 +14,7 @@ from core.layout import shard, stack, unshard
 from core.layout_args import fields_of, replaced
 from core.objects import state_dict
 from core.store import MemoryStore
-from core.topology import Topology, rank_dir
+from core.topology import Topology, matched_dirs, rank_dir, rank_dirs
 from tests.materialize import tensor_bytes
 from tests.reshard.megatron_gold import RULES, filled
 from tests.reshard.synthetic import Model
@@ -129,6 +129,16 @@ def test_without_an_order_files_have_megatrons() -> None:
         attrs = {name: value for name, value in source.attrs.items() if name not in ("order", "expert_names")}
         shuffled = dict(sorted(source.tensors.items(), key=lambda item: item[0][::-1]))
         check(model, store, replace(source, tensors=shuffled, attrs=attrs), Topology(ep=2))
+
+
+def test_the_tenth_expert_stands_behind_the_ninth() -> None:
+    for names in ("te_grouped", "sequential"):
+        model = Model(layers=1, experts=12, moe=(0,), expert_names=names, expert_ffn=2)
+        store, catalog = model.catalog(Topology(ep=4))
+        source = unshard(catalog, rules=RULES)
+        check(model, store, source, Topology())
+        attrs = {name: value for name, value in source.attrs.items() if name != "order"}
+        check(model, store, replace(source, attrs=attrs), Topology())
 
 
 def test_a_router_bias_keeps_its_precision_of_its_own() -> None:
@@ -282,3 +292,17 @@ def test_the_arguments_follow_the_sizes() -> None:
         "data_parallel_size": 4,
     }
     assert written(Topology(tp=3, ep=4, etp=1))["world_size"] == 48
+
+
+@pytest.mark.parametrize("topology", [*TOPOLOGIES, Topology(tp=6, ep=8, etp=2), Topology(tp=12, ep=8, etp=3)], ids=str)
+def test_the_files_are_those_that_the_written_arguments_announce(topology: Topology) -> None:
+    model = replace(MIXED, more_args={"world_size": 2, "data_parallel_size": 2})
+    _, catalog = model.catalog(Topology())
+    made = shard(unshard(catalog, rules=RULES), topology, rules=RULES)
+    ranks = made.attrs["ranks"]
+    assert isinstance(ranks, dict)
+    world_size = fields_of(made.attrs["args"])["world_size"]
+    assert isinstance(world_size, int)
+    found = [folder for folder, _ in ranks.values()]
+    coords_of = matched_dirs(found, rank_dirs(topology, world_size=world_size), topology=topology)
+    assert {folder: coords for coords, (folder, _) in ranks.items()} == coords_of
