@@ -21,8 +21,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.box import Box, Shape
+from core.box import Box, Shape, whole
 from core.dtypes import itemsize
+from core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from core.encoding import Encoding
@@ -132,6 +133,16 @@ class Fragment:
             raise ValueError(f"fragment of {self.key}: at {self.at} does not fit array shape {self.array.shape}")
 
 
+def whole_fragment(key: str, array: StoredArray) -> Fragment:
+    """The fragment of a tensor that is all of one array."""
+    return Fragment(key, whole(array.shape), array, (0,) * len(array.shape))
+
+
+def metas_of(arrays: Mapping[str, StoredArray]) -> dict[str, TensorMeta]:
+    """The tensors that are one array each, by key."""
+    return {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class StoredObject:
     """A non-tensor entry: optimizer settings, random states, arguments, extra states.
@@ -206,6 +217,17 @@ class Catalog:
         found = self.tensors.get(key)
         return found if found is not None else self.hidden[key]
 
+    def whole_array(self, key: str) -> StoredArray:
+        """The one array that is all of a tensor, in a target catalog whose format needs it so.
+
+        Raises:
+            UnsupportedError: the tensor is cut into several arrays.
+        """
+        array = self.fragments_of(key)[0].array
+        if array is None or array.shape != self.meta(key).shape:
+            raise UnsupportedError(f"{self.format} holds this tensor as one array, but it is cut into pieces", key=key)
+        return array
+
     @property
     def n_bytes(self) -> int:
         """Bytes of all tensors, each counted once."""
@@ -215,6 +237,18 @@ class Catalog:
         """The same catalog with some attrs added or replaced."""
         return replace(self, attrs={**self.attrs, **changes})
 
+    def with_hidden(self, arrays: Mapping[str, StoredArray]) -> Catalog:
+        """The catalog with more hidden tensors, each one array; by their keys, which no other has."""
+        if not arrays:
+            return self
+        before = self.fragments_of
+
+        def fragments_of(key: str) -> Sequence[Fragment]:
+            array = arrays.get(key)
+            return before(key) if array is None else (whole_fragment(key, array),)
+
+        return replace(self, hidden={**self.hidden, **metas_of(arrays)}, fragments_of=fragments_of)
+
 
 def catalog_of_arrays(
     *,
@@ -222,6 +256,7 @@ def catalog_of_arrays(
     arrays: Mapping[str, StoredArray],
     version: str | None = None,
     objects: Mapping[str, StoredObject] | None = None,
+    hidden: Mapping[str, StoredArray] | None = None,
     skeleton: object = None,
     attrs: Mapping[str, object] | None = None,
 ) -> Catalog:
@@ -229,19 +264,16 @@ def catalog_of_arrays(
 
     Args:
         arrays: tensor key → the array that holds all of it.
+        hidden: the same for the tensors that belong to objects.
     """
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        array = arrays[key]
-        origin = (0,) * len(array.shape)
-        return (Fragment(key, Box(origin, array.shape), array, origin),)
-
+    every = {**arrays, **(hidden or {})}
     return Catalog(
         format=format,
         version=version,
-        tensors={key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()},
-        fragments_of=fragments_of,
+        tensors=metas_of(arrays),
+        fragments_of=lambda key: (whole_fragment(key, every[key]),),
         objects=objects or {},
+        hidden=metas_of(hidden or {}),
         skeleton=skeleton,
         attrs=attrs or {},
     )

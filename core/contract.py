@@ -25,8 +25,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from core.box import whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, Extent, StoredArray, StoredObject, catalog_of_arrays
 from core.copy import execute
 from core.dtypes import DTYPES, itemsize
 from core.errors import CheckpointingException, UnsupportedError
@@ -310,19 +309,8 @@ def _source(sample: Sample) -> tuple[Catalog, MemoryStore]:
     files: dict[str, bytes | bytearray] = {
         f"t{number}": _content(key, dtype, shape) for number, (key, (dtype, shape)) in enumerate(sample.tensors.items())
     }
-
-    def fragments_of(key: str) -> tuple[Fragment, ...]:
-        array = arrays[key]
-        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
-
-    catalog = Catalog(
-        format="memory",
-        version=None,
-        tensors={key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()},
-        fragments_of=fragments_of,
-        objects={key: StoredObject(key, value=value) for key, value in sample.objects.items()},
-    )
-    return catalog, MemoryStore(files)
+    objects = {key: StoredObject(key, value=value) for key, value in sample.objects.items()}
+    return catalog_of_arrays(format="memory", arrays=arrays, objects=objects), MemoryStore(files)
 
 
 def _refusal(format: Format, sample: Sample) -> UnsupportedError | None:
@@ -374,12 +362,7 @@ def _contents(
 ) -> dict[str, bytes]:
     """The dense bytes of every tensor, moved by the engine."""
     arrays = {key: StoredArray(key, dtype, shape) for key, (dtype, shape) in kept.items()}
-    target = Catalog(
-        "memory",
-        None,
-        {key: catalog.tensors[key] for key in kept},
-        lambda key: (Fragment(key, whole(arrays[key].shape), arrays[key], (0,) * len(arrays[key].shape)),),
-    )
+    target = catalog_of_arrays(format="memory", arrays=arrays)
     images = [
         FileImage(f"t{number}", array.n_bytes, (PlacedArray(0, array),)) for number, array in enumerate(arrays.values())
     ]
@@ -389,14 +372,9 @@ def _contents(
 
 def _check_fragments(catalog: Catalog) -> None:
     """The fragments of every tensor tile it and lie in their arrays."""
-    for key, meta in catalog.tensors.items():
-        array = StoredArray(key, meta.dtype, meta.shape)
-        target = Catalog(
-            "memory",
-            None,
-            {key: meta},
-            lambda key, array=array: (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),),  # type: ignore[misc]
-        )
+    arrays = {key: StoredArray(key, meta.dtype, meta.shape) for key, meta in catalog.tensors.items()}
+    target = catalog_of_arrays(format="memory", arrays=arrays)
+    for key in catalog.tensors:
         match(catalog, target, key)
 
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from core.box import whole
-from core.catalog import Catalog, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, Fragment, StoredArray, StoredObject
 from core.errors import UnsafeError, UnsupportedError
 from core.inert import NO_STATE, Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.safe_pickle import classify, globals_of
@@ -39,26 +38,17 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
     if not raw:
         return catalog
     objects = dict(catalog.objects)
-    hidden = dict(catalog.hidden)
     arrays: dict[str, StoredArray] = {}
     for item in raw:
         assert item.raw_key is not None
         stream = catalog.fragments(item.raw_key)[0].array
         assert stream is not None
         value, inside = load(store, stream, key=item.key)
-        del hidden[item.raw_key]
-        for key, array in inside.items():
-            hidden[key] = TensorMeta(key, array.dtype, array.shape)
-            arrays[key] = array
+        arrays |= inside
         objects[item.key] = replace(item, value=value, raw_key=None)
-
-    def fragments_of(key: str) -> list[Fragment] | tuple[Fragment, ...]:
-        array = arrays.get(key)
-        if array is None:
-            return tuple(catalog.fragments(key))
-        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
-
-    return replace(catalog, objects=objects, hidden=hidden, fragments_of=fragments_of)
+    streams = {item.raw_key for item in raw}
+    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in streams}
+    return replace(catalog, objects=objects, hidden=hidden).with_hidden(arrays)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from core.box import Shape, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.box import Shape
+from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta, whole_fragment
 from core.dtypes import dtype_of, itemsize
 from core.errors import CorruptError, UsageError
 from core.inert import TensorLeaf
@@ -274,7 +274,7 @@ def _scales_shape(shape: Shape, kind: str) -> Shape:
 
 
 def _one_array(key: str, dtype: str, shape: Shape, extent: Extent) -> Sequence[Fragment]:
-    return (Fragment(key, whole(shape), StoredArray(key, dtype, shape, extent), (0,) * len(shape)),)
+    return (whole_fragment(key, StoredArray(key, dtype, shape, extent)),)
 
 
 def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:

@@ -34,8 +34,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from core.box import whole
-from core.catalog import Catalog, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, StoredArray, StoredObject, catalog_of_arrays
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.hf_files import with_carried
@@ -207,19 +206,12 @@ class _Merged:
         both = next((key for key in self._objects if key in self._arrays), None)
         if both is not None:
             raise CorruptError("two entries have this key", file=self._shards.index, key=both, hint=_MIXED)
-        every = {**self._arrays, **self._hidden}
-
-        def fragments_of(key: str) -> Sequence[Fragment]:
-            array = every[key]
-            return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
-
-        return Catalog(
+        return catalog_of_arrays(
             format="torch_bin",
             version=", ".join(sorted(self._versions)) or None,
-            tensors={key: TensorMeta(key, array.dtype, array.shape) for key, array in self._arrays.items()},
-            fragments_of=fragments_of,
+            arrays=self._arrays,
             objects=self._objects,
-            hidden={key: TensorMeta(key, array.dtype, array.shape) for key, array in self._hidden.items()},
+            hidden=self._hidden,
             skeleton=self._skeleton,
             attrs={"aliases": self._aliases, "unsupported": self._unsupported, "notes": tuple(self._notes)},
         )

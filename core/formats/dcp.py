@@ -44,8 +44,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.box import Box, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import (
+    Catalog,
+    Extent,
+    Fragment,
+    StoredArray,
+    StoredObject,
+    TensorMeta,
+    metas_of,
+    whole_fragment,
+)
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.formats import Format
 from core.formats.dcp_facts import stated_facts
@@ -187,11 +195,11 @@ def catalog_of(
             return _chunks(metadata, key)
         found = inside.get(key)
         if found is not None:
-            return (Fragment(key, whole(found.shape), found, (0,) * len(found.shape)),)
-        return (_stream(key, metadata.objects[object_of[key]]),)
+            return (whole_fragment(key, found),)
+        return (whole_fragment(key, _stream(key, metadata.objects[object_of[key]])),)
 
     hidden = {raw: TensorMeta(raw, "uint8", (metadata.objects[key].n_bytes,)) for key, raw in raw_of.items()}
-    hidden |= {key: TensorMeta(key, found.dtype, found.shape) for key, found in inside.items()}
+    hidden |= metas_of(inside)
     objects |= {key: StoredObject(key, raw_key=raw) for key, raw in raw_of.items()}
     attrs: dict[str, object] = {"metadata_extras": metadata.extras}
     if metadata.orphans:
@@ -251,9 +259,8 @@ def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
     return made
 
 
-def _stream(raw: str, item: DcpItem) -> Fragment:
-    array = StoredArray(raw, "uint8", (item.n_bytes,), Extent(item.file, item.offset))
-    return Fragment(raw, Box((0,), (item.n_bytes,)), array, (0,))
+def _stream(raw: str, item: DcpItem) -> StoredArray:
+    return StoredArray(raw, "uint8", (item.n_bytes,), Extent(item.file, item.offset))
 
 
 def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> object:

@@ -172,32 +172,17 @@ def lay_out_items(target: Catalog, objects: Iterable[StoredObject], *, max_file_
     return ItemLayout(tuple(files), of_tensors, of_objects)
 
 
-def array_called(target: Catalog, key: str) -> StoredArray:
-    """The one array of a hidden tensor.
-
-    Raises:
-        UnsupportedError: it lies in several arrays.
-    """
-    fragments = target.fragments(key)
-    if len(fragments) != 1 or fragments[0].array is None:
-        raise UnsupportedError("a tensor inside an object must be one array", key=key)
-    return fragments[0].array
-
-
 def _object_items(target: Catalog, objects: Iterable[StoredObject]) -> Iterator[Item]:
-    def array_of(key: str) -> StoredArray:
-        return array_called(target, key)
-
     plans: dict[object, TreePlan] = {}
     for stored in objects:
         if stored.raw_key is not None:
-            stream = array_of(stored.raw_key)
+            stream = target.whole_array(stored.raw_key)
             yield Item(stored.key, stream.n_bytes, None, stored.coords or stream.coords, None, stream)
             continue
         same = _spelling(stored.value)
         plan = None if same is None else plans.get(same)
         if plan is None:
-            plan = plan_tree(stored.value, array_of=array_of, prefix=PREFIX)
+            plan = plan_tree(stored.value, array_of=target.whole_array, prefix=PREFIX)
             if same is not None:
                 plans[same] = plan
         yield Item(stored.key, plan.size, None, stored.coords, plan, None)

@@ -20,12 +20,11 @@ know); hf/* in tests/golden.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.box import whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.formats.hf_json import parsed_object
 from core.image import FileImage, PlacedArray, literal_file
@@ -67,14 +66,7 @@ def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
             key = f"file:{key}"
         carried[path] = key
         arrays[key] = StoredArray(key, "uint8", (n_bytes,), Extent(path, 0))
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        array = arrays.get(key)
-        return catalog.fragments(key) if array is None else (Fragment(key, whole(array.shape), array, (0,)),)
-
-    hidden = {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
-    made = replace(catalog, hidden={**catalog.hidden, **hidden}, fragments_of=fragments_of)
-    return made.with_attrs(carried={**carried_of(catalog), **carried})
+    return catalog.with_hidden(arrays).with_attrs(carried={**carried_of(catalog), **carried})
 
 
 def carried_of(catalog: Catalog) -> dict[str, str]:
@@ -115,9 +107,9 @@ def file_images(target: Catalog) -> list[FileImage]:
     documents = documents_of(target)
     images = []
     for path, key in carried_of(target).items():
-        array = target.fragments(key)[0].array
-        if path in documents or array is None or array.shape != target.meta(key).shape:
-            raise UnsupportedError("the file is both carried and made anew, or is no whole array", file=path, key=key)
+        if path in documents:
+            raise UnsupportedError("the file is both carried and made anew", file=path, key=key)
+        array = target.whole_array(key)
         images.append(FileImage(path, array.n_bytes, (PlacedArray(0, array),)))
     return images + [literal_file(path, data) for path, data in documents.items()]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
-from core.formats.mcore_objects import array_inside, is_sharded_object
+from core.formats.mcore_objects import is_sharded_object
 from core.formats.torch_file import load_object, plan_tree
 from core.image import FileImage
 from core.inert import as_mapping
@@ -86,5 +86,5 @@ def common_image(target: Catalog, common: Mapping[object, object]) -> FileImage:
     Raises:
         UnsupportedError: a tensor in it lies in several arrays.
     """
-    plan = plan_tree(dict(common), array_of=lambda key: array_inside(target, key), prefix="common")
+    plan = plan_tree(dict(common), array_of=target.whole_array, prefix="common")
     return FileImage(COMMON_FILE, plan.size, plan.arrays, plan.literals)

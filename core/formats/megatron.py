@@ -34,8 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from core.box import whole
-from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, Coords, StoredArray, StoredObject, catalog_of_arrays
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.torch_file import TorchTree, parse, plan_tree
@@ -161,19 +160,12 @@ def _catalog(store: ReadStore, places: Mapping[str, tuple[str, Coords]], *, topo
             kinds.add("layer-wise")
     assert first is not None, "at least one rank was found"
     head = first[1]
-    every = {**arrays, **hidden}
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        array = every[key]
-        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
-
-    return Catalog(
+    return catalog_of_arrays(
         format="megatron",
         version=None if "checkpoint_version" not in head else str(head["checkpoint_version"]),
-        tensors={key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()},
-        fragments_of=fragments_of,
+        arrays=arrays,
         objects=objects,
-        hidden={key: TensorMeta(key, array.dtype, array.shape) for key, array in hidden.items()},
+        hidden=hidden,
         attrs={
             "is_rank_local": True,
             "is_single_rank": topology is None,

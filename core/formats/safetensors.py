@@ -28,8 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.box import whole
-from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, StoredArray, catalog_of_arrays
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.hf_files import config_of, with_carried
@@ -126,15 +125,9 @@ def _of_headers(headers: Sequence[Header]) -> Catalog:
     aliases = _aliases(headers, arrays)
     for key, first in aliases.items():
         arrays[key] = replace(arrays[first], name=key)
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        array = arrays[key]
-        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
-
-    tensors = {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
     metadata, notes = _metadata(headers, aliases)
     attrs = {"metadata": metadata, "aliases": aliases, "notes": notes}
-    return Catalog("safetensors", None, tensors, fragments_of, attrs=attrs)
+    return catalog_of_arrays(format="safetensors", arrays=arrays, attrs=attrs)
 
 
 def _of_pieces(headers: Sequence[Header]) -> Catalog:

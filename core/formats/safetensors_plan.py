@@ -42,7 +42,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
             was not read.
     """
     aliases = _kept_aliases(target)
-    arrays = {key: _array(target, key) for key in target.tensors if key not in aliases}
+    arrays = {key: target.whole_array(key) for key in target.tensors if key not in aliases}
     shards = _shards(arrays, _max_bytes(target))
     stem = target.attrs.get("stem")
     stem = stem if stem in STEMS else STEMS[0]
@@ -68,13 +68,6 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
         images.append(literal_file(stem + INDEX_SUFFIX, text.encode(), is_metadata=True))
     _refuse_doubles(images)
     return tuple(images)
-
-
-def _array(target: Catalog, key: str) -> StoredArray:
-    array = target.fragments(key)[0].array
-    if array is None or array.shape != target.meta(key).shape:
-        raise UnsupportedError("a safetensors file holds every tensor in one piece", key=key)
-    return array
 
 
 def _max_bytes(target: Catalog) -> int | None:

@@ -41,7 +41,7 @@ from core.formats import Format, dcp
 from core.formats.dcp_items import lay_out_items
 from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
 from core.formats.mcore_config import CONFIG, checked_version, config_image, config_of
-from core.formats.mcore_objects import is_sharded_object, with_hidden
+from core.formats.mcore_objects import is_sharded_object
 from core.formats.torch_file import load_object
 from core.image import FileImage
 
@@ -92,7 +92,7 @@ def read(store: ReadStore) -> Catalog:
             hint="copy the checkpoint again, with all its files",
         )
     attrs = {"dialect": dialect, "sharded_backend_version": version}
-    return with_hidden(catalog, arrays).with_attrs(**attrs, **common_attrs(value, file=store.label))
+    return catalog.with_hidden(arrays).with_attrs(**attrs, **common_attrs(value, file=store.label))
 
 
 def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mapping[str, StoredArray]]:

@@ -26,8 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from core.box import whole
-from core.catalog import Catalog, Fragment, TensorMeta
+from core.catalog import catalog_of_arrays
 from core.errors import UnsupportedError
 from core.formats import Format
 from core.formats.torch_aside import set_aside
@@ -45,7 +44,7 @@ from core.skeleton import mapped
 
 if TYPE_CHECKING:
     from core.box import Shape
-    from core.catalog import StoredArray
+    from core.catalog import Catalog
     from core.skeleton import Entry
     from core.store import ReadStore
 
@@ -92,31 +91,21 @@ def read(store: ReadStore) -> Catalog:
 def catalog_of(store: ReadStore, name: str) -> Catalog:
     """The catalog of one file of a store; errors as for ``read``."""
     tree = parse(store, name)
-    arrays = {**tree.arrays, **tree.hidden}
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        return (_fragment(key, arrays[key]),)
-
     attrs: dict[str, object] = {"aliases": tree.aliases, "unsupported": tree.unsupported, "notes": tree.notes}
     root = as_mapping(tree.value) or {}
     if type(root.get("iteration")) is int:
         attrs["iteration"] = root["iteration"]
     if attributes(root.get("args")) is not None:
         attrs["args"] = root["args"]
-    return Catalog(
+    return catalog_of_arrays(
         format="torch",
         version=tree.version,
-        tensors={key: TensorMeta(key, array.dtype, array.shape) for key, array in tree.arrays.items()},
-        fragments_of=fragments_of,
+        arrays=tree.arrays,
         objects=tree.objects,
-        hidden={key: TensorMeta(key, array.dtype, array.shape) for key, array in tree.hidden.items()},
+        hidden=tree.hidden,
         skeleton=tree.value,
         attrs=attrs,
     )
-
-
-def _fragment(key: str, array: StoredArray) -> Fragment:
-    return Fragment(key, whole(array.shape), array, (0,) * len(array.shape))
 
 
 def lay_out(target: Catalog) -> Sequence[FileImage]:
@@ -132,17 +121,9 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     """
     refuse_unsupported(target)
     same_as = _aliases(target)
-
-    def array_of(key: str) -> StoredArray:
-        key = same_as.get(key, key)
-        array = target.fragments(key)[0].array
-        if array is None or array.shape != target.meta(key).shape:
-            raise UnsupportedError("a torch file holds every tensor in one piece", key=key)
-        return array
-
     with gc_paused():
         root = set_aside(_root(target))
-    plan = plan_tree(root, array_of, prefix=PREFIX)
+    plan = plan_tree(root, lambda key: target.whole_array(same_as.get(key, key)), prefix=PREFIX)
     return (FileImage(FILE_NAME, plan.size, plan.arrays, plan.literals),)
 
 

@@ -19,12 +19,11 @@ Not supported: any other file of that name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from core.box import whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, Extent, StoredArray, StoredObject, TensorMeta
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch_aside import set_aside
 from core.formats.torch_tree import load_object
@@ -87,19 +86,13 @@ def objects_image(target: Catalog, *, path: str = OBJECTS_FILE) -> FileImage | N
                 hint="leave it out with --exclude",
             )
 
-    def array_of(key: str) -> StoredArray:
-        array = target.fragments(key)[0].array
-        if array is None or array.shape != target.meta(key).shape:
-            raise UnsupportedError("a torch file holds every tensor in one piece", key=key)
-        return array
-
     with gc_paused():
         root = {
             "ckpt_objects": _VERSION,
             "objects": {key: item.value for key, item in target.objects.items()},
             "skeleton": None if _is_flat(target) else to_plain(_marked(target)),
         }
-        plan = plan_tree(set_aside(root), array_of, prefix="ckpt-objects")
+        plan = plan_tree(set_aside(root), target.whole_array, prefix="ckpt-objects")
     return FileImage(path, plan.size, plan.arrays, plan.literals)
 
 
@@ -202,20 +195,7 @@ def with_objects(catalog: Catalog, beside: ObjectsBeside | None) -> Catalog:
     for key in (*beside.objects, *beside.hidden):
         if key in catalog.tensors or key in catalog.hidden:
             raise CorruptError("an object has the key of a tensor", file=OBJECTS_FILE, key=key)
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        array = beside.hidden.get(key)
-        if array is None:
-            return catalog.fragments(key)
-        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
-
-    metas = {key: TensorMeta(key, array.dtype, array.shape) for key, array in beside.hidden.items()}
-    made = replace(
-        catalog,
-        objects={**catalog.objects, **beside.objects},
-        hidden={**catalog.hidden, **metas},
-        fragments_of=fragments_of,
-    )
+    made = replace(catalog.with_hidden(beside.hidden), objects={**catalog.objects, **beside.objects})
     if beside.skeleton is None:
         return made
     odd = _misplaced(beside, catalog.tensors)

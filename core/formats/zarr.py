@@ -42,7 +42,7 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
 from core.formats.mcore_config import CONFIG, checked_version, config_image, config_of
-from core.formats.mcore_objects import array_inside, is_sharded_object, with_hidden
+from core.formats.mcore_objects import is_sharded_object
 from core.formats.torch_file import load_object, plan_tree
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
 from core.formats.zarr_chunks import PlaceOf, folder_places, fragments_of_chunks
@@ -117,7 +117,7 @@ def read(store: ReadStore) -> Catalog:
             for item, inside in _objects(store, folder, listing):
                 objects[item.key] = item
                 hidden |= inside
-    return with_hidden(_catalog(store, stored, objects, attrs), hidden)
+    return _catalog(store, stored, objects, attrs).with_hidden(hidden)
 
 
 def _array(store: ReadStore, folder: str, listing: Listing, *, key: str) -> _Stored:
@@ -231,7 +231,7 @@ def _object_image(target: Catalog, item: StoredObject) -> FileImage:
     if item.raw_key is not None or not isinstance(item.value, list) or len(item.value) != 1:
         raise UnsupportedError("the object is no list of one value, as that of a ShardedObject is", key=item.key)
     name = item.key.rpartition("/")[2]
-    plan = plan_tree(item.value[0], array_of=lambda key: array_inside(target, key), prefix=name)
+    plan = plan_tree(item.value[0], array_of=target.whole_array, prefix=name)
     return FileImage(f"{item.key}.pt", plan.size, plan.arrays, plan.literals)
 
 

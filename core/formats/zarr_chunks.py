@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from core.box import Shape, whole
-from core.catalog import Extent, Fragment, StoredArray
+from core.box import Shape
+from core.catalog import Extent, Fragment, StoredArray, whole_fragment
 from core.errors import CorruptError, MissingShardError, TruncatedError
 from core.formats.zarr_chunk_names import is_like_a_chunk
 from core.formats.zarr_decode import EncodedChunk
@@ -150,14 +150,7 @@ def fragments_of_chunks(
         else:
             found += _shard_fragments(store, key, array, box, place)
     if 0 in grid.shape:
-        found.append(
-            Fragment(
-                key,
-                whole(grid.shape),
-                StoredArray(key, array.dtype, grid.shape, Extent(file, 0)),
-                (0,) * len(grid.shape),
-            )
-        )
+        found.append(whole_fragment(key, StoredArray(key, array.dtype, grid.shape, Extent(file, 0))))
     return found
 
 

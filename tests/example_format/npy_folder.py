@@ -17,8 +17,7 @@ import ast
 import json
 from math import prod
 
-from core.box import whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Extent, StoredArray, catalog_of_arrays
 from core.dtypes import DTYPES
 from core.errors import CorruptError, UnsupportedError
 from core.formats import Format
@@ -55,13 +54,7 @@ def read(store: ReadStore) -> Catalog:
     except (ValueError, KeyError, TypeError, RecursionError) as err:
         raise CorruptError(f"not an index: {err!r}", file=INDEX, hint="copy the checkpoint again") from err
     arrays = {key: _array(store, key, checked_name(name, found_in=INDEX)) for key, name in files.items()}
-
-    def fragments_of(key: str) -> tuple[Fragment, ...]:
-        array = arrays[key]
-        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
-
-    tensors = {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
-    return Catalog("npy_folder", "1", tensors, fragments_of)
+    return catalog_of_arrays(format="npy_folder", version="1", arrays=arrays)
 
 
 def _array(store: ReadStore, key: str, name: str) -> StoredArray:
@@ -105,8 +98,7 @@ def lay_out(target: Catalog) -> list[FileImage]:
                 key=key,
                 hint=f"cast it: --dtype '{key}=float32'" if wide else f"leave it out: --exclude '{key}'",
             )
-        array = target.fragments(key)[0].array
-        assert array is not None
+        array = target.whole_array(key)
         text = f"{{'descr': '{_CODES[meta.dtype]}', 'fortran_order': False, 'shape': {meta.shape!r}, }}"
         text += " " * (-(len(text) + 11) % 64) + "\n"
         head = _MAGIC + len(text).to_bytes(2, "little") + text.encode("latin-1")
