@@ -1,8 +1,9 @@
 """How the bytes of an array are obtained where they do not lie in a file as plain elements.
 
 Compressed chunks, streams of a codec, values inside a database's nodes, and tensors that are computed from others
-(``core.quantize``) are *encoded*: ``Extent.encoding`` holds a value that knows how to make their dense bytes. The engine
-reads such an array as if it were a file of its own (``core.decoded``), one *unit* at a time, so that memory stays bounded.
+(``core.quantize``) are *encoded*: ``Extent.encoding`` holds a value that knows how to make their dense bytes. The
+engine reads such an array as if it were a file of its own (``core.decoded``), one *unit* at a time, so that memory
+stays bounded.
 """
 
 from __future__ import annotations

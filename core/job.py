@@ -51,8 +51,8 @@ class Job:
         topology: parallel sizes to change and to check; None for none.
         keeps_layout: sizes that ``topology`` leaves open stay the source's; otherwise they become 1.
         vocab_size: the true number of vocabulary rows, where the checkpoint does not say.
-        vocab_divisor: of Hugging Face's weights that become Megatron's: padded vocabularies are multiples of it times TP;
-            None for Megatron's default.
+        vocab_divisor: of Hugging Face's weights that become Megatron's: padded vocabularies are multiples of it times
+            TP; None for Megatron's default.
         keep_padded_vocab: keep padding rows as if they were real ones.
         optim: ``carry`` or ``drop``.
         names: whose tensor names to write: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps them, unless the

@@ -2,8 +2,8 @@
 
 Accepted: a checkpoint directory, one file of it, a Megatron rank directory, or a training root that holds iterations
 (``latest_checkpointed_iteration.txt`` beside ``iter_0000010/``, DeepSpeed's ``latest`` beside ``global_step10/``,
-``step-10/`` as torchtitan, ``checkpoint-10/`` as Hugging Face and ``10/`` as Orbax name them). A root descends to the iteration that its
-tracker names, else to the newest one.
+``step-10/`` as torchtitan, ``checkpoint-10/`` as Hugging Face and ``10/`` as Orbax name them). A root descends to the
+iteration that its tracker names, else to the newest one.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class Format:
         is_mcore: whether it is a dialect of Megatron-core's distributed checkpoint: global tensors under Megatron's
             stacked names, a common state, a training root.
         keeps_objects: whether non-tensor entries can be stored.
-        has_objects_beside: whether non-tensor entries are stored beside the tensors, with the tensors inside them; where
-            they are not, those become tensors of their own.
+        has_objects_beside: whether non-tensor entries are stored beside the tensors, with the tensors inside them;
+            where they are not, those become tensors of their own.
         nests: whether nested containers are stored as they are, with tensors and other values inside them.
         adapt: what a catalog of global tensors becomes before it is cut, where the format has names of its own.
         carries_files: whether files beside the weights (``Catalog.attrs["carried"]``, ``["documents"]``) can be stored.
