@@ -26,8 +26,8 @@ from core.catalog import Catalog
 from core.dtypes import dtype_of
 from core.errors import CorruptError, UsageError
 from core.formats.hf_files import CONFIG, carried_of, documents_of, with_documents
-from core.formats.hf_json import object_of
 from core.job import Job
+from core.json_object import object_of
 from core.quantize import Requantized, dequantized, quantized
 from core.quantize_blocks import BLOCK
 from core.renaming import Renamed, add_prefix, rename, strip_prefix

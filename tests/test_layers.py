@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core", "core.errors", "core.dtypes", "core.box", "core.inert"),
     (
         *("core.catalog", "core.topology", "core.store", "core.image", "core.select", "core.contained", "core.linux"),
-        *("core.encoding", "core.decoded"),
+        *("core.encoding", "core.decoded", "core.json_object"),
         *("core.safe_pickle", "core.pickle_*"),
         *("core.skeleton", "core.plain", "core.checksum", "core.coverage", "core.gather"),
     ),

@@ -38,9 +38,9 @@ from core.catalog import Catalog, StoredArray, StoredObject, catalog_of_arrays
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.hf_files import with_carried
-from core.formats.hf_json import parsed_object
 from core.formats.torch_file import SUFFIXES, TorchTree, catalog_of, parse
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.json_object import parsed_object
 from core.skeleton import Entry, mapped
 from core.store import checked_name
 

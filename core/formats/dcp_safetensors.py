@@ -18,13 +18,14 @@ Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,_hf_utils}.py``.
 
 from __future__ import annotations
 
-import json
 from array import array
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from core.errors import CheckpointingException, CorruptError, MissingShardError
+from core.formats.safetensors_dcp import SHARDING_INFO
 from core.formats.safetensors_header import Header, looks_like_header, read_header
+from core.json_object import object_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from core.formats.dcp_columns import DcpMetadata
     from core.store import ReadStore
 
-SHARDING_INFO = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
 
 
@@ -134,9 +134,10 @@ def _stated_offsets(header: Header) -> dict[str, object]:
     if text is None:
         return {}
     try:
-        return {key: info[_OFFSETS] for key, info in json.loads(text).items()}
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as err:
-        raise CorruptError(f"{SHARDING_INFO} is malformed: {type(err).__name__}", file=header.file) from err
+        stated: Any = object_of(text.encode(), file=header.file)
+        return {key: info[_OFFSETS] for key, info in stated.items()}
+    except (CorruptError, TypeError, KeyError) as err:
+        raise CorruptError(f"{SHARDING_INFO} is malformed: {err}", file=header.file) from err
 
 
 class _From:

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
-from core.formats.hf_json import parsed_object
 from core.image import FileImage, PlacedArray, literal_file
+from core.json_object import parsed_object
 
 if TYPE_CHECKING:
     from core.store import ReadStore

@@ -19,8 +19,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import MissingShardError, UnsupportedError
 from core.image import FileImage, literal_file
+from core.json_object import parsed_object
 
 if TYPE_CHECKING:
     from core.store import ReadStore
@@ -36,16 +37,7 @@ def config_of(store: ReadStore) -> dict[str, object]:
     Raises:
         CorruptError: it is not a JSON object.
     """
-    size = store.size(CONFIG)
-    if size > _MAX_CONFIG_BYTES:
-        raise CorruptError(f"{size} bytes are too much for this file", file=CONFIG)
-    try:
-        found = json.loads(store.read(CONFIG, 0, size))
-    except (ValueError, RecursionError) as err:
-        raise CorruptError(f"not JSON: {err}", file=CONFIG, hint='it should be {"sharded_backend": …}') from err
-    if not isinstance(found, dict):
-        raise CorruptError(f"a JSON {type(found).__name__}, not an object", file=CONFIG)
-    return found
+    return parsed_object(store, CONFIG, max_bytes=_MAX_CONFIG_BYTES)
 
 
 def checked_version(store: ReadStore, *, backend: str) -> int:

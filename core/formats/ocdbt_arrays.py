@@ -21,6 +21,7 @@ from core.formats.ocdbt_entries import MANIFEST
 from core.formats.zarr_chunks import PlaceOf, folder_places, fragments_of_chunks
 from core.formats.zarr_v2 import ARRAY_FILE, parse_zarray
 from core.formats.zarr_v3 import METADATA_FILE, node_of, parse_array
+from core.json_object import small_file
 
 if TYPE_CHECKING:
     from core.catalog import Fragment
@@ -103,10 +104,7 @@ def _metadata(store: ReadStore, prefix: str, name: str) -> tuple[str, ZarrArray]
     for file in (prefix + ARRAY_FILE, prefix + METADATA_FILE):
         if not store.exists(file):
             continue
-        size = store.size(file)
-        if size > _MAX_METADATA_BYTES:
-            raise CorruptError(f"{size} bytes are too much for metadata", file=file, key=name)
-        data = store.read(file, 0, size)
+        data = small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=name)
         if file.endswith(ARRAY_FILE):
             return file, parse_zarray(data, file=file, key=name)
         kind, metadata = node_of(data, file=file)

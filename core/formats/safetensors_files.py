@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.formats.hf_json import parsed_object
+from core.json_object import parsed_object
 from core.store import checked_name
 
 if TYPE_CHECKING:

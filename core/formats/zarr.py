@@ -50,6 +50,7 @@ from core.formats.zarr_grid import grid_of_pieces
 from core.formats.zarr_tree import ROOT_KEY, Listing, folders_of, has_array_inside, key_problem
 from core.formats.zarr_v2 import ARRAY_FILE, GROUP_FILE, parse_zarray, zarray
 from core.image import FileImage, Literal, PlacedArray
+from core.json_object import small_file
 
 if TYPE_CHECKING:
     from core.catalog import Fragment
@@ -122,9 +123,7 @@ def read(store: ReadStore) -> Catalog:
 
 def _array(store: ReadStore, folder: str, listing: Listing, *, key: str) -> _Stored:
     file = f"{folder}/{ARRAY_FILE}" if folder else ARRAY_FILE
-    if listing[ARRAY_FILE] > _MAX_ZARRAY_BYTES:
-        raise CorruptError(f"{listing[ARRAY_FILE]} bytes are too much for this file", file=file, key=key)
-    array = parse_zarray(store.read(file, 0, listing[ARRAY_FILE]), file=file, key=key)
+    array = parse_zarray(small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key), file=file, key=key)
     return _Stored(array, file, folder_places(store, folder, array, key=key, listing=listing))
 
 

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, TensorMeta
 from core.dtypes import itemsize
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.torch_objects import OBJECTS_FILE, objects_image, read_objects, with_objects
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
@@ -47,6 +47,7 @@ from core.formats.zarr_shards import dense_index, index_bytes
 from core.formats.zarr_tree import ROOT_KEY, Listing, folders_of, has_array_inside, key_problem
 from core.formats.zarr_v3 import METADATA_FILE, array_json, group_json, node_of, parse_array
 from core.image import FileImage, Literal, PlacedArray, literal_file
+from core.json_object import small_file
 
 if TYPE_CHECKING:
     from core.box import Shape
@@ -99,9 +100,7 @@ def read(store: ReadStore) -> Catalog:
         if METADATA_FILE not in listing:
             return False
         file = _file_of(folder)
-        if listing[METADATA_FILE] > _MAX_METADATA_BYTES:
-            raise CorruptError(f"{listing[METADATA_FILE]} bytes are too much for this file", file=file)
-        kind, metadata = node_of(store.read(file, 0, listing[METADATA_FILE]), file=file)
+        kind, metadata = node_of(small_file(store, file, max_bytes=_MAX_METADATA_BYTES), file=file)
         if kind == "array":
             nodes[folder] = metadata
         elif not folder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -16,11 +15,9 @@ from core.formats.zarr_grid import ChunkGrid
 if TYPE_CHECKING:
     from core.formats.zarr_chunk_names import ChunkNames
     from core.formats.zarr_decode import ChunkCoding
-    from core.store import ReadStore
 
 MAX_RANK = 64
 _MAX_BYTES = 1 << 62
-_MAX_METADATA_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +52,6 @@ class ZarrArray:
     names: ChunkNames
     coding: ChunkCoding
     sharding: Sharding | None = None
-
-
-def json_of(store: ReadStore, file: str) -> dict[str, object]:
-    """The content of a metadata file.
-
-    Raises:
-        CorruptError: it is no JSON object, or far too large for one.
-    """
-    size = store.size(file)
-    if size > _MAX_METADATA_BYTES:
-        raise CorruptError(f"{size} bytes are too much for metadata", file=file)
-    return parsed_json(store.read(file, 0, size), file=file)
-
-
-def parsed_json(data: bytes, *, file: str) -> dict[str, object]:
-    """A JSON object.
-
-    Raises:
-        CorruptError: it is none.
-    """
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as err:
-        raise CorruptError(f"not JSON: {str(err)[:200]}", file=file, hint="copy the checkpoint again") from err
-    if not isinstance(found, dict):
-        raise CorruptError(f"a JSON {type(found).__name__}, not an object", file=file)
-    return found
 
 
 def required(metadata: Mapping[str, object], name: str, *, file: str) -> object:

@@ -22,10 +22,11 @@ import json
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, UnsupportedError
-from core.formats.zarr_array import ZarrArray, checked_grid, checked_shape, parsed_json, required
+from core.formats.zarr_array import ZarrArray, checked_grid, checked_shape, required
 from core.formats.zarr_chunk_names import ChunkNames
 from core.formats.zarr_decode import ChunkCoding
 from core.formats.zarr_dtypes import v2_dtype, v2_spelling
+from core.json_object import object_of
 
 if TYPE_CHECKING:
     from core.formats.zarr_grid import ChunkGrid
@@ -45,7 +46,7 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
         CorruptError: it is malformed.
         UnsupportedError: another version, or an element type that is not handled.
     """
-    metadata = parsed_json(data, file=file)
+    metadata = object_of(data, file=file)
     version = required(metadata, "zarr_format", file=file)
     if version != 2:
         raise UnsupportedError(f"zarr format {str(version)[:40]} is not 2", file=file, key=key)

@@ -33,18 +33,20 @@ from core.formats.zarr_array import (
     checked_grid,
     checked_order,
     checked_shape,
-    parsed_json,
     required,
 )
 from core.formats.zarr_chunk_names import ChunkNames
 from core.formats.zarr_decode import ChunkCoding
 from core.formats.zarr_dtypes import v3_dtype, v3_fill_value, v3_spelling
+from core.json_object import object_of
 
 if TYPE_CHECKING:
     from core.box import Shape
     from core.formats.zarr_grid import ChunkGrid
 
 METADATA_FILE = "zarr.json"
+_MAX_VALUES = 16_000_000
+"""A group with consolidated metadata of 10⁵ arrays has 4 · 10⁶ values."""
 _SHARDING = "sharding_indexed"
 _KNOWN = frozenset(
     (
@@ -63,7 +65,7 @@ def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
         CorruptError: it is malformed.
         UnsupportedError: another version.
     """
-    metadata = parsed_json(data, file=file)
+    metadata = object_of(data, file=file, max_values=_MAX_VALUES)
     version = required(metadata, "zarr_format", file=file)
     if version != 3:
         raise UnsupportedError(f"zarr format {str(version)[:40]} is not 3", file=file)
