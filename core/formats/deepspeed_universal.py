@@ -20,10 +20,11 @@ cut by tensor parallelism (``cat_dim`` other than 0, ``vocab_tensor``, ``sub_par
 ``universal.<parameter>``.
 
 Written: always dicts with whole shapes, and what the loaders of all stages look for, so that one checkpoint loads with
-every stage (0.19.8; ZeRO-3 of older versions wants bare tensors). Objects: ``optimizer.param_groups…`` and every other
-``optimizer.…`` go to ``optimizer_state.pt``, ``universal.…`` into the parameters' files, all others to
-``mp_rank_00_model_states.pt``; classes that the loader could not import are put aside (``core.formats.torch_aside``).
-Shared parameters are recorded, not repeated. 16-bit weights are refused: DeepSpeed would take them for masters.
+every stage (0.19.8; ZeRO-3 of 0.17.0 reads bare tensors only, so it fails on these, ZeRO-1 and 2 do not). Objects:
+``optimizer.param_groups…`` and every other ``optimizer.…`` go to ``optimizer_state.pt``, ``universal.…`` into the
+parameters' files, all others to ``mp_rank_00_model_states.pt``; classes that the loader could not import are put aside
+(``core.formats.torch_aside``). Shared parameters are recorded, not repeated. 16-bit weights are refused:
+DeepSpeed would take them for masters.
 
 Not carried: what describes the partition of the run that saved (``group_paddings`` …), and the model file's 16-bit
 ``module``, which the loader does not look at.

@@ -10,6 +10,14 @@ from typing import Any
 
 import torch
 
+from core.catalog import Catalog
+from core.formats import deepspeed_universal
+from core.formats.torch_file import load_object
+from core.objects import loaded
+from core.store import ReadStore
+from core.target import source_and_target
+from tests.materialize import materialized, write_files
+
 STATES = ("exp_avg", "exp_avg_sq")
 FIRST = {"fp32": 0.0, "exp_avg": 1e6, "exp_avg_sq": 2e6}
 MODEL = "mp_rank_00_model_states.pt"
@@ -195,3 +203,10 @@ class Zero:
         if self.sub_groups is not None:
             flats = [part.clone() for part in torch.cat(flats).split(list(self.sub_groups))]
         return flats, []
+
+
+def written(catalog: Catalog, store: ReadStore, folder: Path) -> Path:
+    """A universal checkpoint made of a catalog."""
+    source, target = source_and_target(loaded(catalog, store, load_object), deepspeed_universal.FORMAT)
+    images = deepspeed_universal.lay_out(target)
+    return write_files(materialized(images, target=target, source=source, store=store), folder)

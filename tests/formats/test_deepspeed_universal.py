@@ -17,14 +17,12 @@ from core.errors import CorruptError, MissingShardError, UnsafeError, Unsupporte
 from core.formats import deepspeed, deepspeed_universal
 from core.formats.deepspeed_universal import for_universal
 from core.formats.deepspeed_universal_source import NO_STATE
-from core.formats.torch_file import load_object, parse
+from core.formats.torch_file import parse
 from core.inert import Global, Inert, TensorLeaf, as_mapping, namespace
-from core.objects import loaded
 from core.store import LocalStore, MemoryStore, ReadStore
-from core.target import source_and_target
 from core.transform import without_optimizer
-from tests.formats.deepspeed_samples import GROUPS, STATES, Zero, values
-from tests.materialize import materialized, tensor_bytes, write_files
+from tests.formats.deepspeed_samples import GROUPS, STATES, Zero, values, written
+from tests.materialize import tensor_bytes
 
 CASES = ("zero1_dp2_bf16", "zero3_dp2_bf16")
 FOLDER = "global_step10_universal"
@@ -34,14 +32,6 @@ def opened(folder: Path) -> tuple[LocalStore, Catalog]:
     store = LocalStore(folder)
     assert deepspeed_universal.sniff(store)
     return store, deepspeed_universal.read(store)
-
-
-def written(catalog: Catalog, store: ReadStore, folder: Path) -> Path:
-    """A universal checkpoint made of a catalog."""
-    catalog = for_universal(loaded(catalog, store, load_object))
-    source, target = source_and_target(catalog, deepspeed_universal.FORMAT)
-    images = deepspeed_universal.lay_out(target)
-    return write_files(materialized(images, target=target, source=source, store=store), folder)
 
 
 def plain(value: object) -> object:
