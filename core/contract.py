@@ -18,10 +18,9 @@ from __future__ import annotations
 import hashlib
 import random
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -143,8 +142,8 @@ def check_round_trip(format: Format, folder: Path, sample: Sample = SAMPLE) -> N
     extra = set(catalog.tensors) - set(kept)
     assert not extra, f"tensors appeared: {sorted(extra)[:4]}"
     _check_fragments(catalog)
-    wanted = _contents(source, store, kept, folder / "wanted")
-    found = _contents(catalog, read_store, kept, folder / "found")
+    wanted = _contents(source, store, kept)
+    found = _contents(catalog, read_store, kept)
     for key in kept:
         assert found[key] == wanted[key], f"the bytes of {key} differ"
     if format.keeps_objects:
@@ -177,81 +176,58 @@ def check_reading(format: Format, path: Path, scratch: Path, *, n_flips: int = 4
 
     Args:
         path: a small checkpoint directory (or file) that is whole.
-        scratch: a directory that does not exist yet, for the damaged copies.
-        n_flips: how many copies get a changed byte.
+        scratch: a directory that does not exist yet, for a copy that is damaged in one place after the other.
+        n_flips: how many times a byte is changed.
     """
-    with _opened(path) as store:
+    entry = None if path.is_dir() else path.name
+    if entry is None:
+        shutil.copytree(path, scratch)
+    else:
+        scratch.mkdir(parents=True)
+        shutil.copy(path, scratch)
+    with closing(LocalStore(scratch, entry=entry)) as store:
         assert format.sniff(store), f"{path} is not sniffed as {format.name}"
         catalog = format.read(store)
         assert catalog.tensors, "there are no tensors"
         if not catalog.attrs.get("is_rank_local"):
             _check_fragments(catalog)
-    is_dir = path.is_dir()
-    names = list(_files(path)) if is_dir else [path.name]
+    whole = _files(scratch)
     chance = random.Random(5)
-    for number, name in enumerate(chance.sample(names, min(len(names), 12))):
-        for damage in (_cut_short, _emptied, _removed):
-            _check_damaged(format, path, scratch / f"{number}-{damage.__name__}", name, damage)
-    for number in range(n_flips):
-        name = chance.choice(names)
-        at = chance.random()
-        _check_damaged(format, path, scratch / f"flip-{number}", name, partial(_flipped, at=at))
+    damaged: list[tuple[str, bytes | None]] = []
+    for name in chance.sample(list(whole), min(len(whole), 12)):
+        data = whole[name]
+        damaged += [(name, data[: -max(1, len(data) // 3)]), (name, b""), (name, None)]
+    for _ in range(n_flips):
+        name = chance.choice(list(whole))
+        damaged.append((name, _flipped(whole[name], at=chance.random())))
+    for name, left in damaged:
+        (scratch / name).unlink()
+        if left is not None:
+            (scratch / name).write_bytes(left)
+        with closing(LocalStore(scratch, entry=entry)) as store:
+            _check_damaged(format, store)
+        (scratch / name).write_bytes(whole[name])
 
 
-def _check_damaged(format: Format, path: Path, copy: Path, name: str, damage: Callable[[Path], None]) -> None:
-    """Reading a damaged copy, and copying out of it, ends well or in one of the project's errors."""
-    if path.is_dir():
-        shutil.copytree(path, copy)
-        damage(copy / name)
-        store = LocalStore(copy)
-    else:
-        copy.mkdir(parents=True)
-        shutil.copy(path, copy / name)
-        damage(copy / name)
-        store = LocalStore(copy, entry=name)
+def _check_damaged(format: Format, store: LocalStore) -> None:
+    """Reading a damaged checkpoint, and copying out of it, ends well or in one of the project's errors."""
     with suppress(CheckpointingException):
         if format.sniff(store):
             catalog = format.read(store)
             if not catalog.attrs.get("is_rank_local"):
-                kept = {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()}
-                _contents(catalog, store, kept, copy.with_name(copy.name + "-out"))
-    store.close()
+                _contents(catalog, store, {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()})
 
 
-def _cut_short(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: -max(1, file.stat().st_size // 3)])
-
-
-def _emptied(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def _removed(file: Path) -> None:
-    file.unlink()
-
-
-def _flipped(file: Path, at: float) -> None:
-    data = bytearray(file.read_bytes())
+def _flipped(data: bytes, *, at: float) -> bytes:
+    """The bytes, one of them changed; ``at`` is where, from 0 to 1."""
+    changed = bytearray(data)
     if data:
-        data[int(at * len(data))] ^= 0x15
-        file.write_bytes(data)
+        changed[int(at * len(data))] ^= 0x15
+    return bytes(changed)
 
 
 CHECKS: tuple[Callable[..., None], ...] = (check_facts, check_images, check_round_trip, check_dtypes, check_damage)
 """Each takes a format, a new directory, and optionally a ``Sample``."""
-
-
-class _opened:  # noqa: N801 - used like a function
-    """A store for a checkpoint, closed at the end."""
-
-    def __init__(self, path: Path) -> None:
-        self._store = LocalStore(path) if path.is_dir() else LocalStore(path.parent, entry=path.name)
-
-    def __enter__(self) -> LocalStore:
-        return self._store
-
-    def __exit__(self, *exc: object) -> None:
-        self._store.close()
 
 
 class _Counting:
@@ -261,7 +237,6 @@ class _Counting:
         self._store = store
         self.entry = store.entry
         self.label = store.label
-        self.root = store.root
         self.n_bytes = 0
 
     def files(self, under: str = "") -> list[str]:
@@ -278,9 +253,6 @@ class _Counting:
 
     def size(self, name: str) -> int:
         return self._store.size(name)
-
-    def path(self, name: str) -> Path:
-        return self._store.path(name)
 
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
         self.n_bytes += n_bytes
@@ -344,30 +316,25 @@ def _written(
     """Writes a sample; returns its source and what of its tensors the format holds."""
     assert format.lay_out is not None
     source, target, store = _prepared(format, sample)
-    _fill(source, target, format.lay_out(target), store, folder)
+    folder.mkdir(parents=True)
+    plan = make_plan(source, target, tuple(format.lay_out(target)))
+    with closing(StageStore(folder, is_durable=False)) as stage:
+        finish_files(plan, execute(plan, store, stage), stage, crc=True)
     return source, store, {key: sample.tensors[key] for key in source.tensors}
 
 
-def _fill(source: Catalog, target: Catalog, images: Iterable[FileImage], store: ReadStore, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    plan = make_plan(source, target, tuple(images))
-    stage = StageStore(folder, is_durable=False)
-    result = execute(plan, store, stage)
-    finish_files(plan, result, stage, crc=True)
-    stage.close()
-
-
 def _contents(
-    catalog: Catalog, store: ReadStore, kept: Mapping[str, tuple[str, tuple[int, ...]]], folder: Path
-) -> dict[str, bytes]:
+    catalog: Catalog, store: ReadStore, kept: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, bytearray]:
     """The dense bytes of every tensor, moved by the engine."""
     arrays = {key: StoredArray(key, dtype, shape) for key, (dtype, shape) in kept.items()}
     target = catalog_of_arrays(format="memory", arrays=arrays)
     images = [
         FileImage(f"t{number}", array.n_bytes, (PlacedArray(0, array),)) for number, array in enumerate(arrays.values())
     ]
-    _fill(catalog, target, images, store, folder)
-    return {key: (folder / f"t{number}").read_bytes() for number, key in enumerate(arrays)}
+    made = MemoryStore()
+    execute(make_plan(catalog, target, images), store, made)
+    return {key: made.contents[f"t{number}"] for number, key in enumerate(arrays)}
 
 
 def _check_fragments(catalog: Catalog) -> None:
