@@ -7,7 +7,7 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file, save_model
 
 from core.catalog import Catalog, StoredObject
-from core.contract import CHECKS, check_reading
 from core.copy import execute
 from core.dtypes import DTYPES
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats.hf_files import with_documents
-from core.formats.safetensors import FORMAT, lay_out, not_carried, read, single_file, sniff
+from core.formats.safetensors import lay_out, not_carried, read, single_file, sniff
 from core.formats.torch_objects import OBJECTS_FILE
 from core.inert import namespace
 from core.manifest import finish_files
@@ -573,21 +572,3 @@ def test_transformers_loads_a_written_directory(golden: Path, tmp_path: Path, mo
     ours, theirs = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (out, folder))
     assert_equal(ours, theirs)
     assert_equal({key: ours[key] for key in all_of(folder)}, all_of(folder))
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_format_keeps_the_contract(check: Callable[..., None], tmp_path: Path) -> None:
-    check(FORMAT, tmp_path / "there" if check.__name__ != "check_facts" else tmp_path)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "hf/llama/safetensors_sharded",
-        "hf/llama/safetensors_single/model.safetensors",
-        "torch_dcp/hf_storage_dp2",
-        "torch_dcp/hf_storage_consolidated_dp2",
-    ],
-)
-def test_damaged_golden_files_end_in_our_errors(golden: Path, tmp_path: Path, path: str) -> None:
-    check_reading(FORMAT, golden / path, tmp_path / "scratch")

@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import zarr as zarr_python
 from safetensors.torch import load_file
 
 from core.catalog import Catalog, StoredArray, catalog_of_arrays
-from core.contract import CHECKS, check_reading
 from core.dtypes import DTYPES
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsafeError, UnsupportedError
 from core.formats import torch_dist, zarr
@@ -413,19 +411,6 @@ def test_checkpoints_of_others_are_not_claimed(golden: Path) -> None:
         "mcore_torch_dist/dense_gqa/tp2_pp2/iter_0000010",
     ):
         assert not zarr.FORMAT.sniff(LocalStore(golden / path))
-
-
-# ---- the contract of formats
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_format_keeps_the_contract(check: Callable[..., None], tmp_path: Path) -> None:
-    check(zarr.FORMAT, tmp_path)
-
-
-@pytest.mark.parametrize("case", ["dense_gqa/tp2_pp2_optim", "moe_seq/tp2_pp2_ep2"])
-def test_damage_of_a_checkpoint_of_megatron_is_survived(golden: Path, tmp_path: Path, case: str) -> None:
-    check_reading(zarr.FORMAT, folder_of(golden, case), tmp_path / "damage")
 
 
 # ---- broken files
