@@ -11,7 +11,7 @@ are tensors of the catalog), ``carried``, ``stem`` (``model``, ``adapter_model``
 Written: one file while the tensors fit in attrs["max_file_bytes"] (5 GB unless set), else numbered ones, filled in the
 order of the catalog, and an index. A file equals what safetensors 0.8 writes for the same tensors and metadata, byte
 for byte, except that the metadata are sorted. Honoured attrs: ``max_file_bytes``, ``metadata``, ``aliases``, ``stem``,
-``carried``, ``documents``, ``is_file`` (see ``single_file``).
+``carried``, ``documents``, ``is_file`` (one file is wanted, with nothing beside it).
 
 Versions: the format has none; dtypes as of safetensors 0.8.
 
@@ -44,8 +44,6 @@ from core.formats.safetensors_files import (
 )
 from core.formats.safetensors_header import Header, looks_like_header, read_header
 from core.formats.safetensors_plan import DEFAULT_METADATA, lay_out
-from core.formats.safetensors_plan import not_carried as not_carried
-from core.formats.safetensors_plan import single_file as single_file
 from core.formats.torch_objects import OBJECTS_FILE, read_objects, with_objects
 
 if TYPE_CHECKING:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from core.catalog import Catalog, StoredArray
 from core.errors import UnsupportedError
-from core.formats.hf_files import carried_of, documents_of, file_images
+from core.formats.hf_files import file_images
 from core.formats.safetensors_files import INDEX_SUFFIX, STEMS, SUFFIX
 from core.formats.safetensors_header import file_image
 from core.formats.torch_objects import objects_image
@@ -124,26 +123,3 @@ def _refuse_doubles(images: Sequence[FileImage]) -> None:
         if image.path in seen:
             raise UnsupportedError("two files would have one name", file=image.path)
         seen.add(image.path)
-
-
-def single_file(target: Catalog) -> Catalog:
-    """A target catalog without what a destination of one file has no place for; ``lay_out`` makes one image of it."""
-    attrs = {name: value for name, value in target.attrs.items() if name not in ("carried", "documents")}
-    return replace(target, objects={}, hidden={}, skeleton=None, attrs={**attrs, "is_file": True})
-
-
-def not_carried(target: Catalog, *, is_file: bool) -> list[str]:
-    """What ``single_file`` leaves out of a target catalog, for people; [] for a directory, which holds everything."""
-    if not is_file:
-        return []
-    lost = []
-    if target.objects:
-        lost.append(f"entries that are no tensors ({_listed(list(target.objects))}): a single file holds tensors only")
-    small = [*carried_of(target), *documents_of(target)]
-    if small:
-        lost.append(f"files beside the weights ({_listed(small)}): write a directory to keep them")
-    return lost
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f", … {len(names)} in all" if len(names) > 3 else "")

@@ -22,14 +22,14 @@ from core.copy import execute
 from core.dtypes import DTYPES
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats.hf_files import with_documents
-from core.formats.safetensors import lay_out, not_carried, read, single_file, sniff
+from core.formats.safetensors import lay_out, read, sniff
 from core.formats.torch_objects import OBJECTS_FILE
 from core.inert import namespace
 from core.manifest import finish_files
 from core.plan import make_plan
 from core.stage_store import StageStore
 from core.store import LocalStore, MemoryStore, ReadStore
-from core.target import partitioned
+from core.target import partitioned, tensors_only
 from tests.materialize import tensor_bytes
 
 State = dict[str, torch.Tensor]
@@ -73,7 +73,7 @@ def target_of(source: Catalog, **attrs: object) -> Catalog:
 def written(source: Catalog, store: ReadStore, folder: Path, *, is_file: bool = False, **attrs: object) -> Path:
     """The directory (or file) that the engine makes of a catalog."""
     target = target_of(source, **attrs)
-    target = single_file(target) if is_file else target
+    target = tensors_only(target).with_attrs(is_file=True) if is_file else target
     images = lay_out(target)
     folder.mkdir(parents=True)
     plan = make_plan(source, target, images)
@@ -505,14 +505,11 @@ def test_a_directory_keeps_objects_and_small_files(golden: Path, tmp_path: Path)
     back = read(again)
     assert list(back.objects) == ["args", "step"] and back.skeleton is None
     assert_holds(back, again, load_file(folder / "model.safetensors"))
-    assert not_carried(target_of(source), is_file=False) == []
 
 
-def test_a_single_file_says_what_it_cannot_hold(golden: Path, tmp_path: Path) -> None:
+def test_a_single_file_holds_nothing_but_tensors(golden: Path, tmp_path: Path) -> None:
     store = LocalStore(golden / "hf" / "llama" / "safetensors_single")
     source = with_settings(read(store))
-    lost = not_carried(target_of(source), is_file=True)
-    assert len(lost) == 2 and "args, step" in lost[0] and "config.json" in lost[1]
     path = written(source, store, tmp_path / "out", is_file=True, max_file_bytes=1000)
     assert [found.name for found in path.parent.iterdir()] == ["model.safetensors"]
     assert_equal(load_file(path), load_file(store.path("model.safetensors")))
