@@ -22,14 +22,12 @@ from array import array
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from core.errors import CheckpointingException, CorruptError, MissingShardError
+from core.errors import CorruptError, MissingShardError
 from core.formats.safetensors_dcp import SHARDING_INFO
 from core.formats.safetensors_header import Header, looks_like_header, read_header
 from core.json_object import object_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from core.box import Box
     from core.formats.dcp_columns import DcpMetadata
     from core.store import ReadStore
@@ -76,12 +74,10 @@ class _Part:
     """The safetensors part of a file.
 
     Args:
-        begin: byte of the file at which it begins.
-        header: what it says of itself; addresses count from ``begin``.
+        header: what it says of itself.
         offsets: key → where in its tensor the chunk begins, as ``DCP_SHARDING_INFO`` says.
     """
 
-    begin: int
     header: Header
     offsets: dict[str, object]
 
@@ -107,21 +103,16 @@ class _Part:
                 key=key,
             )
         assert found.extent is not None
-        return self.begin + found.extent.offset
+        return found.extent.offset
 
 
 def _part(store: ReadStore, metadata: DcpMetadata, number: int, begin: int) -> _Part | None:
     """The safetensors part of a file that begins at a byte; None if there is none."""
     file = metadata.files[number]
-    rest = _From(store, begin)
-    if not looks_like_header(rest, file):
+    if not looks_like_header(store, file, begin=begin):
         return None
-    try:
-        header = read_header(rest, file)
-    except CheckpointingException as err:
-        err.span = err.span and (err.span[0] + begin, err.span[1] + begin)
-        raise
-    return _Part(begin, header, _stated_offsets(header))
+    header = read_header(store, file, begin=begin)
+    return _Part(header, _stated_offsets(header))
 
 
 def _stated_offsets(header: Header) -> dict[str, object]:
@@ -138,43 +129,3 @@ def _stated_offsets(header: Header) -> dict[str, object]:
         return {key: info[_OFFSETS] for key, info in stated.items()}
     except (CorruptError, TypeError, KeyError) as err:
         raise CorruptError(f"{SHARDING_INFO} is malformed: {err}", file=header.file) from err
-
-
-class _From:
-    """A store whose files begin at a later byte; for reading a header, which needs no more of ReadStore than this."""
-
-    def __init__(self, store: ReadStore, begin: int) -> None:
-        self._store = store
-        self._begin = begin
-
-    @property
-    def label(self) -> str:
-        return self._store.label
-
-    @property
-    def entry(self) -> str | None:
-        return self._store.entry
-
-    def files(self, under: str = "") -> list[str]:
-        return self._store.files(under)
-
-    def folders(self, under: str = "") -> list[str]:
-        return self._store.folders(under)
-
-    def sizes(self, under: str = "") -> Mapping[str, int]:
-        return {name: max(size - self._begin, 0) for name, size in self._store.sizes(under).items()}
-
-    def exists(self, name: str) -> bool:
-        return self._store.exists(name)
-
-    def size(self, name: str) -> int:
-        return max(self._store.size(name) - self._begin, 0)
-
-    def read(self, name: str, offset: int, n_bytes: int) -> bytes:
-        return self._store.read(name, self._begin + offset, n_bytes)
-
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        self._store.read_into(name, self._begin + offset, buffer)
-
-    def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
-        self._store.read_vector(name, self._begin + offset, buffers, n_bytes)

@@ -78,18 +78,21 @@ class Header:
         return sum(array.n_bytes for array in self.arrays.values())
 
 
-def looks_like_header(store: ReadStore, file: str) -> bool:
-    """Whether a file begins as a safetensors file does; reads 9 bytes."""
-    size = store.size(file)
+def looks_like_header(store: ReadStore, file: str, *, begin: int = 0) -> bool:
+    """Whether a file, or what of it begins at byte ``begin``, begins as a safetensors file does; reads 9 bytes."""
+    size = store.size(file) - begin
     if size < 10:
         return False
-    head = store.read(file, 0, 9)
+    head = store.read(file, begin, 9)
     n = int.from_bytes(head[:8], "little")
     return 2 <= n <= min(size - 8, MAX_HEADER_BYTES) and head[8:] == b"{"
 
 
-def read_header(store: ReadStore, file: str) -> Header:
+def read_header(store: ReadStore, file: str, *, begin: int = 0) -> Header:
     """The header of a file, checked against the file's size.
+
+    Args:
+        begin: byte of the file at which the header begins, where something else comes before it.
 
     Raises:
         CorruptError: it breaks a rule of the format.
@@ -98,11 +101,12 @@ def read_header(store: ReadStore, file: str) -> Header:
         MissingShardError, StorageError: the file cannot be read.
     """
     size = store.size(file)
-    if size < 8:
+    if size < begin + 8:
         raise TruncatedError(f"the file has {size} bytes, too few for the length of its header (8 bytes)", file=file)
-    n = int.from_bytes(store.read(file, 0, 8), "little")
+    n = int.from_bytes(store.read(file, begin, 8), "little")
+    start = begin + 8 + n
     if n > MAX_HEADER_BYTES:
-        is_pointer = store.read(file, 0, min(size, len(_LFS_POINTER))) == _LFS_POINTER
+        is_pointer = store.read(file, begin, min(size - begin, len(_LFS_POINTER))) == _LFS_POINTER
         raise CorruptError(
             "a Git LFS pointer, not the file itself"
             if is_pointer
@@ -110,17 +114,17 @@ def read_header(store: ReadStore, file: str) -> Header:
             file=file,
             hint="fetch the file itself: git lfs pull" if is_pointer else "this may not be a safetensors file",
         )
-    if 8 + n > size:
+    if start > size:
         raise TruncatedError(
-            f"the file has {size} bytes, but its header alone ends at byte {8 + n}",
+            f"the file has {size} bytes, but its header alone ends at byte {start}",
             file=file,
-            span=(size, 8 + n),
+            span=(size, start),
             hint="copy the file again",
         )
     metadata: dict[str, str] = {}
-    found = scanned(store.read(file, 8, n), file=file, metadata=metadata)
+    found = scanned(store.read(file, begin + 8, n), file=file, metadata=metadata)
     entries = [_entry(name, fields, file) for name, fields in found]
-    return Header(file, _placed(entries, start=8 + n, size=size, file=file), metadata)
+    return Header(file, _placed(entries, start=start, size=size, file=file), metadata)
 
 
 @dataclass(frozen=True, slots=True)
