@@ -1,7 +1,8 @@
 """New keys for tensors and objects: by regular expressions, without a prefix, with one.
 
 The optimizer's entries follow their parameters where a prefix goes or comes: ``optimizer.state.model.w.exp_avg``
-becomes ``optimizer.state.w.exp_avg`` when ``model.w`` becomes ``w``. Regular expressions see every key as it is.
+becomes ``optimizer.state.w.exp_avg`` when ``model.w`` becomes ``w``. Regular expressions see every key as it is. The
+lists of names in parameter groups (``optimizer.param_groups.0.params``) always follow.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _OPTIMIZER = re.compile(
     r"(^|\.)(optimizer|optimizers|optim|optimizer_states?)\."
     r"|(^|\.)(exp_avg|exp_avg_sq|fp32_param|momentum_buffer|max_exp_avg_sq|fp32_from_fp16_params)(\.|$)"
 )
-_OF_PARAMETER = re.compile(r"(?P<head>(?:.*\.)?state\.)(?P<parameter>.+)\.(?P<leaf>[^.]+)")
+_OF_PARAMETER = re.compile(
+    r"(?P<head>(?:.*?\.)??(?:state|param_groups)\.)(?P<parameter>.+)\.(?P<leaf>[^.]+)", re.DOTALL
+)
+_PARAMETERS = re.compile(r"(?:.*\.)?param_groups\.\d+\.params", re.DOTALL)
 
 
 def is_optimizer_key(key: str) -> bool:
@@ -64,7 +68,7 @@ def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> Renamed:
         new_of[key] = new
     for (expression, _), was_used in zip(compiled, used, strict=True):
         if not was_used:
-            raise UsageError(f"--rename: {expression.pattern!r} matches no key")
+            raise UsageError(f"--rename: {expression.pattern!r} changes no key", hint=_LIST_THEM)
     return _under(catalog, new_of, option="--rename")
 
 
@@ -85,6 +89,9 @@ def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> Renamed:
         having = {key for key, new in new_of.items() if prefix and new.startswith(prefix)}
         if not having:
             raise UsageError(f"--strip-prefix: no key begins with {prefix!r}", hint=_LIST_THEM)
+        dotted = next((key for key in having if new_of[key].startswith(f"{prefix}.")), None)
+        if dotted is not None:
+            raise UsageError(f"--strip-prefix: {prefix!r} leaves a dot in front", key=dotted, hint=f"say {prefix}.")
         new_of = {key: new[len(prefix) :] if key in having else new for key, new in new_of.items()}
     return _under(catalog, _with_states(catalog, new_of), option="--strip-prefix")
 
@@ -143,7 +150,35 @@ def _under(catalog: Catalog, new_of: Mapping[str, str], *, option: str) -> Renam
         if new in old_of:
             raise UsageError(f"{option} makes {old_of[new]!r} and {old!r} one key", key=new)
         old_of[new] = old
-    return renamed(catalog, new_of), [(old, new) for old, new in new_of.items() if old != new]
+    changes = [(old, new) for old, new in new_of.items() if old != new]
+    followed = with_parameters(catalog, {old: (new,) for old, new in changes})
+    return renamed(followed, new_of), changes
+
+
+def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Catalog:
+    """The catalog whose parameter groups list the new names of parameters.
+
+    A group names its parameters as the optimizer's entries do, which need not be as the model's keys do
+    (``optimizer.state.w.exp_avg`` beside ``model.w``).
+
+    Args:
+        new_of: old key → new keys (several, where a tensor is taken apart), of what changes.
+    """
+    names = dict(new_of)
+    for key, news in new_of.items():
+        old, made = _OF_PARAMETER.fullmatch(key), [_OF_PARAMETER.fullmatch(new) for new in news]
+        if old is not None:
+            names[old["parameter"]] = [
+                new["parameter"] for new in made if new is not None and new["head"] == old["head"]
+            ] or [old["parameter"]]
+    objects = dict(catalog.objects)
+    for key, item in catalog.objects.items():
+        if _PARAMETERS.fullmatch(key) is not None and isinstance(item.value, list):
+            after = [
+                new for name in item.value for new in (names.get(name, (name,)) if isinstance(name, str) else (name,))
+            ]
+            objects[key] = replace(item, value=list(dict.fromkeys(after)))
+    return replace(catalog, objects=objects)
 
 
 def renamed(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:

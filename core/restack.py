@@ -24,7 +24,7 @@ from core.box import Box
 from core.catalog import Catalog, Fragment, TensorMeta
 from core.errors import UsageError
 from core.inert import TensorLeaf
-from core.renaming import moved, nested_again
+from core.renaming import is_optimizer_key, moved, nested_again, with_parameters
 from core.select import matcher, ranges
 from core.skeleton import entries
 from core.tying import aliases_among
@@ -36,6 +36,7 @@ _NAMES = "|".join(LAYERS)
 _ONE = re.compile(rf"(?P<head>(?:.*?\.)??(?:{_NAMES}))\.(?P<number>0|[1-9]\d{{0,8}})\.(?P<tail>.+)", re.DOTALL)
 _ALL = re.compile(rf"(?P<head>(?:.*?\.)??(?:{_NAMES}))\.(?P<tail>(?!\d+\.).+)", re.DOTALL)
 _USUAL = re.compile(rf"(?:.*?\.)??{LAYERS[0]}\.(?!\d+\.).+", re.DOTALL)
+_NUMBERED = re.compile(r"(^|\.)state\.\d+\.[^.]+$")
 MAX_LAYERS = 10_000
 """A stacked tensor of more layers is none."""
 
@@ -85,8 +86,15 @@ def stack_layers(catalog: Catalog) -> Restacked:
     taken = next((key for key in parts if key in catalog.tensors or key in catalog.objects), None)
     if taken is not None:
         raise UsageError("--stack-layers: there is an entry of that name already", key=taken)
-    notes = tuple(f"{_some(keys)} stay one tensor a layer: {why}" for why, keys in whys.items())
-    return Restacked(_stacked(catalog, parts), len(parts), notes)
+    notes = [f"{_some(keys)} stay one tensor a layer: {why}" for why, keys in whys.items()]
+    return Restacked(_stacked(catalog, parts), len(parts), (*notes, *_left_numbered(catalog)))
+
+
+def _left_numbered(catalog: Catalog) -> list[str]:
+    """A note, if the optimizer counts parameters of which there is now another number."""
+    if not any(_NUMBERED.search(key) and is_optimizer_key(key) for key in catalog.tensors):
+        return []
+    return ["the optimizer's state goes by parameter number and stays as it was, so it fits the model no more"]
 
 
 def _why_apart(members: Mapping[int, TensorMeta], n_layers: int) -> str | None:
@@ -122,12 +130,14 @@ def _stacked(catalog: Catalog, parts: Mapping[str, Sequence[str]]) -> Catalog:
         ]
 
     skeleton = catalog.skeleton
+    news_of = {key: (new,) for key, new in new_of.items()}
     return replace(
         catalog,
         tensors=tensors,
+        objects=with_parameters(catalog, news_of).objects,
         fragments_of=fragments_of,
         skeleton=None if skeleton is None else moved(skeleton, new_of),
-        attrs=_attrs(catalog, {key: (new,) for key, new in new_of.items()}),
+        attrs=_attrs(catalog, news_of),
     )
 
 
@@ -163,7 +173,8 @@ def unstack_layers(catalog: Catalog, patterns: Sequence[str] = ()) -> Restacked:
         taken = next((new for new in parts[key] if new in catalog.tensors or new in catalog.objects), None)
         if taken is not None:
             raise UsageError("--unstack-layers: there is an entry of that name already", key=taken)
-    return Restacked(_unstacked(catalog, parts, {key: head for key, (head, _) in place.items()}), len(parts))
+    made = _unstacked(catalog, parts, {key: head for key, (head, _) in place.items()})
+    return Restacked(made, len(parts), tuple(_left_numbered(catalog)))
 
 
 def _chosen(catalog: Catalog, patterns: Sequence[str]) -> list[str]:
@@ -235,6 +246,7 @@ def _unstacked(catalog: Catalog, parts: Mapping[str, Sequence[str]], head_of: Ma
     return replace(
         catalog,
         tensors=tensors,
+        objects=with_parameters(catalog, parts).objects,
         fragments_of=fragments_of,
         skeleton=None if skeleton is None else _with_layers(skeleton, parts),
         attrs=_attrs(catalog, {key: tuple(news) for key, news in parts.items()}),

@@ -210,3 +210,23 @@ def test_globs_say_which_tensors_are_stacked() -> None:
         *("m.layers.0.a", "m.layers.1.a", "m.layers.b"),
         *(f"v.blocks.{n}.c" for n in range(4)),
     ]
+
+
+def test_parameter_groups_list_the_stacked_names_and_the_single_ones() -> None:
+    names = ["layers.0.w", "layers.1.w", "norm"]
+    key = "optimizer.param_groups.0.params"
+    tensors = {f"model.{name}": numbered((2,), n) for n, name in enumerate(names)}
+    tensors |= {f"optimizer.state.{name}.exp_avg": numbered((2,), 9 + n) for n, name in enumerate(names)}
+    catalog, _ = catalog_of(tensors, objects={key: StoredObject(key, value=names)})
+    made = stack_layers(catalog)
+    assert made.catalog.objects[key].value == ["layers.w", "norm"]
+    assert made.notes == ()
+    assert unstack_layers(made.catalog).catalog.objects[key].value == names
+
+
+def test_an_optimizer_that_counts_parameters_is_told_of() -> None:
+    tensors = {f"model.layers.{n}.w": numbered((2,), n) for n in range(2)}
+    tensors |= {f"optimizer.state.{n}.exp_avg": numbered((2,), 9 + n) for n in range(2)}
+    made = stack_layers(catalog_of(tensors)[0])
+    assert [note.partition(" goes")[0] for note in made.notes] == ["the optimizer's state"]
+    assert len(unstack_layers(made.catalog).notes) == 1
