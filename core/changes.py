@@ -12,13 +12,15 @@
 
 Each step sees the names that the ones before it made.
 
-A Hugging Face configuration beside the weights follows: ``quantization_config`` goes or comes, and the dtype that it
-states for the whole model changes with a cast of the whole model.
+A Hugging Face configuration beside the weights follows: ``quantization_config`` goes or comes, the dtype that it states
+for the whole model changes with a cast of the whole model, and ``tie_word_embeddings`` says whether there still is an
+output layer of its own.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,7 +30,7 @@ from core.errors import CorruptError, UsageError
 from core.formats.hf_files import CONFIG, carried_of, documents_of, with_documents
 from core.job import Job
 from core.json_object import object_of
-from core.quantize import Requantized, dequantized, quantized
+from core.quantize import Requantized, dequantized, is_float8, quantized
 from core.quantize_blocks import BLOCK
 from core.renaming import Renamed, add_prefix, rename, strip_prefix
 from core.restack import stack_layers, unstack_layers
@@ -38,6 +40,8 @@ from core.tying import tie, untie
 
 _DTYPE_NAMES = ("dtype", "torch_dtype")
 """How a configuration calls the dtype: transformers since version 5, and before."""
+_OUTPUT = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+_INPUT = re.compile(r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,14 @@ class Changed:
         renamed: (old key, new key) of what prefixes and ``rename`` changed, in order.
         left_out: keys of entries that ``include`` and ``exclude`` left out, or ``tie``.
         notes: what the user should know.
+        config_notes: the same of the configuration, for destinations that hold it.
     """
 
     catalog: Catalog
     renamed: tuple[tuple[str, str], ...] = ()
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    config_notes: tuple[str, ...] = ()
 
 
 def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None = None) -> Changed:
@@ -89,18 +95,21 @@ def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None =
         catalog = tie(catalog, job.tie)
         left_out += tuple(gone for gone, _ in job.tie)
         notes += [f"{gone} is left out, as it equals {kept}" for gone, kept in job.tie]
+    edits |= _tie_edits(job)
     catalog = _restacked(catalog, job, notes)
     if job.dtype:
         catalog = retyped(catalog, cast_of(job.dtype, catalog.tensors))
+        notes += _left_narrow(catalog, job)
         edits |= _dtype_edits(job, stated)
     if job.quantize:
         narrow = quantized(catalog, job.quantize)
         catalog = narrow.catalog
         notes += [f"{len(narrow.keys)} tensors become float8_e4m3fn with scales", *narrow.notes]
         edits["quantization_config"] = _quantization_config(narrow, catalog)
+    config_notes: tuple[str, ...] = ()
     if edits:
-        catalog = _with_config(catalog, stated, edits, notes)
-    return Changed(catalog, renamed, left_out, tuple(notes))
+        catalog, config_notes = _with_config(catalog, stated, edits)
+    return Changed(catalog, renamed, left_out, tuple(notes), config_notes)
 
 
 def _renamed(catalog: Catalog, job: Job) -> tuple[Catalog, tuple[tuple[str, str], ...]]:
@@ -130,7 +139,7 @@ def _restacked(catalog: Catalog, job: Job, notes: list[str]) -> Catalog:
         return made.catalog
     if job.unstack_layers is not None:
         made = unstack_layers(catalog, job.unstack_layers)
-        notes.append(f"{made.n_groups} stacked tensors become one a layer")
+        notes += [f"{made.n_groups} stacked tensors become one a layer", *made.notes]
         return made.catalog
     return catalog
 
@@ -166,6 +175,23 @@ def _dtype_edits(job: Job, config: Mapping[str, object] | None) -> dict[str, obj
     return {name: dtype for name in _DTYPE_NAMES if name in config}
 
 
+def _left_narrow(catalog: Catalog, job: Job) -> list[str]:
+    """A note on float8 tensors that a cast of the whole model passes over."""
+    if all(glob is not None for glob, _ in job.dtype):
+        return []
+    left = [key for key, meta in catalog.tensors.items() if is_float8(meta.dtype)]
+    return [f"{len(left)} float8 tensors stay as they are; --dtype GLOB=DTYPE casts them"] if left else []
+
+
+def _tie_edits(job: Job) -> dict[str, object]:
+    """What ties between the input and the output embedding change in the configuration."""
+    edits: dict[str, object] = {}
+    for is_tied, pairs in ((False, job.untie), (True, job.tie)):
+        if any(_OUTPUT.search(first) and _INPUT.search(second) for first, second in pairs):
+            edits["tie_word_embeddings"] = is_tied
+    return edits
+
+
 def _quantization_config(made: Requantized, catalog: Catalog) -> dict[str, object]:
     """What DeepSeek-V3's configuration says of such scales."""
     per_block = [bool(catalog.tensors[f"{key}_scale_inv"].shape) for key in made.keys]
@@ -178,17 +204,25 @@ def _quantization_config(made: Requantized, catalog: Catalog) -> dict[str, objec
 
 
 def _with_config(
-    catalog: Catalog, config: Mapping[str, object] | None, edits: Mapping[str, object], notes: list[str]
-) -> Catalog:
-    """The catalog with the changed configuration as a document; unchanged where there is none."""
+    catalog: Catalog, config: Mapping[str, object] | None, edits: Mapping[str, object]
+) -> tuple[Catalog, tuple[str, ...]]:
+    """The catalog with the changed configuration as a document, and notes; unchanged where there is none."""
     if config is None:
-        if CONFIG in carried_of(catalog):
-            notes.append(f"{CONFIG} stays as it is, although {', '.join(edits)} changed")
-        return catalog
+        stale = f"{CONFIG} stays as it is, although {', '.join(edits)} changed"
+        return catalog, (stale,) if CONFIG in carried_of(catalog) else ()
     made = {name: value for name, value in config.items() if name not in edits or edits[name] is not None}
     made |= {name: value for name, value in edits.items() if value is not None}
     if made == config:
-        return catalog
-    notes.append(f"{CONFIG}: {', '.join(edits)} changed")
+        return catalog, ()
     data = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
-    return with_documents(catalog, {CONFIG: data.encode()})
+    note = f"{CONFIG}: {', '.join(_edit_text(config, name, value) for name, value in edits.items())}"
+    return with_documents(catalog, {CONFIG: data.encode()}), (note,)
+
+
+def _edit_text(config: Mapping[str, object], name: str, value: object) -> str:
+    """``dtype is now float32``, ``quantization_config is gone``."""
+    if value is None:
+        return f"{name} is gone"
+    if isinstance(value, (str, bool)):
+        return f"{name} is now {str(value).lower() if isinstance(value, bool) else value}"
+    return f"{name} is {'changed' if name in config else 'new'}"

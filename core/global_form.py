@@ -13,24 +13,26 @@ Which way is taken follows from the job and from what the source is; options tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from core.catalog import Catalog
 from core.changes import Changed, changed
-from core.errors import CheckpointingException, UsageError
+from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.formats import Format
-from core.formats.hf_files import carried_of, config_of
+from core.formats.hf_files import CONFIG, carried_of, config_of, documents_of
 from core.formats.torch_file import load_object, refuse_unsupported
 from core.inert import as_mapping
 from core.job import Job
+from core.json_object import object_of
 from core.layout import Rules, is_megatron, load_rules, unshard
 from core.layout_args import facts_of, topology_of, with_vocab_size
 from core.layout_checks import check_complete
 from core.objects import loaded
 from core.open import Checkpoint
 from core.topology import Topology
-from core.transform import without_optimizer
+from core.transform import is_optimizer_key, without_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     _check_source_sizes(job, catalog)
     config = config_of(source.store) if "config.json" in carried_of(catalog) else None
     comes_from_hf = is_hf(catalog, config)
+    _check_names(job, names, model_type, format, config if comes_from_hf else None)
     has_layout = comes_from_hf or is_megatron(catalog, rules)
     if _changes_layout(job) and not is_cut(format) and (job.to is not None or has_layout):
         raise UsageError(
@@ -86,7 +89,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
             hint="leave them out",
         )
     notes: list[str] = []
-    dropped: list[str] = []
+    dropped = _files_left(source)
     if names == "megatron" and not comes_from_hf and not is_megatron(catalog, rules) and not _is_rank_local(catalog):
         raise UsageError(
             "--names megatron: the tensors have neither Megatron's names nor Hugging Face's with a config.json",
@@ -94,14 +97,19 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         )
     if comes_from_hf and (names == "megatron" or (is_cut(format) and names != "hf")):
         assert config is not None
-        if job.keep_padded_vocab:
-            raise UsageError("--keep-padded-vocab: Hugging Face's weights have no padding rows", hint="leave it out")
+        _check_vocabulary(job, config)
+        if job.optim == "drop":
+            without = without_optimizer(catalog)
+            catalog = without.catalog
+            dropped += [f"optimizer ({len(without.left_out)} entries)"] if without.left_out else []
         late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers, quantize=job.quantize)
         early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
         first = _changed(catalog, early, notes, config)
+        document = documents_of(first.catalog).get(CONFIG)
+        config = config if document is None else object_of(document, file=CONFIG)
         catalog = to_megatron(first.catalog, config, make_vocab_size_divisible_by=job.vocab_divisor or VOCAB_DIVISOR)
         second = _changed(catalog, late, notes)
-        return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), ())
+        return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
     if job.vocab_divisor is not None:
         raise UsageError(
             "--make-vocab-size-divisible-by has no effect: no Hugging Face weights become Megatron's here",
@@ -109,6 +117,8 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         )
     wants_hf = names == "hf" and not comes_from_hf
     if wants_hf or _is_laid_out(job, catalog, format, rules, names):
+        if not _is_rank_local(catalog) and not is_megatron(catalog, rules):
+            _refuse_names(catalog, format, wants_hf=wants_hf)
         catalog = unshard(
             catalog,
             rules=rules,
@@ -127,13 +137,92 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     if wants_hf:
         early = replace(job, quantize=())
         first = _changed(catalog, early, notes)
-        catalog = to_hf(first.catalog, model_type=model_type)
+        catalog = to_hf(first.catalog, model_type=model_type, has_config=format.carries_files)
         second = _changed(catalog, Job(src=job.src, quantize=job.quantize), notes)
         return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
     made = _changed(catalog, job, notes, config)
+    if format.carries_files:
+        notes += made.config_notes
     if catalog.attrs.get("family") == "megatron" and is_cut(format) and (made.left_out or made.renamed):
         _refuse_incomplete(made.catalog, rules)
     return GlobalForm(made.catalog, made.renamed, tuple(notes), tuple(dropped))
+
+
+def _check_names(
+    job: Job, names: str | None, model_type: str | None, format: Format, config: Mapping[str, object] | None
+) -> None:
+    """Names that contradict the destination, or the names that are there already, are refused.
+
+    Args:
+        config: of a source with Hugging Face's names; None for others.
+    """
+    if names == "megatron" and job.to is not None and job.to.lower() in HF_ALIASES:
+        raise UsageError(
+            f"--to {job.to} and --names megatron contradict each other",
+            hint="say --to safetensors for Megatron's names, or leave --names out",
+        )
+    if names == "hf" and format.partition == "ranks":
+        raise UsageError(
+            f"--names {job.names} and --to {format.name} contradict each other: rank files have Megatron's names",
+            hint="leave --names out, or say --to hf",
+        )
+    if config is None or model_type is None or model_type == config["model_type"]:
+        return
+    raise UsageError(
+        f"--names {job.names}: the tensors have Hugging Face's names already, as {str(config['model_type'])[:80]!r}",
+        hint="leave --names out; the names of one model type do not become those of another",
+    )
+
+
+def _check_vocabulary(job: Job, config: Mapping[str, object]) -> None:
+    """Options for padding that Hugging Face's weights do not have."""
+    if job.keep_padded_vocab:
+        raise UsageError("--keep-padded-vocab: Hugging Face's weights have no padding rows", hint="leave it out")
+    if job.vocab_size is not None and job.vocab_size != config.get("vocab_size"):
+        raise UsageError(
+            f"--vocab-size {job.vocab_size}: {CONFIG} says that there are {config.get('vocab_size')} rows",
+            hint="leave it out; --make-vocab-size-divisible-by says how Megatron is to pad them",
+        )
+
+
+def _refuse_names(catalog: Catalog, format: Format, *, wants_hf: bool) -> None:
+    """Tensors whose names nobody knows cannot be renamed, nor cut by a layout.
+
+    Raises:
+        UnsupportedError: the names are not Megatron's, or there are no arguments of Megatron's.
+    """
+    first = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
+    wanted = "Hugging Face's names" if wants_hf else f"{format.name} with a parallel layout"
+    keeps = "safetensors" if wants_hf else "torch_dist, dcp or torch"
+    raise UnsupportedError(
+        f"the tensors ({first!r} …) cannot become {wanted}: they have neither Megatron's names and arguments, nor "
+        f"Hugging Face's with a {CONFIG} beside them",
+        hint=f"point at the directory that holds {CONFIG} too, or keep the names: --to {keeps}",
+    )
+
+
+def _files_left(source: Checkpoint) -> list[str]:
+    """Files of a Hugging Face directory that hold nothing of the checkpoint and are not carried, as a line.
+
+    Such are what a trainer saves beside the weights, weights in a second format, and folders.
+    """
+    catalog, store = source.catalog, source.store
+    if CONFIG not in carried_of(catalog) or store.entry is not None:
+        return []
+    used = set(carried_of(catalog))
+    for key in catalog.tensors:
+        used |= {
+            fragment.array.extent.file
+            for fragment in catalog.fragments(key)
+            if fragment.array is not None and fragment.array.extent is not None
+        }
+    left = [name for name in store.files() if name not in used and _BOOKKEEPING.fullmatch(name) is None]
+    left += [f"{name}/" for name in store.folders() if not name.startswith(".")]
+    return [f"other files of the directory: {', '.join(left)}"] if left else []
+
+
+_BOOKKEEPING = re.compile(r"\..*|.*\.index(\..+)?\.json|(.*\.)?ckpt-(manifest\.json|objects\.pt)")
+"""Hidden files, indexes of shards, and what this project writes beside weights."""
 
 
 def _is_rank_local(catalog: Catalog) -> bool:

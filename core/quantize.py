@@ -74,12 +74,13 @@ class Requantized:
 
 def companion(meta: TensorMeta, keys: Container[str]) -> str | None:
     """The key of a float8 tensor's scales among ``keys``, or None."""
-    if not _is_float8(meta.dtype):
+    if not is_float8(meta.dtype):
         return None
     return next((name for suffix in _SUFFIXES if (name := meta.key + suffix) in keys), None)
 
 
-def _is_float8(dtype: str) -> bool:
+def is_float8(dtype: str) -> bool:
+    """Whether numbers of a dtype are float8 ones, and not exponents alone."""
     found = dtype_of(dtype)
     return found.kind == "float" and found.itemsize == 1 and dtype != "float8_e8m0fnu"
 
@@ -106,7 +107,7 @@ def dequantized(catalog: Catalog, dtype: str = "bfloat16", *, block: tuple[int, 
         if scales is not None:
             scales_of[key] = scales
             _block_of(meta, catalog.tensors[scales], block)
-        elif _is_float8(meta.dtype):
+        elif is_float8(meta.dtype):
             bare.append(key)
         elif key.endswith(_SUFFIXES[0]) and key.removesuffix(_SUFFIXES[0]) not in catalog.tensors:
             raise CorruptError(

@@ -132,6 +132,13 @@ def cast_of(rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None 
                     chosen = dtype
                 continue
             found = dtype_of(meta.dtype)
+            scales = companion(meta, present) if present is not None else None
+            if scales is not None:
+                raise UsageError(
+                    f"--dtype: the model has {meta.dtype} tensors with scales ({scales!r}), which are not cast",
+                    key=meta.key,
+                    hint="multiply the scales in with --dequantize DTYPE, or cast the other tensors with GLOB=DTYPE",
+                )
             is_weight = found.kind == "float" and found.itemsize >= 2
             if is_weight and not is_optimizer_key(meta.key) and not _KEPT_PRECISION.search(meta.key):
                 chosen = dtype

@@ -211,7 +211,7 @@ def test_a_configuration_states_new_scales_and_what_has_none() -> None:
         "dtype": "bfloat16",
         "quantization_config": {**FP8, "modules_to_not_convert": ["lm_head"]},
     }
-    assert any("config.json" in note for note in made.notes)
+    assert made.config_notes == ("config.json: dtype is now bfloat16, quantization_config is new",)
     per_tensor = changed(catalog, job(quantize=((None, "tensor"),)), config=config).catalog
     stated = json.loads(per_tensor.attrs["documents"]["config.json"])["quantization_config"]  # type: ignore[index]
     assert stated["weight_block_size"] is None
@@ -230,5 +230,25 @@ def test_a_configuration_that_was_made_already_counts_instead_of_the_carried_one
 def test_a_configuration_that_nobody_read_is_told_of() -> None:
     catalog, _ = stored({"a.weight": torch.ones(2, 2)}, config={"old": 1})
     made = changed(catalog, job(quantize=((None, "block"),)))
-    assert any("config.json stays as it is" in note for note in made.notes)
+    assert made.config_notes == ("config.json stays as it is, although quantization_config changed",)
     assert made.catalog.attrs["carried"] == catalog.attrs["carried"]
+
+
+def test_float8_without_scales_stays_and_is_told_of() -> None:
+    catalog, _ = stored({"a": torch.ones(2).to(E4M3), "b": torch.ones(2)})
+    made = changed(catalog, job(dtype=((None, "bf16"),)))
+    assert {key: meta.dtype for key, meta in made.catalog.tensors.items()} == {"a": "float8_e4m3fn", "b": "bfloat16"}
+    assert made.notes == ("1 float8 tensors stay as they are; --dtype GLOB=DTYPE casts them",)
+    assert changed(catalog, job(dtype=(("*", "bf16"),))).notes == ()
+
+
+@pytest.mark.parametrize(("option", "is_tied"), [("tie", True), ("untie", False)])
+def test_a_configuration_says_whether_the_output_layer_is_tied(option: str, is_tied: bool) -> None:
+    config = {"model_type": "llama", "tie_word_embeddings": not is_tied}
+    pair = ("lm_head.weight", "model.embed_tokens.weight")
+    tensors = dict.fromkeys(pair if is_tied else pair[1:], torch.ones(2, 2))
+    catalog, _ = stored({**tensors, "a": torch.ones(2), "b": torch.ones(2)}, config=config)
+    made = changed(catalog, job(**{option: (pair,)}), config=config)
+    assert json.loads(made.catalog.attrs["documents"]["config.json"])["tie_word_embeddings"] is is_tied  # type: ignore[index]
+    assert made.config_notes == (f"config.json: tie_word_embeddings is now {str(is_tied).lower()}",)
+    assert changed(catalog, job(tie=(("a", "b"),)), config=config).config_notes == ()

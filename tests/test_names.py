@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from core.convert import Job, TopologyChange, run
 from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.formats import torch_file
 from core.store import LocalStore
+from tests.hf.models import loaded_model, logits
 from tests.materialize import tensor_bytes
 from tests.real_readers import of_tensor, read_safetensors
 
@@ -110,9 +112,11 @@ def test_layers_of_a_converted_model_can_be_stacked_and_quantized(golden: Path, 
 def test_options_of_the_vocabulary_are_refused_where_they_have_no_effect(golden: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--make-vocab-size-divisible-by has no effect"):
         run(Job(src=golden / GOLD / "tp1_pp1", dst=tmp_path / "out", to="hf", vocab_divisor=64, fsync=False))
+    src = golden / "hf/llama/safetensors_single"
     with pytest.raises(UsageError, match="no padding rows"):
-        src = golden / "hf/llama/safetensors_single"
         run(Job(src=src, dst=tmp_path / "out", to="megatron", keep_padded_vocab=True, fsync=False))
+    with pytest.raises(UsageError, match=r"--vocab-size 10: config\.json says that there are \d+ rows"):
+        run(Job(src=src, dst=tmp_path / "out", to="megatron", vocab_size=10, fsync=False))
 
 
 @pytest.mark.parametrize(
@@ -128,8 +132,15 @@ def test_options_of_the_vocabulary_are_refused_where_they_have_no_effect(golden:
             UnsupportedError,
             "LayerNorm|layernorm|normalization|GELU|swiglu",
         ),
-        ("torch_dcp/fsdp2_dp2", "hf", None, CheckpointingException, "do not have Megatron's names"),
+        ("torch_dcp/fsdp2_dp2", "hf", None, CheckpointingException, "neither Megatron's names"),
         ("torch_dcp/fsdp2_dp2", "dcp", "megatron", UsageError, "neither Megatron's names nor Hugging Face's"),
+        (f"{GOLD}/tp1_pp1", "hf", "megatron", UsageError, "--to hf and --names megatron contradict"),
+        (f"{GOLD}/tp1_pp1", "megatron", "hf", UsageError, "--names hf and --to megatron contradict"),
+        ("hf/llama/safetensors_single", "megatron", "hf", UsageError, "--names hf and --to megatron contradict"),
+        ("hf/llama/safetensors_single", "hf", "hf:qwen3", UsageError, "Hugging Face's names already, as 'llama'"),
+        ("hf/llama/safetensors_single", "hf", "hf:typo", UsageError, "Hugging Face's names already"),
+        ("hf/llama/safetensors_single/model.safetensors", "hf", None, UnsupportedError, "with a config.json beside"),
+        ("hf/llama/torch_single/model_zip.pt", "megatron", None, UnsupportedError, "cannot become megatron"),
     ],
 )
 def test_names_that_cannot_be_had_are_refused(
@@ -145,3 +156,73 @@ def test_names_that_cannot_be_had_are_refused(
         run(Job(src=golden / source, dst=tmp_path / "out", to=to, names=names, fsync=False))
     assert refusal.value.hint
     assert not (tmp_path / "out").exists()
+
+
+def test_names_alone_go_where_no_configuration_can(golden: Path, tmp_path: Path) -> None:
+    report = run(Job(src=golden / GOLD / "tp2_pp1", dst=tmp_path / "out", to="dcp", names="hf", fsync=False))
+    assert not any("config.json" in text for text in (*report.notes, *report.dropped))
+    assert sum("args" in text for text in report.dropped) == 1
+
+
+def test_what_a_directory_holds_beside_its_model_is_told_of(golden: Path, tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint-3"
+    shutil.copytree(golden / "hf/llama/safetensors_sharded", source)
+    for name in ("optimizer.pt", "training_args.bin", "notes.txt", "trainer_state.json", ".gitattributes"):
+        (source / name).write_bytes(b"{}")
+    (source / "1_Pooling").mkdir()
+    report = run(Job(src=source, dst=tmp_path / "out", to="hf", fsync=False))
+    assert len(report.dropped) == 1
+    left = "1_Pooling/, notes.txt, optimizer.pt, training_args.bin"
+    assert sorted(report.dropped[0].removeprefix("other files of the directory: ").split(", ")) == left.split(", ")
+    assert (tmp_path / "out" / "trainer_state.json").read_bytes() == b"{}"
+    again = run(Job(src=tmp_path / "out", dst=tmp_path / "again", to="hf", max_file_bytes=1 << 14, fsync=False))
+    assert (again.dropped, again.notes) == ((), ())
+    carried = {path.name for path in source.glob("*.json")} - {"model.safetensors.index.json"}
+    assert carried <= {path.name for path in (tmp_path / "again").iterdir()}
+
+
+def test_files_beside_the_weights_are_one_line_of_a_summary(golden: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(golden / "hf/llama/safetensors_single", source)
+    (source / "tokenizer.json").write_text("{}")
+    for to in ("megatron", "dcp"):
+        beside = [
+            text for text in run(Job(src=source, dst=tmp_path / to, to=to, fsync=False)).dropped if "token" in text
+        ]
+        assert len(beside) == 1
+        assert beside[0].startswith("files beside the weights: ")
+        assert "generation_config.json, tokenizer.json" in beside[0]
+
+
+@pytest.mark.slow
+def test_a_tied_output_layer_is_one_for_transformers_too(golden: Path, tmp_path: Path) -> None:
+    """The configuration says whether there is one; otherwise transformers would make one up, or ignore ours."""
+    embedding = "model.embed_tokens.weight"
+    tied = golden / "hf/qwen2_tied/safetensors_single"
+    report = run(Job(src=tied, dst=tmp_path / "apart", to="hf", untie=(("lm_head.weight", embedding),), fsync=False))
+    assert "config.json: tie_word_embeddings is now false" in report.notes
+    apart = loaded_model(tmp_path / "apart")
+    assert apart.lm_head.weight is not apart.model.embed_tokens.weight
+    run(Job(src=tmp_path / "apart", dst=tmp_path / "ranks", to="megatron", fsync=False))
+    assert "model.output_layer.weight" in _model(tmp_path / "ranks", "mp_rank_00")
+    tie = (("lm_head.weight", embedding),)
+    run(Job(src=tmp_path / "apart", dst=tmp_path / "tied", to="hf", tie=tie, fsync=False))
+    again = loaded_model(tmp_path / "tied")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(logits(again), logits(apart))
+    run(Job(src=tmp_path / "apart", dst=tmp_path / "tied-ranks", to="megatron", tie=tie, fsync=False))
+    assert "model.output_layer.weight" not in _model(tmp_path / "tied-ranks", "mp_rank_00")
+
+
+def test_float8_weights_are_not_taken_for_numbers_of_their_own(golden: Path, tmp_path: Path) -> None:
+    small = tmp_path / "float8"
+    src = golden / "hf/llama/safetensors_single"
+    run(Job(src=src, dst=small, to="hf", quantize=((None, "block"),), fsync=False))
+    with pytest.raises(UsageError, match="with scales") as refusal:
+        run(Job(src=small, dst=tmp_path / "out", to="hf", dtype=((None, "bf16"),), fsync=False))
+    assert "--dequantize" in str(refusal.value.hint)
+    with pytest.raises(UnsupportedError, match="a scale belongs to them") as refused:
+        run(Job(src=small, dst=tmp_path / "out", to="megatron", fsync=False))
+    assert "--dequantize bf16" in str(refused.value.hint)
+    report = run(Job(src=small, dst=tmp_path / "out", to="megatron", dequantize="bf16", fsync=False))
+    assert not any("config.json" in note for note in report.notes)

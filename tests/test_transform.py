@@ -319,6 +319,60 @@ def test_choosing_keeps_the_files_beside_the_weights() -> None:
     assert list(rename(made, [("model", "m")])[0].hidden) == ["file:config.json"]
 
 
+def test_parameter_groups_list_the_new_names() -> None:
+    def made_of(parameter: str) -> Catalog:
+        keys = [f"net.{parameter}", f"opt.state.{parameter}.exp_avg"]
+        values: dict[str, object] = {
+            "opt.param_groups.0.params": [parameter, "frozen"],
+            "opt.param_groups.1.params": [0, 1],
+            "opt.param_groups.0.lr": 0.1,
+        }
+        return catalog_of_arrays(
+            format="dcp",
+            arrays={key: StoredArray(key, "float32", (2,)) for key in keys},
+            objects={key: StoredObject(key, value=value) for key, value in values.items()},
+        )
+
+    made, changed = rename(made_of("module.w"), [(r"module\.", "")])
+    assert list(made.tensors) == ["net.w", "opt.state.w.exp_avg"]
+    assert made.objects["opt.param_groups.0.params"].value == ["w", "frozen"]
+    assert made.objects["opt.param_groups.1.params"].value == [0, 1]
+    assert dict(changed)["net.module.w"] == "net.w"
+    same, _ = strip_prefix(made_of("w"), ["net."])
+    assert same.objects["opt.param_groups.0.params"].value == ["w", "frozen"]
+
+
+def test_entries_of_parameter_groups_follow_as_states_do() -> None:
+    keys = ["model.w", "optimizer.state.model.w.exp_avg"]
+    objects = {"optimizer.param_groups.model.w.lr": 0.1, "optimizer.param_groups.0.params": ["model.w"]}
+    catalog = catalog_of_arrays(
+        format="dcp",
+        arrays={key: StoredArray(key, "float32", (2,)) for key in keys},
+        objects={key: StoredObject(key, value=value) for key, value in objects.items()},
+    )
+    made, _ = strip_prefix(catalog, ["model."])
+    assert list(made.tensors) == ["w", "optimizer.state.w.exp_avg"]
+    assert list(made.objects) == ["optimizer.param_groups.w.lr", "optimizer.param_groups.0.params"]
+    assert made.objects["optimizer.param_groups.0.params"].value == ["w"]
+    back, _ = add_prefix(made, "model.")
+    assert list(back.tensors) == keys
+    assert {key: item.value for key, item in back.objects.items()} == objects
+
+
+def test_a_prefix_without_its_dot_is_refused() -> None:
+    with pytest.raises(UsageError, match="leaves a dot in front") as refusal:
+        strip_prefix(_prefixed(), ["model"])
+    assert refusal.value.hint == "say model."
+
+
+def test_a_cast_of_the_model_does_not_pass_over_float8_with_scales() -> None:
+    dtype_for = cast_of([(None, "bf16")], ["w", "w_scale_inv", "v"])
+    with pytest.raises(UsageError, match="'w_scale_inv'") as caught:
+        dtype_for(TensorMeta("w", "float8_e4m3fn", (2, 2)))
+    assert "--dequantize" in (caught.value.hint or "")
+    assert dtype_for(TensorMeta("v", "float8_e4m3fn", (2, 2))) == "float8_e4m3fn"
+
+
 def test_float8_with_scales_is_not_cast_without_them() -> None:
     metas = [TensorMeta(key, dtype, (2, 2)) for key, dtype in (("w", "float8_e4m3fn"), ("v", "float8_e4m3fn"))]
     dtype_for = cast_of([("[vw]", "bf16")], ["w", "w_scale_inv", "v"])

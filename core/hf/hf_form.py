@@ -34,13 +34,16 @@ class _Made:
     fragments: Callable[[], list[Fragment]]
 
 
-def to_hf(catalog: Catalog, *, model_type: str | None = None, dtype: str | None = None) -> Catalog:
+def to_hf(
+    catalog: Catalog, *, model_type: str | None = None, dtype: str | None = None, has_config: bool = True
+) -> Catalog:
     """A flat catalog with Hugging Face's names; see the module's docstring.
 
     Args:
         catalog: the global Megatron form (``core.layout.unshard``).
         model_type: the family; None takes the one that the training arguments describe.
         dtype: what ``config.json`` says of the weights; None takes the embedding's. Nothing is cast here.
+        has_config: make a ``config.json``; a destination that has no place for one gets the names alone.
 
     Raises:
         UnsupportedError: the model is of no family that is mapped, or not of the one that was asked for; or nothing
@@ -63,9 +66,11 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, dtype: str | None 
         used.add(name)
         made |= _parts(catalog, name, pair)
     _refuse_leftover([key for key in weights if key not in used], family)
-    dropped += _left_out(catalog)
-    config = config_of(fields, family, model, dtype=dtype or weights[_EMBEDDING].dtype)
-    notes.append(f"{CONFIG} is made of the training arguments, which do not say the tokenizer's special tokens")
+    dropped += _left_out(catalog, has_config=has_config)
+    documents: dict[str, bytes] = {}
+    if has_config:
+        documents[CONFIG] = document(config_of(fields, family, model, dtype=dtype or weights[_EMBEDDING].dtype))
+        notes.append(f"{CONFIG} is made of the training arguments; it needs the tokenizer's files beside it")
     order = sorted(made, key=_natural)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -83,7 +88,7 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, dtype: str | None 
         attrs={
             "family": "hf",
             "model_type": family.model_type,
-            "documents": {CONFIG: document(config)},
+            "documents": documents,
             "notes": notes,
             "dropped": dropped,
         },
@@ -173,26 +178,20 @@ def _refuse_leftover(left: Sequence[str], family: Family) -> None:
         )
 
 
-def _left_out(catalog: Catalog) -> list[str]:
-    """What has no place in a directory of Hugging Face's, as ``entry (reason)``."""
-    why = "Hugging Face's directories have no place for it"
+def _left_out(catalog: Catalog, *, has_config: bool) -> list[str]:
+    """What has no place under Hugging Face's names, as ``entries (reason)``."""
     found: list[str] = []
     optimizer = [key for key in catalog.tensors if is_optimizer_key(key)]
     if optimizer:
-        found.append(f"optimizer ({len(optimizer)} tensors; {why})")
-    states = [key for key in catalog.tensors if _EXTRA in key and key not in optimizer]
-    states += [key for key, item in catalog.objects.items() if _EXTRA in key and _holds_something(item.value)]
-    found += [f"{key} ({why})" for key in states]
-    groups: dict[str, int] = {}
-    for key in catalog.objects:
-        if _EXTRA not in key:
-            name = key.partition("/")[0]
-            groups[name] = groups.get(name, 0) + 1
-    found += [f"{name} ({f'{count} objects; ' if count > 1 else ''}{why})" for name, count in groups.items()]
-    beside = [str(name) for name in common_of(catalog) if name not in groups]
-    return found + [
-        f"{name} ({f'{CONFIG} has what describes the model' if name == 'args' else why})" for name in beside
-    ]
+        found.append(f"optimizer ({len(optimizer)} tensors)")
+    names = [key for key in catalog.tensors if _EXTRA in key and key not in optimizer]
+    names += [key for key, item in catalog.objects.items() if _EXTRA in key and _holds_something(item.value)]
+    names += dict.fromkeys(key.partition("/")[0] for key in catalog.objects if _EXTRA not in key)
+    names += [str(name) for name in common_of(catalog) if name not in names]
+    if has_config and "args" in names:
+        names.remove("args")
+        found.append(f"args ({CONFIG} has what describes the model)")
+    return [*found, f"{', '.join(names)} (no place under Hugging Face's names)"] if names else found
 
 
 def _holds_something(value: object) -> bool:

@@ -114,10 +114,9 @@ def to_megatron(
     objects, order = _extra_states(made, is_local=model.is_local)
     dropped += [f"{key} (Megatron has no place for it)" for key in catalog.objects]
     carried = catalog.attrs.get("carried")
-    if isinstance(carried, Mapping):
-        dropped += [
-            f"{path} (keep it beside the checkpoint if it is a tokenizer)" for path in carried if path != CONFIG
-        ]
+    beside = [str(path) for path in carried if path != CONFIG] if isinstance(carried, Mapping) else []
+    if beside:
+        dropped.append(f"files beside the weights: {', '.join(beside)}")
     args = namespace(fields)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -156,7 +155,7 @@ def _refuse_quantized(catalog: Catalog) -> None:
             raise UnsupportedError(
                 "the weights are quantized, and a scale belongs to them",
                 key=key,
-                hint="dequantise them first: --dequantize",
+                hint="multiply the scales in with --dequantize bf16",
             )
 
 
