@@ -16,7 +16,7 @@ item. ``Catalog.bind`` finds it with one small read, at copy time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -141,6 +141,36 @@ def whole_fragment(key: str, array: StoredArray) -> Fragment:
 def metas_of(arrays: Mapping[str, StoredArray]) -> dict[str, TensorMeta]:
     """The tensors that are one array each, by key."""
     return {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
+
+
+def held_boxes(shape: Shape, fragments: Iterable[Fragment]) -> Iterator[tuple[StoredArray, Box | None]]:
+    """Every array of a tensor once, with the box of the tensor that it holds as a whole; None for one that holds none.
+
+    Args:
+        shape: of the tensor.
+        fragments: of the tensor; an array may be in several of them.
+    """
+    seen: dict[str, Box | None] = {}
+    for fragment in fragments:
+        array = fragment.array
+        if array is None:
+            continue
+        box = fragment.box if array.shape == fragment.box.shape else _held_box(shape, fragment, array)
+        if array.name not in seen:
+            seen[array.name] = box
+            yield array, box
+        elif seen[array.name] != box:
+            yield array, None
+
+
+def _held_box(shape: Shape, fragment: Fragment, array: StoredArray) -> Box | None:
+    """The box of the tensor that corresponds to an array of which the fragment is a part, or None if there is none."""
+    extra = len(shape) - len(array.shape)
+    extents = (1,) * extra + array.shape[max(-extra, 0) :]
+    at = (0,) * extra + fragment.at[max(-extra, 0) :]
+    offset = tuple(start - inside for start, inside in zip(fragment.box.offset, at, strict=True))
+    fits = all(start >= 0 and start + n <= end for start, n, end in zip(offset, extents, shape, strict=True))
+    return Box(offset, extents) if fits else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,14 +26,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, overload
 
 from core.box import Box, Shape
-from core.catalog import Coords, StoredArray
+from core.catalog import Coords, StoredArray, held_boxes
 from core.errors import UnsupportedError
 from core.formats.torch_file import TreePlan, plan_tree
 from core.image import CrcOf, FileImage, Literal, PlacedArray
 from core.inert import TensorLeaf
 
 if TYPE_CHECKING:
-    from core.catalog import Catalog, Fragment, StoredObject
+    from core.catalog import Catalog, StoredObject
 
 ALIGNMENT = 64
 PREFIX = "archive"
@@ -203,7 +203,9 @@ def _chunk_items(target: Catalog) -> dict[str, list[Item]]:
     for key, meta in target.tensors.items():
         items = made[key] = []
         begins: set[Shape] = set()
-        for stored, box in _chunks(target.fragments(key), meta.shape):
+        for stored, box in held_boxes(meta.shape, target.fragments(key)):
+            if box is None:
+                raise UnsupportedError(f"the array {stored.name!r} is no chunk of the tensor", key=key)
             if box.offset in begins:
                 raise UnsupportedError(f"two chunks begin at element {box.offset}, which DCP cannot store", key=key)
             begins.add(box.offset)
@@ -212,32 +214,6 @@ def _chunk_items(target: Catalog) -> dict[str, list[Item]]:
                 plan = plans[stored.dtype, box.shape] = plan_chunk(stored.dtype, box.shape)
             items.append(Item(key, plan.size, box, stored.coords, plan, stored))
     return made
-
-
-def _chunks(fragments: Sequence[Fragment], whole: Shape) -> Iterator[tuple[StoredArray, Box]]:
-    """Every array of a tensor once, with the tensor's region that it holds as a whole."""
-    seen: dict[str, Box] = {}
-    for fragment in fragments:
-        array = fragment.array
-        if array is None:
-            continue
-        box: Box | None = fragment.box
-        if array.shape != fragment.box.shape:
-            box = _region_of(array, fragment, whole)
-        if box is None or seen.setdefault(array.name, box) != box:
-            raise UnsupportedError(f"the array {array.name!r} is no chunk of the tensor", key=fragment.key)
-        if seen[array.name] is box:
-            yield array, box
-
-
-def _region_of(array: StoredArray, fragment: Fragment, whole: Shape) -> Box | None:
-    """The tensor's region that corresponds to an array of which the fragment is a part, or None if there is none."""
-    missing = len(whole) - len(array.shape)
-    shape = (1,) * missing + array.shape[max(-missing, 0) :]
-    at = (0,) * missing + fragment.at[max(-missing, 0) :]
-    offset = tuple(start - inside for start, inside in zip(fragment.box.offset, at, strict=True))
-    fits = all(o >= 0 and o + n <= extent for o, n, extent in zip(offset, shape, whole, strict=True))
-    return Box(offset, shape) if fits else None
 
 
 def _grouped(

@@ -6,13 +6,13 @@ tensor; they are stored in full all the same. An axis of extent 0 has no chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import isqrt, prod
 
 from core.box import Box, Shape
-from core.catalog import Fragment, StoredArray
+from core.catalog import Fragment, StoredArray, held_boxes
 from core.errors import UnsupportedError
 
 
@@ -82,15 +82,19 @@ def grid_of_pieces(key: str, shape: Shape, fragments: Sequence[Fragment]) -> tup
     Raises:
         UnsupportedError: the arrays are no equal boxes at multiples of their shape.
     """
-    pieces = list(_whole_pieces(key, shape, fragments))
+    pieces: list[tuple[StoredArray, Box]] = []
+    for array, box in held_boxes(shape, fragments):
+        if box is None:
+            raise _irregular(key)
+        pieces.append((array, box))
     if 0 in shape and len(pieces) == 1:
-        return ChunkGrid(shape, tuple(max(n, 1) for n in shape)), {(0,) * len(shape): pieces[0][1]}
-    chunk_shapes = {box.shape for box, _ in pieces}
+        return ChunkGrid(shape, tuple(max(n, 1) for n in shape)), {(0,) * len(shape): pieces[0][0]}
+    chunk_shapes = {box.shape for _, box in pieces}
     if len(chunk_shapes) != 1 or 0 in (chunk_shape := chunk_shapes.pop()):
         raise _irregular(key)
     grid = ChunkGrid(shape, chunk_shape)
     found: dict[Shape, StoredArray] = {}
-    for box, array in pieces:
+    for array, box in pieces:
         if any(start % step for start, step in zip(box.offset, chunk_shape, strict=True)):
             raise _irregular(key)
         found[tuple(start // step for start, step in zip(box.offset, chunk_shape, strict=True))] = array
@@ -105,26 +109,6 @@ def _irregular(key: str) -> UnsupportedError:
         key=key,
         hint="write --to torch_dist, --to dcp or --to safetensors instead",
     )
-
-
-def _whole_pieces(key: str, shape: Shape, fragments: Iterable[Fragment]) -> Iterator[tuple[Box, StoredArray]]:
-    """Every array of a tensor once, with the tensor's region that it holds as a whole."""
-    seen: dict[str, Box] = {}
-    for fragment in fragments:
-        array = fragment.array
-        if array is None:
-            continue
-        extra = len(shape) - len(array.shape)
-        region = (1,) * extra + array.shape[max(-extra, 0) :]
-        at = (0,) * extra + fragment.at[max(-extra, 0) :]
-        offset = tuple(start - inside for start, inside in zip(fragment.box.offset, at, strict=True))
-        if any(start < 0 or start + n > whole for start, n, whole in zip(offset, region, shape, strict=True)):
-            raise _irregular(key)
-        box = Box(offset, region)
-        if seen.setdefault(array.name, box) != box:
-            raise _irregular(key)
-        if seen[array.name] is box:
-            yield box, array
 
 
 def row_bands(shape: Shape, itemsize: int, *, most_bytes: int) -> Shape:
