@@ -144,7 +144,8 @@ def _report(err: BaseException, arguments: list[str]) -> int:
         print(getattr(err, "message", ""), file=sys.stderr)
         return UsageError.exit_code
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    failure = failure_of(err)
+    is_command = bool(options) and options[0] in [command.name for command in app.registered_commands]
+    failure = failure_of(err, command=f"ckpt {options[0]}" if is_command else "ckpt")
     with suppress(OSError):
         if "--debug" in options and not isinstance(err, BrokenPipeError):
             import traceback

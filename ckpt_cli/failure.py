@@ -95,15 +95,19 @@ def end_on_signals() -> Callable[[], None]:
     return restore
 
 
-def failure_of(err: BaseException) -> Failure:
-    """How ``err`` is reported. Every exception has an answer, bugs too."""
+def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
+    """How ``err`` is reported. Every exception has an answer, bugs too.
+
+    Args:
+        command: what was called, for typer's errors that do not know it.
+    """
     if isinstance(err, BrokenPipeError):
         return Failure(128 + signal.SIGPIPE, "", {"code": "broken_pipe"})
     if isinstance(err, KeyboardInterrupt):
         number = err.number if isinstance(err, Terminated) else signal.SIGINT
         name = signal.Signals(number).name
         return Failure(128 + number, f"interrupted ({name})", {"code": "interrupted", "signal": name})
-    known = _translated(err)
+    known = _translated(err, command)
     if known is not None:
         advice = "\n".join(map(escaped, known.advice.split("\n")))
         return Failure(known.exit_code, f"{escaped(known.sentence)}. {advice}".removesuffix(". "), known.fields())
@@ -116,7 +120,7 @@ def failure_of(err: BaseException) -> Failure:
     )
 
 
-def _translated(err: BaseException) -> CheckpointingException | None:
+def _translated(err: BaseException, command: str) -> CheckpointingException | None:
     """The project's own error for ``err``, or None if it is a bug."""
     if isinstance(err, CheckpointingException):
         return err
@@ -132,14 +136,14 @@ def _translated(err: BaseException) -> CheckpointingException | None:
         return StorageError(reason, file=file)
     say = getattr(err, "format_message", None)  # typer's own errors, whichever click they come from
     if callable(say):
-        return _usage_error(err, str(say()))
+        return _usage_error(err, str(say()), command)
     return None
 
 
-def _usage_error(err: BaseException, message: str) -> UsageError:
+def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
     """A mistake in the command line, in our words: lower case, no full stop, and where help is."""
     context = getattr(err, "ctx", None)
-    command = getattr(context, "command_path", "ckpt")
+    command = getattr(context, "command_path", command)
     hint = getattr(getattr(err, "param", None), "opts", None)  # "'--tp-new' / '--target-tp' / …": the first will do
     if hint and len(hint) > 1 and getattr(err, "message", ""):
         message = f"invalid value for '{hint[0]}': {getattr(err, 'message', '')}"

@@ -28,6 +28,11 @@ TARGETS = (
     *("hf", "deepspeed_universal"),
 )
 """Formats that can be written; stated here because asking the formats would import them all for a help page."""
+CONTENT_OPTIONS = (
+    *("max_shard_size", "dequantize", "include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
+    *("stack_layers", "unstack_layers", "dtype", "quantize", "no_optim"),
+)
+"""Fields of ``TransferOptions`` that change something of a checkpoint which may stay in its format."""
 AUTO = "auto"
 """What ``--unstack-layers`` takes for the usual names."""
 
@@ -79,7 +84,7 @@ def casts_of(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
     for text in texts or ():
         glob, equals, dtype = text.rpartition("=")
         if not dtype or (equals and not glob):
-            raise UsageError(f"--dtype: {text!r} is neither DTYPE nor GLOB=DTYPE")
+            raise UsageError(f"--dtype: {text!r} is neither DTYPE nor GLOB=DTYPE", hint="for example '*.bias=fp32'")
         pairs.append((glob if equals else None, dtype))
     return tuple(pairs)
 
@@ -90,7 +95,7 @@ def renames_of(texts: list[str] | None) -> tuple[tuple[str, str], ...]:
     for text in texts or ():
         found = re.fullmatch(r"((?:[^=\\]|\\.)+)=(.*)", text, re.DOTALL)
         if found is None:
-            raise UsageError(f"--rename: {text!r} is not OLD=NEW")
+            raise UsageError(f"--rename: {text!r} is not OLD=NEW", hint="OLD is a regular expression: '^module\\.='")
         pairs.append((found[1], found[2]))
     return tuple(pairs)
 
@@ -101,7 +106,9 @@ def pairs_of(texts: list[str] | None, *, option: str) -> tuple[tuple[str, str], 
     for text in texts or ():
         first, equals, second = text.partition("=")
         if not (first and equals and second) or "=" in second:
-            raise UsageError(f"{option}: {text!r} is not KEY=KEY")
+            raise UsageError(
+                f"{option}: {text!r} is not KEY=KEY", hint=f"such as {option} lm_head.weight=model.embed_tokens.weight"
+            )
         pairs.append((first, second))
     return tuple(pairs)
 
@@ -112,7 +119,9 @@ def quantizations_of(texts: list[str] | None) -> tuple[tuple[str | None, str], .
     for text in texts or ():
         glob, equals, kind = text.rpartition("=")
         if not kind or (equals and not glob):
-            raise UsageError(f"--quantize: {text!r} is neither KIND nor GLOB=KIND")
+            raise UsageError(
+                f"--quantize: {text!r} is neither KIND nor GLOB=KIND", hint="KIND is block, tensor or none"
+            )
         pairs.append((glob if equals else None, kind))
     return tuple(pairs)
 
@@ -220,7 +229,13 @@ class TransferOptions:
         Path | None, Option("-o", "--output", metavar="DST", rich_help_panel=OUTPUT, help="Another way to say DST.")
     ] = None
     to: Annotated[
-        str | None, Option("--to", metavar="FORMAT", rich_help_panel=OUTPUT, help=f"{', '.join(TARGETS)}.")
+        str | None,
+        Option(
+            "--to",
+            metavar="FORMAT",
+            rich_help_panel=OUTPUT,
+            help=f"{', '.join(TARGETS)}. [DST's suffix; that of SRC, if only its content changes]",
+        ),
     ] = None
     iteration: Annotated[
         int | None,

@@ -28,7 +28,7 @@ from ckpt_cli.progress import progress_bar
 from ckpt_cli.report import plan_lines, report_lines
 from ckpt_cli.terminal import escaped, screen_of
 from core.convert import Job, TopologyChange, prepare, run
-from core.errors import UsageError
+from core.errors import ReplicaMismatchError, UsageError
 
 if TYPE_CHECKING:
     from ckpt_cli.options import TransferOptions
@@ -49,6 +49,10 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         raise UsageError(f"two destinations: {options.dst} and -o {options.output}", hint="give one")
     if options.rank is not None and not options.dry_run:
         raise UsageError("--rank lists what one rank needs; it goes with --dry-run")
+    if options.rules is not None and not options.rules.is_file():
+        raise UsageError(
+            "--rules: there is no such file", file=str(options.rules), hint="check the spelling of the path"
+        )
     if options.keep_padded_vocab and options.vocab_size is not None:
         raise UsageError("--keep-padded-vocab and --vocab-size contradict each other", hint="give one")
     if options.stack_layers and options.unstack_layers:
@@ -119,6 +123,12 @@ def _run(job: Job, options: TransferOptions) -> int:
     try:
         with progress_bar(is_wanted=not options.quiet) as progress:
             report = run(job, progress=progress)
+    except ReplicaMismatchError as err:
+        gone = next((gone for gone, kept in job.tie if kept == err.key), None)
+        if gone is None:
+            raise
+        message = f"--tie: {gone!r} does not equal {err.key!r}: {err.message}"
+        raise UsageError(message, hint="leave --tie out; both are needed") from err
     except KeyboardInterrupt:
         if job.resume:
             _say("what is done so far is kept; the same command goes on from there")

@@ -256,3 +256,33 @@ def test_an_interrupted_run_with_resume_goes_on(tmp_path: Path, repo_dir: Path, 
     code, out, err = run(*arguments)
     assert (code, err) == (0, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["big.pt", "out"]
+
+
+@pytest.mark.parametrize(
+    ("options", "dst", "format"),
+    [
+        ((), "o.pt", "torch"),
+        ((), "o.safetensors", "safetensors"),
+        (("--names", "hf"), "o", "safetensors"),
+        (("--dtype", "fp16"), "o", "megatron"),
+        (("--dtype", "fp16"), "o.pt", "torch"),
+        (("--to", "dcp"), "o.pt", "dcp"),
+    ],
+)
+def test_the_format_need_not_be_said_where_something_else_tells_it(
+    options: tuple[str, ...], dst: str, format: str, golden: Path, tmp_path: Path, run: Run
+) -> None:
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp1"
+    plan = shown("convert", source, tmp_path / dst, *options, "--dry-run", run=run)
+    assert plan["target_format"] == format
+    if format == "megatron":  # nothing but the content changes
+        assert sum("mp_rank_" in item["path"] for item in plan["files"]) == 2
+
+
+def test_tensors_that_are_tied_and_differ_are_the_users_mistake(golden: Path, tmp_path: Path, run: Run) -> None:
+    tie = "lm_head.weight=model.embed_tokens.weight"
+    code, out, err = run("convert", golden / "hf/llama/safetensors_single", tmp_path / "o", "--to", "hf", "--tie", tie)
+    assert (code, out) == (2, "")
+    assert "--tie: 'lm_head.weight' does not equal 'model.embed_tokens.weight'" in err
+    assert "ranks" not in err
+    assert list(tmp_path.iterdir()) == []
