@@ -33,11 +33,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, Extent, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, Extent, StoredArray, StoredObject
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
@@ -45,17 +43,15 @@ from core.formats.mcore_config import CONFIG, checked_version, config_image, con
 from core.formats.mcore_objects import is_sharded_object
 from core.formats.torch_file import load_object, plan_tree
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
-from core.formats.zarr_chunks import PlaceOf, folder_places, fragments_of_chunks
+from core.formats.zarr_chunks import folder_places
+from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image
 from core.formats.zarr_grid import grid_of_pieces
-from core.formats.zarr_tree import ROOT_KEY, Listing, folders_of, has_array_inside, key_problem
+from core.formats.zarr_tree import ROOT_KEY, Listing, check_key, folders_of, has_array_inside
 from core.formats.zarr_v2 import ARRAY_FILE, GROUP_FILE, parse_zarray, zarray
-from core.image import FileImage, Literal, PlacedArray
+from core.image import FileImage, PlacedArray
 from core.json_object import small_file
 
 if TYPE_CHECKING:
-    from core.catalog import Fragment
-    from core.formats.zarr_array import ZarrArray
-    from core.image import CrcOf
     from core.store import ReadStore
 
 _BACKEND = "zarr"
@@ -79,15 +75,6 @@ def sniff(store: ReadStore) -> bool:
     return store.exists(GROUP_FILE) or store.exists(ARRAY_FILE) or has_array_inside(store, ARRAY_FILE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor's array, its ``.zarray``, and where its chunks lie."""
-
-    array: ZarrArray
-    file: str
-    place_of: PlaceOf
-
-
 def read(store: ReadStore) -> Catalog:
     """The catalog of one iteration's directory, or of a zarr 2 hierarchy.
 
@@ -106,25 +93,26 @@ def read(store: ReadStore) -> Catalog:
         common, inside = common_of_file(store)
         attrs |= common_attrs(common, file=store.label)
         hidden |= inside
-    stored: dict[str, _Stored] = {}
+    folders: dict[str, ZarrFolder] = {}
     objects: dict[str, StoredObject] = {}
     for folder, listing, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing):
         if is_array:
             key = folder or ROOT_KEY
-            stored[key] = _array(store, folder, listing, key=key)
+            folders[key] = _array(store, folder, listing, key=key)
         elif folder:
             _check_no_array(store, folder, listing, is_megatron=is_megatron)
         if is_megatron and folder:
             for item, inside in _objects(store, folder, listing):
                 objects[item.key] = item
                 hidden |= inside
-    return _catalog(store, stored, objects, attrs).with_hidden(hidden)
+    catalog = catalog_of_folders(store, folders, format="zarr", version="2", objects=objects, attrs=attrs)
+    return catalog.with_hidden(hidden)
 
 
-def _array(store: ReadStore, folder: str, listing: Listing, *, key: str) -> _Stored:
+def _array(store: ReadStore, folder: str, listing: Listing, *, key: str) -> ZarrFolder:
     file = f"{folder}/{ARRAY_FILE}" if folder else ARRAY_FILE
     array = parse_zarray(small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key), file=file, key=key)
-    return _Stored(array, file, folder_places(store, folder, array, key=key, listing=listing))
+    return ZarrFolder(array, file, folder_places(store, folder, array, key=key, listing=listing))
 
 
 def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megatron: bool) -> None:
@@ -159,27 +147,6 @@ def _objects(
             yield StoredObject(key, value=[value]), inside
 
 
-def _catalog(
-    store: ReadStore,
-    stored: Mapping[str, _Stored],
-    objects: Mapping[str, StoredObject],
-    attrs: Mapping[str, object],
-) -> Catalog:
-    @lru_cache(maxsize=4)
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        found = stored[key]
-        return fragments_of_chunks(store, key, found.array, found.place_of, file=found.file)
-
-    return Catalog(
-        format="zarr",
-        version="2",
-        tensors={key: TensorMeta(key, item.array.dtype, item.array.grid.shape) for key, item in stored.items()},
-        fragments_of=fragments_of,
-        objects=objects,
-        attrs=attrs,
-    )
-
-
 def lay_out(target: Catalog) -> Sequence[FileImage]:
     """The images of one iteration's directory: chunks and ``.zarray`` files, objects, common.pt, then metadata.json.
 
@@ -205,24 +172,12 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
 
 def _array_images(target: Catalog, key: str) -> Iterator[FileImage]:
     """``.zarray`` and the chunks of one tensor."""
-    problem = key_problem(key, target.tensors, reserved=_RESERVED)
-    if problem is not None:
-        raise UnsupportedError(
-            f"the key cannot be the name of a directory: {problem}", key=key, hint="change it with --rename"
-        )
+    check_key(key, target.tensors, reserved=_RESERVED)
     meta = target.tensors[key]
     grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
-    text = zarray(grid, meta.dtype, key=key)
-
-    def literals(crc_of: CrcOf) -> Iterator[Literal]:
-        yield 0, text
-
-    empty = arrays.values() if grid.n_chunks == 0 else ()  # an array without elements is no file
-    yield FileImage(f"{key}/{ARRAY_FILE}", len(text), tuple(PlacedArray(0, array) for array in empty), literals)
-    names = ChunkNames(len(meta.shape), ".")
-    if grid.n_chunks:
-        for index, array in arrays.items():
-            yield FileImage(f"{key}/{names.name(index)}", array.n_bytes, (PlacedArray(0, array),))
+    yield metadata_image(f"{key}/{ARRAY_FILE}", zarray(grid, meta.dtype, key=key), grid, arrays)
+    for path, array in chunk_files(key, ChunkNames(len(meta.shape), "."), grid, arrays):
+        yield FileImage(path, array.n_bytes, (PlacedArray(0, array),))
 
 
 def _object_image(target: Catalog, item: StoredObject) -> FileImage:

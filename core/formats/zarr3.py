@@ -30,29 +30,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, TensorMeta
+from core.catalog import Catalog
 from core.dtypes import itemsize
-from core.errors import MissingShardError, UnsupportedError
+from core.errors import MissingShardError
 from core.formats import Format
 from core.formats.torch_objects import OBJECTS_FILE, objects_image, read_objects, with_objects
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
-from core.formats.zarr_chunks import PlaceOf, folder_places, fragments_of_chunks
+from core.formats.zarr_chunks import folder_places
+from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image
 from core.formats.zarr_grid import ChunkGrid, grid_of_pieces, row_bands
 from core.formats.zarr_shards import dense_index, index_bytes
-from core.formats.zarr_tree import ROOT_KEY, Listing, folders_of, has_array_inside, key_problem
+from core.formats.zarr_tree import ROOT_KEY, Listing, check_key, folders_of, has_array_inside
 from core.formats.zarr_v3 import METADATA_FILE, array_json, group_json, node_of, parse_array
 from core.image import FileImage, Literal, PlacedArray, literal_file
 from core.json_object import small_file
 
 if TYPE_CHECKING:
     from core.box import Shape
-    from core.catalog import Fragment, StoredArray
-    from core.formats.zarr_array import ZarrArray
+    from core.catalog import StoredArray
     from core.image import CrcOf
     from core.store import ReadStore
 
@@ -73,15 +71,6 @@ def sniff(store: ReadStore) -> bool:
     if store.entry is not None or any(map(store.exists, _FOREIGN)):
         return False
     return store.exists(METADATA_FILE) or has_array_inside(store, METADATA_FILE)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor's array, its ``zarr.json``, and where its chunks lie."""
-
-    array: ZarrArray
-    file: str
-    place_of: PlaceOf
 
 
 def read(store: ReadStore) -> Catalog:
@@ -107,15 +96,16 @@ def read(store: ReadStore) -> Catalog:
             attrs.update(_attrs(metadata))
         return kind == "array"
 
-    stored: dict[str, _Stored] = {}
+    folders: dict[str, ZarrFolder] = {}
     for folder, listing, found in folders_of(store, is_array=is_array):
         if not found:
             _check_no_array(folder, listing)
             continue
         key, file = folder or ROOT_KEY, _file_of(folder)
         array = parse_array(nodes.pop(folder), file=file, key=key)
-        stored[key] = _Stored(array, file, folder_places(store, folder, array, key=key, listing=listing))
-    return with_objects(_catalog(store, stored, attrs), read_objects(store))
+        folders[key] = ZarrFolder(array, file, folder_places(store, folder, array, key=key, listing=listing))
+    catalog = catalog_of_folders(store, folders, format="zarr3", version="3", attrs=attrs)
+    return with_objects(catalog, read_objects(store))
 
 
 def _file_of(folder: str) -> str:
@@ -147,21 +137,6 @@ def _check_no_array(folder: str, listing: Listing) -> None:
         )
 
 
-def _catalog(store: ReadStore, stored: Mapping[str, _Stored], attrs: Mapping[str, object]) -> Catalog:
-    @lru_cache(maxsize=4)
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        found = stored[key]
-        return fragments_of_chunks(store, key, found.array, found.place_of, file=found.file)
-
-    return Catalog(
-        format="zarr3",
-        version="3",
-        tensors={key: TensorMeta(key, item.array.dtype, item.array.grid.shape) for key, item in stored.items()},
-        fragments_of=fragments_of,
-        attrs=attrs,
-    )
-
-
 def lay_out(target: Catalog) -> Sequence[FileImage]:
     """The images of a group: chunks and ``zarr.json`` files, the objects, then the group's own ``zarr.json``.
 
@@ -177,11 +152,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     images: list[FileImage] = []
     groups: dict[str, None] = {}
     for key in target.tensors:
-        problem = key_problem(key, target.tensors, reserved=_RESERVED)
-        if problem is not None:
-            raise UnsupportedError(
-                f"the key cannot be the name of a directory: {problem}", key=key, hint="change it with --rename"
-            )
+        check_key(key, target.tensors, reserved=_RESERVED)
         parts = key.split("/")
         groups |= dict.fromkeys("/".join(parts[:depth]) for depth in range(1, len(parts)))
         images += _array_images(target, key, shard_bytes=shard_bytes)
@@ -201,16 +172,9 @@ def _array_images(target: Catalog, key: str, *, shard_bytes: int) -> Iterator[Fi
     grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
     inner_shape = _inner_shape(grid, meta.dtype, shard_bytes=shard_bytes)
     text = array_json(grid, meta.dtype, inner_shape=inner_shape, key=key)
-
-    def literals(crc_of: CrcOf) -> Iterator[Literal]:
-        yield 0, text
-
-    empty = arrays.values() if grid.n_chunks == 0 else ()  # an array without elements is no file
-    yield FileImage(_file_of(key), len(text), tuple(PlacedArray(0, array) for array in empty), literals)
-    names = ChunkNames(len(meta.shape), "/", has_prefix=True)
-    if grid.n_chunks:
-        for index, array in arrays.items():
-            yield _chunk_image(f"{key}/{names.name(index)}", array, inner_shape)
+    yield metadata_image(_file_of(key), text, grid, arrays)
+    for path, array in chunk_files(key, ChunkNames(len(meta.shape), "/", has_prefix=True), grid, arrays):
+        yield _chunk_image(path, array, inner_shape)
 
 
 def _inner_shape(grid: ChunkGrid, dtype: str, *, shard_bytes: int) -> Shape | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from core.errors import UnsafeError
+from core.errors import UnsafeError, UnsupportedError
 from core.store import checked_name
 
 if TYPE_CHECKING:
@@ -67,13 +67,24 @@ def has_array_inside(store: ReadStore, marker: str) -> bool:
     return any(store.exists(f"{name}/{marker}") for name in shown[:_MAX_SNIFFED])
 
 
-def key_problem(key: str, others: Mapping[str, object], *, reserved: frozenset[str]) -> str | None:
-    """Why a key cannot be the name of an array's directory, or None if it can.
+def check_key(key: str, others: Mapping[str, object], *, reserved: frozenset[str]) -> None:
+    """Returns if a key can be the name of an array's directory.
 
     Args:
         others: all keys; none of them may lie inside another's directory.
         reserved: names that mean something else.
+
+    Raises:
+        UnsupportedError: it cannot.
     """
+    problem = _key_problem(key, others, reserved)
+    if problem is not None:
+        raise UnsupportedError(
+            f"the key cannot be the name of a directory: {problem}", key=key, hint="change it with --rename"
+        )
+
+
+def _key_problem(key: str, others: Mapping[str, object], reserved: frozenset[str]) -> str | None:
     parts = key.split("/")
     for part in parts:
         if part in ("", ".", "..") or "\0" in part or "\\" in part:

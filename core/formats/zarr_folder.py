@@ -1,0 +1,83 @@
+"""A zarr array that is a directory: its metadata file and its chunks, read and written alike by zarr 2 and zarr 3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from core.catalog import Catalog, TensorMeta
+from core.formats.zarr_chunks import PlaceOf, fragments_of_chunks
+from core.image import FileImage, PlacedArray, literal_file
+
+if TYPE_CHECKING:
+    from core.box import Shape
+    from core.catalog import Fragment, StoredArray, StoredObject
+    from core.formats.zarr_array import ZarrArray
+    from core.formats.zarr_chunk_names import ChunkNames
+    from core.formats.zarr_grid import ChunkGrid
+    from core.store import ReadStore
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrFolder:
+    """An array in a directory.
+
+    Args:
+        array: its metadata.
+        file: that holds them.
+        place_of: where its chunks lie.
+    """
+
+    array: ZarrArray
+    file: str
+    place_of: PlaceOf
+
+
+def catalog_of_folders(
+    store: ReadStore,
+    folders: Mapping[str, ZarrFolder],
+    *,
+    format: str,
+    version: str,
+    objects: Mapping[str, StoredObject] | None = None,
+    attrs: Mapping[str, object],
+) -> Catalog:
+    """The catalog of a hierarchy.
+
+    Args:
+        store: from which the indexes of shards are read, when the fragments are asked for.
+        folders: the arrays by key.
+    """
+
+    @lru_cache(maxsize=4)
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        found = folders[key]
+        return fragments_of_chunks(store, key, found.array, found.place_of, file=found.file)
+
+    return Catalog(
+        format=format,
+        version=version,
+        tensors={key: TensorMeta(key, found.array.dtype, found.array.grid.shape) for key, found in folders.items()},
+        fragments_of=fragments_of,
+        objects=objects or {},
+        attrs=attrs,
+    )
+
+
+def metadata_image(path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shape, StoredArray]) -> FileImage:
+    """The image of an array's metadata file, in which an array without elements lies, as it has no chunk."""
+    image = literal_file(path, text)
+    if grid.n_chunks:
+        return image
+    return replace(image, arrays=tuple(PlacedArray(0, array) for array in arrays.values()))
+
+
+def chunk_files(
+    folder: str, names: ChunkNames, grid: ChunkGrid, arrays: Mapping[Shape, StoredArray]
+) -> Iterator[tuple[str, StoredArray]]:
+    """(path, array) of every chunk that is to be written."""
+    if grid.n_chunks:
+        for index, array in arrays.items():
+            yield f"{folder}/{names.name(index)}", array
