@@ -83,6 +83,13 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
             f"format {format.name} has no parallel layout that {_options(job)} could change",
             hint="leave the sizes out, or write --to megatron or --to torch_dist",
         )
+    is_one_file = format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
+    if job.max_file_bytes is not None and (format.name in _UNSPLIT or is_one_file):
+        why = "DST is one file" if is_one_file else f"{format.name} decides itself what goes into a file"
+        raise UsageError(
+            f"--max-shard-size has no effect: {why}",
+            hint="leave it out, or write a directory: --to safetensors",
+        )
     if (job.stack_layers or job.unstack_layers is not None) and is_cut(format):
         raise UsageError(
             f"--stack-layers and --unstack-layers have no use for {format.name}, which names layers in its own way",
@@ -243,6 +250,8 @@ def _names(job: Job) -> tuple[str | None, str | None]:
 
 VOCAB_DIVISOR = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
+_UNSPLIT = ("megatron", "torch", "zarr", "zarr3", "deepspeed_universal")
+"""Formats whose files are one for each rank, tensor or checkpoint, whatever their size."""
 HF_ALIASES = ("hf", "huggingface")
 """Names of the format safetensors that ask for Hugging Face's tensor names as well."""
 

@@ -119,6 +119,12 @@ def test_options_of_the_vocabulary_are_refused_where_they_have_no_effect(golden:
         run(Job(src=src, dst=tmp_path / "out", to="megatron", vocab_size=10, fsync=False))
 
 
+@pytest.mark.parametrize(("to", "name"), [("torch", "o.pt"), ("megatron", "o"), ("zarr", "o"), ("hf", "o.safetensors")])
+def test_a_size_of_files_is_refused_where_it_has_no_effect(to: str, name: str, golden: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--max-shard-size has no effect"):
+        run(Job(src=golden / "hf/llama/safetensors_single", dst=tmp_path / name, to=to, max_file_bytes=10))
+
+
 @pytest.mark.parametrize(
     ("source", "to", "names", "error", "message"),
     [
