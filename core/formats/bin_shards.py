@@ -30,7 +30,7 @@ Not supported, refused by name: shards that nest tensors in containers, several 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -38,11 +38,10 @@ from core.catalog import Catalog, StoredArray, StoredObject, catalog_of_arrays
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.hf_files import with_carried
+from core.formats.hf_index import Index, read_index
 from core.formats.torch_file import SUFFIXES, TorchTree, catalog_of, parse
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
-from core.json_object import parsed_object
 from core.skeleton import Entry, mapped
-from core.store import checked_name
 
 if TYPE_CHECKING:
     from core.store import ReadStore
@@ -62,16 +61,12 @@ class Shards:
     Args:
         names: the shards, sorted.
         stem: what their names begin with.
-        index: name of the index; None where the names' numbers must do.
-        file_of: entry → shard, as the index has it.
-        total_bytes: what the index says that the tensors have in all, if it does.
+        index: where each entry is; None where the names' numbers must do.
     """
 
     names: tuple[str, ...]
     stem: str
-    index: str | None = None
-    file_of: Mapping[str, str] | None = None
-    total_bytes: int | None = None
+    index: Index | None = None
 
 
 def sniff(store: ReadStore) -> bool:
@@ -139,23 +134,14 @@ def shards_of(store: ReadStore) -> Shards | None:
 
 
 def _of_index(store: ReadStore, file: str) -> Shards:
-    index = parsed_object(store, file)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptError("the index has no weight_map of tensors and files", file=file, hint=_COPY_AGAIN)
-    file_of = {key: checked_name(name, found_in=file) for key, name in weight_map.items()}
+    index = read_index(store, file)
     first_of: dict[str, str] = {}
-    for key, name in file_of.items():
+    for key, name in index.file_of.items():
         first_of.setdefault(name, key)
     for name, key in first_of.items():
         if not store.exists(name):
             raise MissingShardError(f"{file} names a shard that is not there", file=name, key=key, hint=_COPY_AGAIN)
-    metadata = index.get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if isinstance(total, float) and total.is_integer():
-        total = int(total)  # transformers summed in floating point for a while
-    names = tuple(sorted(first_of))
-    return Shards(names, file.removesuffix(INDEX_SUFFIX), file, file_of, total if type(total) is int else None)
+    return Shards(tuple(sorted(first_of)), file.removesuffix(INDEX_SUFFIX), index)
 
 
 def _of_numbers(names: Sequence[str], label: str) -> Shards | None:
@@ -205,7 +191,8 @@ class _Merged:
         self._check_index()
         both = next((key for key in self._objects if key in self._arrays), None)
         if both is not None:
-            raise CorruptError("two entries have this key", file=self._shards.index, key=both, hint=_MIXED)
+            index = self._shards.index
+            raise CorruptError("two entries have this key", file=index and index.file, key=both, hint=_MIXED)
         return catalog_of_arrays(
             format="torch_bin",
             version=", ".join(sorted(self._versions)) or None,
@@ -252,23 +239,23 @@ class _Merged:
 
     def _check_index(self) -> None:
         """Every listed entry is there."""
-        shards = self._shards
-        if shards.file_of is None:
+        index = self._shards.index
+        if index is None:
             self._notes.append("there is no index; the numbers of the shards say that all are there")
             return
-        for key, name in shards.file_of.items():
+        for key, name in index.file_of.items():
             if key not in self._shard_of:
                 raise MissingShardError(
-                    f"{shards.index} places the tensor in this shard, which does not hold it",
+                    f"{index.file} places the tensor in this shard, which does not hold it",
                     file=name,
                     key=key,
                     hint=_MIXED,
                 )
         n_bytes = sum(array.n_bytes for array in self._arrays.values())
         shared = sum(self._arrays[key].n_bytes for key in self._aliases)
-        if shards.total_bytes not in (None, n_bytes, n_bytes - shared):
+        if index.total_bytes not in (None, n_bytes, n_bytes - shared):
             self._notes.append(
-                f"{shards.index} states a total_size of {shards.total_bytes} bytes, the tensors have {n_bytes}"
+                f"{index.file} states a total_size of {index.total_bytes} bytes, the tensors have {n_bytes}"
             )
 
     def _check_entry(self, shard: str, name: object, value: object, tensors: Container[str]) -> None:
@@ -285,14 +272,14 @@ class _Merged:
             )
         if name in self._shard_of:
             raise CorruptError(f"it is also in {self._shard_of[name]}", file=shard, key=name, hint=_MIXED)
-        file_of = self._shards.file_of
-        if file_of is None:
+        index = self._shards.index
+        if index is None:
             return
-        listed = file_of.get(name)
+        listed = index.file_of.get(name)
         if listed is not None and listed != shard:
-            raise CorruptError(f"{self._shards.index} places it in {listed}", file=shard, key=name, hint=_MIXED)
+            raise CorruptError(f"{index.file} places it in {listed}", file=shard, key=name, hint=_MIXED)
         if listed is None and is_tensor:
-            raise CorruptError(f"{self._shards.index} does not list the tensor", file=shard, key=name, hint=_MIXED)
+            raise CorruptError(f"{index.file} does not list the tensor", file=shard, key=name, hint=_MIXED)
 
 
 def _without_prefix(tree: TorchTree, prefix: str) -> object:

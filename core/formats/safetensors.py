@@ -32,11 +32,11 @@ from core.catalog import Catalog, StoredArray, catalog_of_arrays
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.hf_files import config_of, with_carried
+from core.formats.hf_index import Index
 from core.formats.safetensors_dcp import SHARDING_INFO, VERSION, check_sizes, has_pieces, pieces_of
 from core.formats.safetensors_files import (
     INDEX_SUFFIX,
     SUFFIX,
-    Index,
     files_of,
     has_tensors,
     is_piece,

@@ -18,13 +18,11 @@ Source: huggingface_hub 2.4 ``serialization``; torch 2.13 ``torch/distributed/ch
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.json_object import parsed_object
-from core.store import checked_name
+from core.errors import MissingShardError, UnsupportedError
+from core.formats.hf_index import Index, read_index
 
 if TYPE_CHECKING:
     from core.store import ReadStore
@@ -36,21 +34,6 @@ STEMS = ("model", "adapter_model", "diffusion_pytorch_model")
 """Names that transformers, peft and diffusers look for; any other name becomes the first one when it is written."""
 _PIECE = re.compile(r"shard-\d+-model-(\d+)-of-(\d+)\.safetensors")
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """A ``*.safetensors.index.json``.
-
-    Args:
-        file: its name.
-        file_of: tensor → file.
-        total_bytes: what it says the tensors have in all; None if it does not say.
-    """
-
-    file: str
-    file_of: dict[str, str]
-    total_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +173,7 @@ def _refuse_gaps(names: list[str]) -> None:
 def _chosen_index(store: ReadStore) -> tuple[Index | None, list[str]]:
     """The index that counts, and notes on those that do not."""
     if store.entry is not None and store.entry.endswith(INDEX_SUFFIX):
-        return read_index(store, store.entry), []
+        return read_index(store, store.entry, suffix=SUFFIX), []
     names = [name for name in store.files() if name.endswith(INDEX_SUFFIX)]
     if not names:
         return None, []
@@ -201,32 +184,7 @@ def _chosen_index(store: ReadStore) -> tuple[Index | None, list[str]]:
         )
     chosen = usual if usual in names else names[0]
     others = [name for name in names if name != chosen]
-    return read_index(store, chosen), [f"{chosen} was read, not {_listed(others)}"] if others else []
-
-
-def read_index(store: ReadStore, file: str) -> Index:
-    """An index, its names checked.
-
-    Raises:
-        CorruptError: it is no JSON object with a ``weight_map`` of strings.
-        UnsafeError: it names a file outside the directory.
-        MissingShardError: there is no such file.
-    """
-    found = parsed_object(store, file)
-    weight_map = found.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptError(
-            "the index has no weight_map of tensors and files", file=file, hint="copy the checkpoint again"
-        )
-    file_of = {key: checked_name(name, found_in=file) for key, name in weight_map.items()}
-    for key, name in file_of.items():
-        if not name.endswith(SUFFIX):
-            raise CorruptError(f"the index places the tensor in {name!r}, no safetensors file", file=file, key=key)
-    metadata = found.get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
-    if isinstance(total, float) and total.is_integer():
-        total = int(total)  # older transformers summed in floating point
-    return Index(file, file_of, total if type(total) is int else None)
+    return read_index(store, chosen, suffix=SUFFIX), [f"{chosen} was read, not {_listed(others)}"] if others else []
 
 
 def _listed(names: list[str]) -> str:
