@@ -191,8 +191,8 @@ class _Merged:
         self._check_index()
         both = next((key for key in self._objects if key in self._arrays), None)
         if both is not None:
-            index = self._shards.index
-            raise CorruptError("two entries have this key", file=index and index.file, key=both, hint=_MIXED)
+            file = None if self._shards.index is None else self._shards.index.file
+            raise CorruptError("two entries have this key", file=file, key=both, hint=_MIXED)
         return catalog_of_arrays(
             format="torch_bin",
             version=", ".join(sorted(self._versions)) or None,

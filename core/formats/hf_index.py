@@ -58,9 +58,8 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> Index:
     file_of = {key: checked_name(name, found_in=file) for key, name in weight_map.items()}
     for key, name in file_of.items():
         if not name.endswith(suffix):
-            raise CorruptError(
-                f"the index places the tensor in {name!r}, no {suffix.strip('.')} file", file=file, key=key
-            )
+            kind = suffix.removeprefix(".")
+            raise CorruptError(f"the index places the tensor in {name!r}, no {kind} file", file=file, key=key)
     metadata = found.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     if isinstance(total, float) and total.is_integer():
