@@ -13,14 +13,10 @@ import torch
 from core.box import Box, whole
 from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta, catalog_of_arrays
 from core.changes import changed
-from core.copy import execute
 from core.errors import CorruptError, UsageError
-from core.image import FileImage, PlacedArray
 from core.job import Job
-from core.plan import make_plan
-from core.stage_store import StageStore
 from core.store import MemoryStore
-from core.target import partitioned
+from tests.moved import moved
 
 E4M3 = torch.float8_e4m3fn
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -63,23 +59,6 @@ def job(**options: Any) -> Job:
     return Job(src=Path("x"), **options)
 
 
-def written(catalog: Catalog, store: MemoryStore, folder: Path, *, threads: int = 2) -> dict[str, bytes]:
-    """Every tensor as a file, by the engine."""
-    target = partitioned(replace(catalog, hidden={}), format="raw", by="whole")
-    images = [
-        FileImage(key, meta.n_bytes, [PlacedArray(0, array)])
-        for key, meta in target.tensors.items()
-        if (array := target.fragments(key)[0].array) is not None
-    ]
-    folder.mkdir()
-    stage = StageStore(folder, is_durable=False)
-    try:
-        execute(make_plan(catalog, target, images, threads=threads), store, stage)
-    finally:
-        stage.close()
-    return {key: (folder / key).read_bytes() for key in target.tensors}
-
-
 def test_a_job_without_changes_changes_nothing() -> None:
     catalog, _ = stored({"a": numbered("a", (2, 3))}, config={"dtype": "float32"})
     made = changed(catalog, job(), config={"dtype": "float32"})
@@ -88,7 +67,7 @@ def test_a_job_without_changes_changes_nothing() -> None:
     assert (made.renamed, made.left_out, made.notes) == ((), (), ())
 
 
-def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it(tmp_path: Path) -> None:
+def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it() -> None:
     tensors = {
         "model.embed_tokens.weight": numbered("e", (40, 256)),
         "lm_head.weight": numbered("e", (40, 256)),
@@ -129,7 +108,7 @@ def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it(tmp_
     )
     assert made.left_out == ("model.vision.weight", "m.head.weight")
     assert len(made.notes) == 6
-    files = written(made.catalog, store, tmp_path / "out")
+    files = moved(made.catalog, store)
     layers = []
     for n in range(3):
         scale = tensors[f"model.layers.{n}.up.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -152,7 +131,7 @@ def test_layers_are_taken_apart_by_the_usual_names_or_by_globs() -> None:
         changed(catalog, job(unstack_layers=(), stack_layers=True))
 
 
-def test_the_same_bytes_come_out_whatever_the_threads_and_the_cut(tmp_path: Path) -> None:
+def test_the_same_bytes_come_out_whatever_the_threads_and_the_cut() -> None:
     weight = numbered("w", (700, 600), torch.bfloat16)
     catalog, store = stored({"a.weight": weight})
     plain = changed(catalog, job(quantize=((None, "block"),))).catalog
@@ -167,8 +146,8 @@ def test_the_same_bytes_come_out_whatever_the_threads_and_the_cut(tmp_path: Path
         ],
     )
     halves = MemoryStore({"c0": raw(weight[:, :300]), "c1": raw(weight[:, 300:])})
-    first = written(plain, store, tmp_path / "a", threads=1)
-    second = written(changed(cut, job(quantize=((None, "block"),))).catalog, halves, tmp_path / "b", threads=4)
+    first = moved(plain, store, threads=1)
+    second = moved(changed(cut, job(quantize=((None, "block"),))).catalog, halves, threads=4)
     assert first == second
 
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from core.box import whole
 from core.catalog import Catalog, Extent, StoredArray, StoredObject, TensorMeta, catalog_of_arrays
-from core.copy import execute
 from core.errors import ReplicaMismatchError, UsageError
-from core.image import FileImage, PlacedArray
 from core.inert import TensorLeaf
-from core.plan import make_plan
-from core.stage_store import StageStore
 from core.store import MemoryStore
-from core.target import partitioned
 from core.transform import add_prefix, cast_of, is_optimizer_key, rename, select, strip_prefix, tie, untie
+from tests.moved import moved
 
 
 def _catalog() -> Catalog:
@@ -221,32 +216,15 @@ def _two(values: tuple[bytes, bytes], *, shared: bool = False) -> tuple[Catalog,
     return catalog, MemoryStore({"e": values[0], "h": values[1], "n": bytes(3)})
 
 
-def _written(catalog: Catalog, store: MemoryStore, folder: Path) -> dict[str, bytes]:
-    """Every tensor as a file, by the engine: planned, copied, replicas compared."""
-    target = partitioned(catalog, format="raw", by="whole")
-    images = [
-        FileImage(key, meta.n_bytes, [PlacedArray(0, array)])
-        for key, meta in target.tensors.items()
-        if (array := target.fragments(key)[0].array) is not None
-    ]
-    folder.mkdir()
-    stage = StageStore(folder, is_durable=False)
-    try:
-        execute(make_plan(catalog, target, images), store, stage)
-    finally:
-        stage.close()
-    return {key: (folder / key).read_bytes() for key in target.tensors}
-
-
-def test_a_tied_tensor_goes_and_every_byte_of_it_is_compared(tmp_path: Path) -> None:
+def test_a_tied_tensor_goes_and_every_byte_of_it_is_compared() -> None:
     catalog, store = _two((b"abcdef", b"abcdef"))
     made = tie(catalog, [(HEAD, EMBED)])
     assert list(made.tensors) == [EMBED, "norm"]
     assert made.skeleton == {"model": {"embed.weight": TensorLeaf(EMBED)}, "norm": TensorLeaf("norm")}
-    assert _written(made, store, tmp_path / "a")[EMBED] == b"abcdef"
+    assert moved(made, store)[EMBED] == b"abcdef"
     catalog, store = _two((b"abcdef", b"abcdeX"))
     with pytest.raises(ReplicaMismatchError, match=r"\(1, 2\)") as caught:
-        _written(tie(catalog, [(HEAD, EMBED)]), store, tmp_path / "b")
+        moved(tie(catalog, [(HEAD, EMBED)]), store)
     assert caught.value.key == EMBED
 
 
@@ -258,7 +236,7 @@ def test_an_alias_is_tied_for_nothing() -> None:
     assert (first.array, first.at, first.box) == (second.array, second.at, second.box)
 
 
-def test_an_untied_tensor_is_a_copy_in_its_container(tmp_path: Path) -> None:
+def test_an_untied_tensor_is_a_copy_in_its_container() -> None:
     catalog, store = _two((b"abcdef", b"abcdef"))
     tied = tie(catalog, [(HEAD, EMBED)])
     made = untie(tied, [(HEAD, EMBED), ("model.again.weight", EMBED)])
@@ -268,7 +246,7 @@ def test_an_untied_tensor_is_a_copy_in_its_container(tmp_path: Path) -> None:
         HEAD: TensorLeaf(HEAD),
         "norm": TensorLeaf("norm"),
     }
-    assert {key: data for key, data in _written(made, store, tmp_path / "a").items() if key != "norm"} == dict.fromkeys(
+    assert {key: data for key, data in moved(made, store).items() if key != "norm"} == dict.fromkeys(
         (HEAD, EMBED, "model.again.weight"), b"abcdef"
     )
 
