@@ -45,3 +45,13 @@ class Encoding(Protocol):
         Raises:
             CorruptError, TruncatedError, MissingShardError, UnsupportedError: names the file.
         """
+
+
+def stored_bytes_of(encoding: Encoding) -> int | None:
+    """Length of the encoded bytes in the extent's file, from its offset, for people.
+
+    None where an encoding does not say it in a field ``stored_bytes``: values inside a node of a database, computed
+    tensors.
+    """
+    found = getattr(encoding, "stored_bytes", None)
+    return found if isinstance(found, int) else None

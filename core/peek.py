@@ -15,6 +15,7 @@ from core.box import Box, Shape, boxes_of_flat_range, c_strides
 from core.catalog import Catalog, Coords, Fragment, StoredArray
 from core.decoded import DecodedStore
 from core.dtypes import DTYPES
+from core.encoding import stored_bytes_of
 from core.errors import MissingShardError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _place(fragment: Fragment, itemsize: int) -> Place:
         strides=extent.strides if extent else None,
         n_bytes=fragment.box.n_elements * itemsize,
         encoding=encoding.name if encoding else None,
-        stored_bytes=getattr(encoding, "stored_bytes", None),
+        stored_bytes=stored_bytes_of(encoding) if encoding else None,
     )
 
 
