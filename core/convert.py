@@ -223,12 +223,15 @@ _SUFFIXES = {"torch": ".pt"}
 
 
 def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
-    """A name beside the source: ``SRC-tp4-pp1`` for another layout, else ``SRC.FORMAT``."""
+    """A name beside the source: ``SRC-tp4-pp1`` (``-ep2`` … where said) for another layout, else ``SRC.FORMAT``."""
     src = Path(os.path.abspath(job.src))
     stem = src.name.removesuffix(src.suffix) if source.store.entry else src.name
     if job.topology is not None and job.keeps_layout:
         topology = target_topology(job, source.catalog, format)
         name = f"{stem}-tp{topology.tp}-pp{topology.pp}"
+        name += "".join(
+            f"-{size}{n}" for size in ("vpp", "ep", "etp") if (n := getattr(job.topology, size)) is not None
+        )
         return src.parent / (name if job.to is None else f"{name}.{format.name}")
     return src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))
 

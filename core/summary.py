@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, StoredObject, TensorMeta
@@ -19,8 +20,10 @@ from core.formats import Format, formats
 from core.formats.hf_files import CONFIG, carried_of, config_of
 from core.formats.torch_file import load_object
 from core.inert import Global, as_mapping, attributes
+from core.job import Job
 from core.objects import loaded
 from core.optim_format import TITLES, optim_format_of, role_of
+from core.quantize import companion
 from core.target import retyped, source_and_target
 from core.transform import cast_of, without_optimizer
 
@@ -219,22 +222,34 @@ def bare_key(key: str, catalog: Catalog) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Unsharded:
-    """The global form of a checkpoint with a known layout, or why there is none."""
+    """The global form of a checkpoint with a known layout, or why there is none.
+
+    Args:
+        catalog: it, or None.
+        why: the reason if not.
+        conditions: what must be said to get it.
+        is_hf: the source has Hugging Face's names.
+    """
 
     catalog: Catalog | None
     why: str | None
+    conditions: tuple[str, ...] = ()
+    is_hf: bool = False
 
 
 def _unsharded(catalog: Catalog, store: ReadStore) -> _Unsharded:
     """The global per-layer catalog, for checkpoints of the Megatron family."""
-    from core.hf import is_hf, to_megatron
+    from core.hf import is_hf
     from core.layout import load_rules, unshard
 
     try:
         config = config_of(store) if CONFIG in carried_of(catalog) else None
-        if is_hf(catalog, config):
-            assert config is not None
-            return _Unsharded(to_megatron(catalog, config), None)
+    except CheckpointingException as err:
+        return _Unsharded(None, err.message)
+    if is_hf(catalog, config):
+        assert config is not None
+        return _of_hf(catalog, config)
+    try:
         if not catalog.attrs.get("is_rank_local") and "args" not in catalog.attrs:
             if "args" not in catalog.objects:
                 return _Unsharded(None, "only models with Megatron's or Hugging Face's names have a layout to change")
@@ -242,6 +257,21 @@ def _unsharded(catalog: Catalog, store: ReadStore) -> _Unsharded:
         return _Unsharded(unshard(catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True), None)
     except CheckpointingException as err:
         return _Unsharded(None, err.message)
+
+
+def _of_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
+    """The global form of a model with Hugging Face's names, its scales multiplied in."""
+    from core.changes import changed
+    from core.hf import to_megatron
+
+    conditions: tuple[str, ...] = ()
+    try:
+        if any(companion(meta, catalog.tensors) is not None for meta in catalog.tensors.values()):
+            conditions = (_WIDENED,)
+            catalog = changed(catalog, Job(src=Path(), dequantize="bfloat16"), config=config).catalog
+        return _Unsharded(to_megatron(catalog, config), None, conditions, is_hf=True)
+    except CheckpointingException as err:
+        return _Unsharded(None, err.message, is_hf=True)
 
 
 def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:
@@ -335,18 +365,21 @@ def _verdicts(checkpoint: Checkpoint, unsharded: _Unsharded, optimizer: str | No
     """What can be done; targets of one condition share a verdict."""
     own = checkpoint.format
     is_known = unsharded.catalog is not None
-    without = [_NO_OPTIM] if optimizer is not None else []
-    cut = [*without, _NO_VPP] if _parallel(unsharded.catalog).get("vpp", 1) > 1 else without
+    without = [*([_NO_OPTIM] if optimizer is not None else []), *unsharded.conditions]
+    cut = without
     targets_of: dict[str | None, list[str]] = {}
     for format in formats():
         if format.lay_out is None or format.name == own.name:
             continue
+        conditions: list[str] = []
         if own.partition == "ranks" or format.partition == "ranks":
             if not is_known:
                 continue
             conditions = without
-        else:
-            conditions = []
+        elif format.is_mcore and is_known and "dialect" not in checkpoint.catalog.attrs:
+            conditions = without
+        elif format.is_mcore and unsharded.is_hf:
+            conditions = [_HF_NAMES]
         if format.adapt is not None:
             catalog = unsharded.catalog if own.partition == "ranks" else checkpoint.catalog
             found = None if catalog is None else _conditions(catalog, format)
@@ -389,9 +422,10 @@ def _conditions(catalog: Catalog, format: Format) -> list[str] | None:
 
 
 _WIDER = "the weights must be cast: --dtype float32"
+_WIDENED = "the scales must be multiplied in: --dequantize bf16"
+_HF_NAMES = "the names must stay Hugging Face's: --names hf"
 _NO_OPTIM = "the optimizer must be left out: --no-optim"
 _NEEDS_LAYOUT = "into a format that has a layout: --to megatron or --to torch_dist"
-_NO_VPP = "model chunks must be joined: --vpp-new 1"
 
 
 def _joined(conditions: list[str]) -> str | None:

@@ -14,7 +14,8 @@ from zarr.codecs import ZstdCodec
 
 from ckpt_cli.app import main
 from core.convert import Job, TopologyChange, prepare
-from core.errors import UnsupportedError
+from core.convert import run as run_job
+from core.errors import UnsupportedError, UsageError
 from core.formats import formats
 
 Run = Callable[..., str]
@@ -210,31 +211,62 @@ def test_verdicts_name_formats_and_reasons(golden: Path, shown: Callable[..., An
 
 @pytest.mark.parametrize("name", [name for name, _, _ in EVERY], ids=lambda name: name.replace("/", "-"))
 def test_verdicts_are_what_the_engine_does(name: str, golden: Path, shown: Callable[..., Any], tmp_path: Path) -> None:
-    page = shown(golden / name)
+    assert_verdicts_hold(golden / name, shown(golden / name), tmp_path / "out")
+
+
+def assert_verdicts_hold(source: Path, page: Any, dst: Path) -> None:
+    """What the page says can be done, with what it says must be said, can be done, and nothing else."""
     said: dict[str, tuple[bool, str]] = {}
     for verdict in page["can"]:
         for target in verdict["to"] or [verdict["action"]]:
             said[target] = (verdict["possible"], verdict["why"] or "")
     for target in ("reshard", *(format.name for format in formats() if format.name != page["format"])):
         is_possible, why = said.get(target, (False, ""))
+        why = why if is_possible else ""
         sizes = {"tp": 1} if target == "reshard" else {}
-        if "--vpp-new 1" in why and is_possible:
-            sizes["vpp"] = 1
+        into = "megatron" if "--to megatron" in why else None
         job = Job(
-            src=golden / name,
-            dst=tmp_path / "out",
-            to=None if target == "reshard" else target,
+            src=source,
+            dst=dst,
+            to=into if target == "reshard" else target,
             topology=TopologyChange(**sizes) if sizes else None,
             keeps_layout=target == "reshard",
-            optim="drop" if "--no-optim" in why and is_possible else "carry",
-            dtype=((None, "float32"),) if "--dtype float32" in why and is_possible else (),
+            optim="drop" if "--no-optim" in why else "carry",
+            dtype=((None, "float32"),) if "--dtype float32" in why else (),
+            dequantize="bf16" if "--dequantize bf16" in why else None,
+            names="hf" if "--names hf" in why else None,
         )
         try:
             with prepare(job):
                 is_done = True
-        except UnsupportedError:
+        except (UnsupportedError, UsageError):
             is_done = False
         assert is_done == is_possible, target
+
+
+@pytest.mark.parametrize("name", ["tp2_pp2", "tp2_pp2_optim", "tp2_pp1_dp2_distopt_fully_sharded_model_space"])
+def test_verdicts_on_zarr_are_what_the_engine_does(
+    name: str, golden: Path, shown: Callable[..., Any], tmp_path: Path
+) -> None:
+    source = golden / "mcore0121_zarr/dense_gqa" / name
+    assert_verdicts_hold(source, shown(source), tmp_path / "out")
+
+
+@pytest.mark.parametrize("what", ["named", "float8", "of another family"])
+def test_verdicts_on_hugging_face_directories_are_what_the_engine_does(
+    what: str, golden: Path, shown: Callable[..., Any], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    narrow = ((None, "block"),) if what == "float8" else ()
+    run_job(Job(src=golden / "hf/llama/safetensors_single", dst=source, to="hf", quantize=narrow, fsync=False))
+    if what == "of another family":
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
+    page = shown(source)
+    assert_verdicts_hold(source, page, tmp_path / "out")
+    reshard = page["can"][-1]
+    assert (reshard["action"], reshard["possible"]) == ("reshard", what != "of another family")
+    assert ("--dequantize" in reshard["why"]) == (what == "float8")
 
 
 def test_the_limit_counts_lines_and_zero_means_all(golden: Path, run: Run) -> None:
