@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.box import c_strides
@@ -32,14 +32,12 @@ class TreePlan:
         arrays: the storages, in file order.
         archive: where its records lie, relative to its begin.
         payloads: the records that are no storages.
-        base: byte of the file at which the zip begins; offsets of ``arrays`` and literals include it.
     """
 
     size: int
     arrays: list[PlacedArray]
     archive: ArchivePlan
     payloads: dict[str, bytes]
-    base: int = 0
 
     def literals(self, crc_of: CrcOf) -> Iterator[Literal]:
         """Everything but the arrays, in increasing offset.
@@ -51,13 +49,7 @@ class TreePlan:
         def of_record(name: str) -> int:
             return crc_of(self.arrays[int(name.removeprefix("data/"))].array.name)
 
-        for offset, data in self.archive.literals(self.payloads, of_record):
-            yield self.base + offset, data
-
-    def shifted(self, offset: int) -> TreePlan:
-        """The same zip, beginning ``offset`` bytes further on."""
-        moved = [PlacedArray(placed.offset + offset, placed.array) for placed in self.arrays]
-        return replace(self, arrays=moved, base=self.base + offset)
+        return self.archive.literals(self.payloads, of_record)
 
 
 @dataclass(frozen=True, slots=True)
