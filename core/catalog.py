@@ -217,7 +217,8 @@ class Catalog:
         attrs: facts beside the entries; each format's docstring lists its own. Common ones: ``iteration`` (int),
             ``args`` (the training arguments as an inert namespace), ``aliases`` (key → key that shares its bytes),
             ``is_rank_local``, ``carried`` (path → key of the hidden uint8 tensor that is the file: configurations and
-            tokenizers beside the weights), ``documents`` (path → bytes of small files that a layout made).
+            tokenizers beside the weights), ``documents`` (path → bytes of small files that a layout made), ``notes``
+            (texts: what the user should know).
         bind: finds the byte address and strides of a late-bound array.
     """
 
@@ -266,6 +267,11 @@ class Catalog:
     def with_attrs(self, **changes: object) -> Catalog:
         """The same catalog with some attrs added or replaced."""
         return replace(self, attrs={**self.attrs, **changes})
+
+    def noted(self, notes: Iterable[str]) -> Catalog:
+        """The same catalog with more of what the user should know, in attrs["notes"]."""
+        found = self.attrs.get("notes")
+        return self.with_attrs(notes=(*(found if isinstance(found, (list, tuple)) else ()), *notes))
 
     def with_hidden(self, arrays: Mapping[str, StoredArray]) -> Catalog:
         """The catalog with more hidden tensors, each one array; by their keys, which no other has."""

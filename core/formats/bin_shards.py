@@ -103,12 +103,9 @@ def read(store: ReadStore) -> Catalog:
         made = _Merged(store, shards).catalog()
         used, stem = set(shards.names), shards.stem
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
-    notes = made.attrs.get("notes")
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
-    return with_carried(made, store).with_attrs(
-        stem="model" if stem == "pytorch_model" else stem,
-        notes=(*(notes if isinstance(notes, tuple) else ()), *([f"not read: {listed}"] if unread else [])),
-    )
+    made = with_carried(made, store).noted([f"not read: {listed}"] if unread else [])
+    return made.with_attrs(stem="model" if stem == "pytorch_model" else stem)
 
 
 def shards_of(store: ReadStore) -> Shards | None:

@@ -81,8 +81,8 @@ def read(store: ReadStore) -> Catalog:
         notes += _checked_pieces(store, catalog, files.index if files.is_pieces else None)
     else:
         catalog = _of_headers(headers)
-    made = with_objects(catalog, read_objects(store))
-    return _noted(with_carried(made, store), notes).with_attrs(stem=files.stem)
+    made = with_carried(with_objects(catalog, read_objects(store)), store)
+    return made.noted(notes).with_attrs(stem=files.stem)
 
 
 def _of_file(store: ReadStore, name: str) -> Catalog:
@@ -99,12 +99,7 @@ def _of_file(store: ReadStore, name: str) -> Catalog:
         notes.append(f"this is file {number[0]} of {number[1]}; point at the directory to read all")
     if store.exists(OBJECTS_FILE):
         notes.append(f"what is no tensor lies in {OBJECTS_FILE}; point at the directory to read it too")
-    return _noted(catalog, notes)
-
-
-def _noted(catalog: Catalog, notes: Iterable[str]) -> Catalog:
-    found = catalog.attrs.get("notes")
-    return catalog.with_attrs(notes=(*(found if isinstance(found, tuple) else ()), *notes))
+    return catalog.noted(notes)
 
 
 def _of_headers(headers: Sequence[Header]) -> Catalog:

@@ -201,9 +201,8 @@ def with_objects(catalog: Catalog, beside: ObjectsBeside | None) -> Catalog:
     odd = _misplaced(beside, catalog.tensors)
     if odd is None:
         return replace(made, skeleton=beside.skeleton)
-    found = catalog.attrs.get("notes")
     note = f"{OBJECTS_FILE} does not tell the nesting of these tensors ({odd} differs); they are taken as flat"
-    return made.with_attrs(notes=(*(found if isinstance(found, (list, tuple)) else ()), note))
+    return made.noted([note])
 
 
 def _misplaced(beside: ObjectsBeside, tensors: Mapping[str, TensorMeta]) -> str | None:
