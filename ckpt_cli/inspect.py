@@ -43,7 +43,7 @@ from core.fold import tree_of
 from core.open import Checkpoint, open_checkpoint
 from core.optim_format import role_of
 from core.peek import first_values, places_of
-from core.select import matching
+from core.select import LIST_THEM, matching
 from core.summary import ROLES, Summary, Verdict, bare_key, path_of, summarized
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _selected(view: Catalog, stored: Catalog, patterns: Sequence[str] | None) ->
             found_objects = matching(view.objects, f"*:{pattern}")  # on every rank
         stored_keys = [] if found or stored is view else matching(stored.tensors, pattern)
         if not found and not found_objects and not stored_keys:
-            raise UsageError(f"no tensor or object matches {pattern!r}", hint="list the keys with: ckpt inspect --flat")
+            raise UsageError(f"no tensor or object matches {pattern!r}", hint=LIST_THEM)
         tensors.update((key, view.tensors[key]) for key in found)
         tensors.update((key, stored.tensors[key]) for key in stored_keys)
         objects.update(dict.fromkeys(found_objects))

@@ -36,7 +36,7 @@ from core.quantize_blocks import BLOCK, Quantized, Scales, Weight
 from core.quantize_scaled import Dequantized
 from core.quantize_source import source_of
 from core.renaming import is_optimizer_key, nested_again
-from core.select import matcher
+from core.select import LIST_THEM, matcher, some_of
 from core.skeleton import REMOVED, Index, entries, mapped
 from core.tying import aliases_among
 
@@ -147,9 +147,9 @@ def dequantized(catalog: Catalog, dtype: str = "bfloat16", *, block: tuple[int, 
         skeleton=skeleton,
         attrs={**catalog.attrs, "aliases": _still_alike(catalog, scales_of, tensors)},
     )
-    notes = [f"{_some(bare)}: float8 without scales, left as they are"] if bare else []
+    notes = [f"{some_of(bare)}: float8 without scales, left as they are"] if bare else []
     others = [key for key in tensors if re.search(r"(^|\.)(input_scale|activation_scale)$", key)]
-    notes += [f"{_some(others)}: scales of activations, left as they are"] if others else []
+    notes += [f"{some_of(others)}: scales of activations, left as they are"] if others else []
     return Requantized(made, tuple(scales_of), tuple(bare), tuple(notes))
 
 
@@ -218,7 +218,7 @@ def quantized(catalog: Catalog, rules: Sequence[Rule]) -> Requantized:
         if not chosen:
             raise UsageError(
                 f"--quantize: no matrix {'is a linear weight' if glob is None else f'matches {glob!r}'}",
-                hint="list the keys with: ckpt inspect --flat",
+                hint=LIST_THEM,
             )
         kind_of.update(dict.fromkeys(chosen, kind))
     kinds = {key: kind_of[key] for key in matrices if kind_of.get(key, "none") != "none"}
@@ -289,7 +289,3 @@ def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:
             path = (new,) if isinstance(name, Index) else (*entry.path[:-1], f"{name}{_SUFFIXES[0]}")
             leaves[path] = TensorLeaf(new)
     return nested_again(leaves)
-
-
-def _some(keys: Sequence[str]) -> str:
-    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from core.catalog import Catalog, Fragment
 from core.errors import CorruptError, UsageError
 from core.inert import ObjectLeaf, TensorLeaf
+from core.select import LIST_THEM
 from core.skeleton import Entry, entries, nested
 
 Renamed = tuple[Catalog, list[tuple[str, str]]]
@@ -68,7 +69,7 @@ def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> Renamed:
         new_of[key] = new
     for (expression, _), was_used in zip(compiled, used, strict=True):
         if not was_used:
-            raise UsageError(f"--rename: {expression.pattern!r} changes no key", hint=_LIST_THEM)
+            raise UsageError(f"--rename: {expression.pattern!r} changes no key", hint=LIST_THEM)
     return _under(catalog, new_of, option="--rename")
 
 
@@ -88,7 +89,7 @@ def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> Renamed:
     for prefix in prefixes:
         having = {key for key, new in new_of.items() if prefix and new.startswith(prefix)}
         if not having:
-            raise UsageError(f"--strip-prefix: no key begins with {prefix!r}", hint=_LIST_THEM)
+            raise UsageError(f"--strip-prefix: no key begins with {prefix!r}", hint=LIST_THEM)
         dotted = next((key for key in having if new_of[key].startswith(f"{prefix}.")), None)
         if dotted is not None:
             raise UsageError(f"--strip-prefix: {prefix!r} leaves a dot in front", key=dotted, hint=f"say {prefix}.")
@@ -118,9 +119,6 @@ def add_prefix(catalog: Catalog, prefix: str) -> Renamed:
     model |= {key for key in catalog.objects if key.partition(".")[0] in modules and not is_optimizer_key(key)}
     new_of = {key: prefix + key if key in model else key for key in (*catalog.tensors, *catalog.objects)}
     return _under(catalog, _with_states(catalog, new_of), option="--add-prefix")
-
-
-_LIST_THEM = "list the keys with: ckpt inspect --flat"
 
 
 def _parameter_of(key: str, catalog: Catalog) -> tuple[str, str, str] | None:

@@ -25,7 +25,7 @@ from core.catalog import Catalog, Fragment, TensorMeta
 from core.errors import UsageError
 from core.inert import TensorLeaf
 from core.renaming import is_optimizer_key, moved, nested_again, with_parameters
-from core.select import matcher, ranges
+from core.select import LIST_THEM, matcher, ranges, some_of
 from core.skeleton import entries
 from core.tying import aliases_among
 
@@ -86,7 +86,7 @@ def stack_layers(catalog: Catalog) -> Restacked:
     taken = next((key for key in parts if key in catalog.tensors or key in catalog.objects), None)
     if taken is not None:
         raise UsageError("--stack-layers: there is an entry of that name already", key=taken)
-    notes = [f"{_some(keys)} stay one tensor a layer: {why}" for why, keys in whys.items()]
+    notes = [f"{some_of(keys)} stay one tensor a layer: {why}" for why, keys in whys.items()]
     return Restacked(_stacked(catalog, parts), len(parts), (*notes, *_left_numbered(catalog)))
 
 
@@ -104,10 +104,6 @@ def _why_apart(members: Mapping[int, TensorMeta], n_layers: int) -> str | None:
     if len({(meta.dtype, meta.shape) for meta in members.values()}) > 1:
         return "the layers have them in several shapes or dtypes"
     return None
-
-
-def _some(keys: Sequence[str]) -> str:
-    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
 
 
 def _stacked(catalog: Catalog, parts: Mapping[str, Sequence[str]]) -> Catalog:
@@ -192,7 +188,7 @@ def _chosen(catalog: Catalog, patterns: Sequence[str]) -> list[str]:
         matches = matcher(pattern)
         hits = [key for key in catalog.tensors if matches(key) and _ONE.fullmatch(key) is None]
         if not hits:
-            raise UsageError(f"--unstack-layers: no stacked tensor matches {pattern!r}", hint=_LIST_THEM)
+            raise UsageError(f"--unstack-layers: no stacked tensor matches {pattern!r}", hint=LIST_THEM)
         chosen.update(dict.fromkeys(hits))
     return [key for key in catalog.tensors if key in chosen]
 
@@ -212,7 +208,6 @@ def _check_first_axes(metas: Sequence[TensorMeta]) -> None:
             )
 
 
-_LIST_THEM = "list the keys with: ckpt inspect --flat"
 _SAY_WHICH = "say which tensors are stacked with a glob: --unstack-layers GLOB"
 
 

@@ -14,9 +14,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from core.errors import UsageError
+
+LIST_THEM = "list the keys with: ckpt inspect --flat"
+"""The hint where a pattern matches nothing."""
 
 _NUMBERS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")
 _WILD = re.compile(r"\[(!?[^\[\]]+)\]|\*|\?")
@@ -89,6 +92,11 @@ def _numbers_of(text: str, pattern: str) -> frozenset[int]:
             raise UsageError(f"[{part}] in {pattern!r} is not a range of numbers")
         found.update(values)
     return frozenset(found)
+
+
+def some_of(keys: Sequence[str]) -> str:
+    """Some keys, at least one, for a message: the first one, and how many more."""
+    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -20,7 +20,7 @@ from core.renaming import is_optimizer_key as is_optimizer_key
 from core.renaming import rename as rename
 from core.renaming import renamed as renamed
 from core.renaming import strip_prefix as strip_prefix
-from core.select import matcher
+from core.select import LIST_THEM, matcher
 from core.skeleton import REMOVED, mapped
 from core.tying import aliases_among
 from core.tying import tie as tie
@@ -56,7 +56,7 @@ def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[s
     unwanted = [matcher(glob) for glob in exclude]
     for glob, matches in zip((*include, *exclude), (*wanted, *unwanted), strict=True):
         if not any(map(matches, every)):
-            raise UsageError(f"no tensor or object matches {glob!r}", hint="list the keys with: ckpt inspect --flat")
+            raise UsageError(f"no tensor or object matches {glob!r}", hint=LIST_THEM)
 
     def is_kept(key: str) -> bool:
         return (not wanted or any(m(key) for m in wanted)) and not any(m(key) for m in unwanted)
@@ -69,7 +69,7 @@ def _kept(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     every = [*catalog.tensors, *catalog.objects]
     tensors = {key: meta for key, meta in catalog.tensors.items() if is_kept(key)}
     if not tensors:
-        raise UsageError("the globs leave no tensor", hint="list the keys with: ckpt inspect --flat")
+        raise UsageError("the globs leave no tensor", hint=LIST_THEM)
     objects = {key: item for key, item in catalog.objects.items() if is_kept(key)}
     skeleton = catalog.skeleton
     if skeleton is not None:
@@ -121,7 +121,7 @@ def cast_of(rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None 
     present = None if keys is None else dict.fromkeys(keys)
     for glob, _ in rules:
         if glob is not None and present is not None and not any(map(matcher(glob), present)):
-            raise UsageError(f"--dtype: no tensor matches {glob!r}", hint="list the keys with: ckpt inspect --flat")
+            raise UsageError(f"--dtype: no tensor matches {glob!r}", hint=LIST_THEM)
     parsed = [(None if glob is None else matcher(glob), dtype_of(name).name) for glob, name in rules]
 
     def dtype_for(meta: TensorMeta) -> str:

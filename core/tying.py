@@ -13,6 +13,7 @@ from core.catalog import Catalog, Fragment, TensorMeta
 from core.errors import UsageError
 from core.inert import TensorLeaf
 from core.renaming import nested_again
+from core.select import LIST_THEM
 from core.skeleton import REMOVED, entries, mapped
 
 Pair = tuple[str, str]
@@ -114,7 +115,7 @@ def _with_leaf(skeleton: object, added: str, original: str) -> object:
 def _found(catalog: Catalog, key: str, *, option: str) -> TensorMeta:
     meta = catalog.tensors.get(key)
     if meta is None:
-        raise UsageError(f"{option}: there is no such tensor", key=key, hint="list the keys with: ckpt inspect --flat")
+        raise UsageError(f"{option}: there is no such tensor", key=key, hint=LIST_THEM)
     return meta
 
 
