@@ -131,6 +131,7 @@ def _fits(module: str, pattern: str) -> bool:
     return module.startswith(pattern[:-1]) if pattern.endswith("*") else module == pattern
 
 
+@cache
 def layer_of(module: str) -> int:
     """The layer of one of our modules; the most exact row wins.
 
