@@ -1,8 +1,10 @@
 """New keys for tensors and objects: by regular expressions, without a prefix, with one.
 
-The optimizer's entries follow their parameters where a prefix goes or comes: ``optimizer.state.model.w.exp_avg``
-becomes ``optimizer.state.w.exp_avg`` when ``model.w`` becomes ``w``. Regular expressions see every key as it is. The
-lists of names in parameter groups (``optimizer.param_groups.0.params``) always follow.
+The optimizer's entries follow their parameters: ``optimizer.state.model.w.exp_avg`` becomes
+``optimizer.state.w.exp_avg`` when ``model.w`` becomes ``w``. An optimizer may name parameters as they are called inside
+of the model's container (``optimizer.state.w.exp_avg`` beside ``model.w``). Regular expressions see the optimizer's
+keys too; an entry that they change themselves does not follow. The lists of names in parameter groups
+(``optimizer.param_groups.0.params``) do.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> Renamed:
     for (expression, _), was_used in zip(compiled, used, strict=True):
         if not was_used:
             raise UsageError(f"--rename: {expression.pattern!r} changes no key", hint=LIST_THEM)
-    return _under(catalog, new_of, option="--rename")
+    return _under(catalog, _with_states(catalog, new_of), option="--rename")
 
 
 def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> Renamed:
@@ -89,7 +91,11 @@ def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> Renamed:
     for prefix in prefixes:
         having = {key for key, new in new_of.items() if prefix and new.startswith(prefix)}
         if not having:
-            raise UsageError(f"--strip-prefix: no key begins with {prefix!r}", hint=LIST_THEM)
+            inner = next((new for new in new_of.values() if prefix and f".{prefix}" in new), None)
+            raise UsageError(
+                f"--strip-prefix: no key begins with {prefix!r}",
+                hint=LIST_THEM if inner is None else f"{inner!r} has it inside: --rename '{re.escape(prefix)}='",
+            )
         dotted = next((key for key in having if new_of[key].startswith(f"{prefix}.")), None)
         if dotted is not None:
             raise UsageError(f"--strip-prefix: {prefix!r} leaves a dot in front", key=dotted, hint=f"say {prefix}.")
@@ -121,21 +127,34 @@ def add_prefix(catalog: Catalog, prefix: str) -> Renamed:
     return _under(catalog, _with_states(catalog, new_of), option="--add-prefix")
 
 
-def _parameter_of(key: str, catalog: Catalog) -> tuple[str, str, str] | None:
-    """(what stands before, parameter, entry) of an optimizer's entry for a tensor of the catalog."""
-    found = _OF_PARAMETER.fullmatch(key)
-    if found is None or found["parameter"] not in catalog.tensors:
-        return None
-    return found["head"], found["parameter"], found["leaf"]
+def _parameters(catalog: Catalog) -> dict[str, str]:
+    """A parameter's name in the optimizer's entries → the key of its tensor, for those that have one.
+
+    Names that are no keys are looked for below the first names of the model's keys; all or none must be there.
+    """
+    found = (_OF_PARAMETER.fullmatch(key) for key in (*catalog.tensors, *catalog.objects))
+    names = {match["parameter"] for match in found if match is not None and not match["parameter"].isdecimal()}
+    keys = {name: name for name in names if name in catalog.tensors}
+    rest = names - keys.keys()
+    if rest:
+        first = min(rest)
+        tensors = [key for key in catalog.tensors if key.endswith(f".{first}") and not is_optimizer_key(key)]
+        for container in sorted((key[: -len(first)] for key in tensors), key=len):
+            if all(container + name in catalog.tensors for name in rest):
+                return keys | {name: container + name for name in rest}
+    return keys
 
 
 def _with_states(catalog: Catalog, new_of: Mapping[str, str]) -> dict[str, str]:
     """The new names, those of the optimizer's entries after their parameters'."""
     made = dict(new_of)
+    key_of = _parameters(catalog)
     for key, new in new_of.items():
-        if new == key and (found := _parameter_of(key, catalog)) is not None:
-            head, parameter, leaf = found
-            made[key] = f"{head}{new_of[parameter]}.{leaf}"
+        found = _OF_PARAMETER.fullmatch(key) if new == key else None
+        tensor = None if found is None else key_of.get(found["parameter"])
+        if found is not None and tensor is not None and new_of[tensor] != tensor:
+            container = tensor.removesuffix(found["parameter"])
+            made[key] = f"{found['head']}{new_of[tensor].removeprefix(container)}.{found['leaf']}"
     return made
 
 

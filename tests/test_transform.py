@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -318,6 +319,44 @@ def test_parameter_groups_list_the_new_names() -> None:
     assert dict(changed)["net.module.w"] == "net.w"
     same, _ = strip_prefix(made_of("w"), ["net."])
     assert same.objects["opt.param_groups.0.params"].value == ["w", "frozen"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda catalog: strip_prefix(catalog, ["model.module."]),
+        lambda catalog: rename(catalog, [(r"^model\.module\.", "model.")]),
+        lambda catalog: rename(catalog, [(r"module\.", "")]),
+    ],
+)
+def test_parameters_that_are_named_inside_their_container_are_followed(
+    change: Callable[[Catalog], tuple[Catalog, object]],
+) -> None:
+    keys = [f"model.module.{name}" for name in ("a.w", "b.w")]
+    keys += [f"optimizer.state.module.{name}.exp_avg" for name in ("a.w", "b.w")]
+    group = "optimizer.param_groups.0.params"
+    catalog = catalog_of_arrays(
+        format="dcp",
+        arrays={key: StoredArray(key, "float32", (2,)) for key in keys},
+        objects={group: StoredObject(group, value=["module.a.w", "module.b.w"])},
+    )
+    made, _ = change(catalog)
+    assert list(made.tensors)[2:] == ["optimizer.state.a.w.exp_avg", "optimizer.state.b.w.exp_avg"]
+    assert made.objects[group].value == ["a.w", "b.w"]
+
+
+def test_numbers_of_parameters_are_no_names() -> None:
+    keys = ["model.list.0", "model.list.1", "optimizer.state.0.exp_avg", "optimizer.state.1.exp_avg"]
+    arrays = {key: StoredArray(key, "float32", (2,)) for key in keys}
+    made, _ = strip_prefix(catalog_of_arrays(format="dcp", arrays=arrays), ["model."])
+    assert list(made.tensors) == ["list.0", "list.1", *keys[2:]]
+
+
+def test_a_prefix_that_stands_inside_is_told() -> None:
+    arrays = {"model.module.a": StoredArray("a", "float32", (1,))}
+    with pytest.raises(UsageError, match="no key begins with") as refusal:
+        strip_prefix(catalog_of_arrays(format="torch", arrays=arrays), ["module."])
+    assert refusal.value.hint == r"'model.module.a' has it inside: --rename 'module\.='"
 
 
 def test_entries_of_parameter_groups_follow_as_states_do() -> None:
