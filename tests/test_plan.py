@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from core.box import Box, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
 from core.errors import (
     CapacityError,
     CheckpointingException,
