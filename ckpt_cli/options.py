@@ -376,6 +376,7 @@ class TransferOptions:
         list[str] | None,
         Option(
             "--dtype",
+            "--torch-dtype",
             metavar="[GLOB=]DTYPE",
             rich_help_panel=CONTENT,
             help="Cast the model's floating tensors, or those of a glob: bf16, fp16, fp32, …",

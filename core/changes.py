@@ -98,8 +98,9 @@ def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None =
     edits |= _tie_edits(job)
     catalog = _restacked(catalog, job, notes)
     if job.dtype:
-        catalog = retyped(catalog, cast_of(job.dtype, catalog.tensors))
-        notes += _left_narrow(catalog, job)
+        cast = retyped(catalog, cast_of(job.dtype, catalog.tensors))
+        notes += _left_narrow(job, catalog, cast)
+        catalog = cast
         edits |= _dtype_edits(job, stated)
     if job.quantize:
         narrow = quantized(catalog, job.quantize)
@@ -175,11 +176,12 @@ def _dtype_edits(job: Job, config: Mapping[str, object] | None) -> dict[str, obj
     return {name: dtype for name in _DTYPE_NAMES if name in config}
 
 
-def _left_narrow(catalog: Catalog, job: Job) -> list[str]:
+def _left_narrow(job: Job, before: Catalog, after: Catalog) -> list[str]:
     """A note on float8 tensors that a cast of the whole model passes over."""
     if all(glob is not None for glob, _ in job.dtype):
         return []
-    left = [key for key, meta in catalog.tensors.items() if is_float8(meta.dtype)]
+    metas = before.tensors.values()
+    left = [meta.key for meta in metas if is_float8(meta.dtype) and after.tensors[meta.key].dtype == meta.dtype]
     return [f"{len(left)} float8 tensors stay as they are; --dtype GLOB=DTYPE casts them"] if left else []
 
 

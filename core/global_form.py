@@ -14,12 +14,13 @@ Which way is taken follows from the job and from what the source is; options tha
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from core.catalog import Catalog
 from core.changes import Changed, changed
-from core.errors import CheckpointingException, UnsupportedError, UsageError
+from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
 from core.formats import Format
 from core.formats.hf_files import CONFIG, carried_of, config_of, documents_of
 from core.formats.torch_file import load_object, refuse_unsupported
@@ -105,6 +106,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     if comes_from_hf and (names == "megatron" or (is_cut(format) and names != "hf")):
         assert config is not None
         _check_vocabulary(job, config)
+        _refuse_quantizing(job, format)
         if job.optim == "drop":
             without = without_optimizer(catalog)
             catalog = without.catalog
@@ -114,7 +116,10 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         first = _changed(catalog, early, notes, config)
         document = documents_of(first.catalog).get(CONFIG)
         config = config if document is None else object_of(document, file=CONFIG)
-        catalog = to_megatron(first.catalog, config, make_vocab_size_divisible_by=job.vocab_divisor or VOCAB_DIVISOR)
+        with _complete(first, "Hugging Face"):
+            catalog = to_megatron(
+                first.catalog, config, make_vocab_size_divisible_by=job.vocab_divisor or VOCAB_DIVISOR
+            )
         second = _changed(catalog, late, notes)
         return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
     if job.vocab_divisor is not None:
@@ -126,6 +131,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     if wants_hf or _is_laid_out(job, catalog, format, rules, names):
         if not _is_rank_local(catalog) and not is_megatron(catalog, rules):
             _refuse_names(catalog, format, wants_hf=wants_hf)
+        _refuse_quantizing(job, format)
         catalog = unshard(
             catalog,
             rules=rules,
@@ -134,7 +140,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
             keep_padded_vocab=job.keep_padded_vocab,
             target_tp=target_topology(job, catalog, format).tp if is_cut(format) else None,
         )
-        catalog = _completed(job, catalog, source, notes)
+        catalog = _completed(job, catalog, source, notes, wants_hf=wants_hf)
     else:
         _refuse_layout_options(job)
         if job.optim == "drop":
@@ -144,7 +150,8 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     if wants_hf:
         early = replace(job, quantize=())
         first = _changed(catalog, early, notes)
-        catalog = to_hf(first.catalog, model_type=model_type, has_config=format.carries_files)
+        with _complete(first, "Megatron"):
+            catalog = to_hf(first.catalog, model_type=model_type, has_config=format.carries_files)
         second = _changed(catalog, Job(src=job.src, quantize=job.quantize), notes)
         return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
     made = _changed(catalog, job, notes, config)
@@ -190,6 +197,30 @@ def _check_vocabulary(job: Job, config: Mapping[str, object]) -> None:
             f"--vocab-size {job.vocab_size}: {CONFIG} says that there are {config.get('vocab_size')} rows",
             hint="leave it out; --make-vocab-size-divisible-by says how Megatron is to pad them",
         )
+
+
+def _refuse_quantizing(job: Job, format: Format) -> None:
+    """A Megatron checkpoint that a parallel layout cuts has no scales of weights."""
+    if job.quantize and is_cut(format):
+        raise UsageError(
+            f"--quantize: Megatron loads no float8 weights with scales, so {format.name} is not given any",
+            hint="leave it out, or write --to hf",
+        )
+
+
+@contextmanager
+def _complete(made: Changed, whose: str) -> Iterator[None]:
+    """Turns a tensor that is missed into a mistake of the user's, whose options left it out or renamed it."""
+    try:
+        yield
+    except MissingShardError as err:
+        if not (made.left_out or made.renamed):
+            raise
+        raise UsageError(
+            f"--include, --exclude or the new names leave an incomplete {whose} model: {err.message}",
+            key=err.key,
+            hint="keep the names to write a part of a model: --to safetensors, dcp or torch",
+        ) from err
 
 
 def _refuse_names(catalog: Catalog, format: Format, *, wants_hf: bool) -> None:
@@ -295,7 +326,7 @@ def _refuse_layout_options(job: Job) -> None:
             raise UsageError(f"{name} has no effect: this conversion changes no parallel layout", hint="leave it out")
 
 
-def _completed(job: Job, catalog: Catalog, source: Checkpoint, notes: list[str]) -> Catalog:
+def _completed(job: Job, catalog: Catalog, source: Checkpoint, notes: list[str], *, wants_hf: bool) -> Catalog:
     """The global form with what the user or the directory's name says beside the checkpoint."""
     if catalog.attrs.get("iteration") is None and source.iteration is not None:
         notes.append(f"the files do not say their iteration; {source.iteration} is the directory's")
@@ -306,7 +337,7 @@ def _completed(job: Job, catalog: Catalog, source: Checkpoint, notes: list[str])
         common = as_mapping(catalog.attrs.get("common")) or {}
         catalog = catalog.with_attrs(args=args, common={**common, "args": args})
         notes.append(f"args.vocab_size is now {n_rows}")
-    if any(glob is None for glob, _ in job.dtype):
+    if any(glob is None for glob, _ in job.dtype) and not wants_hf:
         notes.append("params_dtype, bf16 and fp16 in the arguments stay as they were")
     return catalog
 

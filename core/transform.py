@@ -123,6 +123,11 @@ def cast_of(rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None 
         if glob is not None and present is not None and not any(map(matcher(glob), present)):
             raise UsageError(f"--dtype: no tensor matches {glob!r}", hint=LIST_THEM)
     parsed = [(None if glob is None else matcher(glob), dtype_of(name).name) for glob, name in rules]
+    if any(matches is None and dtype_of(name).itemsize == 1 for matches, name in parsed):
+        raise UsageError(
+            "--dtype: a whole model is not cast to eight bits, which needs scales",
+            hint="say --quantize block or tensor; --dtype GLOB=DTYPE casts without scales",
+        )
 
     def dtype_for(meta: TensorMeta) -> str:
         chosen = meta.dtype

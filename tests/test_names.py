@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,38 @@ def test_names_that_cannot_be_had_are_refused(
         run(Job(src=golden / source, dst=tmp_path / "out", to=to, names=names, fsync=False))
     assert refusal.value.hint
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "options"),
+    [
+        (f"{GOLD}/tp1_pp1", "hf", {"include": ("decoder.layers.0.*",)}),
+        (f"{GOLD}/tp1_pp1", "hf", {"rename": (("decoder", "x"),)}),
+        ("hf/llama/safetensors_single", "megatron", {"exclude": ("lm_head.*",)}),
+        ("hf/llama/safetensors_single", "torch_dist", {"strip_prefix": ("model.",)}),
+    ],
+)
+def test_what_the_users_options_take_away_is_not_called_missing(
+    source: str, to: str, options: dict[str, Any], golden: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="incomplete") as refusal:
+        run(Job(src=golden / source, dst=tmp_path / "out", to=to, fsync=False, **options))
+    assert refusal.value.key
+
+
+@pytest.mark.parametrize("source", [f"{GOLD}/tp1_pp1", "hf/llama/safetensors_single"])
+@pytest.mark.parametrize("to", ["megatron", "torch_dist"])
+def test_megatron_is_given_no_scales(source: str, to: str, golden: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--quantize: Megatron loads no float8"):
+        run(Job(src=golden / source, dst=tmp_path / "out", to=to, quantize=((None, "block"),), fsync=False))
+
+
+def test_a_cast_is_told_of_the_arguments_only_where_there_are_some(golden: Path, tmp_path: Path) -> None:
+    half = ((None, "fp16"),)
+    for to, is_told in (("hf", False), ("megatron", True)):
+        report = run(Job(src=golden / GOLD / "tp1_pp1", dst=tmp_path / to, to=to, dtype=half, fsync=False))
+        assert any("arguments stay as they were" in note for note in report.notes) == is_told
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float16"
 
 
 def test_names_alone_go_where_no_configuration_can(golden: Path, tmp_path: Path) -> None:

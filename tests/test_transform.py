@@ -382,6 +382,13 @@ def test_a_prefix_without_its_dot_is_refused() -> None:
     assert refusal.value.hint == "say model."
 
 
+def test_a_model_is_not_cast_to_eight_bits_without_scales() -> None:
+    with pytest.raises(UsageError, match="eight bits") as caught:
+        cast_of([(None, "fp8")])
+    assert "--quantize" in (caught.value.hint or "")
+    assert cast_of([("a", "fp8")])(TensorMeta("a", "float32", (2,))) == "float8_e4m3fn"
+
+
 def test_a_cast_of_the_model_does_not_pass_over_float8_with_scales() -> None:
     dtype_for = cast_of([(None, "bf16")], ["w", "w_scale_inv", "v"])
     with pytest.raises(UsageError, match="'w_scale_inv'") as caught:
