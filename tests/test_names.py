@@ -197,6 +197,13 @@ def test_a_cast_is_told_of_the_arguments_only_where_there_are_some(golden: Path,
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float16"
 
 
+def test_advice_for_megatron_is_not_given_to_transformers(golden: Path, tmp_path: Path) -> None:
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp1_optim"
+    report = run(Job(src=source, dst=tmp_path / "out", to="hf", optim="drop", fsync=False))
+    assert not any("Megatron" in text or "--no-load" in text for text in report.dropped)
+    assert sum("optimizer" in text for text in report.dropped) == 1
+
+
 def test_names_alone_go_where_no_configuration_can(golden: Path, tmp_path: Path) -> None:
     report = run(Job(src=golden / GOLD / "tp2_pp1", dst=tmp_path / "out", to="dcp", names="hf", fsync=False))
     assert not any("config.json" in text for text in (*report.notes, *report.dropped))

@@ -66,6 +66,8 @@ def to_hf(
         used.add(name)
         made |= _parts(catalog, name, pair)
     _refuse_leftover([key for key in weights if key not in used], family)
+    if any(text.startswith("optimizer") for text in dropped):  # in words for those who go on with Megatron
+        dropped = ["optimizer (left out)", *(text for text in dropped if not text.startswith("optimizer"))]
     dropped += _left_out(catalog, has_config=has_config)
     documents: dict[str, bytes] = {}
     if has_config:
