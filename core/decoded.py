@@ -1,7 +1,8 @@
 """Encoded arrays as files: the source store, with a file of dense bytes for every array that has an encoding.
 
 Decoded units are kept, the least recently used ones go first. Row bands of a tensor come in order, so a unit is decoded
-once as long as those that lie side by side fit.
+once as long as those that lie side by side fit. An encoding that reads encoded arrays itself (``core.quantize_source``)
+is given this store, so that all of them share one cache.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ class DecodedStore:
     def __init__(self, store: ReadStore, *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
         self._store = store
         self._cache_bytes = cache_bytes
-        self._arrays: dict[str, StoredArray] = {}
         self._units: OrderedDict[tuple[str, int], _Unit] = OrderedDict()
         self._n_bytes = 0
         self._lock = threading.Lock()
@@ -53,9 +53,7 @@ class DecodedStore:
         extent = array.extent
         if extent is None or extent.encoding is None:
             return array
-        name = f"{extent.file}#{array.name}"
-        self._arrays[name] = array
-        return replace(array, extent=Extent(name, 0))
+        return replace(array, extent=Extent(_ArrayName(array), 0))
 
     def files(self, under: str = "") -> list[str]:
         """See ReadStore; decoded arrays are not listed."""
@@ -71,16 +69,15 @@ class DecodedStore:
 
     def exists(self, name: str) -> bool:
         """See ReadStore."""
-        return name in self._arrays or self._store.exists(name)
+        return isinstance(name, _ArrayName) or self._store.exists(name)
 
     def size(self, name: str) -> int:
         """See ReadStore."""
-        array = self._arrays.get(name)
-        return self._store.size(name) if array is None else array.n_bytes
+        return name.array.n_bytes if isinstance(name, _ArrayName) else self._store.size(name)
 
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
         """See ReadStore."""
-        if name not in self._arrays:
+        if not isinstance(name, _ArrayName):
             return self._store.read(name, offset, n_bytes)
         buffer = bytearray(n_bytes)
         self.read_into(name, offset, memoryview(buffer))
@@ -92,15 +89,14 @@ class DecodedStore:
         Raises:
             CorruptError: an array decodes to another length than it should have; and what the encoding raises.
         """
-        array = self._arrays.get(name)
-        if array is None:
+        if not isinstance(name, _ArrayName):
             self._store.read_into(name, offset, buffer)
             return
-        encoding = _encoding_of(array)
+        encoding = _encoding_of(name.array)
         done = 0
         while done < len(buffer):
             number, start = divmod(offset + done, encoding.unit_bytes)
-            unit = self._unit(name, array, number)
+            unit = self._unit(name, number)
             n = min(len(unit) - start, len(buffer) - done)
             if n <= 0:
                 raise CorruptError(f"{encoding.name} data end at byte {offset + done} of the array", file=name)
@@ -109,16 +105,16 @@ class DecodedStore:
 
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
         """See ReadStore."""
-        if name not in self._arrays:
+        if not isinstance(name, _ArrayName):
             self._store.read_vector(name, offset, buffers, n_bytes)
             return
         for buffer in buffers:
             self.read_into(name, offset, buffer)
             offset += len(buffer)
 
-    def _unit(self, name: str, array: StoredArray, number: int) -> memoryview:
+    def _unit(self, name: _ArrayName, number: int) -> memoryview:
         """The bytes of a unit, decoded by the first thread that asks for it."""
-        key = (name, number)
+        key = (str(name), number)  # a plain string, which holds no array
         with self._lock:
             unit = self._units.get(key)
             if unit is None:
@@ -129,7 +125,7 @@ class DecodedStore:
             if data is not None:
                 return data
             try:
-                data = memoryview(self._decoded(array, number)).toreadonly().cast("B")
+                data = memoryview(self._decoded(name.array, number)).toreadonly().cast("B")
             except BaseException:
                 with self._lock:
                     self._units.pop(key, None)
@@ -143,7 +139,7 @@ class DecodedStore:
 
     def _decoded(self, array: StoredArray, number: int) -> bytes | memoryview:
         encoding = _encoding_of(array)
-        data = encoding.decode(self._store, array, number)
+        data = encoding.decode(self, array, number)
         wanted = min(encoding.unit_bytes, array.n_bytes - number * encoding.unit_bytes)
         n_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
         if n_bytes != wanted:
@@ -163,6 +159,26 @@ class DecodedStore:
             gone = self._units.pop(oldest).data
             assert gone is not None
             self._n_bytes -= len(gone)
+
+
+class _ArrayName(str):
+    """The name of an encoded array's file; holds the array, so that the store need not remember every one.
+
+    Attributes:
+        array: the encoded array.
+    """
+
+    __slots__ = ("array",)
+
+    array: StoredArray
+
+    def __new__(cls, array: StoredArray) -> _ArrayName:
+        extent = array.extent
+        assert extent is not None
+        # Arrays of one name may lie in one file: replicas, and what is computed from an array of its own name.
+        name = super().__new__(cls, f"{extent.file}#{_encoding_of(array).name}@{extent.offset}#{array.name}")
+        name.array = array
+        return name
 
 
 class _Unit:

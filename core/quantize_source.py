@@ -6,9 +6,8 @@ their arrays and cover the tensor, have one dtype, and replicas are compared whe
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,22 +25,6 @@ if TYPE_CHECKING:
 _RAW_BYTES = 1 << 20
 
 
-class _Served:
-    """The store that serves encoded arrays too, made once per source store; its units stay cached."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._store: ReadStore | None = None
-        self._decoded: DecodedStore | None = None
-
-    def of(self, store: ReadStore) -> DecodedStore:
-        """The store for encoded arrays over ``store``."""
-        with self._lock:
-            if self._decoded is None or self._store is not store:
-                self._store, self._decoded = store, DecodedStore(store)
-            return self._decoded
-
-
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
     """A global tensor whose boxes can be read.
@@ -57,7 +40,6 @@ class SourceTensor:
     shape: Shape
     fragments: tuple[Fragment, ...]
     bind: Callable[[ReadStore, StoredArray], StoredArray]
-    _served: _Served = field(default_factory=_Served, compare=False, repr=False)
 
     @property
     def file(self) -> str:
@@ -66,6 +48,12 @@ class SourceTensor:
             if fragment.array is not None and fragment.array.extent is not None:
                 return fragment.array.extent.file
         return ""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that hold it, sorted."""
+        extents = (fragment.array.extent for fragment in self.fragments if fragment.array is not None)
+        return tuple(sorted({extent.file for extent in extents if extent is not None}))
 
     @property
     def working_bytes(self) -> int:
@@ -122,7 +110,7 @@ class SourceTensor:
         array = fragment.array
         if array.extent is not None and array.extent.is_late:
             array = self.bind(store, array)
-        served = self._served.of(store)
+        served = store if isinstance(store, DecodedStore) else DecodedStore(store)
         array = served.placed(array)
         extent = array.extent
         if extent is None or extent.is_late:

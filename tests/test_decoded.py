@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,7 +48,7 @@ def encoded(values: np.ndarray, *, rows: int) -> tuple[bytes, Deflated]:
     return b"".join(streams), Deflated(spans, unit)
 
 
-VALUES = np.arange(100 * 24, dtype="<i4").reshape(100, 24)
+VALUES: np.ndarray = np.arange(100 * 24, dtype="<i4").reshape(100, 24)
 
 
 def array_of(name: str, values: np.ndarray, *, rows: int) -> tuple[StoredArray, bytes, Deflated]:
@@ -119,6 +121,60 @@ def test_a_unit_of_the_wrong_length_is_reported_with_its_file() -> None:
     with pytest.raises(CorruptError, match="zlib data of array 'w' have 4 bytes, not 96") as caught:
         store.read(placed.extent.file, 9600, 96)
     assert caught.value.file == "w.z"
+
+
+def test_arrays_of_one_name_in_one_file_are_told_apart() -> None:
+    one, data, _ = array_of("w", VALUES, rows=7)
+    more, other = encoded(VALUES + 1, rows=7)
+    assert one.extent is not None
+    spans = tuple((start + len(data), n) for start, n in other.spans)
+    replica = replace(one, extent=Extent("w.z", len(data), encoding=replace(other, spans=spans)))
+    computed = replace(one, extent=replace(one.extent, encoding=Doubled(one)))
+    store = DecodedStore(MemoryStore({"w.z": data + more}))
+    names = [placed.extent.file for array in (one, replica, computed) if (placed := store.placed(array)).extent]
+    wanted = [VALUES, VALUES + 1, VALUES * 2]
+    assert [store.read(name, 0, VALUES.nbytes) for name in names] == [values.tobytes() for values in wanted]
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Computed from an encoded array of the same name, in the same file."""
+
+    array: StoredArray
+    name: str = "doubled"
+    unit_bytes: int = VALUES.nbytes
+    working_bytes: int = VALUES.nbytes
+
+    def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes:
+        assert isinstance(store, DecodedStore)
+        placed = store.placed(self.array)
+        assert placed.extent is not None
+        values: np.ndarray = np.frombuffer(store.read(placed.extent.file, 0, VALUES.nbytes), "<i4")
+        return bytes((values * 2).tobytes())
+
+
+def test_what_is_computed_from_encoded_arrays_shares_their_cache() -> None:
+    one, data, encoding = array_of("w", VALUES, rows=7)
+    assert one.extent is not None
+    store = DecodedStore(MemoryStore({"w.z": data}))
+    for number in range(5):
+        computed = replace(one, name=f"double {number}", extent=replace(one.extent, encoding=Doubled(one)))
+        placed = store.placed(computed)
+        assert placed.extent is not None
+        assert store.read(placed.extent.file, 0, VALUES.nbytes) == (VALUES * 2).tobytes()
+    assert len(encoding.counts) == 15, "every unit was decoded once"
+
+
+def test_an_array_that_nobody_copies_any_more_is_forgotten() -> None:
+    array, data, encoding = array_of("w", VALUES, rows=7)
+    store = DecodedStore(MemoryStore({"w.z": data}), cache_bytes=0)
+    placed = store.placed(array)
+    assert placed.extent is not None
+    store.read(placed.extent.file, 0, VALUES.nbytes)
+    held = weakref.ref(encoding)
+    del array, encoding, placed
+    gc.collect()
+    assert held() is None
 
 
 def split(n_columns: int) -> tuple[Catalog, MemoryStore]:
