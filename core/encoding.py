@@ -8,6 +8,7 @@ stays bounded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ class Encoding(Protocol):
 
     The dense bytes of an array (C order, little endian, ``StoredArray.n_bytes`` long) are cut into units of
     ``unit_bytes``; the last one may be shorter. A codec without random access has one unit, the whole array.
+
+    An encoding that reads other files than the extent's lists them in an attribute ``files``, see ``files_read``.
     """
 
     @property
@@ -55,3 +58,9 @@ def stored_bytes_of(encoding: Encoding) -> int | None:
     """
     found = getattr(encoding, "stored_bytes", None)
     return found if isinstance(found, int) else None
+
+
+def files_read(encoding: Encoding | None) -> Sequence[str]:
+    """The files that decoding reads, that of the extent left out."""
+    found: Sequence[str] = getattr(encoding, "files", ())
+    return found

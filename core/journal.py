@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from core.bands import ITEM_BYTES
+from core.encoding import files_read
 from core.ends import RecordCrc
 from core.ledger import CheckedRun, ItemRecord, WrittenRun
 from core.plan import Plan
@@ -158,7 +159,8 @@ def identity_of(plan: Plan, source_store: ReadStore, *, options: str = "", item_
 
     Args:
         plan: the plan.
-        source_store: its files' sizes, and where the store knows them their modification times, are part of the hash.
+        source_store: the sizes of its files, and where the store knows them their modification times, are part of the
+            hash: of those with tensors, and of all that were opened to make the plan.
         options: whatever else matters: the tool's version, the command's options.
         item_bytes: as for ``core.copy.execute``.
     """
@@ -184,9 +186,11 @@ def identity_of(plan: Plan, source_store: ReadStore, *, options: str = "", item_
                 add(fragment.box.offset, fragment.box.shape)
             else:
                 files.add(extent.file)
+                files.update(files_read(extent.encoding))
                 add(fragment.box.offset, fragment.box.shape, array.dtype, fragment.at, extent.file, extent.offset)
         add([(box.offset, box.shape) for box in plan.zeros.get(key, ())])
     stamp = getattr(source_store, "stamp", None)
+    files.update(getattr(source_store, "opened", ()))
     for file in sorted(files):
         add(file, source_store.size(file) if stamp is None else stamp(file))
     return state.hexdigest()

@@ -223,6 +223,11 @@ class Quantized:
         return max(1, self.weight.stripes_per_unit * BLOCK * self.weight.n_columns)
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """See Encoding."""
+        return self.weight.source.files
+
+    @property
     def working_bytes(self) -> int:
         """See Encoding."""
         return self.weight.working_bytes
@@ -266,6 +271,11 @@ class Scales:
     def unit_bytes(self) -> int:
         """See Encoding: the scales of the rows of blocks that make a unit of the numbers."""
         return 4 * max(1, self.weight.stripes_per_unit * self.weight.n_blocks) if self.weight.per_block else 4
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """See Encoding."""
+        return self.weight.source.files
 
     @property
     def working_bytes(self) -> int:

@@ -61,6 +61,11 @@ class Dequantized:
         return row_bytes * max(1, UNIT_BYTES // row_bytes)
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """See Encoding."""
+        return (*self.weight.files, *self.scales.files)
+
+    @property
     def working_bytes(self) -> int:
         """See Encoding."""
         n = self.unit_bytes // itemsize(self.dtype)

@@ -202,6 +202,11 @@ class LocalStore:
                 pass
         return self._seen[name][0]
 
+    @property
+    def opened(self) -> list[str]:
+        """Names of the files that have been opened."""
+        return list(self._seen)
+
     def stamp(self, name: str) -> tuple[int, int, int]:
         """Size, modification time (ns) and inode of a file, as they were when it was first opened."""
         self.size(name)
