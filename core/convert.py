@@ -182,13 +182,18 @@ def _is_file(format: Format, dst: Path) -> bool:
 
 
 def _left_behind(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
-    """What the destination has no place for, as a line each."""
+    """What the destination has no place for; entries that share their first name share a line."""
     lines = []
     beside = [*carried_of(catalog), *documents_of(catalog)]
     if beside and (is_file or not format.carries_files):
         lines.append(f"files beside the weights: {', '.join(beside)}")
     if catalog.objects and not (format.keeps_objects and (format.nests or not is_file)):
-        lines += [f"{key} (no tensor; {format.title} has no place for it)" for key in catalog.objects]
+        groups: dict[str, list[str]] = {}
+        for key in catalog.objects:
+            groups.setdefault(key.partition(".")[0], []).append(key)
+        for name, keys in groups.items():
+            what = keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"
+            lines.append(f"{what}: no tensor, {format.title} has no place for it")
     return lines
 
 

@@ -311,7 +311,7 @@ def _is_laid_out(job: Job, catalog: Catalog, format: Format, rules: Rules, names
         return True
     if names == "megatron" and is_megatron(catalog, rules):
         return True
-    return format.is_mcore and "dialect" not in catalog.attrs and is_megatron(catalog, rules)
+    return format.is_mcore and "common" not in catalog.attrs and is_megatron(catalog, rules)
 
 
 def _refuse_layout_options(job: Job) -> None:

@@ -87,7 +87,8 @@ def open_checkpoint(path: Path, *, iteration: int | None = None) -> Checkpoint:
     number = found if isinstance(found, int) else int(named.group(1)) if named else None
     if iteration is not None and number != iteration:
         raise UsageError(
-            f"--iteration {iteration} was asked for, but this is iteration {number}",
+            f"--iteration {iteration} was asked for, but "
+            + ("nothing here tells an iteration" if number is None else f"this is iteration {number}"),
             file=str(path),
             hint="point at the directory that holds the iterations",
         )

@@ -124,10 +124,16 @@ def _stored_boxes(
 
 
 def _file_numbers(catalog: Catalog) -> dict[str, int]:
-    """Source file → number, in order of first use; {} if all lies in one file, which the format may split."""
+    """Source file → number, in order of first use; {} if the files are no ranks' files.
+
+    They are not if all lies in one file, or if most pieces have a file of their own, as zarr's chunks do; the format
+    then makes files as it likes.
+    """
     numbers: dict[str, int] = {}
+    n_pieces = 0
     for key in catalog.tensors:
         for fragment in catalog.fragments(key):
             if fragment.array is not None and fragment.array.extent is not None:
                 numbers.setdefault(fragment.array.extent.file, len(numbers))
-    return numbers if len(numbers) > 1 else {}
+                n_pieces += 1
+    return numbers if 1 < len(numbers) <= n_pieces // 2 else {}

@@ -337,7 +337,7 @@ def test_tensors_that_share_bytes_still_do_when_the_first_is_left_out(tmp_path: 
 def test_a_single_file_says_what_it_cannot_hold(golden: Path, tmp_path: Path) -> None:
     source = convert(golden / "hf/llama/safetensors_single", tmp_path / "hf", "safetensors")
     torch.save({"w": torch.ones(2), "step": 7}, tmp_path / "step.pt")
-    for src, lost in ((source, "files beside the weights: config.json"), (tmp_path / "step.pt", "step (no tensor;")):
+    for src, lost in ((source, "files beside the weights: config.json"), (tmp_path / "step.pt", "step: no tensor,")):
         report = run(Job(src=src, dst=tmp_path / f"{src.name}.safetensors", to="safetensors", fsync=False))
         assert any(text.startswith(lost) for text in report.dropped)
         assert run(Job(src=src, dst=tmp_path / f"{src.name}-dir", to="safetensors", fsync=False)).dropped == ()

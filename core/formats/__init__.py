@@ -104,7 +104,8 @@ def format_called(name: str) -> Format:
     for format in known:
         if plain in (format.name, *format.aliases):
             return format
-    raise UnsupportedError(f"format {name!r} is not known", hint=f"known: {_names(known)}")
+    written = (format for format in known if format.lay_out is not None)
+    raise UnsupportedError(f"format {name!r} is not known", hint=f"formats that are written: {_names(written)}, hf")
 
 
 def sniffed(store: ReadStore) -> Format:
