@@ -7,8 +7,8 @@
 * the target fragments of a tensor cover it, and every element they ask for has a source (or is zero by rule);
 * where sources overlap, one is the *primary* and the others are *copies* to be compared with it.
 
-Nothing per fragment is kept: ``Plan.match`` derives the work of one key again when it is copied, so that 10⁵–10⁶
-fragments never exist at once. What is kept is a few bytes per placed array, and the totals.
+No work is kept: ``Plan.match`` derives that of one key again when it is copied, so that the fragments of all keys never
+exist at once. What is kept is metadata, whose memory counts like that of buffers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ RUNTIME_BYTES = 48 * MIB
 """What the interpreter, its modules and numpy occupy."""
 DECODER_BYTES = 192 * MIB
 """What tensorstore and other codecs occupy beside the pieces that they decode."""
-ARRAY_BYTES = 220
-"""Most bytes per placed array that the plan and the results occupy, names apart."""
+TENSOR_BYTES = 4 << 10
+"""Of metadata per tensor: its catalogs, its place in a nested state, the text of a header, its line in the manifest."""
+PIECE_BYTES = 3 << 9
+"""Of metadata per source fragment and per placed array."""
+MATCH_BYTES = 1 << 10
+"""Per fragment of the tensor that is being copied, beside ``PIECE_BYTES``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class _Totals:
     n_copies: int = 0
     n_casts: int = 0
     decode_bytes: int = 0
+    most_fragments: int = 0
 
 
 def make_plan(
@@ -137,7 +142,9 @@ def make_plan(
         coverage.add(target.fragments(key))
         _count(totals, work)
     coverage.finish()
-    memory = _memory(threads, len(places), totals.decode_bytes, memory_bytes)
+    n_tensors = len(target.tensors) + len(target.hidden)
+    metadata = _Metadata(n_tensors, len(places), totals.n_fragments, totals.most_fragments)
+    memory = _memory(threads, metadata, totals.decode_bytes, memory_bytes)
     return Plan(
         source=source,
         target=target,
@@ -176,6 +183,7 @@ def _count(totals: _Totals, work: Match) -> None:
     totals.read_bytes += size * sum(box.n_elements for box, _ in stored)
     totals.read_bytes += size * sum(box.n_elements for box, _, _ in work.copies)
     totals.n_fragments += len(stored) + len(work.copies)
+    totals.most_fragments = max(totals.most_fragments, len(stored) + len(work.copies), len(work.pairs))
     totals.n_transfers += len(work.pairs)
     totals.n_copies += len(work.copies)
     totals.n_casts += work.dtype != work.meta.dtype
@@ -200,17 +208,41 @@ class _Memory:
     n_bytes: int
 
 
-def _memory(threads: int, n_arrays: int, decode_bytes: int, memory_bytes: int | None) -> _Memory:
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """How much of what is known without data.
+
+    Args:
+        n_tensors: of the target, hidden ones included.
+        n_arrays: placed ones.
+        n_fragments: of the source.
+        most_fragments: of the source for one tensor.
+    """
+
+    n_tensors: int
+    n_arrays: int
+    n_fragments: int
+    most_fragments: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that it takes."""
+        pieces = PIECE_BYTES * (self.n_arrays + self.n_fragments)
+        return TENSOR_BYTES * self.n_tensors + pieces + MATCH_BYTES * self.most_fragments
+
+
+def _memory(threads: int, metadata: _Metadata, decode_bytes: int, memory_bytes: int | None) -> _Memory:
     """How the memory is divided.
 
     Args:
+        metadata: what takes memory as long as the work lasts.
         decode_bytes: most memory that decoding one piece of an encoded array takes; 0 if nothing is encoded.
         memory_bytes: most bytes that the process may use; None for no limit.
 
     Raises:
         CapacityError: it does not fit.
     """
-    fixed = RUNTIME_BYTES + n_arrays * ARRAY_BYTES + (DECODER_BYTES if decode_bytes else 0)
+    fixed = RUNTIME_BYTES + metadata.n_bytes + (DECODER_BYTES if decode_bytes else 0)
     buffer_bytes, cache_bytes = DEFAULT_BUFFER_BYTES, DEFAULT_CACHE_BYTES if decode_bytes else 0
     if memory_bytes is not None:
         while threads > 1 and decode_bytes and fixed + threads * (MIN_BUFFER_BYTES + decode_bytes) > memory_bytes:
@@ -219,7 +251,9 @@ def _memory(threads: int, n_arrays: int, decode_bytes: int, memory_bytes: int | 
         buffer_bytes = min(buffer_bytes, rest // threads)
         if buffer_bytes < MIN_BUFFER_BYTES:
             least = fixed + threads * (MIN_BUFFER_BYTES + decode_bytes)
-            what = f"{threads} threads and {n_arrays} arrays"
+            what = f"{threads} threads and {metadata.n_arrays} arrays"
+            if metadata.n_fragments > metadata.n_arrays:
+                what += f" from {metadata.n_fragments} pieces"
             if decode_bytes:
                 what += f" and the largest encoded piece ({decode_bytes} bytes)"
             raise CapacityError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from core.box import Box, whole
-from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta, whole_fragment
 from core.errors import (
     CapacityError,
     CheckpointingException,
@@ -182,3 +183,24 @@ def test_the_memory_need_is_stated_and_kept() -> None:
     assert tight.buffer_bytes < roomy.buffer_bytes
     with pytest.raises(CapacityError, match="2 threads and 1 arrays need"):
         make_plan(*parts, threads=2, memory_bytes=40 * MIB)
+
+
+def test_the_memory_of_many_small_pieces_is_counted() -> None:
+    n_pieces = 20_000
+    array = StoredArray("w", "int32", (1,), Extent("f", 0))
+    pieces = [Fragment("w", Box((i,), (1,)), replace(array, name=f"w@{i}"), (0,)) for i in range(n_pieces)]
+    tensors = {"w": TensorMeta("w", "int32", (n_pieces,))}
+    source = Catalog("fake", None, tensors, lambda key: pieces)
+    one_array = StoredArray("w", "int32", (n_pieces,))
+    target = Catalog("fake", None, tensors, lambda key: (whole_fragment("w", one_array),))
+    images = [FileImage("out", one_array.n_bytes, (PlacedArray(0, one_array),))]
+    few = make_plan(*catalogs(one("w", SHAPE), one("w", SHAPE)), threads=1)
+    tracemalloc.start()
+    many = make_plan(source, target, images, threads=1)
+    work = many.match("w")
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(work.pairs) == n_pieces
+    assert many.memory_bytes - few.memory_bytes > used
+    with pytest.raises(CapacityError, match="1 threads and 1 arrays from 20000 pieces need"):
+        make_plan(source, target, images, threads=1, memory_bytes=64 * MIB)
