@@ -10,7 +10,7 @@ On disk, one of::
     sharded/shard-00001-model-00001-of-00002.safetensors …               the same, beside consolidated files or alone
 
 The stem need not be ``model`` (``adapter_model``, ``diffusion_pytorch_model``). An index decides which files count;
-where there are whole files and pieces, the whole files do.
+where there are whole files and pieces, the whole files do. Without an index, files of a usual name count alone.
 
 Source: huggingface_hub 2.4 ``serialization``; torch 2.13 ``torch/distributed/checkpoint/hf_storage.py``.
 """
@@ -74,8 +74,7 @@ def shard_number(name: str) -> tuple[int, int] | None:
 
 
 def _stem(name: str) -> str:
-    matched = _SHARD.fullmatch(name)
-    stem = matched[1] if matched is not None else name.partition(SUFFIX)[0]
+    stem = _series(name.removesuffix(".index.json"))
     return stem if stem in STEMS else STEMS[0]
 
 
@@ -94,8 +93,10 @@ def files_of(store: ReadStore) -> Files:
     if not pieces:
         inside = store.files(PIECES_DIR)
         pieces = [f"{PIECES_DIR}/{name}" for name in inside if _PIECE.fullmatch(name)]
-    index, notes = _chosen_index(store)
+    whole, others = _of_usual_name(whole)
+    index, notes = _chosen_index(store, whole)
     if index is not None:
+        whole += others
         missing = [name for name in sorted(set(index.file_of.values())) if not store.exists(name)]
         if missing and pieces and not whole:
             return _of_pieces(pieces, index=index)
@@ -115,12 +116,31 @@ def files_of(store: ReadStore) -> Files:
         return Files(tuple(sorted(used)), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))
     if whole:
         _refuse_gaps(whole)
+        if others:
+            notes.append(f"{whole[0]}{' …' * (len(whole) > 1)} is what loaders take, so not read: {_listed(others)}")
         if len(whole) > 1:
             notes.append(f"{len(whole)} files without an index were read as one checkpoint: {_listed(whole)}")
         return Files(tuple(whole), stem=_stem(whole[0]), notes=(*notes, *_unread(pieces)))
     if pieces:
         return _of_pieces(pieces)
     raise MissingShardError("the directory holds no safetensors file", file=store.label)
+
+
+def _of_usual_name(names: list[str]) -> tuple[list[str], list[str]]:
+    """(files that are called as the first of ``STEMS`` that is there, all others); all and none without such a file.
+
+    What else lies beside ``model.safetensors`` is another checkpoint (an adapter, the weights under other names).
+    """
+    for stem in STEMS:
+        usual = [name for name in names if _series(name) == stem]
+        if usual:
+            return usual, [name for name in names if name not in usual]
+    return names, []
+
+
+def _series(name: str) -> str:
+    matched = _SHARD.fullmatch(name)
+    return matched[1] if matched is not None else name.removesuffix(SUFFIX)
 
 
 def _of_pieces(pieces: list[str], *, index: Index | None = None) -> Files:
@@ -170,14 +190,20 @@ def _refuse_gaps(names: list[str]) -> None:
             )
 
 
-def _chosen_index(store: ReadStore) -> tuple[Index | None, list[str]]:
-    """The index that counts, and notes on those that do not."""
+def _chosen_index(store: ReadStore, whole: list[str]) -> tuple[Index | None, list[str]]:
+    """The index that counts, and notes on those that do not.
+
+    Args:
+        whole: the files with tensors, those with one of the usual names if there are any.
+    """
     if store.entry is not None and store.entry.endswith(INDEX_SUFFIX):
         return read_index(store, store.entry, suffix=SUFFIX), []
     names = [name for name in store.files() if name.endswith(INDEX_SUFFIX)]
     if not names:
         return None, []
-    usual = "model" + INDEX_SUFFIX
+    usual = STEMS[0] + INDEX_SUFFIX
+    if usual not in names and any(_series(name) == STEMS[0] for name in whole):
+        return None, [f"not read: {_listed(names)}"]
     if len(names) > 1 and usual not in names:
         raise UnsupportedError(
             f"there are {len(names)} indexes: {_listed(names)}", file=store.label, hint="point at one of them"

@@ -315,6 +315,30 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
         ["a", "b", "c"],
         f"{INDEX} was read, not ema.safetensors.index.json",
     ),
+    "an adapter beside the model": (
+        {"adapter_model.safetensors": A, "model.safetensors": save({"w": torch.ones(1)})},
+        ["w"],
+        "model.safetensors is what loaders take, so not read: adapter_model.safetensors",
+    ),
+    "an adapter beside the model's shards": (
+        {**SHARDED, "adapter_model.safetensors": A},
+        ["a", "b", "c"],
+        "model-00001-of-00002.safetensors … is what loaders take, so not read: adapter_model.safetensors",
+    ),
+    "the same weights under another name": (
+        {"consolidated.safetensors": A, "model.safetensors": A},
+        ["a"],
+        "not read: consolidated.safetensors",
+    ),
+    "the index of an adapter beside the model": (
+        {
+            "model.safetensors": save({"w": torch.ones(1)}),
+            "adapter_model-00001-of-00001.safetensors": A,
+            "adapter_model.safetensors.index.json": b"no",
+        },
+        ["w"],
+        "not read: adapter_model.safetensors.index.json",
+    ),
     "metadata that differ": (
         {
             "x.safetensors": save({"a": torch.ones(1)}, {"k": "1"}),
