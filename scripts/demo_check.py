@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 PER_RANK = {"rng_state"}
@@ -148,6 +149,23 @@ def torch_file(ours_path: Path, theirs_dir: Path) -> str:
     )
 
 
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, or of those in a directory, read by safetensors."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        found |= load_file(file)
+    return found
+
+
+def safetensors_files(ours_dir: Path, theirs_path: Path) -> str:
+    """safetensors against safetensors, by their own reader."""
+    ours, theirs = weights_of(ours_dir), weights_of(theirs_path)
+    check_keys("tensors", ours, theirs)
+    n_bytes = sum(check_tensor(key, ours[key], value) for key, value in theirs.items())
+    return f"{len(theirs)} tensors, {n_bytes:,} bytes equal {theirs_path.name}, bit for bit"
+
+
 if __name__ == "__main__":
-    what = {"ranks": ranks, "dcp": dcp_directory, "torch": torch_file}[sys.argv[1]]
+    checks = {"ranks": ranks, "dcp": dcp_directory, "torch": torch_file, "safetensors": safetensors_files}
+    what = checks[sys.argv[1]]
     print("proof:", what(Path(sys.argv[2]), Path(sys.argv[3])))
