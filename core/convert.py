@@ -34,7 +34,7 @@ from core.job import TopologyChange as TopologyChange
 from core.journal import identity_of
 from core.layout import load_rules, shard, stack
 from core.manifest import finish_files, manifest_name, write_manifest
-from core.objects import nesting_notes, vetted
+from core.objects import nesting_notes, root_notes, vetted
 from core.occupied import check_replaceable
 from core.open import TRACKER, Checkpoint, open_checkpoint
 from core.plan import Plan, make_plan
@@ -146,8 +146,7 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     catalog = checked.catalog
     dst = job.dst or _proposed_dst(job, source, format)
     is_file = _is_file(format, dst)
-    if not format.nests and "family" not in catalog.attrs:
-        notes += nesting_notes(catalog)
+    notes += _nesting_lost(catalog, format, is_file=is_file)
     dropped += _left_behind(catalog, format, is_file=is_file)
     catalog, target = _source_and_target(job, catalog, format)
     notes += [note for note in _texts(target.attrs.get("notes")) if note not in notes]
@@ -179,6 +178,18 @@ def _is_file(format: Format, dst: Path) -> bool:
     if not format.is_single_file:
         return False
     return dst.suffix in format.suffixes if format.suffixes else dst.suffix != ""
+
+
+def _nesting_lost(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
+    """What becomes of containers around tensors, where the destination has them otherwise."""
+    if "family" in catalog.attrs:
+        return []
+    if format.nests:
+        return root_notes(catalog)
+    flattens = format.is_mcore or format.has_objects_beside
+    keeps_nesting = format.has_objects_beside and not is_file and bool(catalog.objects)
+    lost = nesting_notes(catalog, flattens=flattens, keeps_nesting=keeps_nesting)
+    return lost if flattens else lost + root_notes(catalog)
 
 
 def _left_behind(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:

@@ -16,7 +16,7 @@ from core.catalog import Catalog, Fragment, StoredArray, StoredObject
 from core.errors import UnsafeError, UnsupportedError
 from core.inert import NO_STATE, Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.safe_pickle import classify, globals_of
-from core.skeleton import REMOVED, Entry, entries, mapped
+from core.skeleton import REMOVED, Entry, Index, entries, mapped
 from core.store import ReadStore
 
 
@@ -191,10 +191,15 @@ def with_objects(catalog: Catalog) -> Catalog:
     return replace(catalog, objects={**catalog.objects, **objects}, skeleton=None, attrs=attrs)
 
 
-def nesting_notes(catalog: Catalog) -> list[str]:
-    """What the nesting of a state dict loses where a format knows only dicts, lists and plain tensors."""
+def nesting_notes(catalog: Catalog, *, flattens: bool = False, keeps_nesting: bool = False) -> list[str]:
+    """What the nesting of a state dict loses where a format knows only dicts, lists and plain tensors.
+
+    Args:
+        flattens: the format does not even know dicts, so that the paths of tensors become their names.
+        keeps_nesting: it stores the nesting beside the tensors.
+    """
     lost: dict[str, None] = {}
-    for node in walk(catalog.skeleton):
+    for node in () if keeps_nesting else walk(catalog.skeleton):
         if isinstance(node, TensorLeaf) and (node.wrapper is not None or node.requires_grad):
             lost["Parameter and requires_grad become plain tensors"] = None
         elif isinstance(node, Inert) and as_mapping(node) is not None:
@@ -205,10 +210,25 @@ def nesting_notes(catalog: Catalog) -> list[str]:
             lost["tuples with tensors become lists"] = None
         elif isinstance(node, dict) and any(not isinstance(name, str) for name in node):
             lost["keys that are no strings become strings"] = None
-    changed = [key for key in catalog.tensors if "\\." in key or re.search(r"~\d+$", key)]
+    path_of = {entry.leaf.key: entry.path for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)}
+    is_nested = (key for key, path in path_of.items() if len(path) > 1 or any(isinstance(name, Index) for name in path))
+    nested = next(is_nested, None)
+    if flattens and not keeps_nesting and nested is not None:
+        lost[f"containers are not stored, the tensors in them are called by their paths, such as {nested}"] = None
+    changed = [
+        key
+        for key, path in path_of.items()
+        if ("\\." in key or re.search(r"~\d+$", key)) and key != ".".join(map(str, path))
+    ]
     if changed:
         lost[f"{len(changed)} tensors whose paths collide get keys of their own, such as {changed[0]}"] = None
     return list(lost)
+
+
+def root_notes(catalog: Catalog) -> list[str]:
+    """What ``state_dict`` does to a root that is no dict."""
+    is_nested = catalog.skeleton is None or as_mapping(catalog.skeleton) is not None
+    return [] if is_nested else ["the root is no dict, so it stands in one, under the name 'value'"]
 
 
 def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:

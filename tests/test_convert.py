@@ -325,6 +325,34 @@ def test_what_nesting_loses_is_noted(tmp_path: Path) -> None:
         assert word in notes
 
 
+@pytest.mark.parametrize("to", ["zarr3", "safetensors"])
+def test_nesting_that_is_kept_is_not_called_lost(to: str, tmp_path: Path) -> None:
+    nested = {"m": {0: torch.nn.Parameter(torch.ones(2))}, "t": (torch.ones(1), 2)}
+    torch.save(nested, tmp_path / "x.pt")
+    assert run(Job(src=tmp_path / "x.pt", dst=tmp_path / "a", to=to, fsync=False)).notes == ()
+    run(Job(src=tmp_path / "a", dst=tmp_path / "y.pt", to="torch", fsync=False))
+    found = torch.load(tmp_path / "y.pt")
+    assert torch.equal(found["m"][0], torch.ones(2)) and isinstance(found["m"][0], torch.nn.Parameter)
+    assert isinstance(found["t"], tuple)
+
+
+@pytest.mark.parametrize("to", ["zarr3", "safetensors", "torch_dist", "zarr"])
+def test_containers_that_become_parts_of_names_are_noted(to: str, tmp_path: Path) -> None:
+    torch.save({"m": {"w": torch.ones(2)}}, tmp_path / "x.pt")
+    (note,) = run(Job(src=tmp_path / "x.pt", dst=tmp_path / "a", to=to, fsync=False)).notes
+    assert "such as m.w" in note
+    torch.save({"m.w": torch.ones(2), "n~1": torch.ones(2)}, tmp_path / "y.pt")
+    assert run(Job(src=tmp_path / "y.pt", dst=tmp_path / "b", to=to, fsync=False)).notes == ()
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+@pytest.mark.parametrize("root", [torch.ones(2), [torch.ones(2)]], ids=["tensor", "list"])
+def test_a_dict_around_the_root_is_noted(to: str, root: object, tmp_path: Path) -> None:
+    torch.save(root, tmp_path / "x.pt")
+    (note,) = run(Job(src=tmp_path / "x.pt", dst=tmp_path / "a", to=to, fsync=False)).notes
+    assert "under the name 'value'" in note
+
+
 def test_tensors_that_share_bytes_still_do_when_the_first_is_left_out(tmp_path: Path) -> None:
     w = torch.arange(1000.0)
     torch.save({"w": w, "x": w, "y": w}, tmp_path / "x.pt")
