@@ -23,6 +23,7 @@ Source: torch 2.13 ``torch/serialization.py``; files written by it, pinned in te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 FILE_NAME = "checkpoint.pt"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 PREFIX = "archive"
+_SHARD = re.compile(r"-(\d{5,})-of-(\d{5,})\.(?:bin|pt|pth)$")
 
 
 def sniff(store: ReadStore) -> bool:
@@ -85,7 +87,13 @@ def read(store: ReadStore) -> Catalog:
         raise UnsupportedError(
             "the directory does not hold exactly one torch file", file=store.label, hint="point at the file itself"
         )
-    return catalog_of(store, name)
+    catalog = catalog_of(store, name)
+    shard = _SHARD.search(name)
+    if shard is None or int(shard[2]) < 2:
+        return catalog
+    notes = catalog.attrs.get("notes")
+    note = f"this is file {int(shard[1])} of {int(shard[2])}; point at the directory to read all"
+    return catalog.with_attrs(notes=(*(notes if isinstance(notes, (list, tuple)) else ()), note))
 
 
 def catalog_of(store: ReadStore, name: str) -> Catalog:

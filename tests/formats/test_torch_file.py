@@ -226,6 +226,16 @@ def test_a_file_without_tensors_is_read_and_written(value: object) -> None:
     assert_same(torch.load(io.BytesIO(written(catalog, store))), value)
 
 
+def test_one_file_of_a_series_says_so() -> None:
+    name = "pytorch_model-00002-of-00003.bin"
+    stream = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, stream)
+    catalog = read(MemoryStore({name: stream.getvalue()}, entry=name))
+    assert catalog.attrs["notes"] == ("this is file 2 of 3; point at the directory to read all",)
+    alone = "pytorch_model-00001-of-00001.bin"
+    assert not read(MemoryStore({alone: stream.getvalue()}, entry=alone)).attrs["notes"]
+
+
 def test_a_flat_catalog_becomes_a_dict(tmp_path: Path) -> None:
     catalog, store = opened(saved({"a": {"b": filled(torch.int8, 3)}, "c": 5}))
     for loaded in loads(written(replace(catalog, skeleton=None), store), tmp_path / "new.pt"):
