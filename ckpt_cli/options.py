@@ -317,6 +317,15 @@ class TransferOptions:
             help="Tensor names to write: hf, hf:MODEL_TYPE or megatron.",
         ),
     ] = None
+    config: Annotated[
+        Path | None,
+        Option(
+            "--config",
+            metavar="config.json",
+            rich_help_panel=LAYOUT,
+            help="Of the model, where SRC has Hugging Face's names and none beside them.",
+        ),
+    ] = None
     rules: Annotated[
         Path | None,
         Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),

@@ -75,6 +75,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         keep_padded_vocab=options.keep_padded_vocab,
         optim="drop" if options.no_optim else "carry",
         names=names_of(options.names),
+        config=options.config,
         dequantize=options.dequantize,
         include=tuple(options.include or ()),
         exclude=tuple(options.exclude or ()),

@@ -22,7 +22,7 @@ from core.catalog import Catalog
 from core.changes import Changed, changed
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
 from core.formats import Format
-from core.formats.hf_files import CONFIG, carried_of, config_of, documents_of
+from core.formats.hf_files import CONFIG, carried_of, config_of, documents_of, with_documents
 from core.formats.torch_file import load_object, refuse_unsupported
 from core.inert import as_mapping
 from core.job import Job
@@ -32,6 +32,7 @@ from core.layout_args import facts_of, topology_of, with_vocab_size
 from core.layout_checks import check_complete
 from core.objects import loaded
 from core.open import Checkpoint
+from core.store import translated
 from core.topology import Topology
 from core.transform import is_optimizer_key, without_optimizer
 
@@ -75,8 +76,10 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     rules = load_rules(job.rules)
     names, model_type = _names(job)
     _check_source_sizes(job, catalog)
-    config = config_of(source.store) if "config.json" in carried_of(catalog) else None
+    catalog, config = _with_config(job, catalog, source)
     comes_from_hf = is_hf(catalog, config)
+    if job.config is not None and not comes_from_hf:
+        raise UsageError("--config has no effect: the tensors have Megatron's names", hint="leave it out")
     _check_names(job, names, model_type, format, config if comes_from_hf else None)
     has_layout = comes_from_hf or is_megatron(catalog, rules)
     if _changes_layout(job) and not is_cut(format) and (job.to is not None or has_layout):
@@ -101,7 +104,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     if names == "megatron" and not comes_from_hf and not is_megatron(catalog, rules) and not _is_rank_local(catalog):
         raise UsageError(
             "--names megatron: the tensors have neither Megatron's names nor Hugging Face's with a config.json",
-            hint="copy the model's config.json beside the weights",
+            hint="point at the model's config.json with --config FILE",
         )
     if comes_from_hf and (names == "megatron" or (is_cut(format) and names != "hf")):
         assert config is not None
@@ -120,6 +123,8 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
             catalog = to_megatron(
                 first.catalog, config, make_vocab_size_divisible_by=job.vocab_divisor or VOCAB_DIVISOR
             )
+        divisor = job.vocab_divisor or VOCAB_DIVISOR
+        notes.append(f"padded vocabularies are multiples of {divisor} × TP (--make-vocab-size-divisible-by)")
         second = _changed(catalog, late, notes)
         return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
     if job.vocab_divisor is not None:
@@ -261,6 +266,27 @@ def _files_left(source: Checkpoint) -> list[str]:
 
 _BOOKKEEPING = re.compile(r"\..*|.*\.index(\..+)?\.json|(.*\.)?ckpt-(manifest\.json|objects\.pt)")
 """Hidden files, indexes of shards, and what this project writes beside weights."""
+
+
+def _with_config(job: Job, catalog: Catalog, source: Checkpoint) -> tuple[Catalog, Mapping[str, object] | None]:
+    """The catalog, and the parsed config.json beside its weights or that of ``--config``; None if there is none.
+
+    Raises:
+        UsageError: there are two.
+        CorruptError: it is not JSON.
+    """
+    is_beside = CONFIG in carried_of(catalog)
+    if job.config is None:
+        return catalog, config_of(source.store) if is_beside else None
+    if is_beside:
+        raise UsageError(
+            "--config: SRC has a config.json of its own",
+            file=str(job.config),
+            hint="leave --config out, or edit that one",
+        )
+    with translated(str(job.config), doing="read"):
+        data = job.config.read_bytes()
+    return with_documents(catalog, {CONFIG: data}), object_of(data, file=str(job.config))
 
 
 def _is_rank_local(catalog: Catalog) -> bool:

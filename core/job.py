@@ -51,6 +51,7 @@ class Job:
         topology: parallel sizes to change and to check; None for none.
         keeps_layout: sizes that ``topology`` leaves open stay the source's; otherwise they become 1.
         vocab_size: the true number of vocabulary rows, where the checkpoint does not say.
+        config: the ``config.json`` of a model with Hugging Face's names, where the source has none beside its weights.
         vocab_divisor: of Hugging Face's weights that become Megatron's: padded vocabularies are multiples of it times
             TP; None for Megatron's default.
         keep_padded_vocab: keep padding rows as if they were real ones.
@@ -84,6 +85,7 @@ class Job:
     keep_padded_vocab: bool = False
     optim: str = "carry"
     names: str | None = None
+    config: Path | None = None
     dequantize: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.catalog import Catalog
-from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
+from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.formats import Format, sniffed
 from core.store import LocalStore, checked_name, translated
 
@@ -25,6 +25,10 @@ ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?|checkpoint-)(\d+
 _ORBAX_STEP = "_CHECKPOINT_METADATA"
 """Lies in the directories of Orbax's CheckpointManager, which are called by their numbers."""
 _METADATA_FILES = (".metadata", "metadata.json", "common.pt")
+_WEIGHTS = re.compile(
+    r"^(\.metadata|metadata\.json|common\.pt|zarr\.json|\.zarray|\.zgroup|pytorch_model.*\.bin|.*\.safetensors|.*\.index\.json)$"
+)
+"""Files of a directory that is a checkpoint itself, whatever the names of the directories in it."""
 _INDEX_FILE = re.compile(r"(\.index\.json|^zarr\.json|^\.zarray|^\.zgroup|^manifest\.ocdbt|^config\.json)$")
 """Files that stand for the directory that they describe."""
 
@@ -140,7 +144,7 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     for tracker in _NAMING_TRACKERS:
         if store.exists(tracker):
             return root / _named(store, root, tracker, iterations), []
-    if iterations and not any(store.exists(name) for name in _METADATA_FILES):
+    if iterations and not any(map(_WEIGHTS.search, store.files())):
         newest = max(iterations)
         return root / iterations[newest], [f"no tracker file: the newest iteration, {iterations[newest]}, was taken"]
     return root, []
@@ -165,7 +169,28 @@ def _sniffed(store: LocalStore) -> Format:
         return sniffed(store)
     except UnsupportedError as err:
         _refuse_unread(store, err.hint or "")
+        below = _checkpoints_below(store)
+        if below:
+            err.hint = f"point at one of the checkpoints below it: {', '.join(below)}"
         raise
+
+
+def _checkpoints_below(store: LocalStore, *, most: int = 8) -> list[str]:
+    """Names of directories right below that look like checkpoints or roots of them; a few, of the first hundred."""
+    found: list[str] = []
+    for name in [] if store.entry is not None else store.folders()[:100]:
+        below = LocalStore(store.root / name)
+        try:
+            if not (below.exists(TRACKER) or any(map(below.exists, _NAMING_TRACKERS))):
+                sniffed(below)
+            found.append(name)
+        except CheckpointingException:
+            continue
+        finally:
+            below.close()
+        if len(found) > most:
+            return [*found[:most], "…"]
+    return found
 
 
 def _refuse_empty(store: LocalStore) -> None:

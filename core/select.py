@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from core.errors import UsageError
 
-LIST_THEM = "list the keys with: ckpt inspect --flat"
+LIST_THEM = "list the keys with: ckpt inspect SRC --flat"
 """The hint where a pattern matches nothing."""
 
 _NUMBERS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")

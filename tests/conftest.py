@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import tarfile
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets programs that the tests start die of signals, also where this run was started with them ignored (nohup)."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
 
 GOLDEN_ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from core.convert import Job, TopologyChange, run
-from core.errors import CheckpointingException, UnsupportedError, UsageError
+from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
 from core.formats import torch_file
 from core.store import LocalStore
 from tests.hf.models import loaded_model, logits
@@ -79,6 +80,38 @@ def test_hugging_face_directories_become_rank_files_and_come_back(
     run(Job(src=tmp_path / "ranks", dst=tmp_path / "dist", to="torch_dist", fsync=False))
     run(Job(src=tmp_path / "dist", dst=tmp_path / "again", to="hf", fsync=False))
     assert read_safetensors(tmp_path / "again") == first
+
+
+def test_a_config_beside_nothing_makes_a_model_of_any_state_dict(golden: Path, tmp_path: Path) -> None:
+    hf = golden / "hf/llama/safetensors_single"
+    wanted = read_safetensors(hf)
+    run(Job(src=hf, dst=tmp_path / "step.dcp", to="dcp", add_prefix="app.model.", fsync=False))
+    told = Job(
+        src=tmp_path / "step.dcp",
+        dst=tmp_path / "ranks",
+        to="megatron",
+        config=hf / "config.json",
+        strip_prefix=("app.model.",),
+        topology=TopologyChange(tp=2),
+        fsync=False,
+    )
+    report = run(told)
+    assert any("padded vocabularies are multiples of 128" in note for note in report.notes)
+    run(Job(src=tmp_path / "ranks", dst=tmp_path / "back", to="hf", fsync=False))
+    assert read_safetensors(tmp_path / "back") == wanted
+    run(replace(told, dst=tmp_path / "hf", to="hf", topology=None))
+    assert read_safetensors(tmp_path / "hf") == wanted
+    assert (tmp_path / "hf/config.json").read_bytes() == (hf / "config.json").read_bytes()
+
+
+def test_a_config_that_is_not_needed_or_not_there_is_refused(golden: Path, tmp_path: Path) -> None:
+    hf = golden / "hf/llama/safetensors_single"
+    with pytest.raises(UsageError, match="has a config.json of its own"):
+        run(Job(src=hf, dst=tmp_path / "out", to="megatron", config=hf / "config.json", fsync=False))
+    with pytest.raises(UsageError, match="--config has no effect"):
+        run(Job(src=golden / GOLD / "tp1_pp1", dst=tmp_path / "out", to="hf", config=hf / "config.json", fsync=False))
+    with pytest.raises(MissingShardError):
+        run(Job(src=golden / "torch_dcp/tp2_only", dst=tmp_path / "out", to="hf", config=tmp_path / "no", fsync=False))
 
 
 def test_names_of_megatron_may_be_asked_for_in_any_format(golden: Path, tmp_path: Path) -> None:

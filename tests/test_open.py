@@ -100,6 +100,19 @@ def test_deepspeeds_trackers_lead_to_the_directory_that_they_name(golden: Path, 
         open_checkpoint(tmp_path)
 
 
+def test_a_checkpoint_with_directories_that_are_called_like_steps_is_read_itself(golden: Path, tmp_path: Path) -> None:
+    for name in (".", "checkpoint-10"):
+        shutil.copytree(golden / "hf/llama/safetensors_single", tmp_path / name, dirs_exist_ok=True)
+    assert open_checkpoint(tmp_path).path == tmp_path
+    assert open_checkpoint(tmp_path, iteration=10).path == tmp_path / "checkpoint-10"
+
+
+def test_a_folder_of_checkpoints_names_those_below_it(golden: Path) -> None:
+    with pytest.raises(UnsupportedError) as refusal:
+        open_checkpoint(golden / "mcore_legacy/dense_gqa")
+    assert "tp1_pp1, tp1_pp1_dp2_distopt" in str(refusal.value.hint)
+
+
 @pytest.mark.parametrize(
     "path", ["hf/llama/safetensors_sharded/model.safetensors.index.json", "hf/llama/safetensors_sharded/config.json"]
 )

@@ -104,8 +104,14 @@ def format_called(name: str) -> Format:
     for format in known:
         if plain in (format.name, *format.aliases):
             return format
-    written = (format for format in known if format.lay_out is not None)
-    raise UnsupportedError(f"format {name!r} is not known", hint=f"formats that are written: {_names(written)}, hf")
+    from difflib import get_close_matches
+
+    written = [format for format in known if format.lay_out is not None]
+    near = get_close_matches(plain, [name for format in written for name in (format.name, *format.aliases)], n=1)
+    guess = f"did you mean {near[0]}? " if near else ""
+    raise UnsupportedError(
+        f"format {name!r} is not known", hint=f"{guess}Formats that are written: {_names(written)}, hf"
+    )
 
 
 def sniffed(store: ReadStore) -> Format:

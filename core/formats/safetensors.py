@@ -219,7 +219,7 @@ def _checked_pieces(store: ReadStore, catalog: Catalog, index: Index | None) -> 
 
 FORMAT = Format(
     name="safetensors",
-    title="safetensors",
+    title="Hugging Face safetensors",
     sniff=sniff,
     read=read,
     lay_out=lay_out,
