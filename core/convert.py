@@ -248,8 +248,10 @@ def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
         name += "".join(
             f"-{size}{n}" for size in ("vpp", "ep", "etp") if (n := getattr(job.topology, size)) is not None
         )
-        return src.parent / (name if job.to is None else f"{name}.{format.name}")
-    return src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))
+        made = src.parent / (name if job.to is None else f"{name}.{format.name}")
+    else:
+        made = src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))
+    return made if job.src.is_absolute() else Path(os.path.relpath(made))
 
 
 def run(job: Job, *, progress: Progress | None = None) -> Report:
