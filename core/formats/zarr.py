@@ -44,7 +44,7 @@ from core.formats.mcore_objects import is_sharded_object
 from core.formats.torch_file import load_object, plan_tree
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
 from core.formats.zarr_chunks import folder_places
-from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image
+from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
 from core.formats.zarr_grid import grid_of_pieces
 from core.formats.zarr_tree import ROOT_KEY, Listing, check_key, folders_of, has_array_inside
 from core.formats.zarr_v2 import ARRAY_FILE, GROUP_FILE, parse_zarray, zarray
@@ -82,7 +82,7 @@ def read(store: ReadStore) -> Catalog:
         CorruptError: ``metadata.json``, a ``.zarray`` or the common state is malformed, a chunk has the wrong length or
             lies beyond its array.
         MissingShardError: ``metadata.json``, ``common.pt``, a ``.zarray`` or a chunk is absent.
-        UnsupportedError: another backend or version, or an element type that is not handled.
+        UnsupportedError: another backend or version.
         UnsafeError: a hostile pickle, or a name outside the directory.
     """
     is_megatron = store.exists(COMMON_FILE) or (store.exists(CONFIG) and "sharded_backend" in config_of(store))
@@ -94,11 +94,15 @@ def read(store: ReadStore) -> Catalog:
         attrs |= common_attrs(common, file=store.label)
         hidden |= inside
     folders: dict[str, ZarrFolder] = {}
+    unread: dict[str, str] = {}
     objects: dict[str, StoredObject] = {}
     for folder, listing, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing):
         if is_array:
             key = folder or ROOT_KEY
-            folders[key] = _array(store, folder, listing, key=key)
+            try:
+                folders[key] = _array(store, folder, listing, key=key)
+            except UnsupportedError as err:
+                unread[key] = err.message
         elif folder:
             _check_no_array(store, folder, listing, is_megatron=is_megatron)
         if is_megatron and folder:
@@ -106,7 +110,7 @@ def read(store: ReadStore) -> Catalog:
                 objects[item.key] = item
                 hidden |= inside
     catalog = catalog_of_folders(store, folders, format="zarr", version="2", objects=objects, attrs=attrs)
-    return catalog.with_hidden(hidden)
+    return without_unread(catalog.with_hidden(hidden), unread)
 
 
 def _array(store: ReadStore, folder: str, listing: Listing, *, key: str) -> ZarrFolder:

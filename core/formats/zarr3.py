@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING
 
 from core.catalog import Catalog
 from core.dtypes import itemsize
-from core.errors import MissingShardError
+from core.errors import MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.torch_objects import OBJECTS_FILE, objects_image, read_objects, with_objects
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
 from core.formats.zarr_chunks import folder_places
-from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image
+from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
 from core.formats.zarr_grid import ChunkGrid, grid_of_pieces, row_bands
 from core.formats.zarr_shards import dense_index, index_bytes
 from core.formats.zarr_tree import ROOT_KEY, Listing, check_key, folders_of, has_array_inside
@@ -97,15 +97,20 @@ def read(store: ReadStore) -> Catalog:
         return kind == "array"
 
     folders: dict[str, ZarrFolder] = {}
+    unread: dict[str, str] = {}
     for folder, listing, found in folders_of(store, is_array=is_array):
         if not found:
             _check_no_array(folder, listing)
             continue
         key, file = folder or ROOT_KEY, _file_of(folder)
-        array = parse_array(nodes.pop(folder), file=file, key=key)
+        try:
+            array = parse_array(nodes.pop(folder), file=file, key=key)
+        except UnsupportedError as err:
+            unread[key] = err.message
+            continue
         folders[key] = ZarrFolder(array, file, folder_places(store, folder, array, key=key, listing=listing))
     catalog = catalog_of_folders(store, folders, format="zarr3", version="3", attrs=attrs)
-    return with_objects(catalog, read_objects(store))
+    return without_unread(with_objects(catalog, read_objects(store)), unread)
 
 
 def _file_of(folder: str) -> str:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, TensorMeta
+from core.catalog import Catalog, StoredObject, TensorMeta
 from core.formats.zarr_chunks import PlaceOf, fragments_of_chunks
 from core.image import FileImage, PlacedArray, literal_file
 
 if TYPE_CHECKING:
     from core.box import Shape
-    from core.catalog import Fragment, StoredArray, StoredObject
+    from core.catalog import Fragment, StoredArray
     from core.formats.zarr_array import ZarrArray
     from core.formats.zarr_chunk_names import ChunkNames
     from core.formats.zarr_grid import ChunkGrid
@@ -64,6 +64,22 @@ def catalog_of_folders(
         objects=objects or {},
         attrs=attrs,
     )
+
+
+def without_unread(catalog: Catalog, unread: Mapping[str, str]) -> Catalog:
+    """The catalog of a hierarchy in which some arrays are of a kind that is not handled.
+
+    They are objects without a value, as the other formats have such tensors (attrs["unsupported"]): the rest can be
+    looked at, and copied once they are left out.
+
+    Args:
+        unread: key → what is not handled.
+    """
+    if not unread:
+        return catalog
+    objects = {key: StoredObject(key, value=f"not read: {why}") for key, why in unread.items()}
+    kinds = {key: f"zarr array of that kind ({why})" for key, why in unread.items()}
+    return replace(catalog, objects={**catalog.objects, **objects}).with_attrs(unsupported=kinds)
 
 
 def metadata_image(path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shape, StoredArray]) -> FileImage:

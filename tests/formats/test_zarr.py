@@ -643,3 +643,11 @@ def test_edge_chunks_may_hold_anything_beyond_the_tensor(tmp_path: Path) -> None
     assert tensor_bytes(catalog, store, "w").tobytes() == whole[:5, :4].tobytes()
     folder = written(catalog, store, zarr.FORMAT, tmp_path / "ours")
     assert by_tensorstore(folder / "w", "zarr").tobytes() == whole[:5, :4].tobytes()
+
+
+def test_an_array_of_an_unknown_kind_is_shown_and_the_others_are_read() -> None:
+    store = plain_group()
+    store.contents["names/.zarray"] = bytearray(zarray_of(dtype="|O"))
+    catalog = zarr.FORMAT.read(store)
+    assert list(catalog.tensors) == ["w"]
+    assert "element type" in str(catalog.objects["names"].value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tensorstore as ts
 import zarr as zarr_python
 
 from core.catalog import Catalog, StoredArray, catalog_of_arrays
+from core.convert import Job, run
 from core.dtypes import DTYPES
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.formats import torch_dist, zarr3
@@ -523,3 +525,18 @@ def test_a_shard_without_a_chunk_is_reported_not_filled(tmp_path: Path) -> None:
         catalog.fragments("w")
     assert (caught.value.file, caught.value.key) == ("w/c/1/0", "w")
     assert "write_empty_chunks" in str(caught.value)
+
+
+def test_an_array_of_strings_is_shown_and_can_be_left_out(tmp_path: Path) -> None:
+    group = zarr_python.open_group(tmp_path / "in", mode="w", zarr_format=3)
+    group.create_array("w", data=np.arange(6, dtype="float32"), compressors=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        group.create_array("names", data=np.array(["a", "b"], dtype="<U1"))
+    catalog = zarr3.FORMAT.read(LocalStore(tmp_path / "in"))
+    assert list(catalog.tensors) == ["w"]
+    assert "not read" in str(catalog.objects["names"].value)
+    with pytest.raises(UnsupportedError, match="cannot be copied") as refusal:
+        run(Job(src=tmp_path / "in", dst=tmp_path / "out", to="dcp", fsync=False))
+    assert (refusal.value.key, "--exclude" in str(refusal.value.hint)) == ("names", True)
+    assert run(Job(src=tmp_path / "in", dst=tmp_path / "out", to="dcp", exclude=("names",), fsync=False)).n_tensors == 1
