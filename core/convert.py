@@ -33,6 +33,7 @@ from core.job import Report as Report
 from core.job import TopologyChange as TopologyChange
 from core.journal import identity_of
 from core.layout import load_rules, shard, stack
+from core.layout_state import texts_of
 from core.manifest import finish_files, manifest_name, write_manifest
 from core.objects import nesting_notes, root_notes, vetted
 from core.occupied import check_replaceable
@@ -149,8 +150,8 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     notes += _nesting_lost(catalog, format, is_file=is_file)
     dropped += _left_behind(catalog, format, is_file=is_file)
     catalog, target = _source_and_target(job, catalog, format)
-    notes += [note for note in _texts(target.attrs.get("notes")) if note not in notes]
-    dropped += [text for text in _texts(target.attrs.get("dropped")) if text not in dropped]
+    notes += [note for note in texts_of(target, "notes") if note not in notes]
+    dropped += [text for text in texts_of(target, "dropped") if text not in dropped]
     if is_file and not format.nests:
         target = tensors_only(target)
     target = target.with_attrs(max_file_bytes=job.max_file_bytes, is_file=is_file)
@@ -229,10 +230,6 @@ def _as_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImag
         return images
     moved = tuple(replace(image, path=f"iter_{iteration:07d}/{image.path}") for image in images)
     return (*moved, literal_file(TRACKER, str(iteration).encode("ascii"), is_metadata=True))
-
-
-def _texts(found: object) -> list[str]:
-    return [str(text) for text in found] if isinstance(found, (list, tuple)) else []
 
 
 _SUFFIXES = {"torch": ".pt"}

@@ -59,6 +59,11 @@ def is_cut(format: Format) -> bool:
     return format.partition == "ranks" or format.is_mcore
 
 
+def is_mcore(catalog: Catalog) -> bool:
+    """Whether a catalog is in the schema of Megatron's distributed checkpoints, with their common state."""
+    return "common" in catalog.attrs
+
+
 def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     """See the module's docstring.
 
@@ -70,7 +75,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     Raises:
         CheckpointingException: any kind.
     """
-    from core.hf import is_hf, to_hf, to_megatron
+    from core.hf import is_hf
 
     catalog = loaded(source.catalog, source.store, load_object)
     rules = load_rules(job.rules)
@@ -81,52 +86,18 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     if job.config is not None and not comes_from_hf:
         raise UsageError("--config has no effect: the tensors have Megatron's names", hint="leave it out")
     _check_names(job, names, model_type, format, config if comes_from_hf else None)
-    has_layout = comes_from_hf or is_megatron(catalog, rules)
-    if _changes_layout(job) and not is_cut(format) and (job.to is not None or has_layout):
-        raise UsageError(
-            f"format {format.name} has no parallel layout that {_options(job)} could change",
-            hint="leave the sizes out, or write --to megatron or --to torch_dist",
-        )
-    is_one_file = format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
-    if job.max_file_bytes is not None and (format.name in _UNSPLIT or is_one_file):
-        why = "DST is one file" if is_one_file else f"{format.name} decides itself what goes into a file"
-        raise UsageError(
-            f"--max-shard-size has no effect: {why}",
-            hint="leave it out, or write a directory: --to safetensors",
-        )
-    if (job.stack_layers or job.unstack_layers is not None) and is_cut(format):
-        raise UsageError(
-            f"--stack-layers and --unstack-layers have no use for {format.name}, which names layers in its own way",
-            hint="leave them out",
-        )
-    notes: list[str] = []
-    dropped = _files_left(source)
-    if names == "megatron" and not comes_from_hf and not is_megatron(catalog, rules) and not _is_rank_local(catalog):
+    is_named = comes_from_hf or is_megatron(catalog, rules)
+    _check_target(job, format, is_named=is_named)
+    if names == "megatron" and not is_named and not _is_rank_local(catalog):
         raise UsageError(
             "--names megatron: the tensors have neither Megatron's names nor Hugging Face's with a config.json",
             hint="point at the model's config.json with --config FILE",
         )
+    notes: list[str] = []
+    dropped = _files_left(source)
     if comes_from_hf and (names == "megatron" or (is_cut(format) and names != "hf")):
         assert config is not None
-        _check_vocabulary(job, config)
-        _refuse_quantizing(job, format)
-        if job.optim == "drop":
-            without = without_optimizer(catalog)
-            catalog = without.catalog
-            dropped += [f"optimizer ({len(without.left_out)} entries)"] if without.left_out else []
-        late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers, quantize=job.quantize)
-        early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
-        first = _changed(catalog, early, notes, config)
-        document = documents_of(first.catalog).get(CONFIG)
-        config = config if document is None else object_of(document, file=CONFIG)
-        with _complete(first, "Hugging Face"):
-            catalog = to_megatron(
-                first.catalog, config, make_vocab_size_divisible_by=job.vocab_divisor or VOCAB_DIVISOR
-            )
-        divisor = job.vocab_divisor or VOCAB_DIVISOR
-        notes.append(f"padded vocabularies are multiples of {divisor} × TP (--make-vocab-size-divisible-by)")
-        second = _changed(catalog, late, notes)
-        return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
+        return _as_megatron(job, catalog, format, config, notes, dropped)
     if job.vocab_divisor is not None:
         raise UsageError(
             "--make-vocab-size-divisible-by has no effect: no Hugging Face weights become Megatron's here",
@@ -148,23 +119,90 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         catalog = _completed(job, catalog, source, notes, wants_hf=wants_hf)
     else:
         _refuse_layout_options(job)
-        if job.optim == "drop":
-            without = without_optimizer(catalog)
-            catalog = without.catalog
-            dropped += [f"optimizer ({len(without.left_out)} entries)"] if without.left_out else []
+        catalog = _without_optimizer(job, catalog, dropped)
     if wants_hf:
-        early = replace(job, quantize=())
-        first = _changed(catalog, early, notes)
-        with _complete(first, "Megatron"):
-            catalog = to_hf(first.catalog, model_type=model_type, has_config=format.carries_files)
-        second = _changed(catalog, Job(src=job.src, quantize=job.quantize), notes)
-        return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
+        return _as_hf(job, catalog, format, model_type, notes, dropped)
     made = _changed(catalog, job, notes, config)
     if format.carries_files:
         notes += made.config_notes
     if catalog.attrs.get("family") == "megatron" and is_cut(format) and (made.left_out or made.renamed):
         _refuse_incomplete(made.catalog, rules)
     return GlobalForm(made.catalog, made.renamed, tuple(notes), tuple(dropped))
+
+
+def _as_megatron(
+    job: Job,
+    catalog: Catalog,
+    format: Format,
+    config: Mapping[str, object],
+    notes: list[str],
+    dropped: list[str],
+) -> GlobalForm:
+    """Megatron's global form of tensors with Hugging Face's names; the user's changes go by the latter."""
+    from core.hf import to_megatron
+
+    _check_vocabulary(job, config)
+    _refuse_quantizing(job, format)
+    catalog = _without_optimizer(job, catalog, dropped)
+    late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers, quantize=job.quantize)
+    early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
+    first = _changed(catalog, early, notes, config)
+    document = documents_of(first.catalog).get(CONFIG)
+    config = config if document is None else object_of(document, file=CONFIG)
+    divisor = job.vocab_divisor or VOCAB_DIVISOR
+    with _complete(first, "Hugging Face"):
+        catalog = to_megatron(first.catalog, config, make_vocab_size_divisible_by=divisor)
+    notes.append(f"padded vocabularies are multiples of {divisor} × TP (--make-vocab-size-divisible-by)")
+    second = _changed(catalog, late, notes)
+    return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
+
+
+def _as_hf(
+    job: Job, catalog: Catalog, format: Format, model_type: str | None, notes: list[str], dropped: list[str]
+) -> GlobalForm:
+    """Megatron's global form under Hugging Face's names; changes go by Megatron's names, scales by the new ones."""
+    from core.hf import to_hf
+
+    first = _changed(catalog, replace(job, quantize=()), notes)
+    with _complete(first, "Megatron"):
+        catalog = to_hf(first.catalog, model_type=model_type, has_config=format.carries_files)
+    second = _changed(catalog, Job(src=job.src, quantize=job.quantize), notes)
+    return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
+
+
+def _without_optimizer(job: Job, catalog: Catalog, dropped: list[str]) -> Catalog:
+    """The catalog without its optimizer, if the job asks for that."""
+    if job.optim != "drop":
+        return catalog
+    without = without_optimizer(catalog)
+    if without.left_out:
+        dropped.append(f"optimizer ({len(without.left_out)} entries)")
+    return without.catalog
+
+
+def _check_target(job: Job, format: Format, *, is_named: bool) -> None:
+    """Options that the destination's format cannot honour are refused.
+
+    Args:
+        is_named: whether the tensors' names are Megatron's or Hugging Face's.
+    """
+    if _changes_layout(job) and not is_cut(format) and (job.to is not None or is_named):
+        raise UsageError(
+            f"format {format.name} has no parallel layout that {_options(job)} could change",
+            hint="leave the sizes out, or write --to megatron or --to torch_dist",
+        )
+    is_one_file = format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
+    if job.max_file_bytes is not None and (not format.splits_files or is_one_file):
+        why = "DST is one file" if is_one_file else f"{format.name} decides itself what goes into a file"
+        raise UsageError(
+            f"--max-shard-size has no effect: {why}",
+            hint="leave it out, or write a directory: --to safetensors",
+        )
+    if (job.stack_layers or job.unstack_layers is not None) and is_cut(format):
+        raise UsageError(
+            f"--stack-layers and --unstack-layers have no use for {format.name}, which names layers in its own way",
+            hint="leave them out",
+        )
 
 
 def _check_names(
@@ -240,7 +278,7 @@ def _refuse_names(catalog: Catalog, format: Format, *, wants_hf: bool) -> None:
     raise UnsupportedError(
         f"the tensors ({first!r} …) cannot become {wanted}: they have neither Megatron's names and arguments, nor "
         f"Hugging Face's with a {CONFIG} beside them",
-        hint=f"point at the directory that holds {CONFIG} too, or keep the names: --to {keeps}",
+        hint=f"say where {CONFIG} is with --config FILE, or keep the names: --to {keeps}",
     )
 
 
@@ -307,8 +345,6 @@ def _names(job: Job) -> tuple[str | None, str | None]:
 
 VOCAB_DIVISOR = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
-_UNSPLIT = ("megatron", "torch", "zarr", "zarr3", "deepspeed_universal")
-"""Formats whose files are one for each rank, tensor or checkpoint, whatever their size."""
 HF_ALIASES = ("hf", "huggingface")
 """Names of the format safetensors that ask for Hugging Face's tensor names as well."""
 
@@ -337,7 +373,7 @@ def _is_laid_out(job: Job, catalog: Catalog, format: Format, rules: Rules, names
         return True
     if names == "megatron" and is_megatron(catalog, rules):
         return True
-    return format.is_mcore and "common" not in catalog.attrs and is_megatron(catalog, rules)
+    return format.is_mcore and not is_mcore(catalog) and is_megatron(catalog, rules)
 
 
 def _refuse_layout_options(job: Job) -> None:

@@ -19,8 +19,10 @@ from core.fold import components
 from core.formats import Format, formats
 from core.formats.hf_files import CONFIG, carried_of, config_of
 from core.formats.torch_file import load_object
+from core.global_form import is_mcore
 from core.inert import Global, as_mapping, attributes
 from core.job import Job
+from core.layout_state import texts_of
 from core.objects import loaded
 from core.optim_format import TITLES, optim_format_of, role_of
 from core.quantize import companion
@@ -155,7 +157,7 @@ def summarized(checkpoint: Checkpoint) -> Summary:
     notes = [*checkpoint.notes]
     if catalog.attrs.get("is_rank_local") and unsharded.catalog is None:
         notes.append("shown rank by rank: what several ranks hold is counted several times")
-    notes += _strings(catalog.attrs.get("notes"))
+    notes += texts_of(catalog, "notes")
     notes += _warnings(catalog)
     return Summary(
         path=str(checkpoint.path),
@@ -344,10 +346,6 @@ def _has_flattened(catalog: Catalog) -> bool:
     )
 
 
-def _strings(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, (list, tuple)) else []
-
-
 def _warnings(catalog: Catalog) -> list[str]:
     """Objects that name code nobody should run; nothing is run here, but others would."""
     from core.safe_pickle import classify, globals_of
@@ -366,7 +364,6 @@ def _verdicts(checkpoint: Checkpoint, unsharded: _Unsharded, optimizer: str | No
     own = checkpoint.format
     is_known = unsharded.catalog is not None
     without = [*([_NO_OPTIM] if optimizer is not None else []), *unsharded.conditions]
-    cut = without
     targets_of: dict[str | None, list[str]] = {}
     for format in formats():
         if format.lay_out is None or format.name == own.name:
@@ -376,7 +373,7 @@ def _verdicts(checkpoint: Checkpoint, unsharded: _Unsharded, optimizer: str | No
             if not is_known:
                 continue
             conditions = without
-        elif format.is_mcore and is_known and "dialect" not in checkpoint.catalog.attrs:
+        elif format.is_mcore and is_known and not is_mcore(checkpoint.catalog):
             conditions = without
         elif format.is_mcore and unsharded.is_hf:
             conditions = [_HF_NAMES]
@@ -390,8 +387,7 @@ def _verdicts(checkpoint: Checkpoint, unsharded: _Unsharded, optimizer: str | No
     verdicts = [Verdict("convert", True, tuple(names), why) for why, names in targets_of.items()]
     if not verdicts:
         verdicts.append(Verdict("convert", False, (), unsharded.why))
-    if own.partition != "ranks" and not own.is_mcore:
-        cut = [*cut, _NEEDS_LAYOUT]
+    cut = without if own.partition == "ranks" or own.is_mcore else [*without, _NEEDS_LAYOUT]
     verdicts.append(Verdict("reshard", is_known, (), _joined(cut) if is_known else unsharded.why))
     return tuple(verdicts)
 

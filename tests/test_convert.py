@@ -369,3 +369,34 @@ def test_a_single_file_says_what_it_cannot_hold(golden: Path, tmp_path: Path) ->
         report = run(Job(src=src, dst=tmp_path / f"{src.name}.safetensors", to="safetensors", fsync=False))
         assert any(text.startswith(lost) for text in report.dropped)
         assert run(Job(src=src, dst=tmp_path / f"{src.name}-dir", to="safetensors", fsync=False)).dropped == ()
+
+
+@pytest.mark.parametrize("target", ["dcp", "torch_dist", "safetensors"])
+@pytest.mark.parametrize(
+    "source", ["torch_dcp/fsdp2_dp4", "mcore_legacy/dense_gqa/tp2_pp2", "hf/llama/safetensors_single"]
+)
+def test_a_limit_on_file_sizes_holds_whatever_wrote_the_source(
+    source: str, target: str, golden: Path, tmp_path: Path
+) -> None:
+    from tests.real_readers import READERS
+
+    src, limit = golden / source, 20_000
+    run(Job(src=src, dst=tmp_path / "whole", to=target, fsync=False))
+    run(Job(src=src, dst=tmp_path / "split", to=target, max_file_bytes=limit, fsync=False))
+    assert READERS[target](tmp_path / "split") == READERS[target](tmp_path / "whole")
+    names = ["*.safetensors"] if target == "safetensors" else ["*.distcp"]
+    sizes = [path.stat().st_size for name in names for path in (tmp_path / "split").rglob(name)]
+    assert len(sizes) > 3
+    largest = max(len(data) for _, _, data in READERS[target](tmp_path / "whole").values())
+    assert max(sizes) <= max(limit, largest) + 4096
+
+
+def test_zarr_with_its_optimizer_becomes_torch_dist_as_inspect_says(golden: Path, tmp_path: Path) -> None:
+    from core.summary import summarized
+
+    src = golden / "mcore0121_zarr/dense_gqa/tp2_pp2_optim"
+    opened = open_checkpoint(src)
+    plain = [verdict for verdict in summarized(opened).verdicts if "torch_dist" in verdict.targets]
+    opened.store.close()
+    assert [(verdict.is_possible, verdict.why) for verdict in plain] == [(True, None)]
+    assert run(Job(src=src, dst=tmp_path / "out", to="torch_dist", fsync=False)).dropped == ()

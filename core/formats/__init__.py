@@ -41,6 +41,7 @@ class Format:
         has_objects_beside: whether non-tensor entries are stored beside the tensors, with the tensors inside them;
             where they are not, those become tensors of their own.
         nests: whether nested containers are stored as they are, with tensors and other values inside them.
+        splits_files: whether ``lay_out`` keeps its files below ``attrs["max_file_bytes"]``.
         adapt: what a catalog of global tensors becomes before it is cut, where the format has names of its own.
         carries_files: whether files beside the weights (``Catalog.attrs["carried"]``, ``["documents"]``) can be stored.
     """
@@ -59,6 +60,7 @@ class Format:
     has_objects_beside: bool = False
     nests: bool = False
     carries_files: bool = False
+    splits_files: bool = False
     adapt: Callable[[Catalog], Catalog] | None = None
 
 

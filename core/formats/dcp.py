@@ -367,4 +367,5 @@ FORMAT = Format(
     lay_out=lay_out,
     aliases=("torch_dcp",),
     partition="as_stored",
+    splits_files=True,
 )

@@ -153,7 +153,8 @@ def lay_out_items(target: Catalog, objects: Iterable[StoredObject], *, max_file_
     Args:
         target: arrays without extent; each one becomes a chunk.
         objects: with a value, or with a raw stream among the target's hidden tensors.
-        max_file_bytes: where a file of items without coords ends, unless one item alone is larger; None for 5 GB.
+        max_file_bytes: where a file ends, unless one item alone is larger; None for 5 GB, and no end to files that
+            coords name.
 
     Raises:
         UnsupportedError: a chunk does not fit its tensor, or two chunks of a tensor begin at the same element, which
@@ -161,7 +162,7 @@ def lay_out_items(target: Catalog, objects: Iterable[StoredObject], *, max_file_
     """
     of_objects = {item.key: item for item in _object_items(target, objects)}
     of_tensors = _chunk_items(target)
-    groups = _grouped(of_objects.values(), of_tensors, max_file_bytes or DEFAULT_MAX_FILE_BYTES)
+    groups = _grouped(of_objects.values(), of_tensors, max_file_bytes)
     files = []
     for file, (name, members) in enumerate(groups):
         end = 0
@@ -217,7 +218,7 @@ def _chunk_items(target: Catalog) -> dict[str, list[Item]]:
 
 
 def _grouped(
-    objects: Iterable[Item], chunks: Mapping[str, Iterable[Item]], max_file_bytes: int
+    objects: Iterable[Item], chunks: Mapping[str, Iterable[Item]], max_file_bytes: int | None
 ) -> Iterator[tuple[str, list[Item]]]:
     """File names and their items, objects first."""
     named: dict[int, list[Item]] = defaultdict(list)
@@ -237,10 +238,12 @@ def _grouped(
     if groups:
         groups[0][1][:0] = [item for item in free if item.box is None]
         free = [item for item in free if item.box is not None]
-    groups += enumerate(_split(free, max_file_bytes), first_free)
+    groups += enumerate(_split(free, max_file_bytes or DEFAULT_MAX_FILE_BYTES), first_free)
     for number, members in groups:
         members.sort(key=lambda item: item.box is not None)
-        yield f"__{number}_0.distcp", members
+        parts = [members] if max_file_bytes is None else _split(members, max_file_bytes)
+        for part, items in enumerate(parts):
+            yield f"__{number}_{part}.distcp", items
 
 
 def _split(items: Iterable[Item], max_file_bytes: int) -> Iterator[list[Item]]:

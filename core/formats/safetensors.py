@@ -228,4 +228,5 @@ FORMAT = Format(
     aliases=("hf", "huggingface"),
     carries_files=True,
     has_objects_beside=True,
+    splits_files=True,
 )

@@ -152,4 +152,5 @@ FORMAT = Format(
     lay_out=lay_out,
     partition="as_stored",
     is_mcore=True,
+    splits_files=True,
 )
