@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.box import Box, Shape, whole
+from core.box import Box, Shape, c_strides, whole
 from core.dtypes import itemsize
-from core.errors import UnsupportedError
+from core.errors import CorruptError, UnsupportedError
 
 if TYPE_CHECKING:
     from core.encoding import Encoding
@@ -68,6 +68,8 @@ class Extent:
         item_bytes: length of that container item; the extent is then late-bound and ``strides`` is None.
         encoding: how the dense bytes are made, or None for plain little-endian elements in the file.
         crc: CRC-32 of the record that begins at element 0 and is exactly this array, where the container states one.
+        part_of: of a late-bound array that is a part of the item's tensor: that tensor's shape, and how many of its
+            elements come before, in C order; None where the array is the tensor.
     """
 
     file: str
@@ -76,6 +78,7 @@ class Extent:
     item_bytes: int | None = None
     encoding: Encoding | None = None
     crc: int | None = None
+    part_of: tuple[Shape, int] | None = None
 
     @property
     def is_late(self) -> bool:
@@ -109,6 +112,36 @@ class StoredArray:
     def n_bytes(self) -> int:
         """Bytes of the array as a dense one."""
         return prod(self.shape) * itemsize(self.dtype)
+
+
+def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
+    """A run of an array's elements, in C order, as an array of its own with another shape.
+
+    Args:
+        array: where it lies is known, or late-bound; without an encoding.
+        start: elements before the run.
+        shape: of the part, in elements.
+
+    Raises:
+        UnsupportedError: the array is not dense in its file, or its bytes must be made.
+        CorruptError: it ends before the part does.
+    """
+    extent = array.extent
+    assert extent is not None, "a part is one of something stored"
+    if start < 0 or start + prod(shape) > prod(array.shape):
+        raise CorruptError(
+            f"elements {start}–{start + prod(shape)} are beyond the array's {prod(array.shape)}",
+            key=array.name,
+            file=extent.file,
+        )
+    if extent.encoding is not None or extent.strides not in (None, c_strides(array.shape)):
+        raise UnsupportedError("only a part of it is needed, but it is compressed or strided", key=array.name)
+    name = f"{array.name}[{start}:{start + prod(shape)}]"
+    if extent.is_late:
+        base, before = extent.part_of or (array.shape, 0)
+        return replace(array, name=name, shape=shape, extent=replace(extent, part_of=(base, before + start)))
+    offset = extent.offset + start * itemsize(array.dtype)
+    return replace(array, name=name, shape=shape, extent=Extent(extent.file, offset))
 
 
 @dataclass(frozen=True, slots=True)

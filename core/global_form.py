@@ -112,9 +112,10 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
             catalog,
             rules=rules,
             vocab_size=job.vocab_size,
-            optim="drop" if job.optim == "drop" else "refuse",
+            optim="drop" if job.optim == "drop" else "refuse" if wants_hf else "carry",
             keep_padded_vocab=job.keep_padded_vocab,
             target_tp=target_topology(job, catalog, format).tp if is_cut(format) else None,
+            store=source.store,
         )
         catalog = _completed(job, catalog, source, notes, wants_hf=wants_hf)
     else:

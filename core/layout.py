@@ -6,8 +6,8 @@
     torch_dist ──┼── unshard ──▶ global per-layer form ────────┤
     DCP, torch ──┘   (``core.layout_unshard``)                 └── stack ──▶ torch_dist
 
-The rules are data: ``layouts/megatron.toml``, read by ``core.layout_rules``. What is not handled yet (optimizer state,
-Mamba, multi-token prediction …) is refused by name.
+The rules are data: ``layouts/megatron.toml``, read by ``core.layout_rules``. What is not handled yet is refused by
+name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from core.layout_rules import Rules, load_rules
 from core.layout_shard import shard
 from core.layout_stack import Stacked, stack
 from core.layout_unshard import unshard_ranks
+from core.store import ReadStore
 
 __all__ = ["Rules", "Stacked", "is_megatron", "load_rules", "shard", "stack", "unshard"]
 
@@ -27,9 +28,10 @@ def unshard(
     *,
     rules: Rules,
     vocab_size: int | None = None,
-    optim: str = "refuse",
+    optim: str = "carry",
     keep_padded_vocab: bool = False,
     target_tp: int | None = None,
+    store: ReadStore | None = None,
 ) -> Catalog:
     """The global per-layer form of a Megatron checkpoint.
 
@@ -40,10 +42,11 @@ def unshard(
             keys.
         rules: the layout's table.
         vocab_size: true rows of the vocabulary; None takes the training arguments' word.
-        optim: ``refuse`` optimizer state, or ``drop`` it with a note.
+        optim: ``carry`` optimizer state, ``drop`` it with a note, or ``refuse`` it.
         keep_padded_vocab: count padding rows as true ones.
         target_tp: the TP size that the result is meant for; padding rows are then kept where that size needs exactly as
             many, so that they move unchanged. None cuts them wherever the true vocabulary is known.
+        store: the checkpoint's files, where masters are to be compared with weights; None leaves that out.
 
     Returns:
         A catalog as ``core.layout_unshard`` describes it.
@@ -63,6 +66,7 @@ def unshard(
             optim=optim,
             keep_padded_vocab=keep_padded_vocab,
             target_tp=target_tp,
+            store=store,
         )
     return unshard_global(
         catalog,

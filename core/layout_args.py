@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from core.errors import CorruptError, UnsupportedError
 from core.inert import Inert, as_mapping, attributes
 from core.placement import padded_vocab_size
-from core.topology import LayerSplit, Topology, split_layers
+from core.stages import Stages
+from core.topology import Topology, split_layers
 
 _GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
 _NOT_YET = {
@@ -92,10 +93,10 @@ class Facts:
         """Rows that a vocabulary of ``n_rows`` has at a TP size."""
         return n_rows if self.divisible_by is None else padded_vocab_size(n_rows, divisible_by=self.divisible_by, tp=tp)
 
-    def split(self, pp: int, vpp: int = 1) -> LayerSplit:
-        """How the layers lie in ``pp`` stages; the uneven counts apply only to the run's own number of stages."""
+    def stages(self, pp: int, vpp: int = 1) -> Stages:
+        """Where the model lives in ``pp`` stages; the uneven counts apply only to the run's own number of stages."""
         is_own = pp == self.topology.pp and pp > 1
-        return split_layers(
+        split = split_layers(
             self.n_layers,
             pp=pp,
             vpp=vpp,
@@ -104,6 +105,11 @@ class Facts:
             counts_embedding=self.counts_embedding,
             counts_loss=self.counts_loss,
         )
+        return Stages(pp, vpp, {MAIN_STACK: split})
+
+
+MAIN_STACK = "decoder.layers."
+"""What stands before the numbers of the layers that every model has."""
 
 
 def fields_of(args: object, *, file: str | None = None) -> dict[str, object]:

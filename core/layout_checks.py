@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from core.box import Shape
 from core.errors import CorruptError, MissingShardError
 from core.layout_args import Facts
-from core.layout_rules import Rule, Rules
+from core.layout_rules import Layer, Rule, Rules
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -25,33 +25,40 @@ def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
     for name in (EMBEDDING, *(() if facts.is_tied else (OUTPUT,))):
         if name not in present:
             raise MissingShardError("the tensor is not in the checkpoint", key=name)
+    for stack in rules.stacks:
+        _check_stack(stack, present, facts, rules)
+
+
+def _check_stack(stack: str, names: Iterable[str], facts: Facts, rules: Rules) -> None:
+    """A stack has all its layers, and layers of one kind have the same parameters."""
+    n_layers = facts.n_layers if stack == rules.main_stack else 0
     subs_of: dict[int, set[str]] = {}
-    for name in present:
+    for name in names:
         found = rules.layer_of(name)
-        if found is not None:
-            subs_of.setdefault(found[0], set()).add(found[1])
-    missing = sorted(set(range(facts.n_layers)) - set(subs_of))
+        if found is not None and found.stack == stack:
+            subs_of.setdefault(found.number, set()).add(found.sub)
+    missing = sorted(set(range(n_layers)) - set(subs_of))
     if missing:
-        raise MissingShardError(f"layers {listed(missing)} of {facts.n_layers} are not in the checkpoint")
-    extra = sorted(set(subs_of) - set(range(facts.n_layers)))
+        raise MissingShardError(f"layers {listed(missing)} of {n_layers} are not in the checkpoint")
+    extra = sorted(set(subs_of) - set(range(n_layers)))
     if extra:
-        raise CorruptError(f"there are layers {listed(extra)}, but the model has {facts.n_layers}")
+        raise CorruptError(f"there are layers {listed(extra)}, but the model has {n_layers}")
     every: dict[bool, set[str]] = {True: set(), False: set()}
     for layer, subs in subs_of.items():
         every[layer in facts.moe_layers] |= subs
     for layer, subs in sorted(subs_of.items()):
         absent = every[layer in facts.moe_layers] - subs
         if absent:
-            raise MissingShardError("other layers have this tensor", key=rules.layer_name(layer, min(absent)))
-        _check_experts(layer, subs, facts, rules)
+            raise MissingShardError("other layers have this tensor", key=str(Layer(stack, layer, min(absent))))
+        _check_experts(stack, layer, subs, facts, rules)
 
 
-def _check_experts(layer: int, subs: Iterable[str], facts: Facts, rules: Rules) -> None:
+def _check_experts(stack: str, layer: int, subs: Iterable[str], facts: Facts, rules: Rules) -> None:
     """A layer has the experts that the arguments say, and none beyond."""
     experts = (rules.expert_of(sub) for sub in subs)
     numbers = {expert.number for expert in experts if expert is not None and expert.number is not None}
     wanted = set(range(facts.n_experts or 0)) if layer in facts.moe_layers else set()
-    name = rules.layer_name(layer, "mlp.experts")
+    name = str(Layer(stack, layer, "mlp.experts"))
     if wanted - numbers:
         raise MissingShardError(
             f"experts {listed(sorted(wanted - numbers))} of {len(wanted)} are not in the checkpoint", key=name

@@ -6,7 +6,7 @@ Layers are numbered anew in every chunk, experts in every expert parallel rank.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.catalog import StoredArray
 from core.errors import CorruptError, MissingShardError, UnsupportedError
@@ -15,6 +15,7 @@ from core.layout_args import Facts
 from core.layout_experts import unpacked
 from core.layout_rules import Rules
 from core.layout_state import is_chunk
+from core.stages import Stages
 from core.topology import Rank
 
 
@@ -25,13 +26,13 @@ class Chunk:
     Args:
         folder: the rank's directory.
         where: (vp_rank, pp_rank).
-        first: global number of its first layer.
+        stages: where the source's layers live.
     """
 
     folder: str
     rank: Rank
     where: tuple[int, int]
-    first: int
+    stages: Stages
     facts: Facts
     rules: Rules
 
@@ -55,7 +56,9 @@ class Chunk:
     def layer_name(self, name: str) -> str:
         """A name with its layer renumbered."""
         found = self.rules.layer_of(name)
-        return name if found is None else self.rules.layer_name(found[0] + self.first, found[1])
+        if found is None:
+            return name
+        return str(replace(found, number=found.number + self.stages.offset(found.stack, *self.where)))
 
     def global_names(self, name: str) -> list[tuple[int, str]]:
         """(expert or 0, global name) of what an entry holds: one, or one for each expert of the rank.

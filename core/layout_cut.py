@@ -10,6 +10,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.layout_args import Facts
 from core.layout_rules import Rule, Rules
 from core.layout_vocab import padded_rows
+from core.optimizer import param_of
 from core.placement import (
     Piece,
     check_divides,
@@ -54,7 +55,7 @@ class Cut:
 
 
 def cuts_of(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, *, n_rows: int | None) -> dict[str, Cut]:
-    """How every tensor of the global per-layer form is cut.
+    """How every tensor of the global per-layer form is cut; an optimizer's states as their parameters are.
 
     Args:
         n_rows: rows of the true vocabulary, or None where nothing says.
@@ -65,7 +66,7 @@ def cuts_of(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, *,
     """
     found = {}
     for key, meta in catalog.tensors.items():
-        rule = rules.rule_of(key, shapes=[meta.shape])
+        rule = rules.rule_of(param_of(key), shapes=[meta.shape])
         if rule.extent and rule.cut_axis is None and catalog.attrs.get("is_down_proj_cut"):
             rule = rule.as_cut()
         found[key] = cut_of(meta, rule, facts, topology=topology, n_rows=n_rows)

@@ -22,7 +22,7 @@ from core.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
 from core.layout_args import Facts, facts_of
 from core.layout_checks import check_complete, check_shape
 from core.layout_order import by_place
-from core.layout_rules import Rules
+from core.layout_rules import Layer, Rules
 from core.layout_state import (
     OPTIMIZER,
     RNG,
@@ -70,7 +70,7 @@ def unshard_global(
     notes = texts_of(catalog, "notes")
     dropped: list[str] = []
     if any(map(is_optimizer_key, [*catalog.tensors, *catalog.objects])) or common.get(OPTIMIZER) is not None:
-        refuse_or_drop_optimizer(f"of {catalog.format}", optim=optim, dropped=dropped)
+        refuse_or_drop_optimizer(f"of {catalog.format}", optim="drop" if optim == "drop" else "refuse", dropped=dropped)
     common.pop(OPTIMIZER, None)
     states = {str(name): common.pop(name) for name in list(common) if sharded_object(str(name)) is not None}
     if "checkpoint_version" in common:
@@ -151,7 +151,7 @@ def unshard_global(
 
 def is_megatron(catalog: Catalog, rules: Rules) -> bool:
     """Whether a catalog of global tensors has Megatron's names and training arguments; its objects are loaded."""
-    if not any(key.startswith(prefix + rules.layers) for prefix in _PREFIXES for key in catalog.tensors):
+    if not any(key.startswith(prefix + rules.main_stack) for prefix in _PREFIXES for key in catalog.tensors):
         return False
     args = _common_of(catalog).get("args")
     known = attributes(args) or as_mapping(args) or {}
@@ -165,7 +165,7 @@ def _prefix_of(catalog: Catalog, rules: Rules) -> str:
         UnsupportedError: the keys are not Megatron's.
     """
     for prefix in _PREFIXES:
-        if any(key.startswith(prefix + rules.layers) for key in catalog.tensors):
+        if any(key.startswith(prefix + rules.main_stack) for key in catalog.tensors):
             return prefix
     example = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
     raise UnsupportedError(
@@ -252,10 +252,10 @@ def _names_in(name: str, facts: Facts, rules: Rules) -> list[tuple[tuple[int, ..
     stacked, single = rules.stacked_of(name), rules.layer_of(name)
     names: list[tuple[tuple[int, ...], str]] = [((), name)]
     if stacked is not None:
-        sub = _sub(stacked, facts, rules)
-        names = [((layer,), rules.layer_name(layer, sub)) for layer in range(facts.n_layers)]
+        stack, sub = stacked[0], _sub(stacked[1], facts, rules)
+        names = [((layer,), str(Layer(stack, layer, sub))) for layer in range(facts.n_layers)]
     elif single is not None:
-        names = [((), rules.layer_name(single[0], _sub(single[1], facts, rules)))]
+        names = [((), str(replace(single, sub=_sub(single.sub, facts, rules))))]
     found: list[tuple[tuple[int, ...], str]] = []
     for at, whole in names:
         expert = rules.expert_of(whole)

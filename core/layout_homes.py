@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.errors import CorruptError, UnsupportedError
 from core.layout_rules import Rules
-from core.topology import LayerSplit, Rank, Topology
+from core.stages import Stages
+from core.topology import Rank, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Homes:
         n_local: experts of a rank.
     """
 
-    layers: LayerSplit
+    stages: Stages
     topology: Topology
     rules: Rules
     expert_names: str
@@ -62,11 +63,12 @@ class Homes:
                     key=key,
                     hint=f"pass a file with --rules that says: [[stage]] pattern = '^{key}$' stage = \"last\"",
                 )
-            return Home(0, 0, None, key) if place == "first" else self.last(key)
-        if layer[0] >= self.layers.n_layers:
-            raise CorruptError(f"there is no layer {layer[0]} in a model of {self.layers.n_layers}", key=key)
-        vp, pp, number = self.layers.chunk_of(layer[0])
-        name = rules.layer_name(number, layer[1])
+            return Home(*self.stages.chunk_at(place), None, key)
+        if layer.number >= self.stages.n_layers(layer.stack):
+            n_layers = self.stages.n_layers(layer.stack)
+            raise CorruptError(f"there is no layer {layer.number} in a model of {n_layers}", key=key)
+        vp, pp, number = self.stages.chunk_of(layer.stack, layer.number)
+        name = str(replace(layer, number=number))
         expert = rules.expert_of(name)
         if expert is None or expert.number is None:
             return Home(vp, pp, None, name)
@@ -75,14 +77,14 @@ class Homes:
 
     def last(self, name: str) -> Home:
         """The home of what is in the last chunk of the last stage."""
-        return Home(self.topology.vpp - 1, self.topology.pp - 1, None, name)
+        return Home(*self.stages.chunk_at("last"), None, name)
 
     def module(self, name: str) -> list[Home]:
         """The homes of a module; none where it does not exist, all where no row says."""
         layer = self.rules.layer_of(name + ".")
         if layer is None and self.rules.stage_of(name) is None:
             return [Home(vp, pp, None, name) for pp in range(self.topology.pp) for vp in range(self.topology.vpp)]
-        if layer is not None and layer[0] >= self.layers.n_layers:
+        if layer is not None and layer.number >= self.stages.n_layers(layer.stack):
             return []
         home = self.home(name + "." if layer is not None else name)
         return [Home(home.vp, home.pp, home.ep, home.name.removesuffix("."))]

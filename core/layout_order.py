@@ -30,6 +30,6 @@ def place_of(name: str, rules: Rules) -> Place:
     if layer is not None:
         expert = rules.expert_of(name)
         number = 0 if expert is None or expert.number is None else expert.number
-        return 1, layer[0], rules.position(layer[1]), number, module, field
+        return 1, layer.number, rules.position(layer.sub), number, module, field
     place = next((i for i, word in enumerate(_MODULES) if word in module), len(_MODULES))
     return (0 if rules.stage_of(name) == "first" else 2), 0, place, 0, module, field

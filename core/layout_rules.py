@@ -64,6 +64,24 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    """A name within one of a model's layers.
+
+    Args:
+        stack: what stands before the number, such as ``decoder.layers.``.
+        number: of the layer, local or global.
+        sub: the name within the layer.
+    """
+
+    stack: str
+    number: int
+    sub: str
+
+    def __str__(self) -> str:
+        return f"{self.stack}{self.number}.{self.sub}"
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     """A layout's table.
 
@@ -72,7 +90,7 @@ class Rules:
         stages: (pattern, ``first`` or ``last``) for parameters outside of layers.
         fused_names: (local, fused) beginnings of names within a layer.
         expert_forms: the ways to name experts.
-        layers: what stands before a layer's number.
+        stacks: what stands before the numbers of layers, that of the main stack first.
         layer_order: beginnings of names within a layer, in the order of a rank file.
     """
 
@@ -80,7 +98,7 @@ class Rules:
     stages: tuple[tuple[re.Pattern[str], str], ...]
     fused_names: tuple[tuple[str, str], ...]
     expert_forms: tuple[ExpertForm, ...]
-    layers: str
+    stacks: tuple[str, ...]
     layer_order: tuple[str, ...]
 
     def rule_of(self, name: str, *, shapes: Sequence[Shape] = ()) -> Rule:
@@ -115,22 +133,26 @@ class Rules:
         """``first`` or ``last`` for a parameter or module outside of layers; None if no row says."""
         return next((stage for pattern, stage in self.stages if pattern.search(name)), None)
 
-    def layer_of(self, name: str) -> tuple[int, str] | None:
-        """(number, name within the layer) of a parameter of a layer, else None."""
-        if not name.startswith(self.layers):
-            return None
-        number, dot, sub = name[len(self.layers) :].partition(".")
-        return (int(number), sub) if dot and number.isascii() and number.isdigit() else None
+    @property
+    def main_stack(self) -> str:
+        """The stack that every model has."""
+        return self.stacks[0]
 
-    def stacked_of(self, name: str) -> str | None:
-        """The name within the layer of a key that stacks all layers (``decoder.layers.mlp.…``), else None."""
-        if not name.startswith(self.layers) or name[len(self.layers) :][:1].isdigit():
-            return None
-        return name[len(self.layers) :] or None
+    def layer_of(self, name: str) -> Layer | None:
+        """The layer that a parameter belongs to, else None."""
+        for stack in self.stacks:
+            if name.startswith(stack):
+                number, dot, sub = name[len(stack) :].partition(".")
+                return Layer(stack, int(number), sub) if dot and number.isascii() and number.isdigit() else None
+        return None
 
-    def layer_name(self, number: int, sub: str) -> str:
-        """The name of a layer's parameter."""
-        return f"{self.layers}{number}.{sub}"
+    def stacked_of(self, name: str) -> tuple[str, str] | None:
+        """(stack, name within the layer) of a key that stacks all layers (``decoder.layers.mlp.…``), else None."""
+        for stack in self.stacks:
+            sub = name.removeprefix(stack)
+            if sub != name:
+                return (stack, sub) if sub and not sub[0].isdigit() else None
+        return None
 
     def expert_of(self, name: str) -> Expert | None:
         """The expert that a parameter or module belongs to, else None."""
@@ -219,7 +241,7 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
             ExpertForm(row["names"], re.compile(row["pattern"]), row.get("name"), row.get("rest"))
             for row in table["experts"]
         ),
-        layers=table["layers"],
+        stacks=tuple(table["stacks"]),
         layer_order=tuple(table["order"]["layer"]),
     )
 

@@ -4,6 +4,7 @@ Target keys are the source's (global) keys; a fragment maps a box of the global 
 ``<rank dir>:<path in the file>``, which has no extent yet. attrs of the result:
 
 * ``ranks``: coordinates → (rank directory, skeleton of the file), for ``lay_out``;
+* ``optim_files``: coordinates → skeleton of distrib_optim.pt, where there is one;
 * ``zeros``: key → boxes of the target tensor that no source holds (vocabulary padding);
 * ``args`` (updated), ``topology``, ``iteration``, ``notes``, ``dropped``, ``is_rank_local``.
 
@@ -41,6 +42,8 @@ from core.layout_state import (
     texts_of,
 )
 from core.layout_vocab import rows_of
+from core.optim_files import HeldParam, OptimizerFiles
+from core.optimizer import STEP, Optimizer, state_of
 from core.topology import Rank, Topology, check_rank_files, rank_dir
 
 T = TypeVar("T")
@@ -69,11 +72,17 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     notes, dropped = texts_of(catalog, "notes"), texts_of(catalog, "dropped")
     catalog = _without_packed_states(catalog, topology, facts, rules, dropped)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
+    optimizer = catalog.attrs.get(OPTIMIZER)
+    optim = None
+    if isinstance(optimizer, Optimizer):
+        optim = OptimizerFiles(catalog, optimizer, topology, facts, rules, cuts)
+    states = {key: catalog.tensors[key] for key in cuts if state_of(key) is not None}
+    catalog = replace(catalog, tensors={key: meta for key, meta in catalog.tensors.items() if key not in states})
     names = catalog.attrs.get("expert_names") or facts.expert_names
     if names == "grouped":
         notes.append("experts of the legacy grouped kind become single ones (local_experts; moe_grouped_gemm is off)")
     places = Homes(
-        layers=facts.split(topology.pp, topology.vpp),
+        stages=facts.stages(topology.pp, topology.vpp),
         topology=topology,
         rules=rules,
         expert_names="sequential" if names in (None, "grouped") else str(names),
@@ -87,14 +96,14 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
             notes.append(f"{OUTPUT} of the last stage is a copy of {tied}, as Megatron keeps shared embeddings")
     objects = _rank_objects(catalog)
     files = _Files(catalog, topology, cuts, homes, objects)
-    padded = next((cuts[key].shape[0] for key in cuts if rules.rule_of(key).kind == "vocab"), None)
+    padded = next((cuts[key].shape[0] for key in homes if rules.rule_of(key).kind == "vocab"), None)
     args = updated(
         catalog.attrs.get("args"),
         topology=topology,
         padded_vocab_size=padded,
         is_grouped=False if names == "grouped" else None,
     )
-    states = _states_beside(catalog, topology, facts, args, dropped)
+    entries_beside = _entries_beside(catalog, topology, facts, args, dropped)
     entries = _by_chunk(_entries(catalog, homes, objects, places, rules))
     noted = as_mapping(catalog.attrs.get("module_versions")) or {}
     versions = _by_chunk((version, home) for module, version in noted.items() for home in places.module(str(module)))
@@ -104,20 +113,35 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         coords = topology.coords(rank)
         folder = rank_dir(topology, rank)
         root: dict[object, object] = {}
-        for name, value in states(rank).items():
+        held: list[HeldParam] = []
+        for name, value in entries_beside(rank).items():
+            if name == OPTIMIZER:
+                if optim is not None:
+                    root[name] = optim.add(rank, folder, coords, held)
+                continue
             if name != "model":
                 root[name] = _with_arrays(catalog, value, f"{folder}:{name}", coords, beside)
                 continue
             for vp_rank in range(topology.vpp):
                 chunk = _chunk_name(topology, vp_rank)
                 here = [(key, home.name) for key, home in entries.get((vp_rank, rank.pp), ()) if home.has(rank)]
-                made = files.entries(folder, chunk, by_file_order(here, rules))
+                here = by_file_order(here, rules)
+                made = files.entries(folder, chunk, here)
+                held += [HeldParam(key, chunk, local) for key, local in here if key in homes]
                 mine = {home.name: found for found, home in versions.get((vp_rank, rank.pp), ()) if home.has(rank)}
                 root[chunk] = _container(catalog, made, mine)
         ranks[coords] = (folder, root)
-    zeros = {key: boxes for key, meta in catalog.tensors.items() if (boxes := zeros_of(meta, cuts[key]))}
+    every = {**catalog.tensors, **states}
+    zeros = {key: boxes for key, meta in every.items() if (boxes := zeros_of(meta, cuts[key]))}
+    if optim is not None:
+        notes += optim.notes
+        dropped += optim.dropped
+        if optim.steps:
+            beside[STEP] = optim.steps
 
     def fragments_of(key: str) -> Sequence[Fragment]:
+        if key in states:
+            return optim.fragments(key) if optim is not None else ()
         if key in cuts:
             return files.fragments(key)
         return tuple(Fragment(key, whole(one.shape), one, (0,) * len(one.shape)) for one in beside.get(key, ()))
@@ -125,7 +149,7 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     return Catalog(
         format="megatron",
         version=None,
-        tensors={key: replace(meta, shape=cuts[key].shape) for key, meta in catalog.tensors.items()},
+        tensors={key: replace(meta, shape=cuts[key].shape) for key, meta in every.items()},
         fragments_of=fragments_of,
         objects={key: item for key, item in catalog.objects.items() if item.raw_key is None},
         hidden={key: catalog.meta(key) for key in beside},
@@ -136,6 +160,7 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
             "iteration": catalog.attrs.get("iteration"),
             "topology": topology,
             "ranks": ranks,
+            "optim_files": {} if optim is None else optim.files,
             "zeros": zeros,
             "notes": notes,
             "dropped": dropped,
@@ -277,10 +302,10 @@ def _container(catalog: Catalog, entries: dict[object, object], versions: Mappin
     return made
 
 
-def _states_beside(
+def _entries_beside(
     catalog: Catalog, topology: Topology, facts: Facts, args: object, dropped: list[str]
 ) -> Callable[[Rank], dict[object, object]]:
-    """A function that gives the top-level entries of a rank's file, ``model`` among them, in order."""
+    """A function that gives the top-level entries of a rank's file in order, ``model`` and ``optimizer`` among them."""
     common = dict(common_of(catalog))
     common.pop(CONTENT, None)
     common.pop(OPTIMIZER, None)
@@ -307,7 +332,7 @@ def _states_beside(
     def entries(rank: Rank) -> dict[object, object]:
         found: dict[object, object] = {}
         for name in dict.fromkeys(order):
-            if name == "model":
+            if name in ("model", OPTIMIZER):
                 found[name] = None
             elif name == RNG:
                 if keeps_rng:

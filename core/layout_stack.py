@@ -28,7 +28,8 @@ from core.layout_cut import Cut, check_target, cuts_of, zeros_of
 from core.layout_rules import Rules
 from core.layout_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object, texts_of
 from core.layout_vocab import rows_of
-from core.topology import LayerSplit, Topology
+from core.stages import Stages
+from core.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +85,15 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     """
     facts = facts_of(catalog.attrs.get("args"))
     check_target(topology, facts)
-    layers = facts.split(topology.pp)
+    stages = facts.stages(topology.pp)
     n_rows = rows_of(catalog, vocab_size)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
     opaque = [key for key in cuts if rules.rule_of(key).kind == "opaque"]
     cuts = {key: cut for key, cut in cuts.items() if key not in opaque}
     dropped = texts_of(catalog, "dropped")
     states = _states(catalog, opaque, facts, rules, dropped)
-    is_stacked = facts.is_stacked and _is_homogeneous(catalog, cuts, layers, rules)
-    places = _Places(layers, topology, facts, rules, is_stacked)
+    is_stacked = facts.is_stacked and _is_homogeneous(catalog, cuts, stages, rules)
+    places = _Places(stages, topology, facts, rules, is_stacked)
     members: dict[str, list[_Member]] = {}
     for key in cuts:
         name, member = places.of(key)
@@ -180,7 +181,7 @@ class _Places:
         is_stacked: layers are stacked.
     """
 
-    layers: LayerSplit
+    stages: Stages
     topology: Topology
     facts: Facts
     rules: Rules
@@ -191,12 +192,12 @@ class _Places:
         rules = self.rules
         layer = rules.layer_of(key)
         if layer is None:
-            stage = 0 if rules.stage_of(key) == "first" else self.topology.pp - 1
+            _, stage = self.stages.chunk_at(rules.stage_of(key) or "last")
             return key, _Member(key, (), (), stage)
-        sub = rules.fused(layer[1]) if self.facts.fuses_names else layer[1]
-        _, stage, _ = self.layers.chunk_of(layer[0])
-        name = rules.layers + sub if self.is_stacked else rules.layer_name(layer[0], sub)
-        at = ((layer[0], self.layers.n_layers),) if self.is_stacked else ()
+        sub = rules.fused(layer.sub) if self.facts.fuses_names else layer.sub
+        _, stage, _ = self.stages.chunk_of(layer.stack, layer.number)
+        name = layer.stack + sub if self.is_stacked else str(replace(layer, sub=sub))
+        at = ((layer.number, self.stages.n_layers(layer.stack)),) if self.is_stacked else ()
         expert = rules.expert_of(name)
         ep = None
         if expert is not None and expert.number is not None:
@@ -207,17 +208,18 @@ class _Places:
         return name, _Member(key, tuple(i for i, _ in at), tuple(n for _, n in at), stage, ep)
 
 
-def _is_homogeneous(catalog: Catalog, cuts: Mapping[str, Cut], layers: LayerSplit, rules: Rules) -> bool:
+def _is_homogeneous(catalog: Catalog, cuts: Mapping[str, Cut], stages: Stages, rules: Rules) -> bool:
     """Whether every layer has the same tensors, with the same shapes and dtypes."""
-    seen: dict[str, set[tuple[object, ...]]] = {}
-    count: dict[str, int] = {}
+    seen: dict[tuple[str, str], set[tuple[object, ...]]] = {}
+    count: dict[tuple[str, str], int] = {}
     for key in cuts:
         layer = rules.layer_of(key)
         if layer is not None:
-            meta = catalog.tensors[key]
-            seen.setdefault(layer[1], set()).add((meta.dtype, meta.shape))
-            count[layer[1]] = count.get(layer[1], 0) + 1
-    return all(len(kinds) == 1 for kinds in seen.values()) and set(count.values()) <= {layers.n_layers}
+            meta, place = catalog.tensors[key], (layer.stack, layer.sub)
+            seen.setdefault(place, set()).add((meta.dtype, meta.shape))
+            count[place] = count.get(place, 0) + 1
+    is_complete = all(n == stages.n_layers(stack) for (stack, _), n in count.items())
+    return is_complete and all(len(kinds) == 1 for kinds in seen.values())
 
 
 def _chunks(

@@ -13,7 +13,7 @@
                                         tell apart; otherwise left out, with a note (Megatron needs --no-load-rng then)
  ``rerun_state_machine``                left out of rank files, with a note (Megatron ignores it unless no size changed)
  ``content_metadata``                   torch_dist only
- ``optimizer``, ``distrib_optim.pt``    not resharded yet: refused, or left out on request
+ ``optimizer``, ``distrib_optim.pt``    ``core.optimizer``; left out on request
  anything else                          kept if it is equal on all ranks, otherwise left out, with a note
 =====================================  =================================================================================
 
@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from core.catalog import Catalog, Coords, StoredObject
-from core.errors import CorruptError, UnsupportedError, UsageError
+from core.errors import CorruptError, UnsupportedError
 from core.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, attributes, walk
 from core.skeleton import MAX_DEPTH
 from core.topology import Topology
@@ -41,7 +41,7 @@ RERUN = "rerun_state_machine"
 CONTENT = "content_metadata"
 EXTRA_STATE = "_extra_state"
 TOP_LEVEL = (
-    *("args", "checkpoint_version", "iteration", "model", "opt_param_scheduler", RNG),
+    *("args", "checkpoint_version", "iteration", "model", OPTIMIZER, "opt_param_scheduler", RNG),
     "num_floating_point_operations_so_far",
 )
 """The usual entries of a rank file, in the order in which Megatron makes them."""
@@ -215,16 +215,13 @@ def refuse_or_drop_optimizer(kind: str, *, optim: str, dropped: list[str]) -> No
 
     Raises:
         UnsupportedError: ``optim`` is ``refuse``.
-        UsageError: it is neither.
     """
-    if optim not in ("refuse", "drop"):
-        raise UsageError(f"optim is {optim!r}, neither 'refuse' nor 'drop'")
     if optim == "refuse":
         raise UnsupportedError(
-            f"optimizer state ({kind}) cannot be resharded yet",
+            f"the destination has no place for optimizer state ({kind})",
             hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",
         )
-    dropped.append(f"optimizer ({kind}: not resharded yet; start Megatron with --no-load-optim)")
+    dropped.append(f"optimizer ({kind}; start Megatron with --no-load-optim)")
 
 
 def common_of(catalog: Catalog) -> Mapping[object, object]:

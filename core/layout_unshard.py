@@ -11,11 +11,14 @@ fragments with one box; the engine compares them::
     decoder.layers.3.mlp.shared_experts.linear_fc1.weight            gated: all gate rows, then all up rows
     decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight  always this form, whatever rank files say
 
+An optimizer's states stand beside them, see ``core.optimizer``.
+
 attrs of the result (required ones first):
 
 * ``family`` ("megatron") and ``args``: the training arguments; ``core.layout_args.facts_of`` says which ones matter;
 * ``iteration``, ``checkpoint_version``, ``topology`` (of the source);
 * ``common``: the other top-level entries, by name, ``args`` among them (``core.layout_state``);
+* ``optimizer``: ``core.optimizer.Optimizer``, or None;
 * ``vocab_size``: rows of the true vocabulary, None where nothing says;
 * ``expert_names``: how rank files name experts, and None without experts: ``sequential``
   (``experts.local_experts.3.linear_fc1.weight``), ``te_grouped`` (``experts.linear_fc1.weight3``) or ``grouped``
@@ -35,7 +38,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.box import Shape
-from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, metas_of, whole_fragment
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.inert import TensorLeaf, as_mapping, walk
 from core.layout_args import Facts, facts_of
@@ -57,7 +60,11 @@ from core.layout_state import (
     texts_of,
 )
 from core.layout_vocab import cut_vocab, vocab_rows
+from core.optim_ranks import Param, ParamState, RankFile, RankStates, read_states
+from core.optimizer import STEP, param_of, state_key
 from core.placement import Piece, global_shape, replicated, split, trimmed
+from core.stages import Stages
+from core.store import ReadStore
 from core.topology import Rank, Topology
 
 
@@ -88,6 +95,7 @@ class _Model:
     versions: dict[str, object] = field(default_factory=dict)
     module_order: dict[str, tuple[int, ...]] = field(default_factory=dict)
     expert_names: str | None = None
+    files: dict[Rank, RankFile] = field(default_factory=dict)
 
 
 def unshard_ranks(
@@ -98,6 +106,7 @@ def unshard_ranks(
     optim: str,
     keep_padded_vocab: bool,
     target_tp: int | None,
+    store: ReadStore | None,
 ) -> Catalog:
     """The global form of a rank catalog; see ``core.layout.unshard``."""
     if catalog.attrs.get("is_single_rank"):
@@ -109,12 +118,17 @@ def unshard_ranks(
     facts = facts_of(catalog.attrs.get("args"))
     notes: list[str] = []
     dropped: list[str] = []
-    _handle_optimizer(catalog, ranks, optim=optim, dropped=dropped)
     model = _merged(catalog, ranks, facts, rules)
     check_complete(model.tensors, facts, rules)
     common, objects = beside(ranks, facts.topology, dropped)
     check_version(common)
     is_down_proj_cut = _settle_rules(model, facts)
+    found = _optimizer(catalog, model, facts, rules, store=store, optim=optim, dropped=dropped)
+    states = {} if found is None else _states(found.states, model, facts)
+    steps = () if found is None else found.steps
+    if found is not None:
+        notes += found.notes
+        dropped += found.dropped
     n_rows = _vocab_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, model=model, notes=notes)
     stored = {name: _checked_shape(name, tensor, facts.topology) for name, tensor in model.tensors.items()}
     order = sorted(model.order, key=model.order.__getitem__)
@@ -126,9 +140,15 @@ def unshard_ranks(
             check_shape(name, shape, stored.get(name.replace("linear_fc1", "linear_fc2")), rule, facts)
             if rule.kind == "vocab":
                 shapes[name] = cut_vocab(shape, name, facts, n_rows=n_rows, target_tp=target_tp, notes=notes)
+    for key, state in states.items():
+        _checked_shape(key, state, facts.topology, like=model.tensors[param_of(key)])
+        shapes[key] = shapes[param_of(key)]
+    tensors = {**model.tensors, **states}
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        tensor = model.tensors.get(key)
+        if key == STEP:
+            return tuple(whole_fragment(key, one) for one in steps)
+        tensor = tensors.get(key)
         if tensor is None:
             return catalog.fragments(key)
         return tuple(_fragments(key, tensor, shapes[key], facts))
@@ -140,9 +160,9 @@ def unshard_ranks(
     modules = sorted(model.versions, key=model.module_order.__getitem__)
     return replace(
         catalog,
-        tensors={name: TensorMeta(name, model.tensors[name].held[0].array.dtype, shapes[name]) for name in shapes},
+        tensors={name: TensorMeta(name, tensors[name].held[0].array.dtype, shapes[name]) for name in shapes},
         objects=objects,
-        hidden={key: catalog.meta(key) for key in inside},
+        hidden={key: catalog.meta(key) for key in inside} | ({} if not steps else metas_of({STEP: steps[0]})),
         fragments_of=fragments_of,
         skeleton=None,
         attrs={
@@ -152,6 +172,7 @@ def unshard_ranks(
             "checkpoint_version": common.get("checkpoint_version"),
             "topology": facts.topology,
             "common": common,
+            OPTIMIZER: None if found is None else found.optimizer,
             "vocab_size": n_rows,
             "expert_names": model.expert_names,
             "is_down_proj_cut": is_down_proj_cut,
@@ -175,20 +196,54 @@ def _leaves(value: object) -> Iterator[TensorLeaf]:
     return (leaf for leaf in walk(value) if isinstance(leaf, TensorLeaf))
 
 
-def _handle_optimizer(
-    catalog: Catalog, ranks: Mapping[Coords, tuple[str, object]], *, optim: str, dropped: list[str]
-) -> None:
-    kind = catalog.attrs.get("optimizer")
-    if kind is None and any((as_mapping(root) or {}).get(OPTIMIZER) is not None for _, root in ranks.values()):
+def _optimizer(
+    catalog: Catalog,
+    model: _Model,
+    facts: Facts,
+    rules: Rules,
+    *,
+    store: ReadStore | None,
+    optim: str,
+    dropped: list[str],
+) -> RankStates | None:
+    """The optimizer, if there is one and it is to be carried."""
+    kind = catalog.attrs.get(OPTIMIZER)
+    if kind is None and any(file.root.get(OPTIMIZER) is not None for file in model.files.values()):
         kind = "in model_optim_rng.pt"
-    if kind is not None:
+    if kind is None:
+        return None
+    if optim != "carry":
         refuse_or_drop_optimizer(str(kind), optim=optim, dropped=dropped)
+        return None
+    return read_states(catalog, tuple(model.files.values()), facts, rules, store=store)
+
+
+def _states(found: Iterable[ParamState], model: _Model, facts: Facts) -> dict[str, _Tensor]:
+    """Every state of every parameter of the whole model, as the ranks hold it."""
+    made: dict[str, _Tensor] = {}
+    for state in found:
+        chunk = state.param.chunk
+        for _, whole_name, array in chunk.arrays(state.param.name, state.array):
+            name = whole_name if whole_name in model.tensors else _twin(whole_name, chunk, facts)
+            key = state_key(state.state, name)
+            tensor = made.get(key)
+            if tensor is None:
+                tensor = made[key] = _Tensor(model.tensors[name].rule)
+            tensor.held.append(_Held(chunk.rank, chunk.folder, array))
+    return made
+
+
+def _twin(name: str, chunk: Chunk, facts: Facts) -> str:
+    """The tensor that one with shared embeddings is a copy of."""
+    tied = chunk.rules.rule_of(name).tied
+    assert tied is not None and facts.is_tied, "every tensor of a rank was merged"
+    return tied
 
 
 def _merged(catalog: Catalog, ranks: Mapping[Coords, tuple[str, object]], facts: Facts, rules: Rules) -> _Model:
     """All chunks under global names, each name with its place in the whole model."""
     topology = facts.topology
-    split = facts.split(topology.pp, topology.vpp)
+    stages = facts.stages(topology.pp, topology.vpp)
     files = {topology.rank_at(coords): found for coords, found in ranks.items()}
     _check_ranks(files, topology)
     model = _Model()
@@ -202,12 +257,20 @@ def _merged(catalog: Catalog, ranks: Mapping[Coords, tuple[str, object]], facts:
             local = [str(name) for name in entries]
             if rank.pp not in heads:
                 heads[rank.pp] = (folder, local)
-                _check_layers(local, split.counts[vp_rank][rank.pp], rules, rank=folder)
+                _check_layers(local, stages, (vp_rank, rank.pp), rules, rank=folder)
             else:
                 _check_names(local, heads[rank.pp][1], rank=folder, other=heads[rank.pp][0])
             where = (vp_rank, rank.pp)
-            chunk = Chunk(folder, rank, where, split.offset(*where), facts, rules)
+            chunk = Chunk(folder, rank, where, stages, facts, rules)
             places = chunk.places(local)
+            params = [
+                Param(chunk, str(name), _array(catalog, leaf))
+                for name, leaf in entries.items()
+                if isinstance(leaf, TensorLeaf)
+            ]
+            known = model.files.get(rank)
+            held = (*(() if known is None else known.params), *params)
+            model.files[rank] = RankFile(rank, folder, as_mapping(root) or {}, held)
             for name, leaf in entries.items():
                 _add(model, catalog, chunk, str(name), leaf, place=places[str(name)])
             _add_versions(model, chunk, module_versions(container))
@@ -241,9 +304,7 @@ def _add(model: _Model, catalog: Catalog, chunk: Chunk, name: str, leaf: object,
     if not isinstance(leaf, TensorLeaf):
         _add_state(model, chunk, name, leaf, place=place)
         return
-    stored = catalog.fragments(leaf.key)[0].array
-    assert stored is not None
-    for number, whole, array in chunk.arrays(name, stored):
+    for number, whole, array in chunk.arrays(name, _array(catalog, leaf)):
         tensor = model.tensors.get(whole)
         rule = tensor.rule if tensor is not None else _rule_of(whole, catalog, leaf.key, chunk.rules)
         if rule.tied is not None and chunk.facts.is_tied:
@@ -256,6 +317,13 @@ def _add(model: _Model, catalog: Catalog, chunk: Chunk, name: str, leaf: object,
             tensor = model.tensors[whole] = _Tensor(rule)
             model.order[whole] = (*chunk.where, place[0], number, place[1])
         tensor.held.append(_Held(chunk.rank, chunk.folder, array))
+
+
+def _array(catalog: Catalog, leaf: TensorLeaf) -> StoredArray:
+    """The array of a rank's tensor."""
+    array = catalog.fragments(leaf.key)[0].array
+    assert array is not None
+    return array
 
 
 def _add_state(model: _Model, chunk: Chunk, name: str, leaf: object, *, place: tuple[int, int]) -> None:
@@ -307,15 +375,21 @@ def _rule_of(name: str, catalog: Catalog, key: str, rules: Rules) -> Rule:
         return rules.rule_of(name, shapes=shapes)
 
 
-def _check_layers(names: Sequence[str], count: int, rules: Rules, *, rank: str) -> None:
+def _check_layers(names: Sequence[str], stages: Stages, where: tuple[int, int], rules: Rules, *, rank: str) -> None:
     """A chunk holds exactly the layers that its stage should."""
-    layers = {found[0] for name in names if (found := rules.layer_of(name)) is not None}
-    missing = sorted(set(range(count)) - layers)
-    if missing:
-        raise MissingShardError(f"layers {listed(missing)} of this stage's {count} are not there", rank=rank)
-    extra = sorted(layers - set(range(count)))
-    if extra:
-        raise CorruptError(f"layers {listed(extra)} are beyond the {count} that this stage should hold", rank=rank)
+    held: dict[str, set[int]] = {stack: set() for stack in rules.stacks}
+    for name in names:
+        found = rules.layer_of(name)
+        if found is not None:
+            held[found.stack].add(found.number)
+    for stack, layers in held.items():
+        count = stages.count(stack, *where)
+        missing = sorted(set(range(count)) - layers)
+        if missing:
+            raise MissingShardError(f"layers {listed(missing)} of this stage's {count} are not there", rank=rank)
+        extra = sorted(layers - set(range(count)))
+        if extra:
+            raise CorruptError(f"layers {listed(extra)} are beyond the {count} that this stage should hold", rank=rank)
 
 
 def _check_names(names: Sequence[str], others: Sequence[str], *, rank: str, other: str) -> None:
@@ -342,12 +416,13 @@ def _settle_rules(model: _Model, facts: Facts) -> bool:
     return is_cut
 
 
-def _checked_shape(name: str, tensor: _Tensor, topology: Topology) -> Shape:
-    """The global shape; every rank's must agree."""
+def _checked_shape(name: str, tensor: _Tensor, topology: Topology, *, like: _Tensor | None = None) -> Shape:
+    """The global shape; every rank's must agree, and be that of ``like``."""
     head = tensor.held[0]
     axis = tensor.rule.cut_axis
+    shape = head.array.shape if like is None else like.held[0].array.shape
     for held in tensor.held:
-        if held.array.shape != head.array.shape or held.array.dtype != head.array.dtype:
+        if held.array.shape != shape or held.array.dtype != head.array.dtype:
             raise CorruptError(
                 f"{held.array.dtype} of shape {held.array.shape} here, {head.array.dtype} of shape "
                 f"{head.array.shape} in {head.folder}",

@@ -17,14 +17,24 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("core", "core.errors", "core.dtypes", "core.box", "core.inert"),
     (
-        *("core.catalog", "core.topology", "core.store", "core.image", "core.select", "core.contained", "core.linux"),
+        *(
+            "core.catalog",
+            "core.topology",
+            "core.stages",
+            "core.optimizer",
+            "core.store",
+            "core.image",
+            "core.select",
+            "core.contained",
+            "core.linux",
+        ),
         *("core.encoding", "core.decoded", "core.json_object"),
         *("core.safe_pickle", "core.pickle_*"),
         *("core.skeleton", "core.plain", "core.checksum", "core.coverage", "core.gather"),
     ),
     (
         *("core.placement", "core.layout", "core.formats", "core.formats.*", "core.layout_*"),
-        *("core.objects", "core.transform", "core.target", "core.optim_format", "core.fold", "core.peek"),
+        *("core.objects", "core.transform", "core.target", "core.optim_*", "core.fold", "core.peek"),
         *("core.hf", "core.hf.*", "core.quantize", "core.quantize_*", "core.restack", "core.renaming", "core.tying"),
         "core.job",
     ),

@@ -19,6 +19,8 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.box import c_strides
+from core.dtypes import itemsize
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.formats.torch_record import refuse_encoded
 from core.formats.torch_tensor import Location, TensorReader, unsupported_kind
@@ -27,7 +29,7 @@ from core.inert import TensorLeaf
 from core.safe_pickle import load
 
 if TYPE_CHECKING:
-    from core.catalog import Extent, StoredArray
+    from core.catalog import StoredArray
     from core.store import ReadStore
 
 HEAD_BYTES = 2048
@@ -67,11 +69,14 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
     start, n_bytes = extent.offset, extent.item_bytes
     try:
         offset, found = _located(store, extent.file, start, n_bytes)
-        if found.dtype != array.dtype or found.shape != array.shape:
+        shape, before = extent.part_of or (array.shape, 0)
+        if found.dtype != array.dtype or found.shape != shape:
             raise CorruptError(
                 f"the item holds a {found.dtype} tensor of shape {found.shape}, the metadata says {array.dtype} and "
-                f"{array.shape}"
+                f"{shape}"
             )
+        if extent.part_of is not None and found.strides not in (None, c_strides(shape)):
+            raise UnsupportedError("only a part of the item's tensor is needed, but it is not dense")
         if offset + found.storage_bytes > n_bytes:
             raise CorruptError(f"the item has {n_bytes} bytes, too few for its storage of {found.storage_bytes} bytes")
     except CheckpointingException as err:
@@ -79,11 +84,9 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
         err.key = err.key or array.name
         err.span = err.span or (start, start + n_bytes)
         raise
-    return replace(array, extent=_direct(extent, start + offset + found.offset, found))
-
-
-def _direct(extent: Extent, address: int, found: Location) -> Extent:
-    return replace(extent, offset=address, strides=found.strides, item_bytes=None)
+    address = start + offset + found.offset + before * itemsize(array.dtype)
+    strides = found.strides if extent.part_of is None else None
+    return replace(array, extent=replace(extent, offset=address, strides=strides, item_bytes=None, part_of=None))
 
 
 def _located(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[int, Location]:

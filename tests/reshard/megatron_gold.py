@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def _bytes(tensor: object) -> Bytes:
 def fused(name: str) -> str:
     """A global name as the oracle has it."""
     layer = RULES.layer_of(name)
-    whole = name if layer is None else RULES.layer_name(layer[0], RULES.fused(layer[1]))
+    whole = name if layer is None else str(replace(layer, sub=RULES.fused(layer.sub)))
     return whole.replace(".local_experts.", ".")
 
 
