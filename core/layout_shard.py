@@ -42,8 +42,8 @@ from core.layout_state import (
     texts_of,
 )
 from core.layout_vocab import rows_of
-from core.optim_files import HeldParam, OptimizerFiles
-from core.optimizer import STEP, Optimizer, state_of
+from core.optim_files import HeldParam, optimizer_files
+from core.optimizer import Optimizer, state_of
 from core.topology import Rank, Topology, check_rank_files, rank_dir
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     optimizer = catalog.attrs.get(OPTIMIZER)
     optim = None
     if isinstance(optimizer, Optimizer):
-        optim = OptimizerFiles(catalog, optimizer, topology, facts, rules, cuts)
+        optim = optimizer_files(catalog, optimizer, topology, facts, rules, cuts)
     states = {key: catalog.tensors[key] for key in cuts if state_of(key) is not None}
     catalog = replace(catalog, tensors={key: meta for key, meta in catalog.tensors.items() if key not in states})
     names = catalog.attrs.get("expert_names") or facts.expert_names
@@ -136,8 +136,7 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     if optim is not None:
         notes += optim.notes
         dropped += optim.dropped
-        if optim.steps:
-            beside[STEP] = optim.steps
+        beside |= optim.beside
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key in states:

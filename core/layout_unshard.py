@@ -125,7 +125,9 @@ def unshard_ranks(
     is_down_proj_cut = _settle_rules(model, facts)
     found = _optimizer(catalog, model, facts, rules, store=store, optim=optim, dropped=dropped)
     states = {} if found is None else _states(found.states, model, facts)
-    steps = () if found is None else found.steps
+    copies: dict[str, Sequence[StoredArray]] = {} if found is None else dict(found.beside)
+    if found is not None and found.steps:
+        copies[STEP] = found.steps
     if found is not None:
         notes += found.notes
         dropped += found.dropped
@@ -146,8 +148,8 @@ def unshard_ranks(
     tensors = {**model.tensors, **states}
 
     def fragments_of(key: str) -> Sequence[Fragment]:
-        if key == STEP:
-            return tuple(whole_fragment(key, one) for one in steps)
+        if key in copies:
+            return tuple(whole_fragment(key, one) for one in copies[key])
         tensor = tensors.get(key)
         if tensor is None:
             return catalog.fragments(key)
@@ -162,7 +164,8 @@ def unshard_ranks(
         catalog,
         tensors={name: TensorMeta(name, tensors[name].held[0].array.dtype, shapes[name]) for name in shapes},
         objects=objects,
-        hidden={key: catalog.meta(key) for key in inside} | ({} if not steps else metas_of({STEP: steps[0]})),
+        hidden={key: catalog.meta(key) for key in inside}
+        | metas_of({key: arrays[0] for key, arrays in copies.items()}),
         fragments_of=fragments_of,
         skeleton=None,
         attrs={

@@ -1,9 +1,14 @@
-"""The optimizer of rank files that are to be written."""
+"""The optimizer of rank files that are to be written.
+
+``optimizer_files`` leaves the work to ``core.optim_numbered_files`` (FP32 and Float16 optimizers, in
+model_optim_rng.pt) or to what makes the distributed optimizer's distrib_optim.pt.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from core.catalog import Catalog, Coords, Fragment, StoredArray
 from core.errors import UnsupportedError
@@ -29,42 +34,44 @@ class HeldParam:
     name: str
 
 
-class OptimizerFiles:
+class OptimizerFiles(Protocol):
     """What the ranks' files hold of an optimizer; filled rank by rank.
+
+    Attributes:
+        files: coordinates → content of distrib_optim.pt, where there is such a file.
+        beside: key of a hidden tensor of the source (the number of steps, say) → the arrays that it goes to.
+        notes, dropped: as in the catalog's attrs.
+    """
+
+    files: dict[Coords, object]
+    beside: dict[str, list[StoredArray]]
+    notes: list[str]
+    dropped: list[str]
+
+    def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
+        """Takes the tensors that a rank's file holds, in order; returns its entry ``optimizer``."""
+
+    def fragments(self, key: str) -> Sequence[Fragment]:
+        """The target's fragments of one state, when all ranks have been added."""
+
+
+def optimizer_files(
+    catalog: Catalog,
+    optimizer: Optimizer,
+    topology: Topology,
+    facts: Facts,
+    rules: Rules,
+    cuts: Mapping[str, Cut],
+) -> OptimizerFiles:
+    """What will hold an optimizer at a destination of rank files.
 
     Args:
         catalog: the global per-layer form, with the optimizer's states among its tensors.
         topology: sizes of the destination.
+        facts: of the source.
         cuts: how every tensor is cut, states included.
-
-    Attributes:
-        files: coordinates → content of distrib_optim.pt, where there is such a file.
-        steps: where the number of steps goes, if it is a tensor.
-        notes, dropped: as in the catalog's attrs.
 
     Raises:
         UnsupportedError: the destination's form of it is not determined.
     """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        optimizer: Optimizer,
-        topology: Topology,
-        facts: Facts,
-        rules: Rules,
-        cuts: Mapping[str, Cut],
-    ) -> None:
-        self.files: dict[Coords, object] = {}
-        self.steps: list[StoredArray] = []
-        self.notes: list[str] = []
-        self.dropped: list[str] = []
-        raise UnsupportedError("the optimizer cannot be written as rank files yet", hint="leave it out with --no-optim")
-
-    def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
-        """Takes the tensors that a rank's file holds, in order; returns its entry ``optimizer``."""
-        raise NotImplementedError
-
-    def fragments(self, key: str) -> Sequence[Fragment]:
-        """The target's fragments of one state, when all ranks have been added."""
-        raise NotImplementedError
+    raise UnsupportedError("the optimizer cannot be written as rank files yet", hint="leave it out with --no-optim")

@@ -7,7 +7,7 @@ model_optim_rng.pt) or ``core.optim_flat`` (the distributed optimizer's distrib_
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.catalog import Catalog, StoredArray
 from core.errors import UnsupportedError
@@ -68,12 +68,14 @@ class RankStates:
         optimizer: what is not a tensor; its groups name global parameters.
         states: in the order of ranks and files.
         steps: arrays of one element that all hold the number of steps; () where it is no tensor.
+        beside: key of another hidden tensor, in ``optimizer.entries`` → its equal copies.
         notes, dropped: as in the catalog's attrs.
     """
 
     optimizer: Optimizer
     states: Sequence[ParamState]
     steps: Sequence[StoredArray] = ()
+    beside: Mapping[str, Sequence[StoredArray]] = field(default_factory=dict)
     notes: Sequence[str] = ()
     dropped: Sequence[str] = ()
 
