@@ -260,6 +260,12 @@ class TransferOptions:
     dry_run: Annotated[
         bool, Flag("--dry-run", "-n", rich_help_panel=OUTPUT, help="Print the plan; read and write no data.")
     ] = False
+    explain: Annotated[
+        bool,
+        Flag(
+            "--explain", rich_help_panel=OUTPUT, help="Print the layout rule of every tensor; read and write no data."
+        ),
+    ] = False
     rank: Annotated[
         int | None,
         Option(
@@ -423,6 +429,10 @@ class TransferOptions:
     ] = False
     no_digest: Annotated[
         bool, Flag("--no-digest", rich_help_panel=ENGINE, help="No content digests in the manifest.")
+    ] = False
+    verify: Annotated[
+        bool,
+        Flag("--verify", rich_help_panel=ENGINE, help="Read the result again and compare every byte with the source."),
     ] = False
     no_fsync: Annotated[
         bool, Flag("--no-fsync", rich_help_panel=ENGINE, help="Do not wait until the disk has everything.")

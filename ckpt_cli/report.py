@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_cli.render import Cell, bytes_text, facts, n_text, seconds_text, table
+from ckpt_cli.render import Cell, bytes_text, facts, n_text, seconds_text, shape_text, table
 from ckpt_cli.terminal import Screen, escaped
 
 if TYPE_CHECKING:
     from core.convert import Prepared, Report
+    from core.explain import Explained
 
 LISTED = 12
 """So many entries of a list are shown; ``--json`` has them all."""
@@ -48,6 +49,23 @@ def plan_lines(
             yield f"  {escaped(name)}"
 
 
+def explain_lines(screen: Screen, lines: Sequence[Explained]) -> Iterator[str]:
+    """Each tensor with its shape, what its rule does, and which row the rule is."""
+    rows = []
+    for line in lines:
+        states = f" and {', '.join(line.states)}" if line.states else ""
+        shard = "" if line.shard == line.shape else f": {shape_text(line.shard)} each"
+        rows.append(
+            [
+                Cell(escaped(line.names)),
+                Cell(shape_text(line.shape)),
+                Cell(f"{line.rule}, {line.cut}{shard}{states}", ("cyan",)),
+                Cell(escaped(f"{line.where}: {line.source}"), ("dim",)),
+            ]
+        )
+    yield from table(screen, rows, align="<<<<")
+
+
 def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterator[str]:
     """What was done."""
     done = screen.styled("✓ wrote", "green", "bold")
@@ -62,6 +80,8 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
     ]
     if report.bytes_resumed:
         pairs.append(("resumed", f"{bytes_text(report.bytes_resumed)} were written already"))
+    if report.bytes_verified:
+        pairs.append(("verified", f"{bytes_text(report.bytes_verified)} read again, equal to the source"))
     pairs.append(("manifest", escaped(report.manifest)))
     pairs += _listed("not carried", report.dropped, style="yellow")
     pairs += _listed("note", report.notes, style="yellow")

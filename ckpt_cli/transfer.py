@@ -3,8 +3,8 @@
 ``--json`` prints one object (fields may be added, none change meaning)::
 
     {"schema": "ckpt.transfer/1", "dry_run": false, "src": str, "dst": str, "source_format": str, "format": str,
-     "n_tensors": int, "bytes_read": int, "bytes_written": int, "bytes_resumed": int, "seconds": float,
-     "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
+     "n_tensors": int, "bytes_read": int, "bytes_written": int, "bytes_resumed": int, "bytes_verified": int,
+     "seconds": float, "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
 
 and with ``--dry-run``::
 
@@ -12,6 +12,12 @@ and with ``--dry-run``::
      "n_tensors": int, "n_fragments": int, "read_bytes": int, "write_bytes": int, "memory_bytes": int,
      "files": [{"path": str, "bytes": int}], "renamed": [{"old": str, "new": str}], "notes": [str], "dropped": [str],
      "rank": {"number": int, "files": [str]}}
+
+and with ``--explain``::
+
+    {"schema": "ckpt.explain/1", "src": str, "target_format": str, "tensors": [{"names": str, "n_tensors": int,
+     "shape": [int], "rule": str, "cut": str, "shard_shape": [int], "optimizer_states": [str], "pattern": str,
+     "where": str, "source": str}]}
 
 ``files`` are relative to ``dst``; ``rank`` is there with ``--rank``, its files are the source's.
 """
@@ -25,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.options import casts_of, names_of, pairs_of, quantizations_of, renames_of, size_in_bytes, stacks_of
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.report import plan_lines, report_lines
+from ckpt_cli.report import explain_lines, plan_lines, report_lines
 from ckpt_cli.terminal import escaped, screen_of
 from core.convert import Job, TopologyChange, prepare, run
 from core.errors import ReplicaMismatchError, UsageError
@@ -97,13 +103,29 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         crc=not options.no_crc,
         digest=not options.no_digest,
         fsync=not options.no_fsync,
+        verify=options.verify,
         rules=options.rules,
     )
 
 
 def transfer(job: Job, options: TransferOptions) -> int:
     """Runs or plans the job and tells about it; returns the exit code."""
+    if options.explain:
+        return _explain(job, options)
     return _plan(job, options) if options.dry_run else _run(job, options)
+
+
+def _explain(job: Job, options: TransferOptions) -> int:
+    with prepare(job) as prepared:
+        lines = prepared.explained()
+        if options.json:
+            found = {"src": str(prepared.source.path), "target_format": prepared.target_format.name}
+            tensors = [line.as_dict() for line in lines]
+            print(json.dumps({"schema": "ckpt.explain/1", **found, "tensors": tensors}))
+        else:
+            for text in explain_lines(screen_of(sys.stdout), lines):
+                print(text)
+    return 0
 
 
 def _plan(job: Job, options: TransferOptions) -> int:

@@ -23,9 +23,10 @@ from core.catalog import Catalog
 from core.commit import Stage
 from core.copy import execute
 from core.errors import UnsupportedError, UsageError
+from core.explain import Explained, explained
 from core.formats import Format, format_called, formats
 from core.formats.hf_files import carried_of, documents_of
-from core.global_form import global_form, target_topology
+from core.global_form import global_form, is_cut, target_topology
 from core.image import FileImage, literal_file
 from core.job import Job as Job
 from core.job import Progress as Progress
@@ -40,6 +41,7 @@ from core.occupied import check_replaceable
 from core.open import TRACKER, Checkpoint, open_checkpoint
 from core.plan import Plan, make_plan
 from core.target import partitioned, source_and_target, tensors_only
+from core.verify import check_memory, verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class Prepared:
         renamed: (old key, new key) of what ``rename`` changed.
         notes: what the user should know.
         dropped: entries of the source that the destination will not hold, with the reason.
+        form: the source's global tensors under their final names, before they are cut for the destination.
     """
 
     job: Job
@@ -67,6 +70,7 @@ class Prepared:
     renamed: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     dropped: tuple[str, ...]
+    form: Catalog
 
     @property
     def is_file(self) -> bool:
@@ -99,6 +103,20 @@ class Prepared:
                 if target is not None and target.name in wanted and piece is not None and piece.extent is not None:
                     found.add(piece.extent.file)
         return sorted(found)
+
+    def explained(self) -> list[Explained]:
+        """Which rule each tensor follows.
+
+        Raises:
+            UsageError: the destination is not cut by a parallel layout.
+        """
+        if self.form.attrs.get("family") != "megatron" or not is_cut(self.target_format):
+            raise UsageError(
+                f"--explain: no layout rules are used: {self.target_format.name} is not cut by a layout here",
+                hint="ask it of a conversion to megatron or torch_dist, such as ckpt reshard SRC --tp-new 4 --explain",
+            )
+        topology = target_topology(self.job, self.form, self.target_format)
+        return explained(self.form, topology, load_rules(self.job.rules), vocab_size=self.job.vocab_size)
 
     def as_dict(self) -> dict[str, object]:
         """The plan as a JSON object."""
@@ -161,6 +179,8 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     if is_file:
         images = (replace(images[0], path=dst.name),)
     plan = make_plan(catalog, target, images, threads=job.threads, memory_bytes=job.memory_bytes)
+    if job.verify:
+        check_memory(plan, job.memory_bytes)
     return Prepared(
         job=job,
         source=source,
@@ -171,6 +191,7 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         renamed=form.renamed,
         notes=tuple(notes),
         dropped=tuple(dropped),
+        form=checked.catalog,
     )
 
 
@@ -292,6 +313,7 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
             manifest = manifest_name(prepared.dst.name if is_file else None)
             tool = f"ckpt-toolkit {__version__}"
             write_manifest(stage.store, manifest, plan, result, files, tool=tool, crc=job.crc)
+            n_verified = _verified(prepared, stage, progress) if job.verify else 0
             source.store.verify_unchanged()
             stage.commit()
         return Report(
@@ -303,6 +325,7 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
             bytes_read=result.read_bytes,
             bytes_written=plan.file_bytes,
             bytes_resumed=result.resumed_bytes,
+            bytes_verified=n_verified,
             seconds=time.monotonic() - begun,
             files=tuple(path for path, _ in prepared.files),
             manifest=str(prepared.dst.parent / manifest if is_file else prepared.dst / manifest),
@@ -311,10 +334,25 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
         )
 
 
+def _verified(prepared: Prepared, stage: Stage, progress: Progress | None) -> int:
+    """Bytes of the stage that were read again and compared with the source."""
+    job, plan = prepared.job, prepared.plan
+    if job.fsync:
+        stage.store.sync_all()  # so that reading again means the disk, and not the system's cache
+    return verify(
+        plan,
+        prepared.source.store,
+        stage.data_dir / prepared.dst.name if prepared.is_file else stage.data_dir,
+        rules=load_rules(job.rules),
+        memory_bytes=job.memory_bytes,
+        progress=_counted(progress, plan.write_bytes),
+    )
+
+
 def _identity(job: Job) -> str:
     """The options that decide which bytes are written, and by which version of the tool."""
     options = asdict(job)
-    for name in ("src", "dst", "resume", "force", "fsync", "threads", "memory_bytes"):
+    for name in ("src", "dst", "resume", "force", "fsync", "verify", "threads", "memory_bytes"):
         del options[name]
     return json.dumps([__version__, options], default=str, sort_keys=True)
 

@@ -71,6 +71,7 @@ class Job:
         force: replace an existing destination, once the new one is complete.
         crc, digest: compute CRC-32 and content digests in the same pass.
         fsync: wait until the bytes are on the disk.
+        verify: read the result again before it becomes visible, and compare every byte with the source.
         rules: a TOML file with additional layout rules.
     """
 
@@ -107,6 +108,7 @@ class Job:
     crc: bool = True
     digest: bool = True
     fsync: bool = True
+    verify: bool = False
     rules: Path | None = None
 
 
@@ -121,6 +123,7 @@ class Report:
         bytes_read: bytes of tensors read.
         bytes_written: bytes of all output files.
         bytes_resumed: those of them that an earlier, interrupted run had written.
+        bytes_verified: bytes of tensors that were read again and compared; 0 if that was not asked for.
         seconds: wall time.
         files: output files, relative to ``dst`` (or its name, if it is one file).
         manifest: path of the manifest.
@@ -135,6 +138,7 @@ class Report:
     bytes_read: int
     bytes_written: int
     bytes_resumed: int
+    bytes_verified: int
     seconds: float
     files: tuple[str, ...]
     manifest: str

@@ -40,6 +40,7 @@ class Rule:
         tied: name of the tensor that this one copies in models with shared embeddings, or None.
         later: what the parameter belongs to if it is not handled yet, else None.
         source: where the rule was established.
+        where: the row: its number and file.
     """
 
     pattern: re.Pattern[str]
@@ -52,6 +53,7 @@ class Rule:
     tied: str | None = None
     later: str | None = None
     source: str = ""
+    where: str = ""
 
     @property
     def cut_axis(self) -> int | None:
@@ -295,6 +297,7 @@ def _rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         tied=None if text["tied"] is None else str(text["tied"]),
         later=None if text["later"] is None else str(text["later"]),
         source=str(text["source"] or ""),
+        where=f"{label} {where}",
     )
 
 

@@ -61,6 +61,7 @@ class Plan:
         n_copies: replicas to compare.
         n_casts: tensors whose dtype changes.
         memory_bytes: what the process needs.
+        metadata_bytes: how much of it is metadata, which cannot be less.
         cache_bytes: of decoded pieces of encoded arrays; 0 if nothing is encoded.
     """
 
@@ -78,6 +79,7 @@ class Plan:
     n_copies: int
     n_casts: int
     memory_bytes: int
+    metadata_bytes: int = 0
     cache_bytes: int = 0
 
     @property
@@ -160,6 +162,7 @@ def make_plan(
         n_copies=totals.n_copies,
         n_casts=totals.n_casts,
         memory_bytes=memory.n_bytes,
+        metadata_bytes=metadata.n_bytes,
         cache_bytes=memory.cache_bytes,
     )
 

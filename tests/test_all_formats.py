@@ -134,9 +134,9 @@ def _as_torch(data: np.ndarray, dtype: str) -> torch.Tensor:
 
 def _job(src: Path, dst: Path, to: str) -> Job:
     """The job that a patient user ends up with: it leaves out what the format says that it cannot hold."""
-    job = Job(src=src, dst=dst, to=to, fsync=False)
+    job = Job(src=src, dst=dst, to=to, fsync=False, verify=True)
     if to == "deepspeed_universal":
-        job = Job(src=src, dst=dst, to=to, fsync=False, dtype=((None, "float32"),), optim="drop")
+        job = replace(job, dtype=((None, "float32"),), optim="drop")
     for _ in range(20):
         try:
             with prepare(job):

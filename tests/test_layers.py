@@ -43,7 +43,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.copy", "core.copier", "core.output", "core.ledger", "core.stage_store"),
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),
     ),
-    (*("core.changes", "core.global_form", "core.convert", "core.contract", "core.summary"),),
+    (
+        *(
+            "core.changes",
+            "core.global_form",
+            "core.convert",
+            "core.contract",
+            "core.summary",
+            "core.explain",
+            "core.verify",
+           ,
+        ),
+    ),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
 )
 """From the bottom to the top. A module imports from its own layer and from those below; ``.*`` and ``_*`` stand for all
