@@ -44,16 +44,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),
     ),
     (
-        *(
-            "core.changes",
-            "core.global_form",
-            "core.convert",
-            "core.contract",
-            "core.summary",
-            "core.explain",
-            "core.verify",
-           ,
-        ),
+        *("core.changes", "core.global_form", "core.convert", "core.contract", "core.summary"),
+        *("core.explain", "core.verify"),
     ),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
 )
