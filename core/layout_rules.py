@@ -94,6 +94,7 @@ class Rules:
         expert_forms: the ways to name experts.
         stacks: what stands before the numbers of layers, that of the main stack first.
         layer_order: beginnings of names within a layer, in the order of a rank file.
+        buffers: patterns of tensors that are no parameters.
     """
 
     rules: tuple[Rule, ...]
@@ -102,6 +103,7 @@ class Rules:
     expert_forms: tuple[ExpertForm, ...]
     stacks: tuple[str, ...]
     layer_order: tuple[str, ...]
+    buffers: tuple[re.Pattern[str], ...] = ()
 
     def rule_of(self, name: str, *, shapes: Sequence[Shape] = ()) -> Rule:
         """The rule of a parameter.
@@ -134,6 +136,14 @@ class Rules:
     def stage_of(self, name: str) -> str | None:
         """``first`` or ``last`` for a parameter or module outside of layers; None if no row says."""
         return next((stage for pattern, stage in self.stages if pattern.search(name)), None)
+
+    def is_param(self, name: str) -> bool:
+        """Whether a tensor is a parameter, which an optimizer may train: no buffer and no extra state.
+
+        Raises:
+            UnknownTensorError, UnsupportedError: as for ``rule_of``.
+        """
+        return self.rule_of(name).kind != "opaque" and not any(pattern.search(name) for pattern in self.buffers)
 
     @property
     def main_stack(self) -> str:
@@ -222,6 +232,7 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
     label = f"layouts/{family}.toml"
     table = tomllib.loads(files("core").joinpath("layouts", f"{family}.toml").read_text(encoding="utf-8"))
     rules, stages = _rows(table, label=label)
+    buffers = _buffers(table, label=label)
     if extra is not None:
         label = str(extra)
         with translated(label, doing="read"):
@@ -230,10 +241,12 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
             added = tomllib.loads(data.decode("utf-8"))
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
             raise UsageError(f"the rules are not TOML: {err}", file=label) from err
-        unknown = sorted(set(added) - {"rule", "stage"})
+        unknown = sorted(set(added) - {"rule", "stage", "buffer"})
         if unknown:
-            raise UsageError(f"unknown tables: {', '.join(unknown)}", file=label, hint="use [[rule]] and [[stage]]")
+            hint = "use [[rule]], [[stage]] and [[buffer]]"
+            raise UsageError(f"unknown tables: {', '.join(unknown)}", file=label, hint=hint)
         more_rules, more_stages = _rows(added, label=label)
+        buffers = _buffers(added, label=label) + buffers
         rules, stages = more_rules + rules, more_stages + stages
     return Rules(
         rules=tuple(rules),
@@ -245,6 +258,7 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
         ),
         stacks=tuple(table["stacks"]),
         layer_order=tuple(table["order"]["layer"]),
+        buffers=tuple(buffers),
     )
 
 
@@ -256,6 +270,15 @@ def _rows(table: Mapping[str, object], *, label: str) -> tuple[list[Rule], list[
             raise UsageError(f"[[stage]] {n} needs a pattern and a stage, {' or '.join(STAGES)}", file=label)
         stages.append((_pattern(row, where=f"[[stage]] {n}", label=label), str(row["stage"])))
     return rules, stages
+
+
+def _buffers(table: Mapping[str, object], *, label: str) -> list[re.Pattern[str]]:
+    found = []
+    for n, row in _numbered(table, "buffer", label):
+        if set(row) - {"pattern", "source"}:
+            raise UsageError(f"[[buffer]] {n} has only a pattern and a source", file=label)
+        found.append(_pattern(row, where=f"[[buffer]] {n}", label=label))
+    return found
 
 
 def _numbered(table: Mapping[str, object], name: str, label: str) -> list[tuple[int, Mapping[str, object]]]:

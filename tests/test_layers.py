@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         ),
         *("core.encoding", "core.decoded", "core.json_object"),
         *("core.safe_pickle", "core.pickle_*"),
-        *("core.skeleton", "core.plain", "core.checksum", "core.coverage", "core.gather"),
+        *("core.skeleton", "core.plain", "core.cast", "core.checksum", "core.coverage", "core.gather"),
     ),
     (
         *("core.placement", "core.layout", "core.formats", "core.formats.*", "core.layout_*"),
@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.hf", "core.hf.*", "core.quantize", "core.quantize_*", "core.restack", "core.renaming", "core.tying"),
         "core.job",
     ),
-    (*("core.open", "core.plan", "core.cast", "core.match", "core.places", "core.ends", "core.bands", "core.weave"),),
+    (*("core.open", "core.plan", "core.match", "core.places", "core.ends", "core.bands", "core.weave"),),
     (
         *("core.copy", "core.copier", "core.output", "core.ledger", "core.stage_store"),
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),

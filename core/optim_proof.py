@@ -1,0 +1,118 @@
+"""Whether a master belongs to a weight: rounded to the weight's dtype, it is the weight.
+
+Megatron makes the weights anew from their fp32 masters at every step, so a checkpoint's masters round to its weights,
+bit for bit (to nearest even). A few elements tell: what is compared is a sample from the beginning, the middle and the
+end of both. Where the weights are fp32 themselves, sample and weight are equal.
+
+Source: Megatron-LM d98e8a64 ``core/optimizer/optimizer.py`` ``_copy_main_params_to_model_params``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from math import prod
+
+from core.cast import cast_of
+from core.catalog import StoredArray, bind_nothing
+from core.decoded import DecodedStore
+from core.dtypes import dtype_of, itemsize
+from core.errors import MissingShardError
+from core.store import ReadStore
+
+RUN = 16
+"""Elements of one of the three runs of a sample."""
+
+
+def is_master(
+    store: ReadStore,
+    master: StoredArray,
+    weight: StoredArray,
+    *,
+    bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
+) -> bool:
+    """Whether the samples of a master and a weight agree.
+
+    Args:
+        store: where both lie.
+        master: of a float dtype at least as wide as the weight's.
+        weight: with as many elements; its shape may be another.
+        bind: of the catalog, for late-bound arrays.
+
+    Raises:
+        UnsupportedError: the weight's dtype is not one that masters are rounded to.
+        MissingShardError: an array lies nowhere.
+    """
+    if prod(master.shape) != prod(weight.shape):
+        return False
+    return rounds_to(sample(store, master, bind=bind), master.dtype, sample(store, weight, bind=bind), weight.dtype)
+
+
+def sample(
+    store: ReadStore,
+    array: StoredArray,
+    *,
+    bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
+) -> bytes:
+    """Some elements of an array, dense: the same ones for arrays of one size.
+
+    Raises:
+        MissingShardError: the array lies nowhere.
+    """
+    if array.extent is not None and array.extent.is_late:
+        array = bind(store, array)
+    decoded = DecodedStore(store) if array.extent is not None and array.extent.encoding is not None else None
+    if decoded is not None:
+        array, store = decoded.placed(array), decoded
+    extent, size = array.extent, itemsize(array.dtype)
+    if extent is None:
+        raise MissingShardError("the array lies nowhere", key=array.name)
+    runs = _runs(prod(array.shape))
+    if extent.strides is None:
+        return b"".join(store.read(extent.file, extent.offset + start * size, n * size) for start, n in runs)
+    places = [_place(index, array.shape, extent.strides) for start, n in runs for index in range(start, start + n)]
+    return b"".join(store.read(extent.file, extent.offset + place * size, size) for place in places)
+
+
+def rounds_to(master: bytes, master_dtype: str, weight: bytes, weight_dtype: str) -> bool:
+    """Whether elements, rounded to another dtype, are the given ones; NaNs equal each other.
+
+    Raises:
+        UnsupportedError: the cast is not made.
+    """
+    if master_dtype != weight_dtype:
+        rounded = bytearray(len(weight))
+        cast_of(master_dtype, weight_dtype)(memoryview(master), memoryview(rounded))
+        master = bytes(rounded)
+    if master == weight:
+        return True
+    size = itemsize(weight_dtype)
+    if len(master) != len(weight) or dtype_of(weight_dtype).kind != "float":
+        return False
+    pairs = [(master[at : at + size], weight[at : at + size]) for at in range(0, len(weight), size)]
+    return all(a == b or (_is_nan(a, weight_dtype) and _is_nan(b, weight_dtype)) for a, b in pairs)
+
+
+@lru_cache(maxsize=1 << 12)
+def _runs(n: int) -> tuple[tuple[int, int], ...]:
+    """(first element, elements) of the runs of a sample."""
+    if n <= 3 * RUN:
+        return ((0, n),) if n else ()
+    return ((0, RUN), (n // 2, RUN), (n - RUN, RUN))
+
+
+def _place(index: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements before one in storage, by its number in C order."""
+    place = 0
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        index, at = divmod(index, extent)
+        place += at * stride
+    return place
+
+
+def _is_nan(data: bytes, dtype: str) -> bool:
+    wide = bytearray(8)
+    cast_of(dtype, "float64")(memoryview(data), memoryview(wide))
+    value: float = struct.unpack("<d", wide)[0]
+    return value != value
