@@ -57,7 +57,7 @@ class Facts:
         moe_layers: global numbers of the layers that have them.
         is_stacked: torch_dist stacks the layers, because they are alike.
         expert_names: how rank files name experts (``core.layout_experts``), or None without experts.
-        sizes: the arguments that are sizes of parameters (those that rules name as ``extent``), where they are set.
+        sizes: the arguments that are positive numbers; rules name some of them as sizes of parameters.
     """
 
     topology: Topology
@@ -211,7 +211,10 @@ def facts_of(args: object, *, file: str | None = None) -> Facts:
         moe_layers=frozenset(layer for layer, is_moe in enumerate(pattern) if is_moe and n_experts is not None),
         is_stacked=fields.get("moe_layer_freq", 1) in (None, 1),
         expert_names=None if n_experts is None else _expert_names(fields),
-        sizes={name: size for name in _SIZES if is_mla and (size := _size(fields, name, file=file)) is not None},
+        sizes={
+            **{name: value for name, value in fields.items() if type(value) is int and value > 0},
+            **{name: size for name in _SIZES if is_mla and (size := _size(fields, name, file=file)) is not None},
+        },
     )
 
 

@@ -8,6 +8,7 @@ from core.box import Box, Shape
 from core.catalog import Catalog, TensorMeta
 from core.errors import CorruptError, UnsupportedError
 from core.layout_args import Facts
+from core.layout_parts import check_units, parts_of, with_sizes
 from core.layout_rules import Rule, Rules
 from core.layout_vocab import padded_rows
 from core.optimizer import param_of
@@ -64,6 +65,7 @@ def cuts_of(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, *,
         UnknownTensorError: no rule fits a name.
         UnsupportedError, CorruptError: as for ``cut_of``.
     """
+    facts = with_sizes(facts, {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key}, rules)
     found = {}
     for key, meta in catalog.tensors.items():
         rule = rules.rule_of(param_of(key), shapes=[meta.shape])
@@ -94,22 +96,10 @@ def cut_of(meta: TensorMeta, rule: Rule, facts: Facts, *, topology: Topology, n_
     if rule.kind == "vocab":
         rows = padded_rows(meta, facts, tp=n, n_rows=n_rows)
         shape = (*shape[:axis], rows, *shape[axis + 1 :])
-    parts = parts_of(rule, shape[axis], is_gated=facts.is_gated, key=meta.key)
+    check_units(rule, n, facts, key=meta.key)
+    parts = parts_of(rule, shape[axis], facts, key=meta.key)
     check_divides(parts, n, key=meta.key, axis=axis, group=rule.group.upper())
     return Cut(shape, axis, tuple(parts), n, rule.group)
-
-
-def parts_of(rule: Rule, extent: int, *, is_gated: bool, key: str) -> list[int]:
-    """Extents of the consecutive parts of an axis.
-
-    Raises:
-        CorruptError: a gated extent is odd.
-    """
-    if rule.parts != "gated" or not is_gated:
-        return [extent]
-    if extent % 2:
-        raise CorruptError(f"a gated MLP has an odd number of rows, {extent}", key=key)
-    return [extent // 2, extent // 2]
 
 
 def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:

@@ -17,11 +17,14 @@ from pathlib import Path
 from core.box import Shape
 from core.errors import UnknownTensorError, UnsupportedError, UsageError
 from core.layout_experts import Expert, ExpertForm, expert_name, expert_of
+from core.layout_sizes import PartSize, ShapeSize, parsed_size
 from core.store import translated
 
 KINDS = ("replicate", "split", "vocab", "opaque")
 STAGES = ("first", "last")
-_RULE_FIELDS = {"pattern", "rule", "axis", "parts", "group", "unit", "extent", "tied", "later", "source"}
+_RULE_FIELDS = {
+    *("pattern", "rule", "axis", "parts", "names", "group", "unit", "divides", "extent", "tied", "later", "source"),
+}
 _NEEDS_AXIS = ("split", "vocab")
 
 
@@ -33,9 +36,12 @@ class Rule:
         pattern: searched in the parameter's name.
         kind: ``replicate``, ``split``, ``vocab`` or ``opaque``.
         axis: the axis that ``split`` and ``vocab`` cut, else None.
-        parts: ``whole`` or ``gated``.
+        parts: ``whole``, ``gated`` or ``named``, which ``segments`` are then.
+        segments: lists of the sizes of parts; the first that fits a tensor holds.
+        names: what torch_dist puts behind the name for each part, which it stores as a tensor of its own; () for none.
         group: ``tp`` or ``etp``.
         unit: ``heads`` or None.
+        divides: sizes that the number of shards must divide as well.
         extent: arguments whose sum is the extent of axis 0 (for each head, with ``unit``), or ().
         tied: name of the tensor that this one copies in models with shared embeddings, or None.
         later: what the parameter belongs to if it is not handled yet, else None.
@@ -47,8 +53,11 @@ class Rule:
     kind: str
     axis: int | None = None
     parts: str = "whole"
+    segments: tuple[tuple[PartSize, ...], ...] = ()
+    names: tuple[str, ...] = ()
     group: str = "tp"
     unit: str | None = None
+    divides: tuple[str, ...] = ()
     extent: tuple[str, ...] = ()
     tied: str | None = None
     later: str | None = None
@@ -95,6 +104,8 @@ class Rules:
         stacks: what stands before the numbers of layers, that of the main stack first.
         layer_order: beginnings of names within a layer, in the order of a rank file.
         buffers: patterns of tensors that are no parameters.
+        sizes: sizes that shapes tell.
+        unstacked: beginnings of names within layers that torch_dist never stacks.
     """
 
     rules: tuple[Rule, ...]
@@ -104,6 +115,8 @@ class Rules:
     stacks: tuple[str, ...]
     layer_order: tuple[str, ...]
     buffers: tuple[re.Pattern[str], ...] = ()
+    sizes: tuple[ShapeSize, ...] = ()
+    unstacked: tuple[str, ...] = ()
 
     def rule_of(self, name: str, *, shapes: Sequence[Shape] = ()) -> Rule:
         """The rule of a parameter.
@@ -233,6 +246,7 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
     table = tomllib.loads(files("core").joinpath("layouts", f"{family}.toml").read_text(encoding="utf-8"))
     rules, stages = _rows(table, label=label)
     buffers = _buffers(table, label=label)
+    sizes = _sizes(table, label=label)
     if extra is not None:
         label = str(extra)
         with translated(label, doing="read"):
@@ -241,13 +255,14 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
             added = tomllib.loads(data.decode("utf-8"))
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
             raise UsageError(f"the rules are not TOML: {err}", file=label) from err
-        unknown = sorted(set(added) - {"rule", "stage", "buffer"})
+        unknown = sorted(set(added) - {"rule", "stage", "buffer", "size"})
         if unknown:
-            hint = "use [[rule]], [[stage]] and [[buffer]]"
+            hint = "use [[rule]], [[stage]], [[buffer]] and [[size]]"
             raise UsageError(f"unknown tables: {', '.join(unknown)}", file=label, hint=hint)
         more_rules, more_stages = _rows(added, label=label)
         buffers = _buffers(added, label=label) + buffers
         rules, stages = more_rules + rules, more_stages + stages
+        sizes = _sizes(added, label=label) + sizes
     return Rules(
         rules=tuple(rules),
         stages=tuple(stages),
@@ -259,6 +274,8 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
         stacks=tuple(table["stacks"]),
         layer_order=tuple(table["order"]["layer"]),
         buffers=tuple(buffers),
+        sizes=tuple(sizes),
+        unstacked=tuple(table["unstacked"]),
     )
 
 
@@ -281,6 +298,18 @@ def _buffers(table: Mapping[str, object], *, label: str) -> list[re.Pattern[str]
     return found
 
 
+def _sizes(table: Mapping[str, object], *, label: str) -> list[ShapeSize]:
+    sizes = []
+    for n, row in _numbered(table, "size", label):
+        where, name, axis = f"[[size]] {n}", row.get("name"), row.get("axis", 0)
+        if not isinstance(name, str) or not name.isidentifier() or set(row) - {"name", "pattern", "axis", "source"}:
+            raise UsageError(f"{where} needs a name, a pattern and an axis", file=label)
+        if not isinstance(axis, int) or not 0 <= axis < 8:
+            raise UsageError(f"{where} needs an axis, a small number from 0", file=label)
+        sizes.append(ShapeSize(name, _pattern(row, where=where, label=label), axis))
+    return sizes
+
+
 def _numbered(table: Mapping[str, object], name: str, label: str) -> list[tuple[int, Mapping[str, object]]]:
     rows = table.get(name, [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -300,12 +329,26 @@ def _rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         raise refuse(f"has rule {kind!r}; it is one of {', '.join(KINDS)}")
     if kind in _NEEDS_AXIS and not (isinstance(axis, int) and 0 <= axis < 8):
         raise refuse("needs an axis, a small number from 0")
-    for name, allowed in (("parts", ("whole", "gated")), ("group", ("tp", "etp")), ("unit", (None, "heads"))):
+    segments = _segments(row.get("parts"))
+    if segments is None:
+        raise refuse(
+            f"has parts {row['parts']!r}; it is whole, gated, or a list of sizes: numbers, arguments, sums and "
+            'products of them ("heads * channels"), or of such lists'
+        )
+    if segments and kind != "split":
+        raise refuse("has parts, but its rule is not split")
+    for name, allowed in (("group", ("tp", "etp")), ("unit", (None, "heads"))):
         if name in row and row[name] not in allowed:
             raise refuse(f"has {name} {row[name]!r}; it is one of {', '.join(filter(None, allowed))}")
-    extent = row.get("extent", [])
-    if not isinstance(extent, list) or not all(isinstance(name, str) for name in extent):
-        raise refuse("has an extent that is no list of argument names")
+    lists: dict[str, tuple[str, ...]] = {}
+    for name in ("extent", "divides", "names"):
+        value = row.get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise refuse(f"has {name} that is no list of names")
+        lists[name] = tuple(value)
+    names = lists["names"]
+    if names and all(len(names) != len(parts) for parts in segments):
+        raise refuse("has names that are not one for each of its parts")
     text = {name: row.get(name) for name in ("tied", "later", "source")}
     if any(value is not None and not isinstance(value, str) for value in text.values()):
         raise refuse(f"has a field of {', '.join(text)} that is not text")
@@ -313,15 +356,30 @@ def _rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         pattern=_pattern(row, where=where, label=label),
         kind=str(kind),
         axis=axis if isinstance(axis, int) else None,
-        parts=str(row.get("parts", "whole")),
+        parts="named" if segments else str(row.get("parts", "whole")),
+        segments=segments,
+        names=names,
         group=str(row.get("group", "tp")),
         unit=None if row.get("unit") is None else str(row["unit"]),
-        extent=tuple(extent),
+        divides=lists["divides"],
+        extent=lists["extent"],
         tied=None if text["tied"] is None else str(text["tied"]),
         later=None if text["later"] is None else str(text["later"]),
         source=str(text["source"] or ""),
         where=f"{label} {where}",
     )
+
+
+def _segments(parts: object) -> tuple[tuple[PartSize, ...], ...] | None:
+    """The lists of sizes that ``parts`` gives; () for ``whole`` and ``gated``, None for what makes no sense."""
+    if parts in (None, "whole", "gated"):
+        return ()
+    if not isinstance(parts, list) or not parts:
+        return None
+    lists = parts if all(isinstance(item, list) for item in parts) else [parts]
+    found = [tuple(parsed_size(item) for item in items) for items in lists]
+    sizes = tuple(tuple(item for item in items if item is not None) for items in found)
+    return sizes if all(sizes) and sizes == tuple(found) else None
 
 
 def _pattern(row: Mapping[str, object], *, where: str, label: str) -> re.Pattern[str]:

@@ -44,7 +44,7 @@ from core.inert import TensorLeaf, as_mapping, walk
 from core.layout_args import Facts, facts_of
 from core.layout_checks import check_complete, check_shape, extent_of, listed
 from core.layout_chunk import Chunk, chunk_of
-from core.layout_cut import parts_of
+from core.layout_parts import parts_of, with_sizes
 from core.layout_rules import Rule, Rules
 from core.layout_state import (
     EXTRA_STATE,
@@ -133,6 +133,7 @@ def unshard_ranks(
         dropped += found.dropped
     n_rows = _vocab_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, model=model, notes=notes)
     stored = {name: _checked_shape(name, tensor, facts.topology) for name, tensor in model.tensors.items()}
+    facts = with_sizes(facts, stored, rules)
     order = sorted(model.order, key=model.order.__getitem__)
     shapes: dict[str, Shape] = {}
     for name in order:
@@ -456,7 +457,7 @@ def _fragments(key: str, tensor: _Tensor, shape: Shape, facts: Facts) -> Iterato
             pieces: list[Piece] = replicated(shape)
         else:
             padded = global_shape(held.array.shape, axis, n)
-            parts = parts_of(tensor.rule, padded[axis], is_gated=facts.is_gated, key=key)
+            parts = parts_of(tensor.rule, padded[axis], facts, key=key)
             pieces = split(padded, axis, parts=parts, rank=held.rank.within(group), n=n)
         for piece in pieces:
             kept = piece if axis is None else trimmed(piece, axis, shape[axis])
