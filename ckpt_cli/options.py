@@ -30,7 +30,7 @@ TARGETS = (
 """Formats that can be written; stated here because asking the formats would import them all for a help page."""
 CONTENT_OPTIONS = (
     *("max_shard_size", "dequantize", "include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
-    *("stack_layers", "unstack_layers", "dtype", "quantize", "no_optim"),
+    *("stack_layers", "unstack_layers", "dtype", "quantize", "no_optim", "metadata_only"),
 )
 """Fields of ``TransferOptions`` that change something of a checkpoint which may stay in its format."""
 AUTO = "auto"
@@ -259,6 +259,14 @@ class TransferOptions:
     ] = False
     dry_run: Annotated[
         bool, Flag("--dry-run", "-n", rich_help_panel=OUTPUT, help="Print the plan; read and write no data.")
+    ] = False
+    metadata_only: Annotated[
+        bool,
+        Flag(
+            "--metadata-only",
+            rich_help_panel=OUTPUT,
+            help="torch_dist, dcp: hard links to SRC's data files; nothing is copied.",
+        ),
     ] = False
     explain: Annotated[
         bool,

@@ -29,7 +29,7 @@ def plan_lines(
         [
             ("from", f"{escaped(str(source.path))} ({source.format.name})"),
             ("to", f"{prepared.target_format.name}, {size}"),
-            ("tensors", f"{len(plan.target.tensors):,}"),
+            ("tensors", f"{prepared.n_tensors:,}"),
             ("reads", bytes_text(plan.read_bytes)),
             ("memory", f"{bytes_text(plan.memory_bytes)} of the {bytes_text(prepared.job.memory_bytes)} allowed"),
             *_listed("renames", [f"{old} → {new}" for old, new in prepared.renamed]),

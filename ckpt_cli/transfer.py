@@ -95,6 +95,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         dtype=casts_of(options.dtype),
         quantize=quantizations_of(options.quantize),
         max_file_bytes=None if options.max_shard_size is None else size_in_bytes(options.max_shard_size),
+        metadata_only=options.metadata_only,
         drop_unknown=options.drop_unknown,
         memory_bytes=defaults.memory_bytes if options.memory is None else size_in_bytes(options.memory),
         threads=options.threads or defaults.threads,

@@ -35,11 +35,12 @@ from core.job import TopologyChange as TopologyChange
 from core.journal import identity_of
 from core.layout import load_rules, shard, stack
 from core.layout_state import texts_of
-from core.manifest import finish_files, manifest_name, write_manifest
+from core.manifest import FileSum, finish_files, manifest_name, write_manifest
 from core.objects import nesting_notes, root_notes, vetted
 from core.occupied import check_replaceable
 from core.open import TRACKER, Checkpoint, open_checkpoint
 from core.plan import Plan, make_plan
+from core.relink import linked
 from core.target import partitioned, source_and_target, tensors_only
 from core.verify import check_memory, verify
 
@@ -59,6 +60,7 @@ class Prepared:
         notes: what the user should know.
         dropped: entries of the source that the destination will not hold, with the reason.
         form: the source's global tensors under their final names, before they are cut for the destination.
+        links: (path, file of the source, bytes) of what is a hard link, with ``metadata_only``.
     """
 
     job: Job
@@ -71,6 +73,12 @@ class Prepared:
     notes: tuple[str, ...]
     dropped: tuple[str, ...]
     form: Catalog
+    links: tuple[tuple[str, str, int], ...] = ()
+
+    @property
+    def n_tensors(self) -> int:
+        """Tensors of the destination."""
+        return len(self.form.tensors if self.links else self.plan.target.tensors)
 
     @property
     def is_file(self) -> bool:
@@ -80,7 +88,7 @@ class Prepared:
     @property
     def files(self) -> list[tuple[str, int]]:
         """Output files and their sizes in bytes."""
-        return [(image.path, image.size) for image in self.images]
+        return [*((path, size) for path, _, size in self.links), *((image.path, image.size) for image in self.images)]
 
     def files_for_rank(self, rank: int) -> list[str]:
         """Source files that one rank of the destination needs.
@@ -125,7 +133,7 @@ class Prepared:
             "source_format": self.source.format.name,
             "dst": str(self.dst),
             "target_format": self.target_format.name,
-            "n_tensors": len(self.plan.target.tensors),
+            "n_tensors": self.n_tensors,
             "read_bytes": self.plan.read_bytes,
             "write_bytes": self.plan.file_bytes,
             "memory_bytes": self.plan.memory_bytes,
@@ -158,6 +166,8 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
             f"format {format.name} can be read, but not written",
             hint=f"say --to with one of: {', '.join(known.name for known in formats() if known.lay_out is not None)}",
         )
+    if job.metadata_only:
+        return _linked(job, source, format)
     form = global_form(job, source, format)
     notes = [*source.notes, *form.notes]
     checked = vetted(form.catalog, keeps_unknown=format.partition == "ranks", drop_unknown=job.drop_unknown)
@@ -192,6 +202,30 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         notes=tuple(notes),
         dropped=tuple(dropped),
         form=checked.catalog,
+    )
+
+
+def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
+    """A destination whose data files are the source's."""
+    made = linked(job, source)
+    images = made.images
+    paths = {name: name for name in made.files}
+    if format.is_mcore:
+        images = _as_root(images, source.iteration)
+        paths = {name: _in_root(name, source.iteration) for name in made.files}
+    target = replace(made.catalog, tensors={}, hidden={}, objects={})
+    return Prepared(
+        job=job,
+        source=source,
+        target_format=format,
+        dst=job.dst or _proposed_dst(job, source, format),
+        images=images,
+        plan=make_plan(target, target, images, threads=job.threads, memory_bytes=job.memory_bytes),
+        renamed=(),
+        notes=(*source.notes, *made.notes),
+        dropped=(),
+        form=made.catalog,
+        links=tuple((path, name, source.store.size(name)) for name, path in paths.items()),
     )
 
 
@@ -249,8 +283,13 @@ def _as_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImag
     """The images of a training root with its tracker, as Megatron loads it; as they are without an iteration."""
     if type(iteration) is not int:
         return images
-    moved = tuple(replace(image, path=f"iter_{iteration:07d}/{image.path}") for image in images)
+    moved = tuple(replace(image, path=_in_root(image.path, iteration)) for image in images)
     return (*moved, literal_file(TRACKER, str(iteration).encode("ascii"), is_metadata=True))
+
+
+def _in_root(path: str, iteration: object) -> str:
+    """A path in a training root; as it is without an iteration."""
+    return f"iter_{iteration:07d}/{path}" if type(iteration) is int else path
 
 
 _SUFFIXES = {"torch": ".pt"}
@@ -310,6 +349,9 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
                 journal=stage.journal,
             )
             files = finish_files(plan, result, stage.store, crc=job.crc)
+            for path, name, size in prepared.links:
+                stage.store.link(path, source.store.path(name))
+                files.append(FileSum(path, size, None))
             manifest = manifest_name(prepared.dst.name if is_file else None)
             tool = f"ckpt-toolkit {__version__}"
             write_manifest(stage.store, manifest, plan, result, files, tool=tool, crc=job.crc)
@@ -321,7 +363,7 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
             dst=str(prepared.dst),
             source_format=source.format.name,
             format=prepared.target_format.name,
-            n_tensors=len(plan.target.tensors),
+            n_tensors=prepared.n_tensors,
             bytes_read=result.read_bytes,
             bytes_written=plan.file_bytes,
             bytes_resumed=result.resumed_bytes,

@@ -64,6 +64,7 @@ class Job:
             ``dequantize`` is a dtype or None; ``add_prefix`` a text or None; ``unstack_layers`` are globs, () for the
             usual names, None for no unstacking.
         max_file_bytes: most bytes of an output file with tensors, where the format can split; None for its default.
+        metadata_only: write new metadata only; data files are hard links to the source's (``core.relink``).
         drop_unknown: leave out objects of unknown classes where the target cannot hold them.
         memory_bytes: most memory the process may use, imports included.
         threads: copying threads.
@@ -100,6 +101,7 @@ class Job:
     dtype: tuple[tuple[str | None, str], ...] = ()
     quantize: tuple[tuple[str | None, str], ...] = ()
     max_file_bytes: int | None = None
+    metadata_only: bool = False
     drop_unknown: bool = False
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     threads: int = DEFAULT_THREADS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from core.errors import StorageError, TruncatedError
+from core.errors import StorageError, TruncatedError, UnsupportedError
 from core.linux import allocate, start_writeback
 from core.store import checked_name, translated
 
@@ -52,6 +53,27 @@ class StageStore:
                     os.ftruncate(fd, 0)
                     allocate(fd, n_bytes)
         self._names.add(name)
+
+    def link(self, name: str, existing: Path) -> None:
+        """Makes a file that is another name of an existing one.
+
+        Raises:
+            UnsupportedError: the two places are on different file systems, or theirs has no hard links.
+            StorageError: it cannot be made.
+        """
+        path = self.root / checked_name(name)
+        with translated(name, doing="link"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(existing, path)
+            except OSError as err:
+                if err.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+                    raise
+                raise UnsupportedError(
+                    f"the file system makes no hard link to it here: {err.strerror}",
+                    file=str(existing),
+                    hint="write to the file system of the source, or leave --metadata-only out",
+                ) from err
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
         """See WriteStore.

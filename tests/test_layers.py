@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("core.changes", "core.global_form", "core.convert", "core.contract", "core.summary"),
-        *("core.explain", "core.verify"),
+        *("core.explain", "core.verify", "core.relink"),
     ),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
 )

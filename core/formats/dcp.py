@@ -342,6 +342,45 @@ def metadata_image(
     return literal_file(METADATA, data, is_metadata=True)
 
 
+def linked_metadata(catalog: Catalog) -> FileImage:
+    """The image of ``.metadata`` for entries that stay where they are in the source's data files.
+
+    Args:
+        catalog: what ``catalog_of`` gives, with some entries left out or renamed.
+
+    Raises:
+        UnsupportedError: an entry is no item of its own, so that ``.metadata`` cannot point at it.
+    """
+    planner_data = _planner_data(catalog)
+    data = write_metadata((_linked_row(catalog, key) for key in planner_data), planner_data=planner_data)
+    return literal_file(METADATA, data, is_metadata=True)
+
+
+def _linked_row(catalog: Catalog, key: str) -> TensorRow | ObjectRow:
+    def refused() -> UnsupportedError:
+        return UnsupportedError(
+            "its bytes are compressed or no item of their own, so new metadata cannot point at them",
+            key=key,
+            hint="leave --metadata-only out",
+        )
+
+    meta = catalog.tensors.get(key)
+    if meta is None:
+        raw_key = catalog.objects[key].raw_key
+        array = None if raw_key is None else catalog.fragments(raw_key)[0].array
+        if array is None or array.extent is None or array.extent.encoding is not None:
+            raise refused()
+        return ObjectRow(key, array.extent.file, array.extent.offset, array.n_bytes)
+    rows = []
+    for piece in catalog.fragments(key):
+        array = piece.array
+        extent = None if array is None else array.extent
+        if array is None or extent is None or extent.item_bytes is None or array.shape != piece.box.shape:
+            raise refused()
+        rows.append(ChunkRow(piece.box.offset, piece.box.shape, extent.file, extent.offset, extent.item_bytes))
+    return TensorRow(key, meta.dtype, meta.shape, rows)
+
+
 def _rows(target: Catalog, layout: ItemLayout, keys: Iterable[str]) -> Iterator[TensorRow | ObjectRow]:
     names = [image.path for image in layout.files]
     for key in keys:
