@@ -30,7 +30,7 @@ TARGETS = (
 """Formats that can be written; stated here because asking the formats would import them all for a help page."""
 CONTENT_OPTIONS = (
     *("max_shard_size", "dequantize", "include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
-    *("stack_layers", "unstack_layers", "dtype", "quantize", "no_optim", "metadata_only"),
+    *("stack_layers", "unstack_layers", "dtype", "quantize", "no_optim", "metadata_only", "transformer_impl"),
 )
 """Fields of ``TransferOptions`` that change something of a checkpoint which may stay in its format."""
 AUTO = "auto"
@@ -338,6 +338,16 @@ class TransferOptions:
             metavar="config.json",
             rich_help_panel=LAYOUT,
             help="Of the model, where SRC has Hugging Face's names and none beside them.",
+        ),
+    ] = None
+    transformer_impl: Annotated[
+        str | None,
+        Option(
+            "--transformer-impl",
+            metavar="IMPL",
+            parser=_one_of("local", "transformer_engine"),
+            rich_help_panel=LAYOUT,
+            help="Megatron's module names to write: local or transformer_engine.",
         ),
     ] = None
     rules: Annotated[

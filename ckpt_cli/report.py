@@ -80,6 +80,8 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
     ]
     if report.bytes_resumed:
         pairs.append(("resumed", f"{bytes_text(report.bytes_resumed)} were written already"))
+    if report.n_copies:
+        pairs.append(("replicas", f"{report.n_copies:,} compared, all equal"))
     if report.bytes_verified:
         pairs.append(("verified", f"{bytes_text(report.bytes_verified)} read again, equal to the source"))
     pairs.append(("manifest", escaped(report.manifest)))

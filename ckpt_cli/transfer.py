@@ -4,7 +4,7 @@
 
     {"schema": "ckpt.transfer/1", "dry_run": false, "src": str, "dst": str, "source_format": str, "format": str,
      "n_tensors": int, "bytes_read": int, "bytes_written": int, "bytes_resumed": int, "bytes_verified": int,
-     "seconds": float, "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
+     "n_copies": int, "seconds": float, "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
 
 and with ``--dry-run``::
 
@@ -82,6 +82,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         optim="drop" if options.no_optim else "carry",
         names=names_of(options.names),
         config=options.config,
+        transformer_impl=options.transformer_impl,
         dequantize=options.dequantize,
         include=tuple(options.include or ()),
         exclude=tuple(options.exclude or ()),

@@ -213,6 +213,7 @@ def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
     if format.is_mcore:
         images = _as_root(images, source.iteration)
         paths = {name: _in_root(name, source.iteration) for name in made.files}
+    links = tuple((path, name, source.store.size(name)) for name, path in paths.items())
     target = replace(made.catalog, tensors={}, hidden={}, objects={})
     return Prepared(
         job=job,
@@ -222,10 +223,10 @@ def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
         images=images,
         plan=make_plan(target, target, images, threads=job.threads, memory_bytes=job.memory_bytes),
         renamed=(),
-        notes=(*source.notes, *made.notes),
+        notes=(*source.notes, *made.notes, f"{len(links)} files are hard links to the source's; no byte was copied"),
         dropped=(),
         form=made.catalog,
-        links=tuple((path, name, source.store.size(name)) for name, path in paths.items()),
+        links=links,
     )
 
 
@@ -368,6 +369,7 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
             bytes_written=plan.file_bytes,
             bytes_resumed=result.resumed_bytes,
             bytes_verified=n_verified,
+            n_copies=plan.n_copies,
             seconds=time.monotonic() - begun,
             files=tuple(path for path, _ in prepared.files),
             manifest=str(prepared.dst.parent / manifest if is_file else prepared.dst / manifest),

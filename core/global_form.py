@@ -30,6 +30,7 @@ from core.json_object import object_of
 from core.layout import Rules, is_megatron, load_rules, unshard
 from core.layout_args import facts_of, topology_of, with_vocab_size
 from core.layout_checks import check_complete
+from core.layout_spec import with_implementation
 from core.objects import loaded
 from core.open import Checkpoint
 from core.store import translated
@@ -118,6 +119,13 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
             store=source.store,
         )
         catalog = _completed(job, catalog, source, notes, wants_hf=wants_hf)
+        if job.transformer_impl is not None:
+            if not is_cut(format):
+                raise UsageError(
+                    f"--transformer-impl has no effect on {format.name}",
+                    hint="it is for --to megatron and --to torch_dist",
+                )
+            catalog = with_implementation(catalog, job.transformer_impl, rules=rules)
     else:
         _refuse_layout_options(job)
         catalog = _without_optimizer(job, catalog, dropped)
@@ -152,7 +160,9 @@ def _as_megatron(
     config = config if document is None else object_of(document, file=CONFIG)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
     with _complete(first, "Hugging Face"):
-        catalog = to_megatron(first.catalog, config, make_vocab_size_divisible_by=divisor)
+        catalog = to_megatron(
+            first.catalog, config, make_vocab_size_divisible_by=divisor, transformer_impl=job.transformer_impl
+        )
     notes.append(f"padded vocabularies are multiples of {divisor} × TP (--make-vocab-size-divisible-by)")
     second = _changed(catalog, late, notes)
     return GlobalForm(second.catalog, first.renamed + second.renamed, tuple(notes), tuple(dropped))
@@ -372,7 +382,7 @@ def _is_laid_out(job: Job, catalog: Catalog, format: Format, rules: Rules, names
     """Whether the source must be brought into Megatron's global form."""
     if _is_rank_local(catalog) or format.partition == "ranks" or _changes_layout(job):
         return True
-    if names == "megatron" and is_megatron(catalog, rules):
+    if (names == "megatron" or job.transformer_impl is not None) and is_megatron(catalog, rules):
         return True
     return format.is_mcore and not is_mcore(catalog) and is_megatron(catalog, rules)
 
@@ -383,6 +393,7 @@ def _refuse_layout_options(job: Job) -> None:
         "--vocab-size": job.vocab_size is not None,
         "--keep-padded-vocab": job.keep_padded_vocab,
         "--rules": job.rules is not None,
+        "--transformer-impl": job.transformer_impl is not None,
     }
     for name, is_given in given.items():
         if is_given:

@@ -58,6 +58,8 @@ class Job:
         optim: ``carry`` or ``drop``.
         names: whose tensor names to write: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps them, unless the
             target format says otherwise.
+        transformer_impl: ``local`` or ``transformer_engine``, whose names Megatron's parameters get; None keeps them
+            (``core.layout_spec``).
         dequantize, include, exclude, strip_prefix, add_prefix, rename, untie, tie, stack_layers, unstack_layers, dtype,
             quantize: see ``core.changes``, which applies them in that order. The first of them go by the names that
             the source has once it is global, as ``ckpt inspect`` shows them, the others by those made until then.
@@ -88,6 +90,7 @@ class Job:
     optim: str = "carry"
     names: str | None = None
     config: Path | None = None
+    transformer_impl: str | None = None
     dequantize: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -126,6 +129,7 @@ class Report:
         bytes_written: bytes of all output files.
         bytes_resumed: those of them that an earlier, interrupted run had written.
         bytes_verified: bytes of tensors that were read again and compared; 0 if that was not asked for.
+        n_copies: copies of (parts of) tensors on several ranks that were compared, and are equal.
         seconds: wall time.
         files: output files, relative to ``dst`` (or its name, if it is one file).
         manifest: path of the manifest.
@@ -141,6 +145,7 @@ class Report:
     bytes_written: int
     bytes_resumed: int
     bytes_verified: int
+    n_copies: int
     seconds: float
     files: tuple[str, ...]
     manifest: str
