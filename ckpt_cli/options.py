@@ -217,6 +217,15 @@ def _source_size(short: str, long: str) -> object:
     return Option(f"--{short}", f"--{long}", metavar="N", parser=_whole(1), hidden=True)
 
 
+def _pipeline_option(name: str, metavar: str, text: str, parser: Callable[[str], object]) -> object:
+    names = (f"--{name}", f"--{name}-new", f"--target-{name}")
+    return Option(*names, metavar=metavar, parser=parser, rich_help_panel=LAYOUT, help=text)
+
+
+def _pipeline_flag(name: str, text: str) -> object:
+    return Flag(f"--{name}/--no-{name}", rich_help_panel=LAYOUT, help=text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
     """What ``ckpt convert`` and ``ckpt reshard`` take; they differ in what they require."""
@@ -299,6 +308,26 @@ class TransferOptions:
     vpp: Annotated[int | None, _source_size("vpp", "virtual-pipeline-model-parallel-size")] = None
     ep: Annotated[int | None, _source_size("ep", "expert-model-parallel-size")] = None
     etp: Annotated[int | None, _source_size("etp", "expert-tensor-parallel-size")] = None
+    decoder_first: Annotated[
+        int | None,
+        _pipeline_option("decoder-first-pipeline-num-layers", "N", "Layers of the first pipeline stage.", _whole(1)),
+    ] = None
+    decoder_last: Annotated[
+        int | None,
+        _pipeline_option("decoder-last-pipeline-num-layers", "N", "Layers of the last pipeline stage.", _whole(1)),
+    ] = None
+    pipeline_layout: Annotated[
+        str | None,
+        _pipeline_option(
+            "pipeline-model-parallel-layout", "TEXT", "What every model chunk holds: 'E|(t|)*3,m|L'.", str
+        ),
+    ] = None
+    account_for_embedding: Annotated[
+        bool | None, _pipeline_flag("account-for-embedding-in-pipeline-split", "The embedding counts as a layer.")
+    ] = None
+    account_for_loss: Annotated[
+        bool | None, _pipeline_flag("account-for-loss-in-pipeline-split", "The loss counts as a layer.")
+    ] = None
     vocab_size: Annotated[
         int | None,
         Option(

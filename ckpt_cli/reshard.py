@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_cli.transfer import job_of, transfer
+from ckpt_cli.transfer import job_of, pipeline_of, transfer
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ def reshard(options: TransferOptions) -> int:
         UsageError: nothing to change.
     """
     sizes = (options.tp_new, options.pp_new, options.vpp_new, options.ep_new, options.etp_new)
-    if options.to is None and options.vocab_size is None and all(size is None for size in sizes):
+    is_asked = pipeline_of(options) is not None or any(size is not None for size in sizes)
+    if options.to is None and options.vocab_size is None and not is_asked:
         raise UsageError("which layout? no target size is given", hint="say for example: --tp-new 4 --pp-new 2")
     return transfer(job_of(options, keeps_layout=True), options)

@@ -35,6 +35,7 @@ from ckpt_cli.report import explain_lines, plan_lines, report_lines
 from ckpt_cli.terminal import escaped, screen_of
 from core.convert import Job, TopologyChange, prepare, run
 from core.errors import ReplicaMismatchError, UsageError
+from core.pipeline import Pipeline, parse_layout
 
 if TYPE_CHECKING:
     from ckpt_cli.options import TransferOptions
@@ -65,9 +66,10 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         raise UsageError("--stack-layers and --unstack-layers contradict each other", hint="give one")
     new = {name: getattr(options, f"{name}_new") for name in _SIZES}
     asserted = {name: size for name in _SIZES if (size := getattr(options, name)) is not None}
+    pipeline = pipeline_of(options)
     topology = None
-    if asserted or any(size is not None for size in new.values()):
-        topology = TopologyChange(**new, source=asserted)
+    if asserted or pipeline is not None or any(size is not None for size in new.values()):
+        topology = TopologyChange(**new, pipeline=pipeline, source=asserted)
     defaults = Job(src=options.src)
     return Job(
         src=options.src,
@@ -107,6 +109,25 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         fsync=not options.no_fsync,
         verify=options.verify,
         rules=options.rules,
+    )
+
+
+def pipeline_of(options: TransferOptions) -> Pipeline | None:
+    """How the options distribute layers over pipeline stages: those that are given say all of it; None without any.
+
+    Raises:
+        UsageError: they contradict one another, or the layout is none.
+    """
+    flags = (options.account_for_embedding, options.account_for_loss)
+    counts = (options.decoder_first, options.decoder_last)
+    if options.pipeline_layout is None and all(value is None for value in (*flags, *counts)):
+        return None
+    return Pipeline(
+        first=options.decoder_first,
+        last=options.decoder_last,
+        counts_embedding=bool(options.account_for_embedding),
+        counts_loss=bool(options.account_for_loss),
+        layout=None if options.pipeline_layout is None else parse_layout(options.pipeline_layout),
     )
 
 

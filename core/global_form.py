@@ -370,12 +370,13 @@ def _changed(catalog: Catalog, job: Job, notes: list[str], config: Mapping[str, 
 
 def _changes_layout(job: Job) -> bool:
     """Whether the job names sizes for the destination."""
-    return job.topology is not None and bool(job.topology.sizes)
+    return job.topology is not None and job.topology.is_change
 
 
 def _options(job: Job) -> str:
-    sizes = {} if job.topology is None else job.topology.sizes
-    return ", ".join(f"--{name}-new" for name in sizes)
+    if job.topology is None or not job.topology.sizes:
+        return "pipeline options"
+    return ", ".join(f"--{name}-new" for name in job.topology.sizes)
 
 
 def _is_laid_out(job: Job, catalog: Catalog, format: Format, rules: Rules, names: str | None) -> bool:
@@ -467,10 +468,25 @@ def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
     """Sizes of the destination.
 
     Sizes that are not given stay the source's where global tensors are only cut into pieces by them, or where the job
-    keeps the layout; rank files get 1.
+    keeps the layout; rank files get 1. A pipeline layout has the number of model chunks in it.
+
+    Raises:
+        UsageError: it has another than was asked for, or its parts do not divide over the pipeline stages.
     """
     keeps = job.keeps_layout or format.partition != "ranks"
     base = (_source_topology(catalog) if keeps else None) or Topology()
-    if format.partition != "ranks":
-        base = replace(base, vpp=1)  # global tensors know no model chunks
-    return replace(base, **({} if job.topology is None else job.topology.sizes))
+    sizes = {} if job.topology is None else job.topology.sizes
+    pipeline = None if job.topology is None else job.topology.pipeline
+    if format.partition != "ranks" and sizes.get("pp", base.pp) != base.pp:
+        base = replace(base, vpp=1)  # global tensors know no model chunks, only which stage's rank writes what
+    made = replace(base, **sizes, pipeline=pipeline)
+    if pipeline is None or pipeline.layout is None:
+        return made
+    vpp, rest = divmod(len(pipeline.layout), made.pp)
+    if rest or sizes.get("vpp", vpp) != vpp:
+        raise UsageError(
+            f"--pipeline-model-parallel-layout has {len(pipeline.layout)} parts, which are not those of PP {made.pp}"
+            + (f" and VPP {sizes['vpp']}" if "vpp" in sizes else ""),
+            hint="it has one part for every model chunk, PP × VPP in all; say --pp-new",
+        )
+    return replace(made, vpp=vpp)

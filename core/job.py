@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from core.pipeline import Pipeline
+
 MIB = 1 << 20
 DEFAULT_MEMORY_BYTES = 512 * MIB
 DEFAULT_THREADS = 2
@@ -23,6 +25,8 @@ class TopologyChange:
 
     Args:
         tp, pp, vpp, ep, etp: sizes of the destination; None keeps the source's.
+        pipeline: how the destination distributes layers over its pipeline stages; None keeps the source's way where
+            that still means something, and distributes evenly otherwise (``core.layout_args.Facts.pipeline_at``).
         source: asserted sizes of the source by name; a mismatch is an error.
     """
 
@@ -31,12 +35,18 @@ class TopologyChange:
     vpp: int | None = None
     ep: int | None = None
     etp: int | None = None
+    pipeline: Pipeline | None = None
     source: dict[str, int] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes to change."""
         return {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
+
+    @property
+    def is_change(self) -> bool:
+        """Whether it says anything about the destination."""
+        return bool(self.sizes) or self.pipeline is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,22 +13,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from core.errors import CorruptError, UnsupportedError
+from core.errors import CorruptError, UnsupportedError, UsageError
 from core.inert import Inert, as_mapping, attributes
+from core.layout_pipeline import LAYOUT, pipeline_of
+from core.pipeline import Pipeline, split_layers
 from core.placement import padded_vocab_size
 from core.stages import Stages
-from core.topology import Topology, split_layers
+from core.topology import Topology
 
 _GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
 _NOT_YET = {
     "heterogeneous_layers_config_path": "heterogeneous layers",
     "heterogeneous_layers_config_encoded_json": "heterogeneous layers",
-    "pipeline_model_parallel_layout": "pipeline layout strings",
     "pipeline_model_parallel_split_rank": "encoder-decoder pipelines",
     "hybrid_layer_pattern": "hybrid models",
     "hybrid_override_pattern": "hybrid models",
     "mtp_num_layers": "multi-token prediction",
-    "standalone_embedding_stage": "a pipeline stage for the embedding alone",
 }
 """Arguments that, if set, make a model that is not resharded yet."""
 
@@ -51,8 +51,7 @@ class Facts:
         is_mla: multi-latent attention.
         vocab_size: true rows of the vocabulary, or None where the run did not say.
         divisible_by: padded vocabulary sizes are multiples of this times TP; None if the vocabulary is not padded.
-        first, last: layers of the first and last pipeline stage, where set.
-        counts_embedding, counts_loss: the embedding (the loss) counts as a layer of its stage.
+        pipeline: how the run distributes its layers over the pipeline stages.
         n_experts: routed experts of a layer that has them, or None.
         moe_layers: global numbers of the layers that have them.
         is_stacked: torch_dist stacks the layers, because they are alike.
@@ -74,10 +73,7 @@ class Facts:
     is_mla: bool
     vocab_size: int | None
     divisible_by: int | None
-    first: int | None
-    last: int | None
-    counts_embedding: bool
-    counts_loss: bool
+    pipeline: Pipeline
     n_experts: int | None = None
     moe_layers: frozenset[int] = frozenset()
     is_stacked: bool = True
@@ -93,19 +89,41 @@ class Facts:
         """Rows that a vocabulary of ``n_rows`` has at a TP size."""
         return n_rows if self.divisible_by is None else padded_vocab_size(n_rows, divisible_by=self.divisible_by, tp=tp)
 
-    def stages(self, pp: int, vpp: int = 1) -> Stages:
-        """Where the model lives in ``pp`` stages; the uneven counts apply only to the run's own number of stages."""
-        is_own = pp == self.topology.pp and pp > 1
-        split = split_layers(
-            self.n_layers,
-            pp=pp,
-            vpp=vpp,
-            first=self.first if is_own else None,
-            last=self.last if is_own else None,
-            counts_embedding=self.counts_embedding,
-            counts_loss=self.counts_loss,
-        )
-        return Stages(pp, vpp, {MAIN_STACK: split})
+    def pipeline_at(self, pp: int, vpp: int = 1) -> Pipeline:
+        """How layers are distributed over so many stages and chunks, where nobody says it: what of the run's own way
+        still means something there, and evenly for the rest."""
+        own = self.topology
+        return self.pipeline.at(has_pp=pp == own.pp and pp > 1, has_vpp=vpp == own.vpp)
+
+    def stages(self, pp: int, vpp: int = 1, *, pipeline: Pipeline | None = None) -> Stages:
+        """Where the model lives in ``pp`` stages of ``vpp`` chunks.
+
+        Args:
+            pipeline: how layers are distributed; None for ``pipeline_at``.
+
+        Raises:
+            UnsupportedError: the layers do not divide.
+            UsageError: ``pipeline`` does not fit them.
+            CorruptError: the run's own way does not fit them.
+        """
+        how = self.pipeline_at(pp, vpp) if pipeline is None else pipeline
+        try:
+            split = split_layers(self.n_layers, pp=pp, vpp=vpp, pipeline=how)
+        except UsageError as err:
+            if how != self.pipeline or (pp, vpp) != (self.topology.pp, self.topology.vpp):
+                raise
+            hint = "the training arguments of this checkpoint contradict each other"
+            raise CorruptError(err.message, hint=hint) from err
+        mtp = next((divmod(n, pp) for n, part in enumerate(how.layout or ()) if "m" in part), None)
+        return Stages(pp, vpp, {MAIN_STACK: split}, mtp)
+
+
+def pipeline_notes(facts: Facts, pipeline: Pipeline) -> list[str]:
+    """What the user should know about a new distribution of layers: that the run's own way has gone."""
+    if facts.pipeline.is_even or pipeline == facts.pipeline:
+        return []
+    now = "evenly" if pipeline.is_even else str(pipeline)
+    return [f"layers were distributed over pipeline stages by {facts.pipeline}; now {now}"]
 
 
 MAIN_STACK = "decoder.layers."
@@ -148,13 +166,32 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
         )
     ep = _size(fields, "expert_model_parallel_size", file=file) or 1
     etp = _size(fields, "expert_tensor_parallel_size", file=file)
+    pp = _size(fields, "pipeline_model_parallel_size", file=file) or 1
     return Topology(
         tp=tp,
-        pp=_size(fields, "pipeline_model_parallel_size", file=file) or 1,
-        vpp=_size(fields, "virtual_pipeline_model_parallel_size", file=file) or 1,
+        pp=pp,
+        vpp=_vpp(fields, pp, file=file),
         ep=ep,
         etp=None if etp == tp or (ep == 1 and not fields.get("num_experts")) else etp,
     )
+
+
+def _vpp(fields: Mapping[str, object], pp: int, *, file: str | None) -> int:
+    """Model chunks a stage: what the arguments say, else what their pipeline layout has.
+
+    Raises:
+        CorruptError: they contradict each other.
+    """
+    vpp = _size(fields, "virtual_pipeline_model_parallel_size", file=file)
+    layout = pipeline_of(fields, file=file).layout
+    if layout is None:
+        return vpp or 1
+    n_chunks, rest = divmod(len(layout), pp)
+    if rest or n_chunks != (vpp or n_chunks):
+        raise CorruptError(
+            f"{LAYOUT} has {len(layout)} parts, but the arguments say PP {pp} and VPP {vpp or 1}", file=file
+        )
+    return n_chunks
 
 
 def facts_of(args: object, *, file: str | None = None) -> Facts:
@@ -203,10 +240,7 @@ def facts_of(args: object, *, file: str | None = None) -> Facts:
             if fields.get("pad_vocab_size") is False
             else _size(fields, "make_vocab_size_divisible_by", file=file) or 128
         ),
-        first=_either(fields, "decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage", file=file),
-        last=_either(fields, "decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage", file=file),
-        counts_embedding=bool(fields.get("account_for_embedding_in_pipeline_split")),
-        counts_loss=bool(fields.get("account_for_loss_in_pipeline_split")),
+        pipeline=pipeline_of(fields, file=file),
         n_experts=n_experts,
         moe_layers=frozenset(layer for layer, is_moe in enumerate(pattern) if is_moe and n_experts is not None),
         is_stacked=fields.get("moe_layer_freq", 1) in (None, 1),
@@ -274,11 +308,6 @@ def _vocab_size(fields: Mapping[str, object], *, file: str | None) -> int | None
     return found + 1 if found is not None and is_null and "null_tokenizer_eod_id" not in fields else found
 
 
-def _either(fields: Mapping[str, object], name: str, other: str, *, file: str | None) -> int | None:
-    found = _size(fields, name, file=file)
-    return _size(fields, other, file=file) if found is None else found
-
-
 def _needed(fields: Mapping[str, object], name: str, *, file: str | None) -> int:
     found = _size(fields, name, file=file)
     if found is None:
@@ -300,8 +329,8 @@ LAYOUT_FIELDS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "num_layers", "hidden_size", "num_attention_heads"),
     *("num_query_groups", "group_query_attention", "kv_channels", "ffn_hidden_size", "padded_vocab_size"),
-    *("untie_embeddings_and_output_weights", "swiglu", "transformer_impl", "decoder_first_pipeline_num_layers"),
-    *("decoder_last_pipeline_num_layers", "vocab_size", "make_vocab_size_divisible_by"),
+    *("untie_embeddings_and_output_weights", "swiglu", "transformer_impl"),
+    *("vocab_size", "make_vocab_size_divisible_by"),
     *("num_experts", "moe_layer_freq", "moe_grouped_gemm", "moe_ffn_hidden_size", "multi_latent_attention"),
 )
 """Arguments on which the ranks of one checkpoint must agree."""
@@ -321,6 +350,12 @@ def check_agree(args: object, other: object, *, rank: str, other_rank: str) -> N
                 rank=rank,
                 hint="the rank directories are not of one checkpoint",
             )
+    if pipeline_of(mine, file=rank) != pipeline_of(theirs, file=other_rank):
+        raise CorruptError(
+            f"the arguments distribute layers over pipeline stages otherwise than in {other_rank}",
+            rank=rank,
+            hint="the rank directories are not of one checkpoint",
+        )
 
 
 def with_vocab_size(args: object, n_rows: int) -> object:
@@ -330,10 +365,10 @@ def with_vocab_size(args: object, n_rows: int) -> object:
     return made
 
 
-def replaced(args: object, changes: Mapping[str, object]) -> object:
-    """A copy of a namespace in which those of the ``changes`` are made whose names it has."""
+def replaced(args: object, changes: Mapping[str, object], *, added: Mapping[str, object] | None = None) -> object:
+    """A copy of a namespace in which those of the ``changes`` are made whose names it has, and ``added`` set."""
     fields = fields_of(args)
-    made = {name: changes.get(name, value) for name, value in fields.items()}
+    made = {name: changes.get(name, value) for name, value in fields.items()} | dict(added or {})
     if not isinstance(args, Inert):
         return made
     copy = Inert(args.how, args.fn, args.args, kwargs=args.kwargs, state=made)

@@ -1,7 +1,8 @@
 """The training arguments of rank files with new sizes.
 
 Changed are the sizes and what follows from them (``tensor_model_parallel_size``, ``world_size``,
-``padded_vocab_size`` …); every other argument stays as it was, and none is added.
+``padded_vocab_size`` …); every other argument stays as it was, and none is added but those without which the new
+layout would not be known.
 
 Source: Megatron-LM d98e8a64 ``training/arguments.py``; arguments of the checkpoints in tests/golden.
 """
@@ -12,17 +13,25 @@ from collections.abc import Mapping
 from math import lcm
 
 from core.layout_args import fields_of, replaced, topology_of
+from core.layout_pipeline import changes_for
+from core.pipeline import Pipeline
 from core.topology import Topology
 
 
 def updated(
-    args: object, *, topology: Topology, padded_vocab_size: int | None, is_grouped: bool | None = None
+    args: object,
+    *,
+    topology: Topology,
+    pipeline: Pipeline,
+    padded_vocab_size: int | None,
+    is_grouped: bool | None = None,
 ) -> object:
-    """A copy of the arguments for rank files with new sizes; arguments that the run did not have are not added.
+    """A copy of the arguments for rank files with new sizes; see the module's docstring.
 
     Args:
         args: those of the source.
         topology: sizes to write.
+        pipeline: how they distribute the layers.
         padded_vocab_size: rows of the embedding, or None to leave that argument.
         is_grouped: whether experts are written as grouped ones, or None to leave that argument.
     """
@@ -33,17 +42,24 @@ def updated(
         changes["padded_vocab_size"] = padded_vocab_size
     if is_grouped is not None:
         changes |= {"moe_grouped_gemm": is_grouped, "moe_use_legacy_grouped_gemm": False}
-    if _sizes(topology) != _sizes(own):
+    added = changes_for(fields, pipeline)
+    has_sizes = _sizes(topology) != _sizes(own)
+    if has_sizes or added:
+        n_chunks = topology.vpp if topology.vpp > 1 else None
+        changes |= {  # Megatron takes the number of chunks from one of them: a layout has it already
+            "virtual_pipeline_model_parallel_size": n_chunks,
+            "num_virtual_stages_per_pipeline_rank": n_chunks if pipeline.layout is None else None,
+            "num_layers_per_virtual_pipeline_stage": None,
+        }
+    if has_sizes:
         n_stage, dp = _stage_and_dp(fields, own, topology)
         world_size = n_stage * topology.pp
+        added |= _not_known(fields, topology)
         changes |= {
             "tensor_model_parallel_size": topology.tp,
             "tensor_parallel_num_weight_shards": topology.tp,
             "pipeline_model_parallel_size": topology.pp,
-            "transformer_pipeline_model_parallel_size": topology.pp,
-            "virtual_pipeline_model_parallel_size": topology.vpp if topology.vpp > 1 else None,
-            "num_virtual_stages_per_pipeline_rank": topology.vpp if topology.vpp > 1 else None,
-            "num_layers_per_virtual_pipeline_stage": None,
+            "transformer_pipeline_model_parallel_size": topology.pp - pipeline.has_embedding_stage,
             "expert_model_parallel_size": topology.ep,
             "data_parallel_size": dp,
             "world_size": world_size,
@@ -58,14 +74,18 @@ def updated(
             }
         if topology.tp == 1:
             changes["sequence_parallel"] = False
-        if topology.pp != own.pp:
-            changes |= {
-                "decoder_first_pipeline_num_layers": None,
-                "decoder_last_pipeline_num_layers": None,
-                "num_layers_in_first_pipeline_stage": None,
-                "num_layers_in_last_pipeline_stage": None,
-            }
-    return replaced(args, changes)
+    return replaced(args, changes, added=added)
+
+
+def _not_known(fields: Mapping[str, object], topology: Topology) -> dict[str, object]:
+    """Sizes for which the run had no argument, and which are not what their absence means."""
+    sizes = {
+        "pipeline_model_parallel_size": (topology.pp, 1),
+        "virtual_pipeline_model_parallel_size": (topology.vpp, 1),
+        "expert_model_parallel_size": (topology.ep, 1),
+        "expert_tensor_parallel_size": (topology.expert_tp, topology.tp),
+    }
+    return {name: size for name, (size, usual) in sizes.items() if fields.get(name) is None and size != usual}
 
 
 def _sizes(topology: Topology) -> tuple[int, ...]:

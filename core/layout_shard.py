@@ -21,7 +21,7 @@ from typing import TypeVar
 from core.box import whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, bind_nothing
 from core.inert import TensorLeaf, as_mapping, ordered_dict, walk
-from core.layout_args import Facts, facts_of
+from core.layout_args import Facts, facts_of, pipeline_notes
 from core.layout_checks import OUTPUT
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
 from core.layout_homes import Home, Homes, by_file_order
@@ -81,8 +81,10 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     names = catalog.attrs.get("expert_names") or facts.expert_names
     if names == "grouped":
         notes.append("experts of the legacy grouped kind become single ones (local_experts; moe_grouped_gemm is off)")
+    pipeline = facts.pipeline_at(topology.pp, topology.vpp) if topology.pipeline is None else topology.pipeline
+    notes += pipeline_notes(facts, pipeline)
     places = Homes(
-        stages=facts.stages(topology.pp, topology.vpp),
+        stages=facts.stages(topology.pp, topology.vpp, pipeline=pipeline),
         topology=topology,
         rules=rules,
         expert_names="sequential" if names in (None, "grouped") else str(names),
@@ -100,6 +102,7 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     args = updated(
         catalog.attrs.get("args"),
         topology=topology,
+        pipeline=pipeline,
         padded_vocab_size=padded,
         is_grouped=False if names == "grouped" else None,
     )

@@ -85,7 +85,7 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     """
     facts = facts_of(catalog.attrs.get("args"))
     check_target(topology, facts)
-    stages = facts.stages(topology.pp)
+    stages = facts.stages(topology.pp, topology.vpp, pipeline=topology.pipeline)
     n_rows = rows_of(catalog, vocab_size)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
     opaque = [key for key in cuts if rules.rule_of(key).kind == "opaque"]

@@ -1,4 +1,4 @@
-"""Parallel sizes, the rank directories that Megatron writes for them, and which stage holds which layer.
+"""Parallel sizes, and the rank directories that Megatron writes for them.
 
 Directory names (``core.formats.megatron``)::
 
@@ -11,9 +11,8 @@ A name alone does not tell PP from EP, and with EP > 1 not every (TP, EP) pair e
 sizes come from the training arguments, the names follow from the sizes, and the two sets are compared.
 
 Source: Megatron-LM d98e8a64, ``training/checkpointing.py`` ``get_checkpoint_name``, ``core/parallel_state.py``
-``RankGenerator``, ``core/transformer/transformer_block.py`` ``get_num_layers_to_build``.
-
-Not supported: ``pipeline_model_parallel_layout`` strings, ``use_tp_pp_dp_mapping`` with EP > 1.
+``RankGenerator``. With ``use_tp_pp_dp_mapping`` ranks are numbered otherwise, but the same ones write: Megatron then
+wants TP × CP = ETP × EP (or one pipeline stage), at which the pairs of the first stage's ranks are those of all.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from math import lcm
 
 from core.catalog import Coords
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
+from core.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class Topology:
         vpp: model chunks a stage (virtual pipeline).
         ep: expert parallel size.
         etp: tensor parallel size of experts; None means the same as ``tp``.
+        pipeline: how layers are distributed over the stages; None leaves that to the training arguments
+            (``core.layout_args.Facts.pipeline_at``).
 
     Raises:
         UsageError: a size is not a positive integer.
@@ -65,11 +67,12 @@ class Topology:
     vpp: int = 1
     ep: int = 1
     etp: int | None = None
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
-            if size is None and field.name == "etp":
+            if field.name == "pipeline" or (size is None and field.name == "etp"):
                 continue
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UsageError(f"{field.name.upper()} size {size!r} is not a positive integer")
@@ -87,6 +90,8 @@ class Topology:
             text += f" EP{self.ep}"
         if self.etp is not None and self.etp != self.tp:
             text += f" ETP{self.etp}"
+        if self.pipeline is not None and not self.pipeline.is_even:
+            text += f" ({self.pipeline})"
         return text
 
     def size_of(self, group: str) -> int:
@@ -218,116 +223,3 @@ def _listed(names: list[str]) -> str:
     if len(names) > 8:
         return f"{', '.join(names[:6])}, … {names[-1]} ({len(names)} in all)"
     return ", ".join(names)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSplit:
-    """How many layers every model chunk holds.
-
-    Layers are numbered over all chunks, virtual stages outermost: the offset of a chunk is the sum of all counts
-    before it in (vp, pp) order.
-
-    Args:
-        counts: ``counts[vp_rank][pp_rank]``, in layers.
-    """
-
-    counts: tuple[tuple[int, ...], ...]
-
-    @property
-    def n_layers(self) -> int:
-        """Layers of the whole model."""
-        return sum(map(sum, self.counts))
-
-    def offset(self, vp_rank: int, pp_rank: int) -> int:
-        """Global number of a chunk's first layer."""
-        before = sum(map(sum, self.counts[:vp_rank]))
-        return before + sum(self.counts[vp_rank][:pp_rank])
-
-    def chunk_of(self, layer: int) -> tuple[int, int, int]:
-        """(vp_rank, pp_rank, local number) of a global layer.
-
-        Raises:
-            ValueError: there is no such layer.
-        """
-        first = 0
-        for vp_rank, row in enumerate(self.counts):
-            for pp_rank, count in enumerate(row):
-                if first <= layer < first + count:
-                    return vp_rank, pp_rank, layer - first
-                first += count
-        raise ValueError(f"layer {layer} of {first}")
-
-
-def split_layers(
-    n_layers: int,
-    *,
-    pp: int,
-    vpp: int = 1,
-    first: int | None = None,
-    last: int | None = None,
-    counts_embedding: bool = False,
-    counts_loss: bool = False,
-) -> LayerSplit:
-    """How Megatron distributes layers over pipeline stages and model chunks.
-
-    Args:
-        n_layers: layers of the model.
-        pp, vpp: pipeline stages, and model chunks a stage.
-        first, last: layers of the first and last stage, where they were set (uneven pipelines).
-        counts_embedding, counts_loss: the embedding (the loss) counts as one layer of the first (last) stage.
-
-    Raises:
-        UnsupportedError: the layers do not divide; says which pipeline sizes do.
-        CorruptError: the counts do not add up to ``n_layers``.
-    """
-    if first is not None or last is not None:
-        per_stage = _uneven(n_layers, pp, first, last)
-    else:
-        n_units = n_layers + counts_embedding + counts_loss
-        if n_units % pp:
-            sizes = [p for p in range(1, n_units + 1) if n_units % p == 0]
-            what = f"{n_layers} layers" + (f" (with embedding or loss: {n_units})" if n_units != n_layers else "")
-            raise UnsupportedError(
-                f"{what} do not divide over {pp} pipeline stages", hint=f"PP sizes that do: {_numbers(sizes)}"
-            )
-        per_stage = [n_units // pp] * pp
-    rows = []
-    for stage, count in enumerate(per_stage):
-        if count % vpp:
-            raise UnsupportedError(f"{count} layers of pipeline stage {stage} do not divide over {vpp} model chunks")
-    for vp_rank in range(vpp):
-        row = [count // vpp for count in per_stage]
-        if first is None and last is None:
-            row[0] -= counts_embedding and vp_rank == 0
-            row[-1] -= counts_loss and vp_rank == vpp - 1
-        rows.append(tuple(row))
-    split = LayerSplit(tuple(rows))
-    if split.n_layers != n_layers or any(count < 0 for row in rows for count in row):
-        raise CorruptError(
-            f"the pipeline stages hold {split.n_layers} layers, but the model has {n_layers}",
-            hint="the training arguments of this checkpoint contradict each other",
-        )
-    return split
-
-
-def _uneven(n_layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
-    """Layers per stage where the first or the last stage has a count of its own."""
-    given = (first or 0) + (last or 0)
-    n_middle_stages = pp - (first is not None) - (last is not None)
-    n_middle = n_layers - given
-    if (first is not None and first < 1) or (last is not None and last < 1) or n_middle_stages < 0 or n_middle < 0:
-        raise CorruptError(f"{first} layers first and {last} last do not fit {n_layers} layers in {pp} stages")
-    if n_middle_stages == 0:
-        if n_middle:
-            raise CorruptError(f"{first} layers first and {last} last are not the {n_layers} layers of the model")
-        return [count for count in (first, last) if count is not None]
-    if n_middle % n_middle_stages or n_middle == 0:
-        raise UnsupportedError(
-            f"{n_middle} layers do not divide over the {n_middle_stages} pipeline stages between first and last"
-        )
-    middle = [n_middle // n_middle_stages] * n_middle_stages
-    return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
-
-
-def _numbers(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *(
             "core.catalog",
             "core.topology",
+            "core.pipeline",
             "core.stages",
             "core.optimizer",
             "core.store",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
-from core.topology import Topology, matched_dirs, rank_dir, rank_dirs, split_layers
+from core.topology import Topology, matched_dirs, rank_dir, rank_dirs
 
 
 def names(topology: Topology, **options: int) -> list[list[str]]:
@@ -99,40 +99,3 @@ def test_the_older_set_of_expert_writers_is_found() -> None:
 def test_a_size_that_is_no_positive_integer_is_refused(size: int) -> None:
     with pytest.raises(UsageError, match="TP size"):
         Topology(tp=size)
-
-
-@pytest.mark.parametrize(
-    ("options", "counts"),
-    [
-        ({"n_layers": 8, "pp": 2}, ((4, 4),)),
-        ({"n_layers": 8, "pp": 2, "vpp": 2}, ((2, 2), (2, 2))),
-        ({"n_layers": 10, "pp": 4, "first": 2, "last": 2}, ((2, 3, 3, 2),)),
-        ({"n_layers": 10, "pp": 3, "first": 4}, ((4, 3, 3),)),
-        ({"n_layers": 10, "pp": 2, "first": 4, "last": 6}, ((4, 6),)),
-        ({"n_layers": 6, "pp": 2, "counts_embedding": True, "counts_loss": True}, ((3, 3),)),
-        ({"n_layers": 7, "pp": 4, "counts_embedding": True}, ((1, 2, 2, 2),)),
-        ({"n_layers": 7, "pp": 2, "vpp": 2, "counts_loss": True}, ((2, 2), (2, 1))),
-        ({"n_layers": 6, "pp": 1, "counts_embedding": True, "counts_loss": True}, ((6,),)),
-    ],
-)
-def test_layers_per_stage(options: dict[str, int], counts: tuple[tuple[int, ...], ...]) -> None:
-    assert split_layers(**options).counts == counts
-
-
-def test_layers_of_virtual_stages_are_numbered_chunk_by_chunk() -> None:
-    split = split_layers(8, pp=2, vpp=2)
-    assert [split.offset(v, p) for v in range(2) for p in range(2)] == [0, 2, 4, 6]
-    assert [split.chunk_of(layer) for layer in (0, 3, 4, 7)] == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
-
-
-def test_layers_that_do_not_divide_name_the_sizes_that_do() -> None:
-    with pytest.raises(UnsupportedError, match=r"61 layers do not divide over 16 .*PP sizes that do: 1, 61"):
-        split_layers(61, pp=16)
-
-
-@pytest.mark.parametrize(
-    "options", [{"n_layers": 10, "pp": 2, "first": 4, "last": 4}, {"n_layers": 4, "pp": 1, "first": 2, "last": 2}]
-)
-def test_counts_that_do_not_add_up_are_corrupt(options: dict[str, int]) -> None:
-    with pytest.raises(CorruptError):
-        split_layers(**options)

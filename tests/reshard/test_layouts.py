@@ -235,7 +235,6 @@ def test_entries_that_differ_between_ranks_are_left_out_with_a_note() -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"pipeline_model_parallel_layout": "E|t|t|L"}, "pipeline layout strings"),
         ({"mtp_num_layers": 1}, "multi-token prediction"),
         ({"hybrid_layer_pattern": "M*-"}, "hybrid"),
         ({"expert_model_parallel_size": 2}, "EP 2"),

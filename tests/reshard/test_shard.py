@@ -216,7 +216,7 @@ def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
         (Topology(tp=3), r"8 attention heads do not divide over TP 3"),
         (Topology(tp=16), r"TP sizes that work: 1, 2, 4, 8$"),
         (Topology(pp=3), r"4 layers do not divide over 3 pipeline stages.*PP sizes that do: 1, 2, 4"),
-        (Topology(pp=2, vpp=4), r"2 layers of pipeline stage 0 do not divide over 4 model chunks"),
+        (Topology(pp=2, vpp=4), r"4 layers do not divide over 2 pipeline stages of 4 model chunks"),
         (Topology(vpp=2), r"several model chunks a stage \(VPP 2\) need more than one pipeline stage"),
         (Topology(ep=2), r"no experts .* expert parallel"),
         (Topology(tp=2, etp=1), r"no experts .*TP2 PP1 ETP1.*--etp-new"),
