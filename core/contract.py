@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -261,6 +261,9 @@ class _Counting:
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         self.n_bytes += len(buffer)
         self._store.read_into(name, offset, buffer)
+
+    def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self.read(name, offset, n_bytes) for offset, n_bytes in spans]
 
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
         self.n_bytes += n_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -102,6 +102,10 @@ class DecodedStore:
                 raise CorruptError(f"{encoding.name} data end at byte {offset + done} of the array", file=name)
             buffer[done : done + n] = unit[start : start + n]
             done += n
+
+    def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See ReadStore."""
+        return [self.read(name, offset, n_bytes) for offset, n_bytes in spans]
 
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
         """See ReadStore."""

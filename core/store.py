@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -62,6 +62,9 @@ class ReadStore(Protocol):
 
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
         """``n_bytes`` bytes from ``offset``."""
+
+    def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Several pieces of a file: of each the offset and its number of bytes."""
 
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
         """Fills several buffers, together ``n_bytes`` long, one after the other from ``offset``."""
@@ -238,6 +241,19 @@ class LocalStore:
                     )
                 done += n
 
+    def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See ReadStore.
+
+        Raises:
+            TruncatedError, MissingShardError, UnsafeError, StorageError: as for ``read_into``.
+        """
+        with self._file(name) as fd, translated(name, doing="read"):
+            found = [os.pread(fd, n_bytes, offset) for offset, n_bytes in spans]
+        for number, (offset, n_bytes) in enumerate(spans):
+            if len(found[number]) != n_bytes:  # a signal, or the end of the file
+                found[number] = self.read(name, offset, n_bytes)
+        return found
+
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
         """See ReadStore: one system call per 1024 buffers.
 
@@ -367,6 +383,10 @@ class MemoryStore:
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """See ReadStore."""
         buffer[:] = self.read(name, offset, len(buffer))
+
+    def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See ReadStore."""
+        return [self.read(name, offset, n_bytes) for offset, n_bytes in spans]
 
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
         """See ReadStore."""

@@ -30,19 +30,19 @@ Source: Megatron-LM d98e8a64 ``training/checkpointing.py``, pinned in tests/gold
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, Coords, StoredArray, StoredObject, catalog_of_arrays
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import MissingShardError, UnsupportedError
 from core.formats import Format
-from core.formats.torch_file import TorchTree, parse, plan_tree
+from core.formats.megatron_ranks import RankFiles
+from core.formats.torch_file import plan_tree
 from core.image import FileImage, literal_file
-from core.inert import ObjectLeaf, TensorLeaf, as_mapping
+from core.inert import as_mapping
 from core.layout_args import check_agree, fields_of, topology_of
-from core.layout_state import OPTIMIZER, is_chunk, iteration_of
-from core.skeleton import entries, mapped
+from core.layout_state import OPTIMIZER, iteration_of
 from core.topology import Topology, matched_dirs, rank_dirs
 
 if TYPE_CHECKING:
@@ -76,13 +76,15 @@ def read(store: ReadStore) -> Catalog:
     folders = [name for name in store.folders() if _RANK_DIR.match(name)]
     for folder in folders:
         _check_folder(store, folder)
-    args = (as_mapping(parse(store, f"{folders[0]}/{MODEL_FILE}").value) or {}).get("args")
+    files = RankFiles(store)
+    args = files.root(f"{folders[0]}/{MODEL_FILE}").get("args")
     topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
     expected = rank_dirs(
         topology, world_size=_number(args, "world_size"), cp=_number(args, "context_parallel_size") or 1
     )
     coords_of = matched_dirs(folders, expected, topology=topology)
-    return _catalog(store, {folder: (folder + "/", coords) for folder, coords in coords_of.items()}, topology=topology)
+    places = {folder: (folder + "/", coords) for folder, coords in coords_of.items()}
+    return _catalog(store, files, places, topology=topology)
 
 
 def _number(args: object, name: str) -> int | None:
@@ -113,10 +115,12 @@ def _read_single(store: ReadStore) -> Catalog:
     path = PurePath(store.label)
     name = path.parent.name if store.entry is not None else path.name
     folder = name if _RANK_DIR.match(name) else "mp_rank"
-    return _catalog(store, {folder: ("", ())}, topology=None)
+    return _catalog(store, RankFiles(store), {folder: ("", ())}, topology=None)
 
 
-def _catalog(store: ReadStore, places: Mapping[str, tuple[str, Coords]], *, topology: Topology | None) -> Catalog:
+def _catalog(
+    store: ReadStore, files: RankFiles, places: Mapping[str, tuple[str, Coords]], *, topology: Topology | None
+) -> Catalog:
     """The catalog of some ranks.
 
     Args:
@@ -132,28 +136,23 @@ def _catalog(store: ReadStore, places: Mapping[str, tuple[str, Coords]], *, topo
     kinds: set[str] = set()
     first: tuple[str, Mapping[object, object]] | None = None
     for folder, (start, coords) in places.items():
-        file = start + MODEL_FILE
-        tree = parse(store, file, prefix=f"{folder}:", coords=coords)
-        skeleton = _inlined(tree)
-        root = as_mapping(skeleton)
-        if root is None:
-            raise CorruptError(f"the file holds a {type(skeleton).__name__}, not a dict", file=file)
+        content = files.model(start + MODEL_FILE, folder, coords)
+        root = as_mapping(content.skeleton) or {}
         if first is None:
             first = (folder, root)
         elif topology is not None:
             check_agree(root.get("args"), first[1].get("args"), rank=folder, other_rank=first[0])
-        beside = _hidden_keys(root)
-        arrays |= {key: array for key, array in tree.arrays.items() if key not in beside}
-        hidden |= {key: array for key, array in tree.arrays.items() if key in beside} | tree.hidden
-        objects |= {item.key: item for item in _objects(root, folder, coords)}
-        aliases |= tree.aliases
-        unsupported |= tree.unsupported
-        ranks[coords] = (folder, skeleton)
+        arrays |= content.arrays
+        hidden |= content.hidden
+        objects |= {item.key: item for item in content.objects}
+        aliases |= content.aliases
+        unsupported |= content.unsupported
+        ranks[coords] = (folder, content.skeleton)
         if root.get(OPTIMIZER) is not None:
             kinds.add("float16")
         if store.exists(start + OPTIM_FILE):
             kinds.add("distributed")
-            optim = parse(store, start + OPTIM_FILE, prefix=f"{folder}:distrib_optim.", coords=coords)
+            optim = files.beside(start + OPTIM_FILE, folder, coords, name=PurePath(OPTIM_FILE).stem)
             arrays |= optim.arrays
             aliases |= optim.aliases
         elif any(name.startswith("layer_wise_optimizer_") for name in store.files(start.rstrip("/"))):
@@ -179,32 +178,6 @@ def _catalog(store: ReadStore, places: Mapping[str, tuple[str, Coords]], *, topo
             "optimizer": next((kind for kind in ("distributed", "layer-wise", "float16") if kind in kinds), None),
         },
     )
-
-
-def _inlined(tree: TorchTree) -> object:
-    """The content of a file with every object in its place."""
-    objects = tree.objects
-    return mapped(
-        tree.value, lambda entry: objects[entry.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
-    )
-
-
-def _hidden_keys(root: Mapping[object, object]) -> set[str]:
-    """Keys of the tensors that belong to neither model nor optimizer."""
-    beside = {name: value for name, value in root.items() if not is_chunk(name) and name != OPTIMIZER}
-    return {entry.leaf.key for entry in entries(beside) if isinstance(entry.leaf, TensorLeaf)}
-
-
-def _objects(root: Mapping[object, object], folder: str, coords: Coords) -> Iterator[StoredObject]:
-    """The non-tensor entries of a rank: those of model and optimizer one by one, every other top-level one whole."""
-    for name, value in root.items():
-        if not is_chunk(name) and name != OPTIMIZER:
-            if not isinstance(value, TensorLeaf):
-                yield StoredObject(f"{folder}:{name}", value=value, coords=coords)
-            continue
-        for entry in entries({name: value}):
-            if not isinstance(entry.leaf, TensorLeaf):
-                yield StoredObject(f"{folder}:{entry.key}", value=entry.leaf, coords=coords)
 
 
 def lay_out(target: Catalog) -> Sequence[FileImage]:

@@ -6,7 +6,7 @@ A key's file is called ``manifest.ocdbt#<key>``, which no directory of this stor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -149,6 +149,10 @@ class Database:
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """See ReadStore."""
         buffer[:] = self.read(name, offset, len(buffer))
+
+    def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See ReadStore."""
+        return [self.read(name, offset, n_bytes) for offset, n_bytes in spans]
 
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
         """See ReadStore."""

@@ -96,6 +96,8 @@ class Archive:
         start, n_bytes: which bytes of the file it is.
         root: name of the directory that all records are in.
         records: record name below the root → record, in the order of the central directory.
+        directory: address of the central directory in the file.
+        headers: addresses of the records' local headers, in the same order.
     """
 
     file: str
@@ -103,6 +105,8 @@ class Archive:
     n_bytes: int
     root: str
     records: dict[str, Record]
+    directory: int = 0
+    headers: tuple[int, ...] = ()
 
     def record(self, name: str) -> Record:
         """The record of that name.
@@ -171,6 +175,7 @@ class _Reader:
         offsets = self._data_offsets(entries, directory)
         root = ""
         records: dict[str, Record] = {}
+        headers = []
         for entry in entries:
             name = self._name(entry.name)
             if name.endswith("/") and entry.n_bytes == 0:
@@ -187,7 +192,8 @@ class _Reader:
                 self._contradiction(f"the zip has two records {below!r}")
             packed_bytes = entry.stored if entry.method == DEFLATED else None
             records[below] = Record(self._start + offsets[entry.header], entry.n_bytes, entry.crc, packed_bytes)
-        return Archive(self._file, self._start, self._size, root, records)
+            headers.append(self._start + entry.header)
+        return Archive(self._file, self._start, self._size, root, records, self._start + directory, tuple(headers))
 
     def _read(self, offset: int, n_bytes: int) -> bytes:
         return self._store.read(self._file, self._start + offset, n_bytes)
