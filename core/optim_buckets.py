@@ -2,7 +2,7 @@
 
 ::
 
-    [chained_1.]optimizer.distributed.dp_group_idx_3.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg
+    [chained_1.]optimizer.distributed.dp_group_idx_3.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param
                                       rank of the    buffer                                           bucket       state
                                       model replica
     …dp_group_idx_3.{per_bucket_numel,per_bucket_numel_unpadded,optimizer}                            objects

@@ -199,12 +199,14 @@ class Bucketing:
         size: elements after which a bucket ends (``ddp_bucket_size``).
         n_parts: a bucket ends after the rank's parameters divided by this (``ddp_num_buckets``), or None.
         is_chunk_alone: no chunk is cut (``overlap_param_gather_with_optimizer_step``).
+        n_ranks: ranks that share a buffer.
     """
 
     has_buckets: bool | None
     size: int
     n_parts: int | None
     is_chunk_alone: bool
+    n_ranks: int
 
     def bucket_size(self, *, pp_rank: int, vp_rank: int, n_params: int) -> int | None:
         """Elements after which a bucket ends; None where there is only one.
@@ -239,6 +241,7 @@ def bucketing_of(fields: Mapping[str, object], *, file: str | None = None) -> Bu
         size=_size(fields, "ddp_bucket_size", file) or max(MIN_BUCKET, 1_000_000 * n_ranks),
         n_parts=_size(fields, "ddp_num_buckets", file),
         is_chunk_alone=bool(fields.get("overlap_param_gather_with_optimizer_step")),
+        n_ranks=n_ranks,
     )
 
 

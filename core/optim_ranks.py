@@ -94,6 +94,10 @@ def read_states(
         UnsupportedError: of a kind that is not read, or nothing proves which state is whose.
         CorruptError: ranks contradict each other.
     """
+    if catalog.attrs.get("optimizer") == "distributed":
+        from core.optim_flat import read_flat
+
+        return read_flat(catalog, files, facts, rules, store=store)
     raise UnsupportedError(
         f"optimizer state ({catalog.attrs.get('optimizer')}) cannot be resharded yet",
         hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",

@@ -16,9 +16,9 @@ A *rank catalog*: keys are ``<rank directory>:<path in the file>``, shapes those
 ``core.layout.unshard`` makes them global. Model and optimizer tensors are tensors; those of other entries (random
 states) are hidden ones inside their object. attrs: ``is_rank_local``, ``args``, ``iteration``,
 ``checkpoint_version``, ``topology``, ``ranks`` (coordinates → (directory, skeleton of model_optim_rng.pt)),
-``aliases``, ``unsupported`` (as in ``core.formats.torch_file``), ``optimizer`` (``float16`` or ``distributed``,
-None without one), ``is_single_rank`` (only one rank's directory or file was pointed at; for looking at, not for
-converting).
+``optim_files`` (coordinates → skeleton of distrib_optim.pt, where there is one), ``aliases``, ``unsupported`` (as in
+``core.formats.torch_file``), ``optimizer`` (``float16`` or ``distributed``, None without one), ``is_single_rank`` (only
+one rank's directory or file was pointed at; for looking at, not for converting).
 
 Not supported: files of before 2023-05 with the distributed optimizer (``model_rng.pt``, ``optim.pt``), ``.nemo``
 archives; expert parallel checkpoints whose ranks wrote over each other (ETP does not divide TP), which are refused by
@@ -133,6 +133,7 @@ def _catalog(
     aliases: dict[str, str] = {}
     unsupported: dict[str, str] = {}
     ranks: dict[Coords, tuple[str, object]] = {}
+    optim_files: dict[Coords, object] = {}
     kinds: set[str] = set()
     first: tuple[str, Mapping[object, object]] | None = None
     for folder, (start, coords) in places.items():
@@ -155,6 +156,7 @@ def _catalog(
             optim = files.beside(start + OPTIM_FILE, folder, coords, name=PurePath(OPTIM_FILE).stem)
             arrays |= optim.arrays
             aliases |= optim.aliases
+            optim_files[coords] = _inlined(optim)
         elif any(name.startswith("layer_wise_optimizer_") for name in store.files(start.rstrip("/"))):
             kinds.add("layer-wise")
     assert first is not None, "at least one rank was found"
@@ -173,6 +175,7 @@ def _catalog(
             "checkpoint_version": head.get("checkpoint_version"),
             "topology": topology if topology is not None or "args" not in head else topology_of(head["args"]),
             "ranks": ranks,
+            "optim_files": optim_files,
             "aliases": aliases,
             "unsupported": unsupported,
             "optimizer": next((kind for kind in ("distributed", "layer-wise", "float16") if kind in kinds), None),

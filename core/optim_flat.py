@@ -1,0 +1,186 @@
+"""The distributed optimizer of rank files: its flat buffers in distrib_optim.pt, and the rest in model_optim_rng.pt.
+
+The file of one rank has all that the data parallel ranks hold together, so it does not depend on their number; a buffer
+lists no names. Which parameter is where follows from the order of the state dict (``core.optim_buffers``) and is proven
+by the values (``core.optim_proof``).
+
+Read are files of megatron-core since its first with ``distrib_optim.pt`` (2023-05), before and after buckets were
+coalesced (2024-02). Not read: buffers of FP8 parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from core.catalog import Catalog, StoredArray, part_of
+from core.errors import CorruptError, MissingShardError
+from core.inert import TensorLeaf
+from core.layout_args import Facts, fields_of
+from core.layout_rules import Rules
+from core.layout_state import OPTIMIZER
+from core.optim_buffers import Bucketing, bucketing_of
+from core.optim_flat_content import Buffer, buffers_of, members_of
+from core.optim_flat_groups import shared_groups
+from core.optim_flat_layout import FlatParam, FlatSpace, starts_in
+from core.optim_flat_params import is_distributed_expert, is_shared_embedding, members_of_file
+from core.optim_proof import is_master
+from core.optim_ranks import Param, ParamState, RankFile, RankStates
+from core.optimizer import MASTER, Optimizer
+from core.store import ReadStore
+
+
+def read_flat(
+    catalog: Catalog, files: Sequence[RankFile], facts: Facts, rules: Rules, *, store: ReadStore | None
+) -> RankStates:
+    """The distributed optimizer of a rank catalog; see ``core.optim_ranks.read_states``.
+
+    Raises:
+        MissingShardError: no rank has the optimizer of some parameter.
+        UnsupportedError: nothing says, or proves, where a parameter lies in its buffer.
+        CorruptError: a file's content contradicts the model or other ranks.
+    """
+    contents = catalog.attrs.get("optim_files")
+    assert isinstance(contents, Mapping), "a rank catalog lists what its files hold"
+    reader = _Reader(catalog, facts, rules, store, bucketing_of(fields_of(catalog.attrs.get("args"))))
+    notes: list[str] = []
+    states: list[ParamState] = []
+    for file in files:
+        content = contents.get(facts.topology.coords(file.rank))
+        if content is not None:
+            states += reader.states(file, content, notes)
+    _check_covered(files, states, facts, rules)
+    groups, entries = shared_groups([(file.folder, file.root.get(OPTIMIZER)) for file in files])
+    names = tuple(dict.fromkeys(state.state for state in states if state.state != MASTER))
+    return RankStates(Optimizer("distributed", groups, names, None, entries), states, notes=tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads the buffers of single ranks."""
+
+    catalog: Catalog
+    facts: Facts
+    rules: Rules
+    store: ReadStore | None
+    bucketing: Bucketing
+
+    def states(self, file: RankFile, content: object, notes: list[str]) -> Iterator[ParamState]:
+        """The states that a rank's distrib_optim.pt holds."""
+        members = members_of(content, rank=file.folder)
+        parts = members_of_file(self.facts.topology, self.bucketing, n_members=len(members), rank=file.folder)
+        n_rank = sum(prod(param.array.shape) for param in file.params)
+        for member, part in zip(members, parts, strict=True):
+            if member is None:
+                continue
+            buffers = iter(buffers_of(member, self._array_of, rank=file.folder))
+            for vp_rank in part.chunks:
+                held = [
+                    param
+                    for param in file.params
+                    if param.chunk.where[0] == vp_rank
+                    and self.rules.is_param(_global_name(param))
+                    and part.is_expert == is_distributed_expert(param.name, self.facts.topology, self.rules)
+                ]
+                yield from self._chunk_states(file, held, buffers, n_rank, notes)
+            extra = next(buffers, None)
+            if extra is not None:
+                raise CorruptError(f"there is a buffer {extra.number}, but no parameter for it", rank=file.folder)
+
+    def _array_of(self, leaf: TensorLeaf) -> StoredArray:
+        array = self.catalog.fragments(leaf.key)[0].array
+        assert array is not None
+        return array
+
+    def _chunk_states(
+        self, file: RankFile, held: Sequence[Param], buffers: Iterator[Buffer], n_rank: int, notes: list[str]
+    ) -> Iterator[ParamState]:
+        """The states of one model chunk: one buffer a dtype, in the order in which dtypes appear."""
+        left = list(held)
+        while left:
+            buffer = next(buffers, None)
+            if buffer is None:
+                raise CorruptError(f"no buffer holds {left[0].name}", rank=file.folder)
+            dtype = left[0].array.dtype
+            if buffer.dtype not in (None, dtype):
+                raise CorruptError(
+                    f"buffer {buffer.number} is of {buffer.dtype} parameters, but should be of {dtype} ones, such as "
+                    f"{left[0].name}",
+                    rank=file.folder,
+                )
+            mine = [param for param in left if buffer.dtype is None or param.array.dtype == dtype]
+            left = [param for param in left if buffer.dtype is not None and param.array.dtype != dtype]
+            yield from self._buffer_states(file, mine, buffer, n_rank, notes)
+
+    def _buffer_states(
+        self, file: RankFile, params: Sequence[Param], buffer: Buffer, n_rank: int, notes: list[str]
+    ) -> Iterator[ParamState]:
+        space = FlatSpace(
+            params=[self._flat(param) for param in params],
+            n_elements=buffer.n_elements,
+            buckets=buffer.buckets,
+            bucketing=self.bucketing,
+            chunk=params[0].chunk.where,
+            n_rank=n_rank,
+            n_copies=self.bucketing.n_ranks,
+            label=f"buffer {buffer.number}",
+            rank=file.folder,
+        )
+        store = self.store
+
+        def fits(place: int, start: int) -> bool:
+            assert store is not None
+            weight = params[place].array
+            master = _part(buffer, MASTER, start, weight)
+            return master is not None and is_master(store, master, weight, bind=self.catalog.bind)
+
+        starts = starts_in(space, None if store is None else fits, notes)
+        for param, start in zip(params, starts, strict=True):
+            for state in buffer.states:
+                part = _part(buffer, state, start, param.array)
+                assert part is not None, "a layout puts parameters into buckets"
+                yield ParamState(param, state, part)
+
+    def _flat(self, param: Param) -> FlatParam:
+        is_shared = is_shared_embedding(_global_name(param), self.facts.topology, self.facts, self.rules)
+        return FlatParam(param.name, prod(param.array.shape), is_shared)
+
+
+def _global_name(param: Param) -> str:
+    """A name of the parameter in the whole model: of the first expert, where it holds several."""
+    return param.chunk.global_names(param.name)[0][1]
+
+
+def _part(buffer: Buffer, state: str, start: int, weight: StoredArray) -> StoredArray | None:
+    """A parameter's part of a state, or None if no one array holds it."""
+    array, at = buffer.place_of(state, start)
+    if at + prod(weight.shape) > array.shape[0]:
+        return None
+    return part_of(array, at, weight.shape)
+
+
+def _check_covered(files: Sequence[RankFile], states: Sequence[ParamState], facts: Facts, rules: Rules) -> None:
+    """Some rank has the states of every shard of every parameter.
+
+    Raises:
+        MissingShardError: names the parameter and the rank.
+    """
+    etp = facts.topology.expert_tp
+
+    def shard(param: Param) -> tuple[object, ...]:
+        rank = param.chunk.rank
+        if is_distributed_expert(param.name, facts.topology, rules):
+            return (param.chunk.where, param.name, rank.tp % etp, rank.ep)
+        return (param.chunk.where, param.name, rank.tp)
+
+    found = {shard(state.param) for state in states if state.state == MASTER}
+    for file in files:
+        for param in file.params:
+            if rules.is_param(_global_name(param)) and shard(param) not in found:
+                raise MissingShardError(
+                    "no distrib_optim.pt holds its optimizer state",
+                    key=param.name,
+                    rank=file.folder,
+                    hint="copy the checkpoint again, with all of its files, or leave the optimizer out with --no-optim",
+                )
