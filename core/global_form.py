@@ -424,7 +424,8 @@ def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
         UsageError: names what is missing.
     """
     try:
-        check_complete(catalog.tensors, facts_of(catalog.attrs.get("args")), rules)
+        facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
+        check_complete(catalog.tensors, facts, rules)
     except (CheckpointingException, ValueError) as err:
         what = err.message if isinstance(err, CheckpointingException) else str(err)
         raise UsageError(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.inert import Inert, as_mapping, attributes
 from core.layout_pipeline import LAYOUT, pipeline_of
+from core.layout_rules import GPT, ModelKind, ModelNames
 from core.pipeline import Pipeline, split_layers
 from core.placement import padded_vocab_size
 from core.stages import Stages
@@ -41,7 +42,7 @@ class Facts:
         topology: parallel sizes of the run that saved.
         world_size: its ranks, or None.
         cp: its context parallel size.
-        n_layers: layers of the model.
+        n_layers: layers of the main stack.
         n_heads, n_groups: attention heads, and groups of them that share keys and values.
         head_dim: channels of one head, or None.
         hidden_size: channels of the residual stream, or None.
@@ -57,6 +58,8 @@ class Facts:
         is_stacked: torch_dist stacks the layers, because they are alike.
         expert_names: how rank files name experts (``core.layout_experts``), or None without experts.
         sizes: the arguments that are positive numbers; rules name some of them as sizes of parameters.
+        kind: what kind of model it is.
+        stacks: what stands before the layers' numbers → layers, for every stack that the model has.
     """
 
     topology: Topology
@@ -79,6 +82,8 @@ class Facts:
     is_stacked: bool = True
     expert_names: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    kind: ModelKind = GPT
+    stacks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fuses_names(self) -> bool:
@@ -102,10 +107,15 @@ class Facts:
             pipeline: how layers are distributed; None for ``pipeline_at``.
 
         Raises:
-            UnsupportedError: the layers do not divide.
+            UnsupportedError: the layers do not divide, or a model of two stacks is to have several stages.
             UsageError: ``pipeline`` does not fit them.
             CorruptError: the run's own way does not fit them.
         """
+        if len(self.kind.stacks) > 1 and pp > 1:
+            raise UnsupportedError(
+                f"{self.kind.kind} models cannot be cut into {pp} pipeline stages: Megatron-LM refuses it",
+                hint="use --pp-new 1",
+            )
         how = self.pipeline_at(pp, vpp) if pipeline is None else pipeline
         try:
             split = split_layers(self.n_layers, pp=pp, vpp=vpp, pipeline=how)
@@ -115,7 +125,9 @@ class Facts:
             hint = "the training arguments of this checkpoint contradict each other"
             raise CorruptError(err.message, hint=hint) from err
         mtp = next((divmod(n, pp) for n, part in enumerate(how.layout or ()) if "m" in part), None)
-        return Stages(pp, vpp, {MAIN_STACK: split}, mtp)
+        main = self.kind.stacks[0]
+        others = {stack: split_layers(n, pp=1, vpp=1) for stack, n in self.stacks.items() if stack != main}
+        return Stages(pp, vpp, {main: split, **others}, mtp)
 
 
 def pipeline_notes(facts: Facts, pipeline: Pipeline) -> list[str]:
@@ -124,10 +136,6 @@ def pipeline_notes(facts: Facts, pipeline: Pipeline) -> list[str]:
         return []
     now = "evenly" if pipeline.is_even else str(pipeline)
     return [f"layers were distributed over pipeline stages by {facts.pipeline}; now {now}"]
-
-
-MAIN_STACK = "decoder.layers."
-"""What stands before the numbers of the layers that every model has."""
 
 
 def fields_of(args: object, *, file: str | None = None) -> dict[str, object]:
@@ -194,8 +202,12 @@ def _vpp(fields: Mapping[str, object], pp: int, *, file: str | None) -> int:
     return n_chunks
 
 
-def facts_of(args: object, *, file: str | None = None) -> Facts:
+def facts_of(args: object, *, names: ModelNames | None = None, file: str | None = None) -> Facts:
     """Everything that resharding needs to know.
+
+    Args:
+        names: what the tensors' names tell (``Rules.model_of``), which the arguments do not: GPT, BERT and T5 have the
+            same ones. None for a GPT model.
 
     Raises:
         UnsupportedError: an argument is absent, or says that the model is of a kind that is not resharded yet.
@@ -210,7 +222,9 @@ def facts_of(args: object, *, file: str | None = None) -> Facts:
                 hint="its torch_dist checkpoints can be converted to dcp and torch, with the layout they have",
             )
     topology = topology_of(args, file=file)
-    n_layers = _needed(fields, "num_layers", file=file)
+    kind = GPT if names is None else names.kind
+    stacks = _stacks(fields, kind, {} if names is None else names.n_seen, file=file)
+    n_layers = next(iter(stacks.values()))
     n_heads = _needed(fields, "num_attention_heads", file=file)
     is_mla = bool(fields.get("multi_latent_attention"))
     has_groups = fields.get("group_query_attention") and not is_mla
@@ -249,10 +263,30 @@ def facts_of(args: object, *, file: str | None = None) -> Facts:
             **{name: value for name, value in fields.items() if type(value) is int and value > 0},
             **{name: size for name in _SIZES if is_mla and (size := _size(fields, name, file=file)) is not None},
         },
+        kind=kind,
+        stacks=stacks,
     )
 
 
 _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def _stacks(
+    fields: Mapping[str, object], kind: ModelKind, n_seen: Mapping[str, int], *, file: str | None
+) -> dict[str, int]:
+    """Layers of every stack, that of the main one first.
+
+    Which argument counts the decoder's layers depends on the version: Megatron-core's T5 has ``num_layers`` of them,
+    whatever ``decoder_num_layers`` says. So where there are two stacks, a count that is there decides among the two.
+    """
+    n_layers = _needed(fields, "num_layers", file=file)
+    if len(kind.stacks) == 1:
+        return {kind.stacks[0]: n_layers}
+    found = {}
+    for stack in kind.stacks:
+        own = _size(fields, f"{'decoder' if 'decoder' in stack else 'encoder'}_num_layers", file=file)
+        found[stack] = n_layers if own is None or n_seen.get(stack) == n_layers else own
+    return found
 
 
 def _n_experts(fields: Mapping[str, object], topology: Topology, *, file: str | None) -> int | None:

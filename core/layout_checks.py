@@ -9,8 +9,6 @@ from core.errors import CorruptError, MissingShardError
 from core.layout_args import Facts
 from core.layout_rules import Layer, Rule, Rules
 
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
 _SHOWN = 6
 
 
@@ -22,7 +20,7 @@ def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
         CorruptError: there is more than the arguments say.
     """
     present = set(names)
-    for name in (EMBEDDING, *(() if facts.is_tied else (OUTPUT,))):
+    for name in (facts.kind.embedding, *(() if facts.is_tied else (facts.kind.output,))):
         if name not in present:
             raise MissingShardError("the tensor is not in the checkpoint", key=name)
     for stack in rules.stacks:
@@ -31,7 +29,7 @@ def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
 
 def _check_stack(stack: str, names: Iterable[str], facts: Facts, rules: Rules) -> None:
     """A stack has all its layers, and layers of one kind have the same parameters."""
-    n_layers = facts.n_layers if stack == rules.main_stack else 0
+    n_layers = facts.stacks.get(stack, 0)
     subs_of: dict[int, set[str]] = {}
     for name in names:
         found = rules.layer_of(name)

@@ -10,7 +10,7 @@ The result is that of ``core.layout_unshard``, with names as rank files of this 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -66,7 +66,7 @@ def unshard_global(
     """The global per-layer form of a catalog of global tensors; see ``core.layout.unshard``."""
     prefix = _prefix_of(catalog, rules)
     common = _common_of(catalog)
-    facts = facts_of(common.get("args"))
+    facts = facts_of(common.get("args"), names=rules.model_of(_numbered_names(catalog, prefix, rules)))
     notes = texts_of(catalog, "notes")
     dropped: list[str] = []
     if any(map(is_optimizer_key, [*catalog.tensors, *catalog.objects])) or common.get(OPTIMIZER) is not None:
@@ -151,11 +151,23 @@ def unshard_global(
 
 def is_megatron(catalog: Catalog, rules: Rules) -> bool:
     """Whether a catalog of global tensors has Megatron's names and training arguments; its objects are loaded."""
-    if not any(key.startswith(prefix + rules.main_stack) for prefix in _PREFIXES for key in catalog.tensors):
+    if not any(rules.has_main_stack(key.removeprefix(prefix)) for prefix in _PREFIXES for key in catalog.tensors):
         return False
     args = _common_of(catalog).get("args")
     known = attributes(args) or as_mapping(args) or {}
     return "tensor_model_parallel_size" in known
+
+
+def _has_stack(key: str, prefix: str, rules: Rules) -> bool:
+    return key.startswith(prefix) and rules.has_main_stack(key[len(prefix) :])
+
+
+def _numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]:
+    """The tensors' names; of one that stacks layers, that of its last."""
+    for key, meta in catalog.tensors.items():
+        name = key.removeprefix(prefix)
+        stacked = rules.stacked_of(name)
+        yield str(Layer(stacked[0], meta.shape[0] - 1, stacked[1])) if stacked and meta.shape else name
 
 
 def _prefix_of(catalog: Catalog, rules: Rules) -> str:
@@ -165,7 +177,7 @@ def _prefix_of(catalog: Catalog, rules: Rules) -> str:
         UnsupportedError: the keys are not Megatron's.
     """
     for prefix in _PREFIXES:
-        if any(key.startswith(prefix + rules.main_stack) for key in catalog.tensors):
+        if any(_has_stack(key, prefix, rules) for key in catalog.tensors):
             return prefix
     example = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
     raise UnsupportedError(
@@ -253,7 +265,9 @@ def _names_in(name: str, facts: Facts, rules: Rules) -> list[tuple[tuple[int, ..
     names: list[tuple[tuple[int, ...], str]] = [((), name)]
     if stacked is not None:
         stack, sub = stacked[0], _sub(stacked[1], facts, rules)
-        names = [((layer,), str(Layer(stack, layer, sub))) for layer in range(facts.n_layers)]
+        names = [((layer,), str(Layer(stack, layer, sub))) for layer in range(facts.stacks.get(stack, 0))]
+        if not names:
+            raise CorruptError(f"by its other tensors, a {facts.kind.kind} model, which has no such layers", key=name)
     elif single is not None:
         names = [((), str(replace(single, sub=_sub(single.sub, facts, rules))))]
     found: list[tuple[tuple[int, ...], str]] = []

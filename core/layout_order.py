@@ -10,7 +10,8 @@ from core.layout_state import EXTRA_STATE
 _FIELDS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
 _MODULES = (
     *("word_embeddings", "position_embeddings", "tokentype_embeddings"),
-    *("final_norm", "final_layernorm", "output_layer"),
+    *("encoder_relative_pos_emb", "decoder_relative_pos_emb"),
+    *("lm_head.dense", "lm_head.layer_norm", "lm_head", "output_layer", "binary_head", "pooler"),
 )
 
 
@@ -23,13 +24,19 @@ def by_place(rules: Rules) -> Callable[[str], Place]:
 
 
 def place_of(name: str, rules: Rules) -> Place:
-    """Sorts global names: embedding, layers, the rest; experts one after the other; parameters before extra states."""
+    """Sorts global names: embedding, every stack of layers with its last norm, the rest.
+
+    Experts come one after the other, parameters before extra states.
+    """
     module, _, last = name.rpartition(".")
     field = _FIELDS.index(last) if last in _FIELDS else len(_FIELDS) + (last == EXTRA_STATE)
     layer = rules.layer_of(name)
     if layer is not None:
         expert = rules.expert_of(name)
         number = 0 if expert is None or expert.number is None else expert.number
-        return 1, layer.number, rules.position(layer.sub), number, module, field
+        return 1 + 2 * rules.stacks.index(layer.stack), layer.number, rules.position(layer.sub), number, module, field
+    for number, stack in enumerate(rules.stacks):
+        if name.startswith(stack.removesuffix("layers.")):
+            return 2 + 2 * number, 0, 0, 0, module, field
     place = next((i for i, word in enumerate(_MODULES) if word in module), len(_MODULES))
-    return (0 if rules.stage_of(name) == "first" else 2), 0, place, 0, module, field
+    return (0 if rules.stage_of(name) == "first" else 1 + 2 * len(rules.stacks)), 0, place, 0, module, field

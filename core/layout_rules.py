@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -75,6 +75,44 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelKind:
+    """How a kind of model calls its parts.
+
+    Args:
+        kind: for people: ``GPT``, ``BERT``, ``T5`` …
+        stacks: what stands before the numbers of its layers, that of the main stack first.
+        embedding: the tensor of the input embedding.
+        output: that of the output layer, where it is a tensor of its own.
+        head: the copy of the embedding that the last of several pipeline stages has where the two are shared.
+    """
+
+    kind: str
+    stacks: tuple[str, ...]
+    embedding: str
+    output: str
+    head: str
+
+
+GPT = ModelKind(
+    "GPT", ("decoder.layers.",), "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.weight"
+)
+"""The usual kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """What the names of a model's tensors tell about it.
+
+    Args:
+        kind: what kind of model it is.
+        n_seen: stack → highest number of a layer, plus one.
+    """
+
+    kind: ModelKind
+    n_seen: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """A name within one of a model's layers.
 
@@ -101,7 +139,8 @@ class Rules:
         stages: (pattern, ``first`` or ``last``) for parameters outside of layers.
         fused_names: (local, fused) beginnings of names within a layer.
         expert_forms: the ways to name experts.
-        stacks: what stands before the numbers of layers, that of the main stack first.
+        stacks: what stands before the numbers of layers, in the order of a rank file.
+        models: the kinds of models, GPT first.
         layer_order: beginnings of names within a layer, in the order of a rank file.
         buffers: patterns of tensors that are no parameters.
         sizes: sizes that shapes tell.
@@ -113,6 +152,7 @@ class Rules:
     fused_names: tuple[tuple[str, str], ...]
     expert_forms: tuple[ExpertForm, ...]
     stacks: tuple[str, ...]
+    models: tuple[ModelKind, ...]
     layer_order: tuple[str, ...]
     buffers: tuple[re.Pattern[str], ...] = ()
     sizes: tuple[ShapeSize, ...] = ()
@@ -158,10 +198,19 @@ class Rules:
         """
         return self.rule_of(name).kind != "opaque" and not any(pattern.search(name) for pattern in self.buffers)
 
-    @property
-    def main_stack(self) -> str:
-        """The stack that every model has."""
-        return self.stacks[0]
+    def has_main_stack(self, name: str) -> bool:
+        """Whether a name belongs to a layer that some kind of model cannot be without, whether numbered or stacked."""
+        return any(name.startswith(model.stacks[0]) for model in self.models)
+
+    def model_of(self, names: Iterable[str]) -> ModelNames:
+        """What kind of model has these tensors; the usual kind if they tell nothing."""
+        n_seen: dict[str, int] = {}
+        for name in names:
+            layer = self.layer_of(name)
+            if layer is not None:
+                n_seen[layer.stack] = max(n_seen.get(layer.stack, 0), layer.number + 1)
+        best = max(self.models, key=lambda model: _fit(model, n_seen))
+        return ModelNames(best, n_seen)
 
     def layer_of(self, name: str) -> Layer | None:
         """The layer that a parameter belongs to, else None."""
@@ -206,6 +255,11 @@ class Rules:
             if sub.startswith(start):
                 return place
         return len(self.layer_order)
+
+
+def _fit(model: ModelKind, seen: Iterable[str]) -> tuple[int, int]:
+    """How well a kind of model fits the stacks that were seen: it has them, and it has few others."""
+    return len({*model.stacks} & {*seen}), -len({*model.stacks} - {*seen})
 
 
 @lru_cache(maxsize=1 << 16)
@@ -272,6 +326,7 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
             for row in table["experts"]
         ),
         stacks=tuple(table["stacks"]),
+        models=(GPT, *(ModelKind(**{**row, "stacks": tuple(row["stacks"])}) for row in table["model"])),
         layer_order=tuple(table["order"]["layer"]),
         buffers=tuple(buffers),
         sizes=tuple(sizes),

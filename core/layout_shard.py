@@ -22,12 +22,11 @@ from core.box import whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, bind_nothing
 from core.inert import TensorLeaf, as_mapping, ordered_dict, walk
 from core.layout_args import Facts, facts_of, pipeline_notes
-from core.layout_checks import OUTPUT
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
 from core.layout_homes import Home, Homes, by_file_order
 from core.layout_new_args import updated
 from core.layout_order import by_place
-from core.layout_rules import Rules
+from core.layout_rules import GPT, Rules
 from core.layout_state import (
     CONTENT,
     OPTIMIZER,
@@ -47,7 +46,6 @@ from core.optimizer import Optimizer, state_of
 from core.topology import Rank, Topology, check_rank_files, rank_dir
 
 T = TypeVar("T")
-OUTPUT_MODULE = OUTPUT.rpartition(".")[0] + "."
 
 
 def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int | None = None) -> Catalog:
@@ -65,7 +63,7 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         UnknownTensorError: no rule fits a name.
         CorruptError: shapes and arguments contradict each other.
     """
-    facts = facts_of(catalog.attrs.get("args"))
+    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
     check_target(topology, facts)
     check_rank_files(topology)
     n_rows = rows_of(catalog, vocab_size)
@@ -93,10 +91,12 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     homes = {key: [places.home(key)] for key in catalog.tensors}
     tied = _tied(catalog, facts, rules) if topology.pp > 1 else None
     if tied is not None:
-        homes[tied].append(places.last(OUTPUT))
+        homes[tied].append(places.last(facts.kind.head))
         if facts.topology.pp == 1:
-            notes.append(f"{OUTPUT} of the last stage is a copy of {tied}, as Megatron keeps shared embeddings")
-    objects = _rank_objects(catalog)
+            notes.append(
+                f"{facts.kind.head} of the last stage is a copy of {tied}, as Megatron keeps shared embeddings"
+            )
+    objects = _rank_objects(catalog, facts)
     files = _Files(catalog, topology, cuts, homes, objects)
     padded = next((cuts[key].shape[0] for key in homes if rules.rule_of(key).kind == "vocab"), None)
     args = updated(
@@ -107,7 +107,7 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         is_grouped=False if names == "grouped" else None,
     )
     entries_beside = _entries_beside(catalog, topology, facts, args, dropped)
-    entries = _by_chunk(_entries(catalog, homes, objects, places, rules))
+    entries = _by_chunk(_entries(catalog, homes, objects, places, rules, head=facts.kind.head))
     noted = as_mapping(catalog.attrs.get("module_versions")) or {}
     versions = _by_chunk((version, home) for module, version in noted.items() for home in places.module(str(module)))
     ranks: dict[Coords, tuple[str, object]] = {}
@@ -247,21 +247,21 @@ def _tied(catalog: Catalog, facts: Facts, rules: Rules) -> str | None:
     """The tensor that the output layer shares, if it does."""
     if not facts.is_tied:
         return None
-    shared = rules.rule_of(OUTPUT).tied
+    shared = rules.rule_of(facts.kind.head).tied
     return shared if shared in catalog.tensors else None
 
 
-def _rank_objects(catalog: Catalog) -> dict[str, object]:
+def _rank_objects(catalog: Catalog, facts: Facts) -> dict[str, object]:
     """Extra states by global name.
 
-    torch_dist keeps none of the output layer; rank files whose other modules have an empty one have it too.
+    torch_dist keeps none of a GPT model's output layer; rank files whose other modules have an empty one have it too.
     """
     found = {
         key: item.value
         for key, item in catalog.objects.items()
         if key.endswith("_extra_state") and item.raw_key is None
     }
-    if "top_level" not in catalog.attrs and any(value is None for value in found.values()):
+    if facts.kind is GPT and "top_level" not in catalog.attrs and any(value is None for value in found.values()):
         found.setdefault("output_layer._extra_state", None)
     return found
 
@@ -272,8 +272,14 @@ def _entries(
     objects: Mapping[str, object],
     places: Homes,
     rules: Rules,
+    *,
+    head: str,
 ) -> list[tuple[str, Home]]:
-    """(global name, home) of everything that files hold, in their order."""
+    """(global name, home) of everything that files hold, in their order.
+
+    Args:
+        head: the name of a copy of the embedding.
+    """
     order = catalog.attrs.get("order")
     names: Iterable[str] = [*homes, *objects]
     names = dict.fromkeys([*order, *names]) if isinstance(order, tuple) else sorted(names, key=by_place(rules))
@@ -281,8 +287,9 @@ def _entries(
     copies: list[tuple[str, Home]] = []
     for key in names:
         for home in homes.get(key) or ([places.home(key)] if key in objects else []):
-            (copies if home.name == OUTPUT != key else found).append((key, home))
-    place = next((i for i, (_, home) in enumerate(found) if home.name.startswith(OUTPUT_MODULE)), len(found))
+            (copies if home.name == head != key else found).append((key, home))
+    module = head.rpartition(".")[0] + "."
+    place = next((i for i, (_, home) in enumerate(found) if home.name.startswith(module)), len(found))
     return [*found[:place], *copies, *found[place:]]
 
 

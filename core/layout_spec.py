@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.errors import UnsupportedError
-from core.layout_args import MAIN_STACK, Facts, facts_of, fields_of, replaced
+from core.layout_args import Facts, facts_of, fields_of, replaced
 from core.layout_rules import Rules
 from core.layout_state import EXTRA_STATE, common_of, texts_of
 from core.optimizer import Optimizer, state_key, state_of
@@ -47,7 +47,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     Raises:
         UnsupportedError: experts are in a form that the other implementation does not have.
     """
-    facts = facts_of(catalog.attrs.get("args"))
+    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
     if facts.is_local == (implementation == "local"):
         return catalog
     to_fused = implementation != "local"
@@ -65,7 +65,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         layer = rules.layer_of(name)
         if layer is None:
             return name
-        pairs = _pairs(facts, layer.number, is_main=layer.stack == MAIN_STACK)
+        pairs = _pairs(facts, layer.number, is_main=layer.stack in facts.kind.stacks)
         for local, fused in pairs:
             old, new = (local, fused) if to_fused else (fused, local)
             if layer.sub.startswith(old):

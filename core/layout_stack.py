@@ -25,7 +25,7 @@ from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, T
 from core.inert import TensorLeaf, walk
 from core.layout_args import Facts, facts_of, replaced
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
-from core.layout_rules import Rules
+from core.layout_rules import GPT, Rules
 from core.layout_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object, texts_of
 from core.layout_vocab import rows_of
 from core.stages import Stages
@@ -83,7 +83,7 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     Raises:
         UnsupportedError, UnknownTensorError, CorruptError: as for ``core.layout_shard.shard``.
     """
-    facts = facts_of(catalog.attrs.get("args"))
+    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
     check_target(topology, facts)
     stages = facts.stages(topology.pp, topology.vpp, pipeline=topology.pipeline)
     n_rows = rows_of(catalog, vocab_size)
@@ -150,7 +150,7 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         "checkpoint_version": catalog.attrs.get("checkpoint_version"),
         "topology": topology,
         "notes": notes,
-        "dropped": [*dropped, *_left_out(states, rules)],
+        "dropped": [*dropped, *(_left_out(states, rules) if facts.kind is GPT else ())],
     }
     source = replace(
         catalog,
@@ -263,7 +263,7 @@ def _objects(catalog: Catalog, states: Mapping[str, object], places: _Places) ->
             is_rng = shard[0] == RNG and shard[2] == (topology.pp, topology.tp)
             found[key] = replace(item, coords=_file(by_rng[shard[1]] if is_rng else 0))
     for key, value in states.items():
-        if places.rules.layer_of(key) is None:
+        if places.facts.kind is GPT and places.rules.layer_of(key) is None:
             continue  # GPT models leave out the output layer's
         name, member = places.of(key)
         offset, shape = ".".join(map(str, member.at)) or "0", ".".join(map(str, member.shape)) or "1"

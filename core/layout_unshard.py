@@ -115,7 +115,7 @@ def unshard_ranks(
             hint="point at the directory that holds the rank directories",
         )
     ranks = _ranks_of(catalog)
-    facts = facts_of(catalog.attrs.get("args"))
+    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(_local_names(ranks)))
     notes: list[str] = []
     dropped: list[str] = []
     model = _merged(catalog, ranks, facts, rules)
@@ -194,6 +194,14 @@ def _ranks_of(catalog: Catalog) -> Mapping[Coords, tuple[str, object]]:
     ranks = catalog.attrs.get("ranks")
     assert isinstance(ranks, Mapping), "a rank catalog lists its ranks"
     return ranks
+
+
+def _local_names(ranks: Mapping[Coords, tuple[str, object]]) -> Iterator[str]:
+    """The names in all chunks of all ranks."""
+    for _, root in ranks.values():
+        for chunk, container in (as_mapping(root) or {}).items():
+            if is_chunk(chunk):
+                yield from map(str, as_mapping(container) or {})
 
 
 def _leaves(value: object) -> Iterator[TensorLeaf]:
