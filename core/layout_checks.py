@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from core.box import Shape
 from core.errors import CorruptError, MissingShardError
 from core.layout_args import Facts
 from core.layout_rules import Layer, Rule, Rules
 
+_FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 _SHOWN = 6
 
 
@@ -99,6 +101,31 @@ def extent_of(rule: Rule, facts: Facts) -> int | None:
     return sum(facts.sizes[name] for name in rule.extent) * (facts.n_heads if rule.unit == "heads" else 1)
 
 
+def with_gate(facts: Facts, shapes: Mapping[str, Shape]) -> Facts:
+    """The facts with what shapes tell about gates: an fc1 with twice the rows of fc2's columns has one.
+
+    The arguments name only some of the gated activations (``--swiglu``); a plain MLP never has such shapes.
+
+    Args:
+        shapes: global shapes by global name.
+    """
+    if facts.is_gated:
+        return facts
+    for name, shape in shapes.items():
+        if name.endswith(_FC1) and len(shape) == 2:
+            partner = shapes.get(name.removesuffix(_FC1) + _FC2, ())
+            if len(partner) == 2 and shape[0] == 2 * partner[1]:
+                return replace(facts, is_gated=True)
+    return facts
+
+
+def gate_notes(said: Facts, found: Facts) -> list[str]:
+    """What the user should know where shapes say that MLPs are gated, and the arguments do not."""
+    if said.is_gated == found.is_gated:
+        return []
+    return ["MLPs are gated, as the shapes of fc1 and fc2 say; the arguments (swiglu) do not"]
+
+
 def check_gate(name: str, rows: int, columns: int, *, is_gated: bool) -> None:
     """Compares the rows of fc1 with the columns of fc2.
 
@@ -108,8 +135,8 @@ def check_gate(name: str, rows: int, columns: int, *, is_gated: bool) -> None:
     if rows != columns * (1 + is_gated):
         kind = "a gated" if is_gated else "a plain"
         raise CorruptError(
-            f"the arguments say {kind} MLP, so fc1 should have {columns * (1 + is_gated)} rows for {columns} columns "
-            f"of fc2, but it has {rows}",
+            f"this is {kind} MLP by the arguments and the other layers, so fc1 should have "
+            f"{columns * (1 + is_gated)} rows for {columns} columns of fc2, but it has {rows}",
             key=name,
             hint="is swiglu in the arguments right?",
         )

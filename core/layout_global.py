@@ -20,7 +20,7 @@ from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.errors import CorruptError, UnsupportedError
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
 from core.layout_args import Facts, facts_of
-from core.layout_checks import check_complete, check_shape
+from core.layout_checks import check_complete, check_shape, gate_notes, with_gate
 from core.layout_order import by_place
 from core.layout_rules import Layer, Rules
 from core.layout_state import (
@@ -83,6 +83,8 @@ def unshard_global(
     origins = _origins(catalog, wanted, prefix, facts, rules)
     metas = {name: _meta(catalog, name, origin) for name, origin in origins.items()}
     check_complete(metas, facts, rules)
+    said, facts = facts, with_gate(facts, {name: meta.shape for name, meta in metas.items()})
+    notes += gate_notes(said, facts)
     stored = [meta.shape[0] for name, meta in metas.items() if meta.shape and rules.rule_of(name).kind == "vocab"]
     n_rows = vocab_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, stored=stored, notes=notes)
     for name, meta in metas.items():

@@ -21,6 +21,7 @@ from math import gcd
 from core.box import Shape
 from core.errors import CorruptError, UnsupportedError
 from core.layout_args import Facts
+from core.layout_checks import with_gate
 from core.layout_rules import Rule, Rules
 from core.layout_sizes import PartSize
 from core.placement import divisors, listed
@@ -106,7 +107,7 @@ def check_units(rule: Rule, n: int, facts: Facts, *, key: str) -> None:
 
 
 def with_sizes(facts: Facts, shapes: Mapping[str, Shape], rules: Rules) -> Facts:
-    """The facts with the sizes that shapes tell.
+    """The facts with the sizes that shapes tell, and whether MLPs are gated.
 
     Args:
         shapes: global shapes by global name.
@@ -114,6 +115,7 @@ def with_sizes(facts: Facts, shapes: Mapping[str, Shape], rules: Rules) -> Facts
     Raises:
         CorruptError: two tensors, or a tensor and an argument, contradict each other.
     """
+    facts = with_gate(facts, shapes)
     if not rules.sizes:
         return facts
     some = re.compile("|".join(f"(?:{size.pattern.pattern})" for size in rules.sizes))

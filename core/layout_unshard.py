@@ -42,7 +42,7 @@ from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, T
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.inert import TensorLeaf, as_mapping, walk
 from core.layout_args import Facts, facts_of
-from core.layout_checks import check_complete, check_shape, extent_of, listed
+from core.layout_checks import check_complete, check_shape, extent_of, gate_notes, listed
 from core.layout_chunk import Chunk, chunk_of
 from core.layout_parts import parts_of, with_sizes
 from core.layout_rules import Rule, Rules
@@ -133,7 +133,8 @@ def unshard_ranks(
         dropped += found.dropped
     n_rows = _vocab_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, model=model, notes=notes)
     stored = {name: _checked_shape(name, tensor, facts.topology) for name, tensor in model.tensors.items()}
-    facts = with_sizes(facts, stored, rules)
+    said, facts = facts, with_sizes(facts, stored, rules)
+    notes += gate_notes(said, facts)
     order = sorted(model.order, key=model.order.__getitem__)
     shapes: dict[str, Shape] = {}
     for name in order:

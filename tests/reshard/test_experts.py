@@ -256,7 +256,6 @@ def test_experts_that_contradict_each_other_are_reported(
         ({"moe_layer_freq": [0, 0, 1, 1]}, MissingShardError, "other layers have this tensor"),
         ({"moe_layer_freq": [0, 1, 1]}, CorruptError, "moe_layer_freq is a list of 3"),
         ({"moe_layer_freq": 0}, CorruptError, "moe_layer_freq is 0"),
-        ({"swiglu": False}, CorruptError, "plain MLP"),
     ],
 )
 def test_arguments_that_contradict_the_experts_are_refused(

@@ -40,6 +40,7 @@ def chunks_of(root: Path) -> dict[tuple[int, str], dict[str, Any]]:
     return found
 
 
+COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 CASES = [
     (DENSE / "tp2_pp2", "tp2_pp2", ["--decoder-first-pipeline-num-layers", 1], [[1, 3]], {}),
     (DENSE / "tp1_pp1", "tp1_pp1", ["--pp-new", 2, "--decoder-last-pipeline-num-layers", 3], [[1, 3]], {}),
@@ -67,8 +68,7 @@ CASES = [
     (
         DENSE / "tp1_pp1",
         "tp1_pp1",
-        ["--pp-new", 2, "--vpp-new", 3]
-        + ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"],
+        [*("--pp-new", 2, "--vpp-new", 3), *COUNTED],
         [[0, 1], [1, 1], [1, 0]],
         {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
     ),
