@@ -74,4 +74,10 @@ def optimizer_files(
     Raises:
         UnsupportedError: the destination's form of it is not determined.
     """
-    raise UnsupportedError("the optimizer cannot be written as rank files yet", hint="leave it out with --no-optim")
+    from core.optim_numbered_files import NumberedFiles
+
+    if optimizer.kind == "distributed":
+        raise UnsupportedError(
+            "the distributed optimizer cannot be written as rank files yet", hint="leave it out with --no-optim"
+        )
+    return NumberedFiles(catalog, optimizer, topology, facts, rules, cuts)

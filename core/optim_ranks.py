@@ -94,11 +94,16 @@ def read_states(
         UnsupportedError: of a kind that is not read, or nothing proves which state is whose.
         CorruptError: ranks contradict each other.
     """
-    if catalog.attrs.get("optimizer") == "distributed":
+    kind = catalog.attrs.get("optimizer")
+    if kind == "distributed":
         from core.optim_flat import read_flat
 
         return read_flat(catalog, files, facts, rules, store=store)
-    raise UnsupportedError(
-        f"optimizer state ({catalog.attrs.get('optimizer')}) cannot be resharded yet",
-        hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",
-    )
+    if kind == "layer-wise":
+        raise UnsupportedError(
+            "the layer-wise optimizer (Muon) cannot be resharded yet",
+            hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",
+        )
+    from core.optim_numbered import read_numbered
+
+    return read_numbered(catalog, files, facts, rules, store=store)

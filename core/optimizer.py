@@ -87,6 +87,8 @@ class Optimizer:
         step: the number of steps of all parameters: a number, a ``TensorLeaf`` with the key ``STEP``, or None where
             only groups (or nobody) say it.
         entries: other entries of the optimizer, such as ``grad_scaler``.
+        omits_empty: rank files leave out the groups of which a rank has no parameter, as before megatron-core 0.14;
+            None where the checkpoint does not show it.
     """
 
     kind: str
@@ -94,3 +96,4 @@ class Optimizer:
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     step: object = None
     entries: Mapping[str, object] = field(default_factory=dict)
+    omits_empty: bool | None = None

@@ -1,0 +1,172 @@
+"""The numbered optimizer of rank files (``core.optim_numbered_file``): writing.
+
+On every rank, parameters get their numbers anew: group by group, in the order of its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from core.catalog import Catalog, Coords, Fragment, StoredArray
+from core.errors import MissingShardError
+from core.inert import TensorLeaf
+from core.layout_args import Facts
+from core.layout_cut import Cut
+from core.layout_rules import Rules
+from core.layout_state import renamed_leaves
+from core.optim_files import HeldParam
+from core.optim_groups import HALF
+from core.optim_numbered_file import INNER, MASTERS, STEP_NAME
+from core.optim_target_groups import target_groups
+from core.optimizer import MASTER, Optimizer, state_key, state_of
+from core.topology import Rank, Topology
+
+
+class NumberedFiles:
+    """An FP32 or Float16 optimizer at a destination of rank files; see ``core.optim_files``.
+
+    Raises:
+        MissingShardError: a parameter lacks states.
+        UnsupportedError, CorruptError: as for ``target_groups``.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        optimizer: Optimizer,
+        topology: Topology,
+        facts: Facts,
+        rules: Rules,
+        cuts: Mapping[str, Cut],
+    ) -> None:
+        self.files: dict[Coords, object] = {}
+        self.beside: dict[str, list[StoredArray]] = {}
+        self.notes: list[str] = []
+        self.dropped: list[str] = []
+        self._catalog = catalog
+        self._optimizer = optimizer
+        self._cuts = cuts
+        self._moments = [name for name in optimizer.states if name != MASTER]
+        self._has_masters = optimizer.kind != "fp32"
+        params = _trained(catalog, optimizer)
+        self._groups = target_groups(optimizer, params, topology, facts, rules, catalog.attrs.get("args"))
+        self._check_states(params)
+        self._held: dict[str, list[tuple[Rank, StoredArray]]] = {}
+
+    def _check_states(self, params: Mapping[str, int]) -> None:
+        """Every parameter has every state, and a master if it is of 16 bits."""
+        for name in params:
+            masters = [MASTER] if self._has_master(name) else []
+            for state in (*masters, *self._moments):
+                if state_key(state, name) not in self._catalog.tensors:
+                    raise MissingShardError(f"the optimizer has no {state} of this parameter", key=name)
+
+    def _has_master(self, name: str) -> bool:
+        return self._has_masters and self._catalog.tensors[name].dtype in HALF
+
+    def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
+        """See ``OptimizerFiles``."""
+        held = [param.key for param in params if param.key in self._groups.group_of]
+        listed = self._groups.order(held)
+        if (
+            not self._groups.omits_empty
+            and not self._groups.is_sorted
+            and len({*map(self._groups.group_of.get, held)}) < len(listed)
+        ):
+            self._note_empty()
+        members = [[number for number in listed if not self._groups.is_expert(number)]]
+        experts = [number for number in listed if self._groups.is_expert(number)]
+        if experts:
+            members.append(experts)
+        place = f"{folder}:optimizer"
+        made = [
+            self._member(rank, place if not experts else f"{place}.{i}", coords, groups, held)
+            for i, groups in enumerate(members)
+        ]
+        return made if experts else made[0]
+
+    def _note_empty(self) -> None:
+        note = "ranks list the optimizer's empty param groups too, as since megatron-core 0.14; older ones have none"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _member(
+        self, rank: Rank, place: str, coords: Coords, numbers: Sequence[int], held: Sequence[str]
+    ) -> dict[object, object]:
+        """One optimizer of a rank.
+
+        Args:
+            place: what its arrays' names begin with.
+            numbers: its groups.
+            held: parameters of the rank, in order.
+        """
+        inner = f"{place}.{INNER[0]}" if self._has_masters else place
+        state: dict[object, object] = {}
+        groups: list[object] = []
+        masters: list[object] = []
+        for at, number in enumerate(numbers):
+            params = [name for name in held if self._groups.group_of[name] == number]
+            first = len(state)
+            leaves: list[object] = []
+            for i, name in enumerate(params, start=first):
+                state[i] = self._state(name, f"{inner}.state.{i}", rank, coords)
+                if self._has_master(name):
+                    leaves.append(self._leaf(MASTER, name, f"{place}.{MASTERS[0]}.{at}.{len(leaves)}", rank, coords))
+            settings = self._copied(dict(self._groups.settings[number]), f"{inner}.param_groups.{at}", coords)
+            groups.append({**settings, "params": list(range(first, len(state)))})
+            masters.append(leaves)
+        content: dict[object, object] = {"state": state, "param_groups": groups}
+        if not self._moments and self._optimizer.step is None:
+            state.clear()
+        entries = self._copied(dict(self._optimizer.entries), place, coords)
+        if not self._has_masters:
+            return {**content, **entries}
+        return {INNER[0]: content, **entries, MASTERS[0]: masters}
+
+    def _state(self, name: str, place: str, rank: Rank, coords: Coords) -> dict[object, object]:
+        """The states of one parameter."""
+        found: dict[object, object] = {}
+        step = self._optimizer.step
+        if step is not None:
+            found[STEP_NAME] = self._copied({STEP_NAME: step}, place, coords)[STEP_NAME]
+        for state in self._moments:
+            found[state] = self._leaf(state, name, f"{place}.{state}", rank, coords)
+        return found
+
+    def _leaf(self, state: str, name: str, array_name: str, rank: Rank, coords: Coords) -> TensorLeaf:
+        """A state's place in the file."""
+        key = state_key(state, name)
+        array = StoredArray(array_name, self._catalog.tensors[key].dtype, self._cuts[key].shard_shape, coords=coords)
+        self._held.setdefault(key, []).append((rank, array))
+        return TensorLeaf(array_name)
+
+    def _copied(self, entries: Mapping[str, object], place: str, coords: Coords) -> dict[object, object]:
+        """Entries whose tensors, if any, are arrays of this rank."""
+
+        def new_key(path: str, old: str) -> str:
+            name = f"{place}.{path}"
+            meta = self._catalog.meta(old)
+            self.beside.setdefault(old, []).append(StoredArray(name, meta.dtype, meta.shape, coords=coords))
+            return name
+
+        made = renamed_leaves(dict(entries), new_key)
+        assert isinstance(made, dict)
+        return made
+
+    def fragments(self, key: str) -> Sequence[Fragment]:
+        """See ``OptimizerFiles``."""
+        cut = self._cuts[key]
+        return tuple(
+            Fragment(key, piece.box, array, piece.at)
+            for rank, array in self._held.get(key, ())
+            for piece in cut.pieces(rank)
+        )
+
+
+def _trained(catalog: Catalog, optimizer: Optimizer) -> dict[str, int]:
+    """Every parameter that the optimizer has → number of its axes, in the catalog's order."""
+    if all(group.params is not None for group in optimizer.groups):
+        named = {name for group in optimizer.groups for name in group.params or ()}
+    else:
+        named = {found[1] for key in catalog.tensors if (found := state_of(key)) is not None}
+    return {key: len(meta.shape) for key, meta in catalog.tensors.items() if key in named}
