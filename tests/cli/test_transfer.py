@@ -88,7 +88,7 @@ def test_a_wrong_assertion_about_the_source_is_refused(golden: Path, tmp_path: P
 
 def test_an_optimizer_is_not_left_out_silently(golden: Path, tmp_path: Path, run: Run) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
-    code, _, err = run("reshard", source, tmp_path / "out", "--tp-new", 1)
+    code, _, err = run("convert", source, tmp_path / "out", "--to", "hf")
     assert code == 4
     assert "--no-optim" in err
     assert list(tmp_path.iterdir()) == []
