@@ -156,7 +156,7 @@ def _catalog(
             optim = files.beside(start + OPTIM_FILE, folder, coords, name=PurePath(OPTIM_FILE).stem)
             arrays |= optim.arrays
             aliases |= optim.aliases
-            optim_files[coords] = _inlined(optim)
+            optim_files[coords] = optim.skeleton
         elif any(name.startswith("layer_wise_optimizer_") for name in store.files(start.rstrip("/"))):
             kinds.add("layer-wise")
     assert first is not None, "at least one rank was found"
