@@ -75,4 +75,5 @@ def unshard(
         optim=optim,
         keep_padded_vocab=keep_padded_vocab,
         target_tp=target_tp,
+        store=store,
     )

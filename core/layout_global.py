@@ -10,18 +10,16 @@ The result is that of ``core.layout_unshard``, with names as rank files of this 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import product
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from core.box import Box, Shape
-from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog import Catalog, StoredObject, TensorMeta
 from core.errors import CorruptError, UnsupportedError
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
 from core.layout_args import Facts, facts_of
 from core.layout_checks import check_complete, check_shape, gate_notes, with_gate
 from core.layout_order import by_place
+from core.layout_origins import Origin, Pieces, meta_of, names_in, origins_of
 from core.layout_rules import Layer, Rules
 from core.layout_state import (
     OPTIMIZER,
@@ -34,24 +32,13 @@ from core.layout_state import (
     texts_of,
 )
 from core.layout_vocab import cut_vocab, vocab_rows
+from core.optim_global import read_states, with_states
 from core.skeleton import Entry, mapped
+from core.store import ReadStore
 from core.transform import is_optimizer_key
 
 _PREFIXES = ("", "model.", "module.", "model.module.")
 _EXTRA = "_extra_state"
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Where a global per-layer tensor comes from.
-
-    Args:
-        keys: keys of the source that hold it; several are copies.
-        at: which layer of a tensor that stacks them, then which expert of one that stacks those.
-    """
-
-    keys: tuple[str, ...]
-    at: tuple[int, ...] = ()
 
 
 def unshard_global(
@@ -62,6 +49,7 @@ def unshard_global(
     optim: str,
     keep_padded_vocab: bool,
     target_tp: int | None,
+    store: ReadStore | None,
 ) -> Catalog:
     """The global per-layer form of a catalog of global tensors; see ``core.layout.unshard``."""
     prefix = _prefix_of(catalog, rules)
@@ -69,9 +57,10 @@ def unshard_global(
     facts = facts_of(common.get("args"), names=rules.model_of(_numbered_names(catalog, prefix, rules)))
     notes = texts_of(catalog, "notes")
     dropped: list[str] = []
-    if any(map(is_optimizer_key, [*catalog.tensors, *catalog.objects])) or common.get(OPTIMIZER) is not None:
-        refuse_or_drop_optimizer(f"of {catalog.format}", optim="drop" if optim == "drop" else "refuse", dropped=dropped)
-    common.pop(OPTIMIZER, None)
+    entry = common.pop(OPTIMIZER, None)
+    has_optimizer = entry is not None or any(map(is_optimizer_key, [*catalog.tensors, *catalog.objects]))
+    if has_optimizer and optim != "carry":
+        refuse_or_drop_optimizer(f"of {catalog.format}", optim=optim, dropped=dropped)
     states = {str(name): common.pop(name) for name in list(common) if sharded_object(str(name)) is not None}
     if "checkpoint_version" in common:
         check_version(common)
@@ -80,8 +69,8 @@ def unshard_global(
     if prefix and any(_is_random_state(key) for key in wanted):
         wanted = [key for key in wanted if not _is_random_state(key)]
         dropped.append("rng_state (of one rank; start Megatron with --no-load-rng)")
-    origins = _origins(catalog, wanted, prefix, facts, rules)
-    metas = {name: _meta(catalog, name, origin) for name, origin in origins.items()}
+    origins = origins_of(catalog, {key: _without(prefix, key) for key in wanted}, facts, rules)
+    metas = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
     check_complete(metas, facts, rules)
     said, facts = facts, with_gate(facts, {name: meta.shape for name, meta in metas.items()})
     notes += gate_notes(said, facts)
@@ -100,39 +89,21 @@ def unshard_global(
     every = {**catalog.objects, **{key: StoredObject(key, value=value) for key, value in states.items()}}
     objects, moved = _objects(every, prefix, facts, rules)
     metas |= {name: TensorMeta(name, catalog.meta(key).dtype, catalog.meta(key).shape) for name, key in moved.items()}
-    origins |= {name: _Origin((key,)) for name, key in moved.items()}
-
-    @lru_cache(maxsize=32)
-    def unstacked(key: str, depth: int) -> Mapping[tuple[int, ...], list[Fragment]]:
-        return _unstacked(catalog.fragments(key), depth)
-
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        origin = origins.get(key)
-        if origin is None:
-            return catalog.fragments(key)
-        found: list[Fragment] = []
-        for source in origin.keys:
-            pieces = unstacked(source, len(origin.at)).get(origin.at, []) if origin.at else catalog.fragments(source)
-            for piece in pieces:
-                kept = _cut(piece, metas[key].shape)
-                if kept is not None:
-                    found.append(replace(kept, key=key))
-        return tuple(found)
-
+    origins |= {name: Origin((key,)) for name, key in moved.items()}
     names = sorted([*metas, *(key for key in objects if key.endswith(_EXTRA))], key=by_place(rules))
     inside = beside | {
         leaf.key for item in objects.values() for leaf in walk(item.value) if isinstance(leaf, TensorLeaf)
     }
     inside |= {item.raw_key for item in objects.values() if item.raw_key is not None}
-    return replace(
+    model = replace(
         catalog,
         tensors={name: metas[name] for name in names if name in metas},
         objects=objects,
         hidden={key: catalog.meta(key) for key in inside},
-        fragments_of=fragments_of,
+        fragments_of=Pieces(catalog, origins, metas).fragments_of,
         skeleton=None,
         attrs={
-            **{name: catalog.attrs[name] for name in ("dialect", "mcore_data") if name in catalog.attrs},
+            **_of_format(catalog),
             "family": "megatron",
             "args": common["args"],
             "iteration": iteration_of(common),
@@ -149,6 +120,9 @@ def unshard_global(
             "is_ordered": True,
         },
     )
+    if not has_optimizer or optim != "carry":
+        return model
+    return with_states(model, read_states(catalog, model, entry, facts, rules, prefix=prefix, store=store))
 
 
 def is_megatron(catalog: Catalog, rules: Rules) -> bool:
@@ -189,6 +163,30 @@ def _prefix_of(catalog: Catalog, rules: Rules) -> str:
     )
 
 
+def _without(prefix: str, key: str) -> str:
+    """A key without the prefix that all keys of the model have.
+
+    Raises:
+        UnsupportedError: this one has not.
+    """
+    if not key.startswith(prefix):
+        raise UnsupportedError(
+            f"other tensors have {prefix!r} before Megatron's names, this one has not",
+            key=key,
+            hint="leave it out with --exclude",
+        )
+    return key[len(prefix) :]
+
+
+def _of_format(catalog: Catalog) -> dict[str, object]:
+    """The attrs that torch_dist writes again; shapes that the optimizer's tensors had go with their old form."""
+    found = {name: catalog.attrs[name] for name in ("dialect", "mcore_data") if name in catalog.attrs}
+    facts = found.get("mcore_data")
+    if isinstance(facts, dict):
+        found["mcore_data"] = {key: {} if is_optimizer_key(key) else fact for key, fact in facts.items()}
+    return found
+
+
 def _is_random_state(key: str) -> bool:
     """Whether a tensor belongs to the random states of a single rank's file."""
     return key == RNG or key.startswith(RNG + ".")
@@ -218,114 +216,13 @@ def _common_of(catalog: Catalog) -> dict[object, object]:
         if inner:
             plain[name] = inner[""]
     for name, item in catalog.objects.items():
-        if name == "args" and item.raw_key is None:
-            plain["args"] = item.value
+        if name in ("args", OPTIMIZER) and item.raw_key is None:
+            plain[name] = item.value
     if "args" in catalog.attrs:
         plain["args"] = catalog.attrs["args"]
     if attributes(plain.get("args")) is None and as_mapping(plain.get("args")) is None:
         plain.pop("args", None)
     return plain
-
-
-def _origins(catalog: Catalog, keys: Iterable[str], prefix: str, facts: Facts, rules: Rules) -> dict[str, _Origin]:
-    """Global per-layer name → where it comes from."""
-    origins: dict[str, _Origin] = {}
-
-    def add(name: str, key: str, at: tuple[int, ...]) -> None:
-        rule = rules.rule_of(name, shapes=[catalog.tensors[key].shape])
-        if rule.tied is not None and facts.is_tied:
-            name = rule.tied
-        known = origins.get(name)
-        if known is not None and (rule.tied is None or known.at != at):
-            raise CorruptError(f"{known.keys[0]} and {key} are one tensor", key=name)
-        origins[name] = _Origin((*(known.keys if known else ()), key), at)
-
-    for key in keys:
-        if not key.startswith(prefix):
-            raise UnsupportedError(
-                f"other tensors have {prefix!r} before Megatron's names, this one has not",
-                key=key,
-                hint="leave it out with --exclude",
-            )
-        shape = catalog.tensors[key].shape
-        names = _names_in(key[len(prefix) :], facts, rules)
-        at, _ = names[-1]
-        wanted = tuple(number + 1 for number in at)
-        if shape[: len(wanted)] != wanted:
-            raise CorruptError(
-                f"a stack of shape {shape} in a model of {facts.n_layers} layers and {facts.n_experts or 0} experts",
-                key=key,
-            )
-        for at, name in names:
-            add(name, key, at)
-    return origins
-
-
-def _names_in(name: str, facts: Facts, rules: Rules) -> list[tuple[tuple[int, ...], str]]:
-    """(index, global per-layer name) of everything that a tensor stacks; one with the index () if it stacks nothing."""
-    stacked, single = rules.stacked_of(name), rules.layer_of(name)
-    names: list[tuple[tuple[int, ...], str]] = [((), name)]
-    if stacked is not None:
-        stack, sub = stacked[0], _sub(stacked[1], facts, rules)
-        names = [((layer,), str(Layer(stack, layer, sub))) for layer in range(facts.stacks.get(stack, 0))]
-        if not names:
-            raise CorruptError(f"by its other tensors, a {facts.kind.kind} model, which has no such layers", key=name)
-    elif single is not None:
-        names = [((), str(replace(single, sub=_sub(single.sub, facts, rules))))]
-    found: list[tuple[tuple[int, ...], str]] = []
-    for at, whole in names:
-        expert = rules.expert_of(whole)
-        if expert is None or rules.is_packed_state(whole):
-            found.append((at, whole))
-        elif expert.number is not None:
-            found.append((at, expert.numbered(expert.number)))
-        else:
-            found += [((*at, number), expert.numbered(number)) for number in range(facts.n_experts or 0)]
-    return found
-
-
-def _sub(sub: str, facts: Facts, rules: Rules) -> str:
-    """A name within a layer as this model's rank files have it."""
-    return rules.local(sub) if facts.fuses_names else sub
-
-
-def _meta(catalog: Catalog, name: str, origin: _Origin) -> TensorMeta:
-    first = catalog.tensors[origin.keys[0]]
-    for key in origin.keys[1:]:
-        other = catalog.tensors[key]
-        if (other.dtype, other.shape) != (first.dtype, first.shape):
-            raise CorruptError(
-                f"{other.dtype} of shape {other.shape}, but its twin is {first.dtype} of {first.shape}", key=key
-            )
-    return TensorMeta(name, first.dtype, first.shape[len(origin.at) :])
-
-
-def _unstacked(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...], list[Fragment]]:
-    """The fragments of a tensor that stacks others on its first axes, by the index of what they belong to."""
-    found: dict[tuple[int, ...], list[Fragment]] = {}
-    for piece in fragments:
-        offset, shape = piece.box.offset, piece.box.shape
-        box = Box(offset[depth:], shape[depth:])
-        for steps in product(*map(range, shape[:depth])):
-            at = piece.at
-            if piece.array is not None:
-                first = len(at) - len(shape)  # where the first stacking axis is in the array
-                at = tuple(
-                    start + (steps[axis - first] if 0 <= axis - first < depth else 0) for axis, start in enumerate(at)
-                )
-            index = tuple(start + step for start, step in zip(offset, steps, strict=False))
-            found.setdefault(index, []).append(Fragment(piece.key, box, piece.array, at))
-    return found
-
-
-def _cut(piece: Fragment, shape: Shape) -> Fragment | None:
-    """The part of a fragment that lies in ``shape``, which may have fewer rows than the tensor that is stored."""
-    if not shape or piece.box.offset[0] + piece.box.shape[0] <= shape[0]:
-        return piece
-    rows = shape[0] - piece.box.offset[0]
-    if rows <= 0:
-        return None
-    return replace(piece, box=Box(piece.box.offset, (rows, *piece.box.shape[1:])))
 
 
 def _objects(
@@ -354,7 +251,7 @@ def _objects(
         value = item.value
         if found is not None and isinstance(value, list) and len(value) == 1:
             value = value[0]
-        names = dict(_names_in(name, facts, rules))
+        names = dict(names_in(name, facts, rules))
         depth = len(next(iter(names)))
         whole = names.get(found[1][:depth] if found is not None else ())
         if whole is None:

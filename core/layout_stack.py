@@ -10,7 +10,7 @@ What Megatron writes for a rank (TP rank r, pipeline stage p) of a homogeneous m
 
 Models whose layers differ, or may (``moe_layer_freq``), keep one key per layer: ``decoder.layers.3.mlp.experts.experts.
 linear_fc2.weight`` (E, rows, columns). The output layer has neither an extra state nor, where embeddings are shared, a
-weight.
+weight. An optimizer's states are stacked, cut and named as their parameters (``core.optim_stack``).
 
 Source: Megatron-LM d98e8a64 and megatron-core 0.16.1, pinned in tests/golden (``mcore*_torch_dist``).
 """
@@ -19,15 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from core.box import Box, whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, bind_nothing
+from core.errors import UnsupportedError
 from core.inert import TensorLeaf, walk
 from core.layout_args import Facts, facts_of, replaced
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
 from core.layout_rules import GPT, Rules
 from core.layout_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object, texts_of
 from core.layout_vocab import rows_of
+from core.optim_stack import StackedOptimizer
+from core.optimizer import param_of
 from core.stages import Stages
 from core.topology import Topology
 
@@ -68,7 +72,9 @@ class _Member:
         return Box((*self.at, *box.offset), (*(1 for _ in self.at), *box.shape))
 
 
-def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int | None = None) -> Stacked:
+def stack(
+    catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int | None = None, format: str = "torch_dist"
+) -> Stacked:
     """The source and target catalogs of a torch_dist checkpoint.
 
     The training arguments keep the sizes of the run that saved, see ``core.layout_args``: torch_dist loads at any
@@ -79,6 +85,7 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         topology: which ranks' chunks to write; ranks are numbered as in ``Topology.ranks``.
         rules: the layout's table.
         vocab_size: true rows of the vocabulary; None takes what ``unshard`` found.
+        format: ``torch_dist`` or ``zarr``: what keeps the optimizer's state in the form of that one's readers.
 
     Raises:
         UnsupportedError, UnknownTensorError, CorruptError: as for ``core.layout_shard.shard``.
@@ -88,16 +95,19 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     stages = facts.stages(topology.pp, topology.vpp, pipeline=topology.pipeline)
     n_rows = rows_of(catalog, vocab_size)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
-    opaque = [key for key in cuts if rules.rule_of(key).kind == "opaque"]
+    opaque = [key for key in cuts if rules.rule_of(param_of(key)).kind == "opaque"]
     cuts = {key: cut for key, cut in cuts.items() if key not in opaque}
     dropped = texts_of(catalog, "dropped")
     states = _states(catalog, opaque, facts, rules, dropped)
     is_stacked = facts.is_stacked and _is_homogeneous(catalog, cuts, stages, rules)
     places = _Places(stages, topology, facts, rules, is_stacked)
+    optimizer = StackedOptimizer(catalog, format)
     members: dict[str, list[_Member]] = {}
     for key in cuts:
-        name, member = places.of(key)
-        members.setdefault(name, []).append(member)
+        name, member = places.of(param_of(key))
+        members.setdefault(optimizer.key(key, name), []).append(replace(member, key=key))
+    for name, group in members.items():
+        _check_whole(name, group)
 
     def meta_of(key: str, *, is_target: bool) -> TensorMeta:
         head = members[key][0]
@@ -121,10 +131,11 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
 
     objects = _objects(catalog, states, places)
     notes = texts_of(catalog, "notes")
-    padded = next((cuts[key].shape[0] for key in cuts if rules.rule_of(key).kind == "vocab"), None)
-    args = _args(catalog, padded)
+    padded = next((cuts[key].shape[0] for key in cuts if rules.rule_of(param_of(key)).kind == "vocab"), None)
+    args = _args(catalog, padded, format)
     common = {name: value for name, value in common_of(catalog).items() if name not in (OPTIMIZER, "args")}
-    common = {"args": args, **common}
+    common = {"args": args, **common, **optimizer.common}
+    notes += optimizer.notes
     inside = {
         leaf.key
         for part in (common, *(item.value for item in objects.values()))
@@ -143,6 +154,7 @@ def stack(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     }
     attrs = {
         **{name: catalog.attrs[name] for name in ("dialect", "mcore_data") if name in catalog.attrs},
+        **optimizer.attrs,
         "family": "megatron",
         "args": args,
         "common": common,
@@ -212,7 +224,7 @@ def _is_homogeneous(catalog: Catalog, cuts: Mapping[str, Cut], stages: Stages, r
     """Whether every layer has the same tensors, with the same shapes and dtypes."""
     seen: dict[tuple[str, str], set[tuple[object, ...]]] = {}
     count: dict[tuple[str, str], int] = {}
-    for key in cuts:
+    for key in cuts:  # an optimizer's states are no names of layers
         layer = rules.layer_of(key)
         if layer is not None:
             meta, place = catalog.tensors[key], (layer.stack, layer.sub)
@@ -220,6 +232,22 @@ def _is_homogeneous(catalog: Catalog, cuts: Mapping[str, Cut], stages: Stages, r
             count[place] = count.get(place, 0) + 1
     is_complete = all(n == stages.n_layers(stack) for (stack, _), n in count.items())
     return is_complete and all(len(kinds) == 1 for kinds in seen.values())
+
+
+def _check_whole(name: str, group: Sequence[_Member]) -> None:
+    """A stack of layers or experts has all of them.
+
+    Raises:
+        UnsupportedError: an optimizer has states of some only.
+    """
+    n_wanted = prod(group[0].shape)
+    if len(group) != n_wanted:
+        raise UnsupportedError(
+            f"{len(group)} of the {n_wanted} tensors that are stacked there are in the checkpoint: it seems that the "
+            "others were not trained",
+            key=name,
+            hint="leave the optimizer out with --no-optim",
+        )
 
 
 def _chunks(
@@ -307,9 +335,9 @@ def _left_out(states: Mapping[str, object], rules: Rules) -> list[str]:
     ]
 
 
-def _args(catalog: Catalog, padded: int | None) -> object:
+def _args(catalog: Catalog, padded: int | None, format: str) -> object:
     """The arguments of a torch_dist checkpoint: sizes as they were, see ``core.layout_args``."""
-    changes: dict[str, object] = {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
+    changes: dict[str, object] = {"ckpt_format": format, "use_dist_ckpt": True}
     if padded is not None:
         changes["padded_vocab_size"] = padded
     return replaced(catalog.attrs["args"], changes)

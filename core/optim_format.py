@@ -44,6 +44,7 @@ MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer
 MASTERS = frozenset({"fp32_param", "fp32_from_fp16_params", "master_param", "fp32", "param"})
 
 _BUCKETS = re.compile(r"gbuf_idx_\d+|\.bucket_idx_\d+")
+_BY_STATE = re.compile(rf"(chained_\d+\.)?optimizer\.state\.(?P<state>{'|'.join(sorted(MOMENTS | MASTERS))})\.(?=.)")
 _NUMBERED = re.compile(r"(^|\.)state\.\d+\.[a-z_0-9]+$")
 _OPTIMIZER_OBJECT = re.compile(r"(^|[.:])(optimizer|optim)\b")
 
@@ -88,9 +89,10 @@ def optim_format_of(
         return "megatron_float16"
     if any(_BUCKETS.search(key) for key in states):
         return "dp_reshardable"
-    if any(".state.param." in key and key.startswith(("optimizer.", "chained_")) for key in states):
+    of_parameters = {match["state"] for key in states if (match := _BY_STATE.match(key))}
+    if "param" in of_parameters:
         return "fully_reshardable"
-    if any(".state.fp32_param." in key or ".state.exp_avg." in key for key in states):
+    if of_parameters:
         return "fully_sharded_model_space" if has_flattened else "per_parameter"
     if any(_NUMBERED.search(key) for key in states):
         return "torch_by_number"

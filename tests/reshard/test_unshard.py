@@ -177,7 +177,7 @@ def test_an_optimizer_is_refused_or_left_out_with_a_note(golden: Path, case: str
 def test_an_optimizer_in_torch_dist_is_refused_or_left_out(golden: Path, family: str, case: str) -> None:
     store, catalog = dist_files(golden, family, "dense_gqa", case)
     with pytest.raises(UnsupportedError, match="optimizer state"):
-        unshard(catalog, rules=RULES)
+        unshard(catalog, rules=RULES, optim="refuse")
     found = unshard(catalog, rules=RULES, optim="drop")
     true = oracle(golden, "dense_gqa")
     assert {fused(key) for key in found.tensors} == set(true)
