@@ -13,8 +13,10 @@ each of which is consecutive in the array too, and so a ``core.catalog.part_of``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from core.box import Box, Shape, boxes_of_flat_range, c_strides
 from core.catalog import Fragment, StoredArray, part_of
@@ -69,7 +71,7 @@ def fragments_of_run(key: str, run: Run, pieces: Sequence[Piece], *, shape: Shap
             yield Fragment(key, common.shift(delta), part, at)
 
 
-def runs_in(stored: Iterable[tuple[int, StoredArray]], start: int, n: int) -> Iterator[Run]:
+def runs_in(stored: Sequence[tuple[int, StoredArray]], start: int, n: int) -> Iterator[Run]:
     """The parts of a run of a flat tensor that is stored as several arrays.
 
     Args:
@@ -79,7 +81,10 @@ def runs_in(stored: Iterable[tuple[int, StoredArray]], start: int, n: int) -> It
     Yields:
         Runs whose ``start`` counts from the beginning of the wanted one, in order.
     """
-    for first, array in stored:
+    place = max(bisect_right(stored, start, key=itemgetter(0)) - 1, 0)
+    while place < len(stored) and stored[place][0] < start + n:
+        first, array = stored[place]
         low, high = max(start, first), min(start + n, first + array.shape[0])
         if low < high:
             yield Run(low - start, high - low, array, low - first)
+        place += 1

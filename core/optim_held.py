@@ -1,0 +1,101 @@
+"""What the ranks of a run held of a model, out of its global form: which parameters, in which order, cut how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.catalog import Catalog
+from core.layout_args import Facts
+from core.layout_cut import Cut, cuts_of
+from core.layout_homes import Home, Homes, by_file_order
+from core.layout_order import Place, place_of
+from core.layout_rules import Rules
+from core.placement import Piece, trimmed
+from core.topology import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter of a rank.
+
+    Args:
+        key: its global name.
+        name: its name in the rank's file.
+        vp_rank: its model chunk.
+        cut: how it is cut; its shape is that in the run, padding of the vocabulary included.
+        pieces: what the rank's shard holds of the global tensor, without that padding.
+    """
+
+    key: str
+    name: str
+    vp_rank: int
+    cut: Cut
+    pieces: tuple[Piece, ...]
+
+
+class Holdings:
+    """The parameters that the ranks of the run that saved held.
+
+    Args:
+        model: the global per-layer form, without an optimizer.
+        facts: of the run.
+
+    Raises:
+        UnsupportedError, CorruptError: as for ``core.layout_cut.cuts_of`` and ``core.layout_homes.Homes.home``.
+    """
+
+    def __init__(self, model: Catalog, facts: Facts, rules: Rules) -> None:
+        self._model = model
+        self._rules = rules
+        rows = model.attrs.get("vocab_size")
+        n_rows = rows if isinstance(rows, int) else None
+        self._cuts = cuts_of(model, facts.topology, facts, rules, n_rows=n_rows)
+        self._homes = _homes(model, facts, rules)
+
+    def of(self, rank: Rank) -> list[Held]:
+        """The parameters of a rank, chunk by chunk, in the order of its file."""
+        found = []
+        for (vp_rank, pp_rank), homes in sorted(self._homes.items()):
+            if pp_rank != rank.pp:
+                continue
+            here = [(key, home.name) for key, home in homes if home.has(rank)]
+            for key, name in by_file_order(here, self._rules):
+                cut = self._cuts[key]
+                found.append(Held(key, name, vp_rank, cut, self._pieces(key, cut, rank)))
+        return found
+
+    def _pieces(self, key: str, cut: Cut, rank: Rank) -> tuple[Piece, ...]:
+        pieces = cut.pieces(rank)
+        axis, shape = cut.axis, self._model.tensors[key].shape
+        if axis is None:
+            return tuple(pieces)
+        kept = (trimmed(piece, axis, shape[axis]) for piece in pieces)
+        return tuple(piece for piece in kept if piece is not None)
+
+
+def _homes(model: Catalog, facts: Facts, rules: Rules) -> Mapping[tuple[int, int], list[tuple[str, Home]]]:
+    """(vp_rank, pp_rank) → (global name, home) of the parameters there, in order."""
+    topology = facts.topology
+    names = model.attrs.get("expert_names") or facts.expert_names
+    places = Homes(
+        stages=facts.stages(topology.pp, topology.vpp),
+        topology=topology,
+        rules=rules,
+        expert_names="sequential" if names in (None, "grouped") else str(names),
+        n_local=(facts.n_experts or 0) // topology.ep,
+    )
+    homes = [(key, places.home(key)) for key in model.tensors if rules.is_param(key)]
+    head = facts.kind.head
+    tied = rules.rule_of(head).tied if facts.is_tied and topology.pp > 1 else None
+    if tied is not None and tied in model.tensors:
+        homes.append((tied, places.last(head)))
+
+    def order(item: tuple[str, Home]) -> Place:
+        key, home = item
+        return place_of(head if home.name == head else key, rules)
+
+    found: dict[tuple[int, int], list[tuple[str, Home]]] = {}
+    for key, home in sorted(homes, key=order):
+        found.setdefault((home.vp, home.pp), []).append((key, home))
+    return found
