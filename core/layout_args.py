@@ -11,13 +11,14 @@ Source: Megatron-LM d98e8a64 ``training/{arguments,checkpointing}.py``; argument
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.inert import Inert, as_mapping, attributes
+from core.layout_hybrid import Pattern, pattern_of
 from core.layout_pipeline import LAYOUT, pipeline_of
 from core.layout_rules import GPT, ModelKind, ModelNames
-from core.pipeline import Pipeline, split_layers
+from core.pipeline import LayerSplit, Pipeline, split_layers
 from core.placement import padded_vocab_size
 from core.stages import Stages
 from core.topology import Topology
@@ -27,9 +28,6 @@ _NOT_YET = {
     "heterogeneous_layers_config_path": "heterogeneous layers",
     "heterogeneous_layers_config_encoded_json": "heterogeneous layers",
     "pipeline_model_parallel_split_rank": "encoder-decoder pipelines",
-    "hybrid_layer_pattern": "hybrid models",
-    "hybrid_override_pattern": "hybrid models",
-    "mtp_num_layers": "multi-token prediction",
 }
 """Arguments that, if set, make a model that is not resharded yet."""
 
@@ -57,6 +55,11 @@ class Facts:
         moe_layers: global numbers of the layers that have them.
         is_stacked: torch_dist stacks the layers, because they are alike.
         expert_names: how rank files name experts (``core.layout_experts``), or None without experts.
+        linear_layers: global numbers of the layers with linear attention.
+        is_allotted: the arguments give shares of the kinds of layers, without saying which is which.
+        is_prediction_renamed: rank files call the layer of a multi-token prediction ``mtp_model_layer``.
+        pattern: the kinds of layers of a hybrid model, or None.
+        n_predictions: layers of multi-token prediction.
         sizes: the arguments that are positive numbers; rules name some of them as sizes of parameters.
         kind: what kind of model it is.
         stacks: what stands before the layers' numbers → layers, for every stack that the model has.
@@ -81,6 +84,11 @@ class Facts:
     moe_layers: frozenset[int] = frozenset()
     is_stacked: bool = True
     expert_names: str | None = None
+    linear_layers: frozenset[int] = frozenset()
+    is_allotted: bool = False
+    is_prediction_renamed: bool = False
+    pattern: Pattern | None = None
+    n_predictions: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
     kind: ModelKind = GPT
     stacks: Mapping[str, int] = field(default_factory=dict)
@@ -117,8 +125,12 @@ class Facts:
                 hint="use --pp-new 1",
             )
         how = self.pipeline_at(pp, vpp) if pipeline is None else pipeline
+        n_mtp = self.n_predictions
         try:
-            split = split_layers(self.n_layers, pp=pp, vpp=vpp, pipeline=how)
+            if self.is_cut_by_pattern(pp, vpp) and how.is_even:
+                split = _cut_layers(self.pattern.cuts if self.pattern else (), pp, vpp)
+            else:
+                split = split_layers(self.n_layers, pp=pp, vpp=vpp, pipeline=how, n_mtp=n_mtp)
         except UsageError as err:
             if how != self.pipeline or (pp, vpp) != (self.topology.pp, self.topology.vpp):
                 raise
@@ -126,8 +138,33 @@ class Facts:
             raise CorruptError(err.message, hint=hint) from err
         mtp = next((divmod(n, pp) for n, part in enumerate(how.layout or ()) if "m" in part), None)
         main = self.kind.stacks[0]
-        others = {stack: split_layers(n, pp=1, vpp=1) for stack, n in self.stacks.items() if stack != main}
-        return Stages(pp, vpp, {main: split, **others}, mtp)
+        stages = Stages(pp, vpp, {main: split}, mtp)
+        others = {
+            stack: split_layers(n, pp=1, vpp=1) for stack, n in self.stacks.items() if stack in self.kind.stacks[1:]
+        }
+        predictions = {PREDICTION_STACK: stages.in_one_chunk(n_mtp, stages.chunk_at("mtp"))} if n_mtp else {}
+        return replace(stages, splits={main: split, **others, **predictions})
+
+    def is_cut_by_pattern(self, pp: int, vpp: int = 1) -> bool:
+        """Whether the pattern of a hybrid model says which layers so many chunks have."""
+        is_own = (pp, vpp) == (self.topology.pp, self.topology.vpp)
+        return is_own and pp > 1 and self.pattern is not None and bool(self.pattern.cuts)
+
+    def has_experts(self, stack: str, layer: int) -> bool:
+        """Whether a layer has experts: predictions are like the last layer, or as the pattern says."""
+        if stack != PREDICTION_STACK:
+            return layer in self.moe_layers
+        if self.pattern is not None:
+            return "E" in self.pattern.prediction
+        return self.n_layers - 1 in self.moe_layers
+
+    def kind_of(self, stack: str, layer: int) -> object:
+        """What kind of layer it is, for comparison; None where the arguments do not say."""
+        if stack == PREDICTION_STACK:
+            return stack
+        if self.pattern is not None:
+            return self.pattern.layers[layer]
+        return None if self.is_allotted else (stack, layer in self.moe_layers, layer in self.linear_layers)
 
 
 def pipeline_notes(facts: Facts, pipeline: Pipeline) -> list[str]:
@@ -136,6 +173,21 @@ def pipeline_notes(facts: Facts, pipeline: Pipeline) -> list[str]:
         return []
     now = "evenly" if pipeline.is_even else str(pipeline)
     return [f"layers were distributed over pipeline stages by {facts.pipeline}; now {now}"]
+
+
+PREDICTION_STACK = "mtp.layers."
+"""What stands before the numbers of the layers of multi-token prediction."""
+
+
+def _cut_layers(cuts: tuple[int, ...], pp: int, vpp: int) -> LayerSplit:
+    """The layers of chunks in order, virtual stages outermost.
+
+    Raises:
+        CorruptError: there are not as many chunks.
+    """
+    if len(cuts) != pp * vpp:
+        raise CorruptError(f"the pattern of layers has {len(cuts)} chunks, but there are {pp} stages of {vpp} chunks")
+    return LayerSplit(tuple(cuts[first : first + pp] for first in range(0, pp * vpp, pp)))
 
 
 def fields_of(args: object, *, file: str | None = None) -> dict[str, object]:
@@ -223,8 +275,14 @@ def facts_of(args: object, *, names: ModelNames | None = None, file: str | None 
             )
     topology = topology_of(args, file=file)
     kind = GPT if names is None else names.kind
+    hybrid = pattern_of(fields, file=file)
+    if hybrid is not None:
+        fields = {**fields, "num_layers": len(hybrid.layers)}
     stacks = _stacks(fields, kind, {} if names is None else names.n_seen, file=file)
     n_layers = next(iter(stacks.values()))
+    n_predictions = _n_predictions(fields, hybrid, file=file)
+    if n_predictions:
+        stacks[PREDICTION_STACK] = n_predictions
     n_heads = _needed(fields, "num_attention_heads", file=file)
     is_mla = bool(fields.get("multi_latent_attention"))
     has_groups = fields.get("group_query_attention") and not is_mla
@@ -234,7 +292,9 @@ def facts_of(args: object, *, names: ModelNames | None = None, file: str | None 
     if head_dim is None and hidden_size is not None:
         head_dim = hidden_size // n_heads
     n_experts = _n_experts(fields, topology, file=file)
-    pattern = _moe_pattern(fields, n_layers, file=file)
+    moe = _numbers(_moe_pattern(fields, n_layers, file=file)) if hybrid is None else hybrid.moe_layers
+    linear = _linear_layers(fields, n_layers, file=file)
+    shares = [value for name in _SHARES if isinstance(value := fields.get(name), (int, float)) and value > 0]
     return Facts(
         topology=topology,
         world_size=_size(fields, "world_size", file=file),
@@ -256,9 +316,14 @@ def facts_of(args: object, *, names: ModelNames | None = None, file: str | None 
         ),
         pipeline=pipeline_of(fields, file=file),
         n_experts=n_experts,
-        moe_layers=frozenset(layer for layer, is_moe in enumerate(pattern) if is_moe and n_experts is not None),
-        is_stacked=fields.get("moe_layer_freq", 1) in (None, 1),
+        moe_layers=frozenset() if n_experts is None else moe,
+        is_stacked=fields.get("moe_layer_freq", 1) in (None, 1) and not linear and not shares and hybrid is None,
         expert_names=None if n_experts is None else _expert_names(fields),
+        linear_layers=linear,
+        is_allotted=bool(shares),
+        is_prediction_renamed="mtp_hybrid_override_pattern" in fields or "hybrid_layer_pattern" in fields,
+        pattern=hybrid,
+        n_predictions=n_predictions,
         sizes={
             **{name: value for name, value in fields.items() if type(value) is int and value > 0},
             **{name: size for name in _SIZES if is_mla and (size := _size(fields, name, file=file)) is not None},
@@ -321,6 +386,50 @@ def _moe_pattern(fields: Mapping[str, object], n_layers: int, *, file: str | Non
     return [bool(item) for item in found]
 
 
+def _numbers(pattern: list[bool]) -> frozenset[int]:
+    return frozenset(layer for layer, is_one in enumerate(pattern) if is_one)
+
+
+def _linear_layers(fields: Mapping[str, object], n_layers: int, *, file: str | None) -> frozenset[int]:
+    """Numbers of the layers with linear attention: all but every n-th, or those of a list.
+
+    Raises:
+        CorruptError: ``linear_attention_freq`` is neither a positive number nor a list of 0 and 1, one a layer.
+
+    Source: megatron-core 0.16.1 ``models/gpt/experimental_attention_variant_module_specs.py``.
+    """
+    found = fields.get("linear_attention_freq")
+    if not isinstance(found, list):
+        step = _size(fields, "linear_attention_freq", file=file)
+        return frozenset() if step is None else _numbers([(layer + 1) % step != 0 for layer in range(n_layers)])
+    if len(found) != n_layers or not all(item in (0, 1) for item in found):
+        raise CorruptError(
+            f"argument linear_attention_freq is a list of {len(found)}, not of 0 or 1 for each of {n_layers} layers",
+            file=file,
+        )
+    return _numbers([bool(item) for item in found])
+
+
+def _n_predictions(fields: Mapping[str, object], hybrid: Pattern | None, *, file: str | None) -> int:
+    """Layers of multi-token prediction; one where all predictions share it.
+
+    Raises:
+        CorruptError: the pattern and ``mtp_num_layers`` contradict each other.
+    """
+    said = fields.get("mtp_num_layers")
+    found = None if said in (None, 0) else _size(fields, "mtp_num_layers", file=file)
+    drawn = 0 if hybrid is None else hybrid.n_predictions
+    if found is not None and drawn not in (0, found):
+        raise CorruptError(
+            f"argument mtp_num_layers is {found}, but the pattern has {drawn} multi-token predictions", file=file
+        )
+    n = found or drawn
+    return 1 if n and fields.get("mtp_use_repeated_layer") else n
+
+
+_SHARES = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
+
+
 def _expert_names(fields: Mapping[str, object]) -> str:
     """How the rank files of the run name experts.
 
@@ -365,6 +474,7 @@ LAYOUT_FIELDS = (
     *("num_query_groups", "group_query_attention", "kv_channels", "ffn_hidden_size", "padded_vocab_size"),
     *("untie_embeddings_and_output_weights", "swiglu", "transformer_impl"),
     *("vocab_size", "make_vocab_size_divisible_by"),
+    *("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_num_layers", "linear_attention_freq"),
     *("num_experts", "moe_layer_freq", "moe_grouped_gemm", "moe_ffn_hidden_size", "multi_latent_attention"),
 )
 """Arguments on which the ranks of one checkpoint must agree."""

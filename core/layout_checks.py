@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from core.box import Shape
-from core.errors import CorruptError, MissingShardError
-from core.layout_args import Facts
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.layout_args import PREDICTION_STACK, Facts
+from core.layout_hybrid import SYMBOLS
 from core.layout_rules import Layer, Rule, Rules
+from core.topology import Topology
 
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 _SHOWN = 6
@@ -29,6 +31,22 @@ def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
         _check_stack(stack, present, facts, rules)
 
 
+def check_predictions(facts: Facts, topology: Topology) -> None:
+    """Refuses rank files of a model that Megatron cannot keep properly.
+
+    Raises:
+        UnsupportedError: multi-token prediction, shared embeddings and several pipeline stages: the last stage has an
+            output layer of its own, which is neither used nor trained, and megatron-core 0.16.1 fails to save it as
+            torch_dist.
+    """
+    if facts.n_predictions and facts.is_tied and topology.pp > 1:
+        raise UnsupportedError(
+            f"multi-token prediction with shared embeddings in {topology.pp} pipeline stages cannot be resharded: "
+            "Megatron then keeps an output layer that it neither uses nor trains",
+            hint="one pipeline stage works, and torch_dist with any number",
+        )
+
+
 def _check_stack(stack: str, names: Iterable[str], facts: Facts, rules: Rules) -> None:
     """A stack has all its layers, and layers of one kind have the same parameters."""
     n_layers = facts.stacks.get(stack, 0)
@@ -43,21 +61,41 @@ def _check_stack(stack: str, names: Iterable[str], facts: Facts, rules: Rules) -
     extra = sorted(set(subs_of) - set(range(n_layers)))
     if extra:
         raise CorruptError(f"there are layers {listed(extra)}, but the model has {n_layers}")
-    every: dict[bool, set[str]] = {True: set(), False: set()}
+    every: dict[object, set[str]] = {}
+    kinds = {layer: _kind(stack, layer, subs, facts) for layer, subs in subs_of.items()}
     for layer, subs in subs_of.items():
-        every[layer in facts.moe_layers] |= subs
+        every.setdefault(kinds[layer], set()).update(subs)
     for layer, subs in sorted(subs_of.items()):
-        absent = every[layer in facts.moe_layers] - subs
+        absent = every[kinds[layer]] - subs
         if absent:
             raise MissingShardError("other layers have this tensor", key=str(Layer(stack, layer, min(absent))))
         _check_experts(stack, layer, subs, facts, rules)
+
+
+def _kind(stack: str, layer: int, subs: Iterable[str], facts: Facts) -> object:
+    """What kind of layer it is, as the arguments say, else by its parameters.
+
+    Raises:
+        CorruptError: the pattern of a hybrid model says another kind.
+    """
+    kind = facts.kind_of(stack, layer)
+    if kind is None:
+        return next((start for start in SYMBOLS.values() if any(sub.startswith(start) for sub in subs)), None)
+    if stack != PREDICTION_STACK and facts.pattern is not None and isinstance(kind, str):
+        if not any(sub.startswith(SYMBOLS[kind]) for sub in subs):
+            raise CorruptError(
+                f"the pattern {facts.pattern.layers} says that layer {layer} is of the kind {kind}, but it has no "
+                f"{SYMBOLS[kind]}*",
+                key=str(Layer(stack, layer, min(subs))),
+            )
+    return kind
 
 
 def _check_experts(stack: str, layer: int, subs: Iterable[str], facts: Facts, rules: Rules) -> None:
     """A layer has the experts that the arguments say, and none beyond."""
     experts = (rules.expert_of(sub) for sub in subs)
     numbers = {expert.number for expert in experts if expert is not None and expert.number is not None}
-    wanted = set(range(facts.n_experts or 0)) if layer in facts.moe_layers else set()
+    wanted = set(range(facts.n_experts or 0)) if facts.has_experts(stack, layer) else set()
     name = str(Layer(stack, layer, "mlp.experts"))
     if wanted - numbers:
         raise MissingShardError(

@@ -18,6 +18,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
 from core.layout_args import Facts, facts_of
 from core.layout_checks import check_complete, check_shape, gate_notes, with_gate
+from core.layout_joined import joined
 from core.layout_order import by_place
 from core.layout_origins import Origin, Pieces, meta_of, names_in, origins_of
 from core.layout_rules import Layer, Rules
@@ -52,6 +53,7 @@ def unshard_global(
     store: ReadStore | None,
 ) -> Catalog:
     """The global per-layer form of a catalog of global tensors; see ``core.layout.unshard``."""
+    catalog = joined(catalog, rules)
     prefix = _prefix_of(catalog, rules)
     common = _common_of(catalog)
     facts = facts_of(common.get("args"), names=rules.model_of(_numbered_names(catalog, prefix, rules)))

@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from core.errors import CorruptError, UnsupportedError
+from core.layout_args import PREDICTION_STACK
 from core.layout_rules import Rules
 from core.stages import Stages
 from core.topology import Rank, Topology
+
+FINAL_NORM = "decoder.final_layernorm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class Homes:
                     key=key,
                     hint=f"pass a file with --rules that says: [[stage]] pattern = '^{key}$' stage = \"last\"",
                 )
+            if self.stages.n_layers(PREDICTION_STACK) and key.startswith(FINAL_NORM):
+                place = "last_layer"  # multi-token prediction may be in a chunk of its own behind it
             return Home(*self.stages.chunk_at(place), None, key)
         if layer.number >= self.stages.n_layers(layer.stack):
             n_layers = self.stages.n_layers(layer.stack)
@@ -75,6 +80,14 @@ class Homes:
         ep, number = divmod(expert.number, self.n_local)
         return Home(vp, pp, ep, rules.expert_name(expert, names=self.expert_names, number=number))
 
+    def homes(self, key: str) -> list[Home]:
+        """All homes of a tensor or extra state: multi-token prediction has the embedding at its stage, too."""
+        home = self.home(key)
+        if not self.stages.n_layers(PREDICTION_STACK) or self.rules.stage_of(key) != "first":
+            return [home]
+        vp, pp, _ = self.stages.chunk_of(PREDICTION_STACK, 0)
+        return [home] if (vp, pp) == (home.vp, home.pp) else [home, replace(home, vp=vp, pp=pp)]
+
     def last(self, name: str) -> Home:
         """The home of what is in the last chunk of the last stage."""
         return Home(*self.stages.chunk_at("last"), None, name)
@@ -86,8 +99,8 @@ class Homes:
             return [Home(vp, pp, None, name) for pp in range(self.topology.pp) for vp in range(self.topology.vpp)]
         if layer is not None and layer.number >= self.stages.n_layers(layer.stack):
             return []
-        home = self.home(name + "." if layer is not None else name)
-        return [Home(home.vp, home.pp, home.ep, home.name.removesuffix("."))]
+        homes = self.homes(name + "." if layer is not None else name)
+        return [replace(home, name=home.name.removesuffix(".")) for home in homes]
 
 
 def by_file_order(names: Iterable[tuple[str, str]], rules: Rules) -> list[tuple[str, str]]:

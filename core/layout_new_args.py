@@ -9,10 +9,12 @@ Source: Megatron-LM d98e8a64 ``training/arguments.py``; arguments of the checkpo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import lcm
 
 from core.layout_args import fields_of, replaced, topology_of
+from core.layout_hybrid import NAMES as PATTERNS
+from core.layout_hybrid import recut
 from core.layout_pipeline import changes_for
 from core.pipeline import Pipeline
 from core.topology import Topology
@@ -23,6 +25,7 @@ def updated(
     *,
     topology: Topology,
     pipeline: Pipeline,
+    counts: Sequence[int],
     padded_vocab_size: int | None,
     is_grouped: bool | None = None,
 ) -> object:
@@ -32,6 +35,7 @@ def updated(
         args: those of the source.
         topology: sizes to write.
         pipeline: how they distribute the layers.
+        counts: layers of every model chunk, virtual stages outermost.
         padded_vocab_size: rows of the embedding, or None to leave that argument.
         is_grouped: whether experts are written as grouped ones, or None to leave that argument.
     """
@@ -42,6 +46,7 @@ def updated(
         changes["padded_vocab_size"] = padded_vocab_size
     if is_grouped is not None:
         changes |= {"moe_grouped_gemm": is_grouped, "moe_use_legacy_grouped_gemm": False}
+    changes |= {name: recut(text, counts) for name in PATTERNS if isinstance(text := fields.get(name), str) and text}
     added = changes_for(fields, pipeline)
     has_sizes = _sizes(topology) != _sizes(own)
     if has_sizes or added:

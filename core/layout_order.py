@@ -15,7 +15,7 @@ _MODULES = (
 )
 
 
-Place = tuple[int, int, int, int, str, int]
+Place = tuple[int, int, int, int, int, str, int]
 
 
 def by_place(rules: Rules) -> Callable[[str], Place]:
@@ -34,9 +34,11 @@ def place_of(name: str, rules: Rules) -> Place:
     if layer is not None:
         expert = rules.expert_of(name)
         number = 0 if expert is None or expert.number is None else expert.number
-        return 1 + 2 * rules.stacks.index(layer.stack), layer.number, rules.position(layer.sub), number, module, field
-    for number, stack in enumerate(rules.stacks):
-        if name.startswith(stack.removesuffix("layers.")):
-            return 2 + 2 * number, 0, 0, 0, module, field
+        stack = 1 + 2 * rules.stacks.index(layer.stack)
+        inner = rules.inner_number(layer.sub)
+        return stack, layer.number, inner, rules.position(layer.sub), number, module, field
+    for number, before in enumerate(rules.stacks):
+        if name.startswith(before.removesuffix("layers.")):
+            return 2 + 2 * number, 0, 0, 0, 0, module, field
     place = next((i for i, word in enumerate(_MODULES) if word in module), len(_MODULES))
-    return (0 if rules.stage_of(name) == "first" else 1 + 2 * len(rules.stacks)), 0, place, 0, module, field
+    return (0 if rules.stage_of(name) == "first" else 1 + 2 * len(rules.stacks)), 0, 0, place, 0, module, field

@@ -94,6 +94,8 @@ def names_in(name: str, facts: Facts, rules: Rules) -> list[tuple[tuple[int, ...
 
 def _sub(sub: str, facts: Facts, rules: Rules) -> str:
     """A name within a layer as this model's rank files have it."""
+    if facts.is_prediction_renamed and facts.pattern is None:
+        sub = rules.in_rank_files(sub)
     return rules.local(sub) if facts.fuses_names else sub
 
 

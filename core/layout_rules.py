@@ -145,6 +145,8 @@ class Rules:
         buffers: patterns of tensors that are no parameters.
         sizes: sizes that shapes tell.
         unstacked: beginnings of names within layers that torch_dist never stacks.
+        renamed: beginnings of names within layers that differ between newer rank files and torch_dist.
+        inner: what stands before names of a layer that is within another layer, or None.
     """
 
     rules: tuple[Rule, ...]
@@ -157,6 +159,8 @@ class Rules:
     buffers: tuple[re.Pattern[str], ...] = ()
     sizes: tuple[ShapeSize, ...] = ()
     unstacked: tuple[str, ...] = ()
+    renamed: tuple[str, str] = ("", "")
+    inner: re.Pattern[str] | None = None
 
     def rule_of(self, name: str, *, shapes: Sequence[Shape] = ()) -> Rule:
         """The rule of a parameter.
@@ -185,6 +189,16 @@ class Rules:
                 hint="torch_dist checkpoints of such models convert to dcp and torch, with the layout they have",
             )
         return rule
+
+    def parted_rule(self, name: str, part: str | None = None) -> Rule | None:
+        """The rule of a parameter that torch_dist stores in parts (of which ``part`` is one), else None."""
+        rule = _first_fit(self.rules, name)
+        return None if rule is None or not rule.names or part not in (None, *rule.names) else rule
+
+    @property
+    def part_names(self) -> frozenset[str]:
+        """What torch_dist calls the parts of parameters."""
+        return _part_names(self.rules)
 
     def stage_of(self, name: str) -> str | None:
         """``first`` or ``last`` for a parameter or module outside of layers; None if no row says."""
@@ -243,18 +257,39 @@ class Rules:
 
     def fused(self, sub: str) -> str:
         """A name within a layer as torch_dist has it."""
-        return _exchanged(sub, self.fused_names)
+        inner, rest = self._inner(sub)
+        return inner + _exchanged(rest, self.fused_names)
 
     def local(self, sub: str) -> str:
         """A name within a layer as rank files of the local implementation have it."""
-        return _exchanged(sub, [(fused, local) for local, fused in self.fused_names])
+        inner, rest = self._inner(sub)
+        return inner + _exchanged(rest, [(fused, local) for local, fused in self.fused_names])
+
+    def in_torch_dist(self, sub: str) -> str:
+        """A name within a layer with torch_dist's word for a layer within it, which newer rank files call otherwise."""
+        return _exchanged(sub, [self.renamed])
+
+    def in_rank_files(self, sub: str) -> str:
+        """A name within a layer with that word as newer rank files have it."""
+        return _exchanged(sub, [self.renamed[::-1]])
 
     def position(self, sub: str) -> int:
         """Where a name within a layer stands in a rank file; names that the table does not know come last."""
+        sub = self._inner(sub)[1]
         for place, start in enumerate(self.layer_order):
             if sub.startswith(start):
                 return place
         return len(self.layer_order)
+
+    def inner_number(self, sub: str) -> int:
+        """The number of the layer within a layer that a name belongs to, else 0."""
+        numbers = re.findall(r"\.(\d+)\.$", self._inner(sub)[0])
+        return int(numbers[0]) if numbers else 0
+
+    def _inner(self, sub: str) -> tuple[str, str]:
+        """(what stands before the name within a layer of a layer, that name); ("", sub) for other names."""
+        found = None if self.inner is None else self.inner.match(sub)
+        return ("", sub) if found is None else (found[0], sub[found.end() :])
 
 
 def _fit(model: ModelKind, seen: Iterable[str]) -> tuple[int, int]:
@@ -265,6 +300,11 @@ def _fit(model: ModelKind, seen: Iterable[str]) -> tuple[int, int]:
 @lru_cache(maxsize=1 << 16)
 def _first_fit(rules: tuple[Rule, ...], name: str) -> Rule | None:
     return next((rule for rule in rules if rule.pattern.search(name)), None)
+
+
+@lru_cache(maxsize=8)
+def _part_names(rules: tuple[Rule, ...]) -> frozenset[str]:
+    return frozenset(name for rule in rules for name in rule.names)
 
 
 def _exchanged(sub: str, pairs: Sequence[tuple[str, str]]) -> str:
@@ -331,6 +371,8 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
         buffers=tuple(buffers),
         sizes=tuple(sizes),
         unstacked=tuple(table["unstacked"]),
+        renamed=(str(table["renamed"][0]), str(table["renamed"][1])),
+        inner=re.compile(table["inner"]),
     )
 
 

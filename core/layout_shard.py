@@ -22,6 +22,7 @@ from core.box import whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, bind_nothing
 from core.inert import TensorLeaf, as_mapping, ordered_dict, walk
 from core.layout_args import Facts, facts_of, pipeline_notes
+from core.layout_checks import check_predictions
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
 from core.layout_homes import Home, Homes, by_file_order
 from core.layout_new_args import updated
@@ -66,6 +67,7 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
     facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
     check_target(topology, facts)
     check_rank_files(topology)
+    check_predictions(facts, topology)
     n_rows = rows_of(catalog, vocab_size)
     notes, dropped = texts_of(catalog, "notes"), texts_of(catalog, "dropped")
     catalog = _without_packed_states(catalog, topology, facts, rules, dropped)
@@ -88,7 +90,7 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         expert_names="sequential" if names in (None, "grouped") else str(names),
         n_local=(facts.n_experts or 0) // topology.ep,
     )
-    homes = {key: [places.home(key)] for key in catalog.tensors}
+    homes = {key: places.homes(key) for key in catalog.tensors}
     tied = _tied(catalog, facts, rules) if topology.pp > 1 else None
     if tied is not None:
         homes[tied].append(places.last(facts.kind.head))
@@ -103,6 +105,9 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         catalog.attrs.get("args"),
         topology=topology,
         pipeline=pipeline,
+        counts=[
+            places.stages.count(facts.kind.stacks[0], v, p) for v in range(topology.vpp) for p in range(topology.pp)
+        ],
         padded_vocab_size=padded,
         is_grouped=False if names == "grouped" else None,
     )

@@ -25,8 +25,10 @@ from core.box import Box, whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, bind_nothing
 from core.errors import UnsupportedError
 from core.inert import TensorLeaf, walk
-from core.layout_args import Facts, facts_of, replaced
+from core.layout_args import PREDICTION_STACK, Facts, facts_of, replaced
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
+from core.layout_joined import parted
+from core.layout_parts import with_sizes
 from core.layout_rules import GPT, Rules
 from core.layout_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object, texts_of
 from core.layout_vocab import rows_of
@@ -182,7 +184,11 @@ def stack(
         attrs={**attrs, "zeros": {key: boxes for key, boxes in zeros.items() if boxes}},
         bind=bind_nothing,
     )
-    return Stacked(source, target)
+    facts = with_sizes(facts, {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key}, rules)
+    return Stacked(
+        parted(source, facts, rules, is_target=False),
+        parted(target, facts, rules, is_target=True),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +213,12 @@ class _Places:
             _, stage = self.stages.chunk_at(rules.stage_of(key) or "last")
             return key, _Member(key, (), (), stage)
         sub = rules.fused(layer.sub) if self.facts.fuses_names else layer.sub
+        if self.facts.pattern is None:
+            sub = rules.in_torch_dist(sub)
         _, stage, _ = self.stages.chunk_of(layer.stack, layer.number)
-        name = layer.stack + sub if self.is_stacked else str(replace(layer, sub=sub))
-        at = ((layer.number, self.stages.n_layers(layer.stack)),) if self.is_stacked else ()
+        is_stacked = self.is_stacked and layer.stack != PREDICTION_STACK
+        name = layer.stack + sub if is_stacked else str(replace(layer, sub=sub))
+        at = ((layer.number, self.stages.n_layers(layer.stack)),) if is_stacked else ()
         expert = rules.expert_of(name)
         ep = None
         if expert is not None and expert.number is not None:
@@ -221,12 +230,14 @@ class _Places:
 
 
 def _is_homogeneous(catalog: Catalog, cuts: Mapping[str, Cut], stages: Stages, rules: Rules) -> bool:
-    """Whether every layer has the same tensors, with the same shapes and dtypes."""
+    """Whether every layer of the main stack has the same tensors, with the same shapes and dtypes, of usual kinds."""
     seen: dict[tuple[str, str], set[tuple[object, ...]]] = {}
     count: dict[tuple[str, str], int] = {}
     for key in cuts:  # an optimizer's states are no names of layers
         layer = rules.layer_of(key)
-        if layer is not None:
+        if layer is not None and layer.stack != PREDICTION_STACK:
+            if layer.sub.startswith(rules.unstacked):
+                return False
             meta, place = catalog.tensors[key], (layer.stack, layer.sub)
             seen.setdefault(place, set()).add((meta.dtype, meta.shape))
             count[place] = count.get(place, 0) + 1

@@ -42,7 +42,7 @@ from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, T
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.inert import TensorLeaf, as_mapping, walk
 from core.layout_args import Facts, facts_of
-from core.layout_checks import check_complete, check_shape, extent_of, gate_notes, listed
+from core.layout_checks import check_complete, check_predictions, check_shape, extent_of, gate_notes, listed
 from core.layout_chunk import Chunk, chunk_of
 from core.layout_parts import parts_of, with_sizes
 from core.layout_rules import Rule, Rules
@@ -116,6 +116,7 @@ def unshard_ranks(
         )
     ranks = _ranks_of(catalog)
     facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(_local_names(ranks)))
+    check_predictions(facts, facts.topology)
     notes: list[str] = []
     dropped: list[str] = []
     model = _merged(catalog, ranks, facts, rules)

@@ -208,16 +208,12 @@ def _latent_attention(held: Held, start: str, model: Model) -> None:
     held.module(f"{at}linear_q_down_proj", q_rank, h)
     held.module(f"{at}linear_q_up_proj", heads * queries, q_rank, norm=q_rank)
     held.module(f"{at}linear_kv_down_proj", kv_rank + size("qk_pos_emb_head_dim"), h)
-    held.module(
-        f"{at}linear_kv_up_proj", heads * (size("qk_head_dim") + size("v_head_dim")), kv_rank, norm=kv_rank
-    )
+    held.module(f"{at}linear_kv_up_proj", heads * (size("qk_head_dim") + size("v_head_dim")), kv_rank, norm=kv_rank)
 
 
 def _experts(held: Held, start: str, model: Model) -> None:
     size = model.size
-    h, ffn, shared = (
-        size(n) for n in ("hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
-    )
+    h, ffn, shared = (size(n) for n in ("hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"))
     n_local = size("num_experts") // model.topology.ep
     held.add(f"{start}pre_mlp_layernorm.weight", h)
     held.add(f"{start}mlp.router.weight", size("num_experts"), h)
@@ -356,9 +352,7 @@ def buffers_of(tree: Tree, model: Model, held: Held, *, ep_rank: int) -> object:
         for name in reversed(list(held.params)):
             if name in names:
                 n = -(-n // 64) * 64 + prod(names[name])
-        states: dict[object, object] = {
-            state: tree.leaf("float32", n) for state in ("param", "exp_avg", "exp_avg_sq")
-        }
+        states: dict[object, object] = {state: tree.leaf("float32", n) for state in ("param", "exp_avg", "exp_avg_sq")}
         dtypes = (Global("torch", "bfloat16"), Global("torch", "float32"))
         made.append({"buckets_coalesced": True, 0: {dtypes: {**states, "numel_unpadded": n}}})
     return made if len(made) > 1 else made[0]
@@ -443,9 +437,7 @@ def make(model: Model, root: Path, *, optimizer: str = "none") -> None:
     stages = facts.stages(topology.pp)
     iteration_dir = root / f"iter_{ITERATION:07d}"
     iteration_dir.mkdir(parents=True)
-    of_stage = [
-        Stage(model, found, args, held_by(model, stages, pp_rank), optimizer) for pp_rank in range(topology.pp)
-    ]
+    of_stage = [Stage(model, found, args, held_by(model, stages, pp_rank), optimizer) for pp_rank in range(topology.pp)]
     for number, rank in enumerate(topology.ranks()):
         folder = iteration_dir / rank_dir(topology, rank)
         folder.mkdir()

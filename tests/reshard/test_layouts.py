@@ -235,8 +235,8 @@ def test_entries_that_differ_between_ranks_are_left_out_with_a_note() -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"mtp_num_layers": 1}, "multi-token prediction"),
-        ({"hybrid_layer_pattern": "M*-"}, "hybrid"),
+        ({"hybrid_layer_pattern": "[M-]*-E"}, "kind '\\['"),
+        ({"heterogeneous_layers_config_path": "layers.json"}, "heterogeneous layers"),
         ({"expert_model_parallel_size": 2}, "EP 2"),
         ({"num_layers": None}, "do not say num_layers"),
     ],

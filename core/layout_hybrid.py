@@ -1,0 +1,102 @@
+r"""Hybrid models: which kind each layer is, and where a pattern cuts them into pipeline stages.
+
+One symbol a layer; ``|`` ends a model chunk (chunks in the order of layers: virtual stages outermost), ``/`` comes
+before the layers of each multi-token prediction::
+
+    hybrid_override_pattern = "M-M*-"          megatron-core 0.9 to 0.16
+    hybrid_layer_pattern    = "M-M|M*-/MM"     since 0.17, and the former there too
+
+=====  =========================================  =====  ================================
+ M     Mamba                                       -     MLP
+ G     gated delta net                             E     experts
+ \*    attention                                   D     sparse attention
+=====  =========================================  =====  ================================
+
+Source: Megatron-LM d98e8a64 ``core/models/hybrid/hybrid_layer_allocation.py``, megatron-core 0.16.1
+``ssm/mamba_hybrid_layer_allocation.py``.
+
+Not supported: groups of several kinds in one layer (``[M-]``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from core.errors import CorruptError, UnsupportedError
+
+NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Arguments that hold a pattern, the newer one first."""
+SYMBOLS = {
+    "M": "mixer.",
+    "G": "self_attention.",
+    "*": "self_attention.",
+    "D": "self_attention.",
+    "-": "mlp.linear_fc1.",
+    "E": "mlp.experts.",
+}
+"""Symbol of a kind of layer → what the names of some parameters in it begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """The layers of a hybrid model.
+
+    Args:
+        layers: a symbol for each.
+        cuts: layers of each model chunk, or () where the pattern does not cut.
+        n_predictions: multi-token predictions.
+        prediction: a symbol for each layer of one of them.
+    """
+
+    layers: str
+    cuts: tuple[int, ...] = ()
+    n_predictions: int = 0
+    prediction: str = ""
+
+    @property
+    def moe_layers(self) -> frozenset[int]:
+        """Numbers of the layers with experts."""
+        return frozenset(number for number, symbol in enumerate(self.layers) if symbol == "E")
+
+
+def pattern_of(fields: Mapping[str, object], *, file: str | None = None) -> Pattern | None:
+    """The pattern in the training arguments, or None.
+
+    Raises:
+        CorruptError: it is not text, or has not as many symbols as there are layers.
+        UnsupportedError: a symbol is not known.
+    """
+    name = next((name for name in NAMES if fields.get(name)), None)
+    if name is None:
+        return None
+    text = fields[name]
+    if not isinstance(text, str):
+        raise CorruptError(f"argument {name} is {text!r}, not text", file=file)
+    main, *predictions = text.split("/")
+    for symbol in text:
+        if symbol not in SYMBOLS and symbol not in "|/":
+            raise UnsupportedError(
+                f"layers of the kind {symbol!r} cannot be resharded (argument {name} is {text!r})",
+                file=file,
+                hint=f"kinds that can: {' '.join(SYMBOLS)}",
+            )
+    chunks = main.split("|")
+    layers = "".join(chunks)
+    n_layers = fields.get("num_layers")
+    if n_layers not in (None, len(layers)):
+        raise CorruptError(f"argument {name} has {len(layers)} layers, but num_layers is {n_layers}", file=file)
+    cuts = tuple(map(len, chunks)) if len(chunks) > 1 else ()
+    own = fields.get("mtp_hybrid_override_pattern")
+    prediction = own if isinstance(own, str) else "".join(predictions[:1])
+    return Pattern(layers, cuts, len(predictions), prediction)
+
+
+def recut(text: str, counts: Sequence[int]) -> str:
+    """A pattern for model chunks of ``counts`` layers, cut where it was before or where the chunks are uneven."""
+    main, *predictions = text.split("/")
+    symbols = iter(main.replace("|", ""))
+    chunks = ["".join(islice(symbols, count)) for count in counts]
+    is_cut = "|" in main or len(set(counts)) > 1
+    return "/".join([("|" if is_cut else "").join(chunks), *predictions])
