@@ -109,6 +109,11 @@ def _check_experts(stack: str, layer: int, subs: Iterable[str], facts: Facts, ru
         )
 
 
+def fc2_of(name: str) -> str:
+    """The name of the second linear of the MLP whose first one this is."""
+    return name.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h")
+
+
 def check_shape(name: str, shape: Shape, partner: Shape | None, rule: Rule, facts: Facts) -> None:
     """Compares a tensor's global shape with what the arguments say.
 
@@ -122,7 +127,7 @@ def check_shape(name: str, shape: Shape, partner: Shape | None, rule: Rule, fact
         return
     if rule.parts == "gated" and partner is not None and len(partner) == 2:
         check_gate(name, shape[0], partner[1], is_gated=facts.is_gated)
-    if rule.unit == "heads" and name.endswith("linear_qkv.weight"):
+    if rule.unit == "heads" and name.endswith(("linear_qkv.weight", "query_key_value.weight")):
         check_qkv_rows(name, shape[0], facts)
     wanted = extent_of(rule, facts)
     if wanted is not None and shape[0] != wanted:

@@ -7,6 +7,7 @@
     grouped      mlp.experts.weight1                             all experts of a rank in one parameter
     stacked      mlp.experts.experts.linear_fc1.weight           torch_dist: all experts, on an axis in front
     single       mlp.experts.experts.3.linear_fc1.weight         torch_dist: numbered over the model
+    switch       mlp.local_experts.3.dense_h_to_4h.weight        megatron.legacy: numbered within a rank
 
 The common form is ``sequential``, numbered over the model. The rows are data: ``[[experts]]`` in ``layouts/*.toml``.
 
@@ -28,7 +29,7 @@ from core.catalog import StoredArray
 from core.dtypes import itemsize
 from core.errors import CorruptError, UnsupportedError
 
-NAMES = ("sequential", "te_grouped", "grouped", "stacked", "single")
+NAMES = ("sequential", "te_grouped", "grouped", "stacked", "single", "switch")
 
 
 @dataclass(frozen=True, slots=True)

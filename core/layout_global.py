@@ -17,7 +17,7 @@ from core.catalog import Catalog, StoredObject, TensorMeta
 from core.errors import CorruptError, UnsupportedError
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
 from core.layout_args import Facts, facts_of
-from core.layout_checks import check_complete, check_shape, gate_notes, with_gate
+from core.layout_checks import check_complete, check_shape, fc2_of, gate_notes, with_gate
 from core.layout_joined import joined
 from core.layout_order import by_place
 from core.layout_origins import Origin, Pieces, meta_of, names_in, origins_of
@@ -83,7 +83,7 @@ def unshard_global(
         axis = rule.cut_axis
         if axis is not None and axis >= len(meta.shape):
             raise CorruptError(f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=name)
-        partner = metas.get(name.replace("linear_fc1", "linear_fc2"))
+        partner = metas.get(fc2_of(name))
         check_shape(name, meta.shape, None if partner is None else partner.shape, rule, facts)
         if rule.kind == "vocab":
             shape = cut_vocab(meta.shape, name, facts, n_rows=n_rows, target_tp=target_tp, notes=notes)

@@ -84,6 +84,7 @@ class ModelKind:
         embedding: the tensor of the input embedding.
         output: that of the output layer, where it is a tensor of its own.
         head: the copy of the embedding that the last of several pipeline stages has where the two are shared.
+        is_legacy: it has the names of ``megatron.legacy``, which only rank files have.
     """
 
     kind: str
@@ -91,6 +92,7 @@ class ModelKind:
     embedding: str
     output: str
     head: str
+    is_legacy: bool = False
 
 
 GPT = ModelKind(

@@ -20,11 +20,12 @@ from typing import TypeVar
 
 from core.box import whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, bind_nothing
-from core.inert import TensorLeaf, as_mapping, ordered_dict, walk
+from core.inert import TensorLeaf, as_mapping, walk
 from core.layout_args import Facts, facts_of, pipeline_notes
 from core.layout_checks import check_predictions
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
 from core.layout_homes import Home, Homes, by_file_order
+from core.layout_nested import nested
 from core.layout_new_args import updated
 from core.layout_order import by_place
 from core.layout_rules import GPT, Rules
@@ -307,13 +308,10 @@ def _by_chunk(items: Iterable[tuple[T, Home]]) -> dict[tuple[int, int], list[tup
 
 
 def _container(catalog: Catalog, entries: dict[object, object], versions: Mapping[str, object]) -> object:
-    """A state dict as the source has it: a dict, or an OrderedDict with its modules' versions."""
-    if not catalog.attrs.get("is_ordered", True):
-        return entries
-    made = ordered_dict(entries)
-    if versions:
-        made.state = {"_metadata": ordered_dict(dict(versions.items()))}
-    return made
+    """A state dict as the source has it: a dict, or an OrderedDict with its modules' versions, and nested or not."""
+    nesting = as_mapping(catalog.attrs.get("nesting")) or {}
+    ordered = {"": bool(catalog.attrs.get("is_ordered", True))}
+    return nested(entries, versions, {**ordered, **{str(name): bool(value) for name, value in nesting.items()}})
 
 
 def _entries_beside(

@@ -50,6 +50,10 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
     if facts.is_local == (implementation == "local"):
         return catalog
+    if facts.kind.is_legacy:
+        raise UnsupportedError(
+            "models with the names of megatron.legacy have no such implementation", hint="leave --transformer-impl out"
+        )
     to_fused = implementation != "local"
     if catalog.attrs.get("expert_names") == "te_grouped" and not to_fused:
         raise UnsupportedError(

@@ -93,6 +93,11 @@ def stack(
         UnsupportedError, UnknownTensorError, CorruptError: as for ``core.layout_shard.shard``.
     """
     facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
+    if facts.kind.is_legacy:
+        raise UnsupportedError(
+            "models with the names of megatron.legacy are only in rank files: Megatron-LM saves no torch_dist of them",
+            hint="write --to megatron",
+        )
     check_target(topology, facts)
     stages = facts.stages(topology.pp, topology.vpp, pipeline=topology.pipeline)
     n_rows = rows_of(catalog, vocab_size)

@@ -4,7 +4,8 @@
  entry                                  policy
 =====================================  =================================================================================
  ``args``                               copied, sizes updated (``core.layout_args``); layout fields agree on all ranks
- ``checkpoint_version``                 kept; below 2.0 refused: its QKV rows are ordered otherwise
+ ``checkpoint_version``                 kept; below 2.0 the QKV rows of megatron.legacy models are put in order, and it
+                                        becomes 3.0 (``core.layout_versions``)
  ``iteration`` (older ``total_iters``)  kept
  ``opt_param_scheduler``                kept
  ``num_floating_point_operations…``     kept
@@ -40,6 +41,8 @@ RNG = "rng_state"
 RERUN = "rerun_state_machine"
 CONTENT = "content_metadata"
 EXTRA_STATE = "_extra_state"
+OLDEST = 2
+"""The ``checkpoint_version`` since which the rows of query, key and value have today's order."""
 TOP_LEVEL = (
     *("args", "checkpoint_version", "iteration", "model", OPTIMIZER, "opt_param_scheduler", RNG),
     "num_floating_point_operations_so_far",
@@ -80,18 +83,23 @@ def sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | N
     return match[1], tuple(map(int, match[2].split("."))), tuple(map(int, match[3].split(".")))
 
 
-def check_version(common: Mapping[object, object], *, file: str | None = None) -> object:
+def check_version(common: Mapping[object, object], *, has_old_names: bool = False, file: str | None = None) -> float:
     """The ``checkpoint_version`` of a checkpoint.
 
+    Args:
+        has_old_names: the model has the names of ``megatron.legacy``; ``core.layout_versions`` puts its rows in order.
+
     Raises:
-        UnsupportedError: below 2.0, or absent, which means 0.
+        UnsupportedError: below 2.0, or absent, which means 0, in another model.
+        CorruptError: it is no number.
     """
     version = common.get("checkpoint_version", 0)
     if isinstance(version, bool) or not isinstance(version, (int, float)):
         raise CorruptError(f"checkpoint_version is {version!r}, not a number", file=file)
-    if version < 2:
+    if version < OLDEST and not has_old_names:
         raise UnsupportedError(
-            f"checkpoint_version is {version}: before 2.0 the rows of query, key and value had another order",
+            f"checkpoint_version is {version}: before 2.0 the rows of query, key and value had another order, and "
+            "parameters other names",
             file=file,
             hint="load and save it once with a newer Megatron-LM",
         )

@@ -27,7 +27,8 @@ attrs of the result (required ones first):
   absent means that they are not;
 * ``notes``: what the user should know; ``dropped``: ``entry (reason)`` of what is left out;
 * ``order``: names of tensors and extra states in the order of the files; absent: as Megatron makes them;
-* ``module_versions``, ``is_ordered``, ``top_level``: how the files' dicts look; absent: as Megatron makes them.
+* ``module_versions``, ``is_ordered``, ``nesting`` (``core.layout_nested``), ``top_level``: how the files' dicts look;
+  absent: as Megatron makes them.
 
 Objects: extra states per layer, and random states.
 """
@@ -42,23 +43,25 @@ from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, T
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.inert import TensorLeaf, as_mapping, walk
 from core.layout_args import Facts, facts_of
-from core.layout_checks import check_complete, check_predictions, check_shape, extent_of, gate_notes, listed
+from core.layout_checks import check_complete, check_predictions, check_shape, extent_of, fc2_of, gate_notes, listed
 from core.layout_chunk import Chunk, chunk_of
+from core.layout_nested import flattened
 from core.layout_parts import parts_of, with_sizes
 from core.layout_rules import Rule, Rules
 from core.layout_state import (
     EXTRA_STATE,
+    OLDEST,
     OPTIMIZER,
     beside,
     check_version,
     is_chunk,
     is_ordered,
     iteration_of,
-    module_versions,
     refuse_or_drop_optimizer,
     same,
     texts_of,
 )
+from core.layout_versions import CURRENT, OldRows, old_rows
 from core.layout_vocab import cut_vocab, vocab_rows
 from core.optim_ranks import Param, ParamState, RankFile, RankStates, read_states
 from core.optimizer import STEP, param_of, state_key
@@ -83,6 +86,7 @@ class _Tensor:
 
     rule: Rule
     held: list[_Held] = field(default_factory=list)
+    old_rows: OldRows | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +97,7 @@ class _Model:
     extra_states: dict[str, tuple[str, object]] = field(default_factory=dict)
     order: dict[str, tuple[int, ...]] = field(default_factory=dict)
     versions: dict[str, object] = field(default_factory=dict)
+    nesting: dict[str, bool] = field(default_factory=dict)
     module_order: dict[str, tuple[int, ...]] = field(default_factory=dict)
     expert_names: str | None = None
     files: dict[Rank, RankFile] = field(default_factory=dict)
@@ -122,7 +127,7 @@ def unshard_ranks(
     model = _merged(catalog, ranks, facts, rules)
     check_complete(model.tensors, facts, rules)
     common, objects = beside(ranks, facts.topology, dropped)
-    check_version(common)
+    version = check_version(common, has_old_names=facts.kind.is_legacy)
     is_down_proj_cut = _settle_rules(model, facts)
     found = _optimizer(catalog, model, facts, rules, store=store, optim=optim, dropped=dropped)
     states = {} if found is None else _states(found.states, model, facts)
@@ -142,13 +147,19 @@ def unshard_ranks(
         if name in stored:
             rule = model.tensors[name].rule
             shapes[name] = shape = stored[name]
-            check_shape(name, shape, stored.get(name.replace("linear_fc1", "linear_fc2")), rule, facts)
+            check_shape(name, shape, stored.get(fc2_of(name)), rule, facts)
             if rule.kind == "vocab":
                 shapes[name] = cut_vocab(shape, name, facts, n_rows=n_rows, target_tp=target_tp, notes=notes)
     for key, state in states.items():
         _checked_shape(key, state, facts.topology, like=model.tensors[param_of(key)])
         shapes[key] = shapes[param_of(key)]
     tensors = {**model.tensors, **states}
+    if version < OLDEST:
+        _set_old_rows(tensors, version, facts)
+        common["checkpoint_version"] = CURRENT
+        notes.append(
+            f"rows of query, key and value are now in the order of checkpoint_version {CURRENT}, not {version}"
+        )
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key in copies:
@@ -186,6 +197,7 @@ def unshard_ranks(
             "dropped": dropped,
             "order": tuple(order),
             "module_versions": {name: model.versions[name] for name in modules},
+            "nesting": {name: is_dict for name, is_dict in model.nesting.items() if name},
             "is_ordered": is_ordered(first_chunk),
             "top_level": tuple(dict.fromkeys("model" if is_chunk(key) else key for key in root)),
         },
@@ -199,11 +211,19 @@ def _ranks_of(catalog: Catalog) -> Mapping[Coords, tuple[str, object]]:
 
 
 def _local_names(ranks: Mapping[Coords, tuple[str, object]]) -> Iterator[str]:
-    """The names in all chunks of all ranks."""
-    for _, root in ranks.values():
+    """The names in all chunks of every pipeline stage, from one of its ranks."""
+    stages = {dict(coords).get("pp"): found for coords, found in ranks.items()}
+    for folder, root in stages.values():
         for chunk, container in (as_mapping(root) or {}).items():
-            if is_chunk(chunk):
-                yield from map(str, as_mapping(container) or {})
+            if is_chunk(chunk) and as_mapping(container) is not None:
+                yield from flattened(container, rank=folder).entries
+
+
+def _set_old_rows(tensors: Mapping[str, _Tensor], version: float, facts: Facts) -> None:
+    """Notes of every tensor of an old checkpoint whether its rows have another order."""
+    for key, tensor in tensors.items():
+        shape = tensor.held[0].array.shape
+        tensor.old_rows = old_rows(param_of(key), shape[0] if shape else 0, version, facts)
 
 
 def _leaves(value: object) -> Iterator[TensorLeaf]:
@@ -264,11 +284,9 @@ def _merged(catalog: Catalog, ranks: Mapping[Coords, tuple[str, object]], facts:
     for vp_rank in range(topology.vpp):
         heads: dict[int, tuple[str, list[str]]] = {}
         for rank, (folder, root) in files.items():
-            container = chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder)
-            entries = as_mapping(container)
-            if entries is None:
-                raise CorruptError(f"the model is a {type(container).__name__}, not a dict", rank=folder)
-            local = [str(name) for name in entries]
+            flat = flattened(chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder), rank=folder)
+            model.nesting |= flat.nesting
+            entries, local = flat.entries, list(flat.entries)
             if rank.pp not in heads:
                 heads[rank.pp] = (folder, local)
                 _check_layers(local, stages, (vp_rank, rank.pp), rules, rank=folder)
@@ -278,7 +296,7 @@ def _merged(catalog: Catalog, ranks: Mapping[Coords, tuple[str, object]], facts:
             chunk = Chunk(folder, rank, where, stages, facts, rules)
             places = chunk.places(local)
             params = [
-                Param(chunk, str(name), _array(catalog, leaf))
+                Param(chunk, name, _array(catalog, leaf))
                 for name, leaf in entries.items()
                 if isinstance(leaf, TensorLeaf)
             ]
@@ -286,11 +304,22 @@ def _merged(catalog: Catalog, ranks: Mapping[Coords, tuple[str, object]], facts:
             held = (*(() if known is None else known.params), *params)
             model.files[rank] = RankFile(rank, folder, as_mapping(root) or {}, held)
             for name, leaf in entries.items():
-                _add(model, catalog, chunk, str(name), leaf, place=places[str(name)])
-            _add_versions(model, chunk, module_versions(container))
+                _add(model, catalog, chunk, name, leaf, place=places[name])
+            _add_versions(model, chunk, flat.versions)
     if model.expert_names == "grouped":
         _add_expert_states(model, rules)
+    if facts.kind.is_legacy and facts.is_tied:
+        _add_head(model, facts)
     return model
+
+
+def _add_head(model: _Model, facts: Facts) -> None:
+    """Notes what the dict of the embedding's copy looks like, which a single pipeline stage does not have."""
+    head, embedding = (name.rpartition(".")[0] for name in (facts.kind.head, facts.kind.embedding))
+    model.nesting.setdefault(head, model.nesting.get(embedding, True))
+    if embedding in model.versions and head not in model.versions:
+        model.versions[head] = model.versions[embedding]
+        model.module_order[head] = max(model.module_order.values())
 
 
 def _check_ranks(files: Iterable[Rank], topology: Topology) -> None:
@@ -471,5 +500,10 @@ def _fragments(key: str, tensor: _Tensor, shape: Shape, facts: Facts) -> Iterato
             pieces = split(padded, axis, parts=parts, rank=held.rank.within(group), n=n)
         for piece in pieces:
             kept = piece if axis is None else trimmed(piece, axis, shape[axis])
-            if kept is not None:
-                yield Fragment(key, kept.box, held.array, kept.at)
+            if kept is None:
+                continue
+            fragment = Fragment(key, kept.box, held.array, kept.at)
+            if tensor.old_rows is None:
+                yield fragment
+            else:
+                yield from tensor.old_rows.fragments(fragment)
