@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from core.catalog import StoredArray
+from core.dtypes import itemsize
 
 Literal = tuple[int, bytes]
 """Byte offset in the file, and the bytes."""
@@ -29,6 +30,33 @@ class PlacedArray:
 
     offset: int
     array: StoredArray
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedArray:
+    """A dense array in a file that consists of several others, with zeros where none of them is.
+
+    Args:
+        name: unique in the file.
+        dtype: canonical dtype name, of all parts.
+        n: elements; it has one axis.
+        parts: (first element, array), in increasing order, disjoint.
+    """
+
+    name: str
+    dtype: str
+    n: int
+    parts: Sequence[tuple[int, StoredArray]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of any array."""
+        return (self.n,)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole."""
+        return self.n * itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

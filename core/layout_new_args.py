@@ -93,6 +93,16 @@ def _not_known(fields: Mapping[str, object], topology: Topology) -> dict[str, ob
     return {name: size for name, (size, usual) in sizes.items() if fields.get(name) is None and size != usual}
 
 
+def dp_at(args: object, topology: Topology) -> int | None:
+    """The data parallel size that rank files of new sizes state; None if the run did not state its own."""
+    fields = fields_of(args)
+    own = topology_of(args)
+    stated = fields.get("data_parallel_size")
+    if _sizes(topology) != _sizes(own) and stated is not None:
+        return _stage_and_dp(fields, own, topology)[1]
+    return stated if isinstance(stated, int) else None
+
+
 def _sizes(topology: Topology) -> tuple[int, ...]:
     return topology.tp, topology.pp, topology.vpp, topology.ep, topology.expert_tp
 

@@ -4,7 +4,7 @@ Target keys are the source's (global) keys; a fragment maps a box of the global 
 ``<rank dir>:<path in the file>``, which has no extent yet. attrs of the result:
 
 * ``ranks``: coordinates → (rank directory, skeleton of the file), for ``lay_out``;
-* ``optim_files``: coordinates → skeleton of distrib_optim.pt, where there is one;
+* ``optim_files``: coordinates → distrib_optim.pt, where there is one (``core.optim_flat_content.OptimFile``);
 * ``zeros``: key → boxes of the target tensor that no source holds (vocabulary padding);
 * ``args`` (updated), ``topology``, ``iteration``, ``notes``, ``dropped``, ``is_rank_local``.
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.catalog import Catalog, Coords, Fragment, StoredArray
-from core.errors import UnsupportedError
 from core.layout_args import Facts
 from core.layout_cut import Cut
 from core.layout_rules import Rules
@@ -38,7 +37,7 @@ class OptimizerFiles(Protocol):
     """What the ranks' files hold of an optimizer; filled rank by rank.
 
     Attributes:
-        files: coordinates → content of distrib_optim.pt, where there is such a file.
+        files: coordinates → distrib_optim.pt (``core.optim_flat_content.OptimFile``), where there is such a file.
         beside: key of a hidden tensor of the source (the number of steps, say) → the arrays that it goes to.
         notes, dropped: as in the catalog's attrs.
     """
@@ -74,10 +73,9 @@ def optimizer_files(
     Raises:
         UnsupportedError: the destination's form of it is not determined.
     """
+    from core.optim_flat_files import FlatFiles
     from core.optim_numbered_files import NumberedFiles
 
     if optimizer.kind == "distributed":
-        raise UnsupportedError(
-            "the distributed optimizer cannot be written as rank files yet", hint="leave it out with --no-optim"
-        )
+        return FlatFiles(catalog, optimizer, topology, facts, rules, cuts)
     return NumberedFiles(catalog, optimizer, topology, facts, rules, cuts)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from core.catalog import StoredArray
 from core.dtypes import DTYPES
 from core.errors import CorruptError, UnsupportedError
+from core.image import JoinedArray
 from core.inert import Global, TensorLeaf, as_mapping
 from core.optimizer import MASTER
 
@@ -58,6 +59,19 @@ class Buffer:
                 return array, start
             start -= array.shape[0]
         raise ValueError(f"element {start} beyond the buffer")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimFile:
+    """A distrib_optim.pt that is to be written.
+
+    Args:
+        content: its tree.
+        joined: key of each leaf → the flat array.
+    """
+
+    content: object
+    joined: Mapping[str, JoinedArray]
 
 
 def members_of(content: object, *, rank: str) -> list[Mapping[object, object] | None]:

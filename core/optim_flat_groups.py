@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from core.errors import CorruptError
 from core.inert import as_mapping
 from core.layout_state import same
+from core.optim_groups import identity
 from core.optimizer import ParamGroup
 
 GROUPS = "param_groups"
-_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""Settings that tell groups apart."""
 
 
 def shared_groups(entries: Sequence[tuple[str, object]]) -> tuple[tuple[ParamGroup, ...], dict[str, object]]:
@@ -32,15 +31,13 @@ def shared_groups(entries: Sequence[tuple[str, object]]) -> tuple[tuple[ParamGro
     groups: dict[tuple[object, ...], tuple[str, ParamGroup]] = {}
     others: dict[str, object] = {}
     for rank, entry in entries:
-        seen: dict[tuple[object, ...], int] = {}
         for member in entry if isinstance(entry, list) else [entry]:
             state = as_mapping(member) or {}
+            seen: dict[tuple[object, ...], int] = {}
             for settings in _groups_of(state, rank=rank):
-                identity = tuple(
-                    float(value) if isinstance(value := settings.get(name), (int, float)) else 0.0 for name in _IDENTITY
-                )
-                n = seen[identity] = seen.get(identity, 0) + 1
-                found = groups.setdefault((*identity, n), (rank, ParamGroup(settings)))
+                which = identity(settings)
+                n = seen[which] = seen.get(which, 0) + 1
+                found = groups.setdefault((*which, n), (rank, ParamGroup(settings)))
                 _check_same(found[1].settings, settings, rank=rank, other=found[0])
             for name, value in state.items():
                 if name != "optimizer" and not same(others.setdefault(str(name), value), value):

@@ -43,6 +43,7 @@ from core.image import FileImage, literal_file
 from core.inert import as_mapping
 from core.layout_args import check_agree, fields_of, topology_of
 from core.layout_state import OPTIMIZER, iteration_of
+from core.optim_flat_content import OptimFile
 from core.topology import Topology, matched_dirs, rank_dirs
 
 if TYPE_CHECKING:
@@ -187,7 +188,8 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     """The images of a root: rank files under ``iter_N``, and the tracker.
 
     Args:
-        target: what ``core.layout.shard`` makes: arrays without extent, attrs["ranks"], attrs["iteration"].
+        target: what ``core.layout.shard`` makes: arrays without extent, attrs["ranks"], attrs["optim_files"]
+            (coordinates → ``core.optim_flat_content.OptimFile``), attrs["iteration"].
 
     Raises:
         UnsupportedError: the target has no rank files, because it was not sharded.
@@ -201,10 +203,16 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     for fragment in target.all_fragments():
         assert fragment.array is not None
         arrays[fragment.array.coords][fragment.array.name] = fragment.array
+    optim_files = target.attrs.get("optim_files")
+    optim_files = optim_files if isinstance(optim_files, Mapping) else {}
     images = []
     for coords, (name, skeleton) in ranks.items():
         plan = plan_tree(skeleton, array_of=arrays[coords].__getitem__, prefix=PurePath(MODEL_FILE).stem)
         images.append(FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals))
+        optim = optim_files.get(coords)
+        if isinstance(optim, OptimFile):
+            plan = plan_tree(optim.content, array_of=optim.joined.__getitem__, prefix=PurePath(OPTIM_FILE).stem)
+            images.append(FileImage(f"{folder}/{name}/{OPTIM_FILE}", plan.size, plan.arrays, plan.literals))
     text = str(number) if isinstance(number, int) else "release"
     return (*images, literal_file(TRACKER, text.encode("ascii"), is_metadata=True))
 

@@ -250,8 +250,9 @@ class _Renaming:
         self._made: dict[int, object] = {}
 
     def renamed(self, root: object) -> object:
-        """A copy of a file's content, which is a dict."""
-        return {name: self._node(value) for name, value in (as_mapping(root) or {}).items()}
+        """A copy of a file's content."""
+        mapping = as_mapping(root)
+        return self._node(root) if mapping is None else {name: self._node(value) for name, value in mapping.items()}
 
     def _node(self, node: object) -> object:
         if type(node) is TensorLeaf:

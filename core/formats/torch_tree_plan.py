@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.box import c_strides
-from core.dtypes import DTYPES
+from core.checksum import crc32_combine, crc32_of_zeros
+from core.dtypes import DTYPES, itemsize
 from core.errors import UnsupportedError
 from core.formats.torch_zip_plan import ArchivePlan, plan_archive
-from core.image import CrcOf, Literal, PlacedArray
+from core.image import CrcOf, JoinedArray, Literal, PlacedArray
 from core.inert import Global, Inert, Persistent, TensorLeaf
 from core.pickle_writer import dumps
 from core.safe_pickle import gc_paused
@@ -29,13 +30,15 @@ class TreePlan:
 
     Args:
         size: bytes of the zip.
-        arrays: the storages, in file order.
+        arrays: what the storages consist of, in file order.
+        records: the storages, in file order.
         archive: where its records lie, relative to its begin.
         payloads: the records that are no storages.
     """
 
     size: int
     arrays: list[PlacedArray]
+    records: list[StoredArray | JoinedArray]
     archive: ArchivePlan
     payloads: dict[str, bytes]
 
@@ -47,9 +50,27 @@ class TreePlan:
         """
 
         def of_record(name: str) -> int:
-            return crc_of(self.arrays[int(name.removeprefix("data/"))].array.name)
+            record = self.records[int(name.removeprefix("data/"))]
+            return _crc_of_parts(record, crc_of) if isinstance(record, JoinedArray) else crc_of(record.name)
 
         return self.archive.literals(self.payloads, of_record)
+
+
+def _crc_of_parts(record: JoinedArray, crc_of: CrcOf) -> int:
+    """CRC-32 of a storage out of those of its parts; 0 if checksums are switched off."""
+    size = itemsize(record.dtype)
+    crc = end = 0
+    is_off = bool(record.parts)
+    for first, array in record.parts:
+        of_part = crc_of(array.name)
+        is_off = is_off and of_part == 0
+        if first > end:
+            crc = crc32_combine(crc, crc32_of_zeros((first - end) * size), (first - end) * size)
+        crc = crc32_combine(crc, of_part, array.n_bytes)
+        end = first + array.n_bytes // size
+    if end < record.n:
+        crc = crc32_combine(crc, crc32_of_zeros((record.n - end) * size), (record.n - end) * size)
+    return 0 if is_off else crc
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +80,19 @@ class _Storage:
     pid: tuple[object, ...]
 
 
-def plan_tree(value: object, array_of: Callable[[str], StoredArray], *, prefix: str) -> TreePlan:
+def plan_tree(value: object, array_of: Callable[[str], StoredArray | JoinedArray], *, prefix: str) -> TreePlan:
     """The torch zip of an inert tree.
 
     Args:
         value: what to save.
         array_of: the array of a leaf's key; it tells dtype and shape. Every array is stored once, in C order, also if
-            several leaves have it.
+            several leaves have it; the parts of a joined one become consecutive in one storage.
         prefix: name of the directory inside the zip, ``archive`` where torch has no file name.
 
     Raises:
         UnsupportedError: the tree refers to a storage of another file.
     """
-    arrays: list[StoredArray] = []
+    arrays: list[StoredArray | JoinedArray] = []
     number_of: dict[str, int] = {}
 
     def reduced(leaf: TensorLeaf) -> Inert:
@@ -97,8 +118,17 @@ def plan_tree(value: object, array_of: Callable[[str], StoredArray], *, prefix: 
     records += [(f"data/{number}", n_bytes) for number, n_bytes in enumerate(sizes)]
     records += [(name, len(payloads[name])) for name in names[4:]]
     archive = plan_archive(prefix, records)
-    placed = [PlacedArray(archive.data[4 + number], array) for number, array in enumerate(arrays)]
-    return TreePlan(archive.size, placed, archive, payloads)
+    placed = [one for number, array in enumerate(arrays) for one in _placed(array, archive.data[4 + number])]
+    return TreePlan(archive.size, placed, arrays, archive, payloads)
+
+
+def _placed(array: StoredArray | JoinedArray, offset: int) -> Iterator[PlacedArray]:
+    if not isinstance(array, JoinedArray):
+        yield PlacedArray(offset, array)
+        return
+    size = itemsize(array.dtype)
+    for first, part in array.parts:
+        yield PlacedArray(offset + first * size, part)
 
 
 def _persistent_id(leaf: object) -> object:
@@ -107,7 +137,7 @@ def _persistent_id(leaf: object) -> object:
     return leaf.pid if isinstance(leaf, _Storage) else None
 
 
-def _rebuild(leaf: TensorLeaf, array: StoredArray, number: int) -> Inert:
+def _rebuild(leaf: TensorLeaf, array: StoredArray | JoinedArray, number: int) -> Inert:
     """The call that makes a tensor."""
     dtype = DTYPES[array.dtype]
     needs_grad = leaf.requires_grad and dtype.kind in ("float", "complex")
