@@ -456,6 +456,26 @@ class TransferOptions:
     no_optim: Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave the optimizer's state out.")] = (
         False
     )
+    rng: Annotated[
+        str | None,
+        Option(
+            "--rng",
+            metavar="keep|drop",
+            parser=_one_of("keep", "drop"),
+            rich_help_panel=CONTENT,
+            help="Random states: keep them or fail; drop them. [kept where ranks stay, else dropped]",
+        ),
+    ] = None
+    replicas: Annotated[
+        str | None,
+        Option(
+            "--on-replica-mismatch",
+            metavar="error|first",
+            parser=_one_of("error", "first"),
+            rich_help_panel=CONTENT,
+            help="Where ranks hold different copies of one tensor: fail, or take the first. [error]",
+        ),
+    ] = None
     drop_unknown: Annotated[
         bool,
         Flag("--drop-unknown", rich_help_panel=CONTENT, help="Leave out objects of classes that are not known."),

@@ -82,6 +82,8 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         vocab_divisor=options.vocab_divisor,
         keep_padded_vocab=options.keep_padded_vocab,
         optim="drop" if options.no_optim else "carry",
+        rng=options.rng,
+        replicas=options.replicas or defaults.replicas,
         names=names_of(options.names),
         config=options.config,
         transformer_impl=options.transformer_impl,

@@ -168,6 +168,10 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         )
     if job.metadata_only:
         return _linked(job, source, format)
+    if job.replicas != "error" and job.tie:
+        raise UsageError(
+            "--tie proves that two tensors are equal, which --on-replica-mismatch first does not do", hint="give one"
+        )
     form = global_form(job, source, format)
     notes = [*source.notes, *form.notes]
     checked = vetted(form.catalog, keeps_unknown=format.partition == "ranks", drop_unknown=job.drop_unknown)
@@ -188,7 +192,10 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         images = _as_root(images, target.attrs.get("iteration"))
     if is_file:
         images = (replace(images[0], path=dst.name),)
-    plan = make_plan(catalog, target, images, threads=job.threads, memory_bytes=job.memory_bytes)
+    compares = job.replicas == "error"
+    plan = make_plan(catalog, target, images, threads=job.threads, memory_bytes=job.memory_bytes, compares=compares)
+    if plan.n_ignored:
+        notes.append(f"{plan.n_ignored:,} copies of tensors on other ranks are not compared: the first is taken")
     if job.verify:
         check_memory(plan, job.memory_bytes)
     return Prepared(
@@ -270,7 +277,8 @@ def _source_and_target(job: Job, catalog: Catalog, format: Format) -> tuple[Cata
     is_global = catalog.attrs.get("family") == "megatron"
     if format.partition == "ranks":
         topology = target_topology(job, catalog, format)
-        return catalog, shard(catalog, topology, rules=load_rules(job.rules), vocab_size=job.vocab_size)
+        rules = load_rules(job.rules)
+        return catalog, shard(catalog, topology, rules=rules, vocab_size=job.vocab_size, rng=job.rng)
     if is_global and format.is_mcore:
         topology = target_topology(job, catalog, format)
         stacked = stack(catalog, topology, rules=load_rules(job.rules), vocab_size=job.vocab_size, format=format.name)

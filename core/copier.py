@@ -172,5 +172,6 @@ def _mismatch(item: Comparison, copy: Source, band: Box, first: bytes, other: by
         f"two copies differ, first at index {tuple(reversed(index))}: {item.primary.file} and {copy.file}",
         file=copy.file,
         key=item.key,
-        hint="the ranks disagree; the checkpoint is damaged or was saved by diverged ranks",
+        hint="the ranks disagree: the checkpoint is damaged or was saved by diverged ranks; "
+        "--on-replica-mismatch first takes the first one's",
     )

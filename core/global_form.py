@@ -30,6 +30,7 @@ from core.json_object import object_of
 from core.layout import Rules, is_megatron, load_rules, unshard
 from core.layout_args import facts_of, topology_of, with_vocab_size
 from core.layout_checks import check_complete
+from core.layout_rng import with_rng
 from core.layout_spec import with_implementation
 from core.objects import loaded
 from core.open import Checkpoint
@@ -96,6 +97,8 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         )
     notes: list[str] = []
     dropped = _files_left(source)
+    if comes_from_hf and job.rng is not None:
+        raise UsageError("--rng has no effect: Hugging Face weights come without random states", hint="leave it out")
     if comes_from_hf and (names == "megatron" or (is_cut(format) and names != "hf")):
         assert config is not None
         return _as_megatron(job, catalog, format, config, notes, dropped)
@@ -119,6 +122,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
             store=source.store,
         )
         catalog = _completed(job, catalog, source, notes, wants_hf=wants_hf)
+        catalog = with_rng(catalog, job.rng, has_place=is_cut(format))
         if job.transformer_impl is not None:
             if not is_cut(format):
                 raise UsageError(
@@ -394,6 +398,7 @@ def _refuse_layout_options(job: Job) -> None:
         "--vocab-size": job.vocab_size is not None,
         "--keep-padded-vocab": job.keep_padded_vocab,
         "--rules": job.rules is not None,
+        "--rng": job.rng is not None,
         "--transformer-impl": job.transformer_impl is not None,
     }
     for name, is_given in given.items():

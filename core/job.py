@@ -66,6 +66,7 @@ class Job:
             TP; None for Megatron's default.
         keep_padded_vocab: keep padding rows as if they were real ones.
         optim: ``carry`` or ``drop``.
+        rng: random states: ``keep`` or ``drop``; None keeps them where they can be (``core.layout_rng``).
         names: whose tensor names to write: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps them, unless the
             target format says otherwise.
         transformer_impl: ``local`` or ``transformer_engine``, whose names Megatron's parameters get; None keeps them
@@ -78,6 +79,8 @@ class Job:
         max_file_bytes: most bytes of an output file with tensors, where the format can split; None for its default.
         metadata_only: write new metadata only; data files are hard links to the source's (``core.relink``).
         drop_unknown: leave out objects of unknown classes where the target cannot hold them.
+        replicas: what happens where ranks hold different copies of one tensor: ``error``, or the ``first`` is taken and
+            the others are not read.
         memory_bytes: most memory the process may use, imports included.
         threads: copying threads.
         resume: keep an unfinished stage on failure, and continue one.
@@ -98,6 +101,7 @@ class Job:
     vocab_divisor: int | None = None
     keep_padded_vocab: bool = False
     optim: str = "carry"
+    rng: str | None = None
     names: str | None = None
     config: Path | None = None
     transformer_impl: str | None = None
@@ -116,6 +120,7 @@ class Job:
     max_file_bytes: int | None = None
     metadata_only: bool = False
     drop_unknown: bool = False
+    replicas: str = "error"
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     threads: int = DEFAULT_THREADS
     resume: bool = False

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from core.box import whole
-from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, bind_nothing
+from core.catalog import Catalog, Coords, Fragment, StoredArray, bind_nothing
 from core.inert import TensorLeaf, as_mapping, walk
 from core.layout_args import Facts, facts_of, pipeline_notes
 from core.layout_checks import check_predictions
@@ -28,6 +28,7 @@ from core.layout_homes import Home, Homes, by_file_order
 from core.layout_nested import nested
 from core.layout_new_args import updated
 from core.layout_order import by_place
+from core.layout_rng import kept_states
 from core.layout_rules import GPT, Rules
 from core.layout_state import (
     CONTENT,
@@ -37,8 +38,6 @@ from core.layout_state import (
     TOP_LEVEL,
     common_of,
     renamed_leaves,
-    rng_grid,
-    rng_key,
     sharded_object,
     texts_of,
 )
@@ -50,7 +49,9 @@ from core.topology import Rank, Topology, check_rank_files, rank_dir
 T = TypeVar("T")
 
 
-def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int | None = None) -> Catalog:
+def shard(
+    catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int | None = None, rng: str | None = None
+) -> Catalog:
     """The target catalog of rank files; see the module's docstring.
 
     Args:
@@ -58,10 +59,11 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         topology: sizes of the destination.
         rules: the layout's table.
         vocab_size: true rows of the vocabulary; None takes what ``unshard`` found.
+        rng: ``keep`` refuses to leave random states out (``core.layout_rng``).
 
     Raises:
-        UnsupportedError: no training arguments, sizes that do not divide, a layout that cannot be written yet, or a
-            vocabulary of unknown size.
+        UnsupportedError: no training arguments, sizes that do not divide, a layout that cannot be written yet, random
+            states that cannot be kept, or a vocabulary of unknown size.
         UnknownTensorError: no rule fits a name.
         CorruptError: shapes and arguments contradict each other.
     """
@@ -112,7 +114,7 @@ def shard(catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int
         padded_vocab_size=padded,
         is_grouped=False if names == "grouped" else None,
     )
-    entries_beside = _entries_beside(catalog, topology, facts, args, dropped)
+    entries_beside = _entries_beside(catalog, topology, facts, args, rng=rng, dropped=dropped)
     entries = _by_chunk(_entries(catalog, homes, objects, places, rules, head=facts.kind.head))
     noted = as_mapping(catalog.attrs.get("module_versions")) or {}
     versions = _by_chunk((version, home) for module, version in noted.items() for home in places.module(str(module)))
@@ -315,28 +317,21 @@ def _container(catalog: Catalog, entries: dict[object, object], versions: Mappin
 
 
 def _entries_beside(
-    catalog: Catalog, topology: Topology, facts: Facts, args: object, dropped: list[str]
+    catalog: Catalog, topology: Topology, facts: Facts, args: object, *, rng: str | None, dropped: list[str]
 ) -> Callable[[Rank], dict[object, object]]:
     """A function that gives the top-level entries of a rank's file in order, ``model`` and ``optimizer`` among them."""
     common = dict(common_of(catalog))
     common.pop(CONTENT, None)
     common.pop(OPTIMIZER, None)
     common["args"] = args
-    states = {key: item for key, item in catalog.objects.items() if key.startswith(f"{RNG}/")}
-    grid = rng_grid(list(states))
-    keeps_rng = grid == (topology.tp, topology.pp) and all(item.raw_key is None for item in states.values())
-    if topology.ep > 1 or facts.topology.ep > 1:
-        keeps_rng = False  # ranks of one (TP, PP) have several: they differ by their experts
-    if states and not keeps_rng:
-        was = f"of {facts.topology}" if grid else "of another layout"
-        dropped.append(f"{RNG} ({was}, not {topology}; start Megatron with --no-load-rng)")
+    states = kept_states(catalog, facts.topology, topology, rng=rng, dropped=dropped)
     reruns = [key for key in catalog.objects if key.startswith(f"{RERUN}_state/")]
     if common.pop(RERUN, None) is not None or reruns:
         dropped.append(f"{RERUN} (of a run of other sizes; Megatron ignores it)")
     dropped += [
         f"{key} (rank files have no place for it)"
         for key in catalog.objects
-        if key not in states and key not in reruns and sharded_object(key) is not None
+        if not key.startswith(f"{RNG}/") and key not in reruns and sharded_object(key) is not None
     ]
     known = catalog.attrs.get("top_level")
     order = [*(known if isinstance(known, tuple) else TOP_LEVEL), *TOP_LEVEL, *common]
@@ -347,19 +342,13 @@ def _entries_beside(
             if name in ("model", OPTIMIZER):
                 found[name] = None
             elif name == RNG:
-                if keeps_rng:
-                    found[name] = _unwrapped(states[rng_key(rank.tp, rank.pp, tp=topology.tp, pp=topology.pp)])
+                if rank in states:
+                    found[name] = states[rank]
             elif name in common:
                 found[name] = common[name]
         return found
 
     return entries
-
-
-def _unwrapped(item: StoredObject) -> object:
-    """The value of a ShardedObject, which torch_dist keeps in a list of one."""
-    value = item.value
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _with_arrays(

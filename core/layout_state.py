@@ -9,9 +9,8 @@
  ``iteration`` (older ``total_iters``)  kept
  ``opt_param_scheduler``                kept
  ``num_floating_point_operations…``     kept
- ``rng_state``                          one per (TP, PP) rank: kept in torch_dist, and for rank files of the same sizes
-                                        without expert parallelism, whose ranks have one each that no other layout can
-                                        tell apart; otherwise left out, with a note (Megatron needs --no-load-rng then)
+ ``rng_state``                          one per rank: kept in torch_dist, and for ranks that were there before;
+                                        otherwise left out, with a note (``core.layout_rng``)
  ``rerun_state_machine``                left out of rank files, with a note (Megatron ignores it unless no size changed)
  ``content_metadata``                   torch_dist only
  ``optimizer``, ``distrib_optim.pt``    ``core.optimizer``; left out on request
@@ -27,14 +26,14 @@ Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from core.catalog import Catalog, Coords, StoredObject
 from core.errors import CorruptError, UnsupportedError
 from core.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, attributes, walk
 from core.skeleton import MAX_DEPTH
-from core.topology import Topology
+from core.topology import Rank, Topology
 
 OPTIMIZER = "optimizer"
 RNG = "rng_state"
@@ -50,7 +49,6 @@ TOP_LEVEL = (
 """The usual entries of a rank file, in the order in which Megatron makes them."""
 
 _CHUNK = re.compile(r"model(0|[1-9]\d*)?$")
-_RNG_KEY = re.compile(rf"{RNG}/shard_(\d+)\.(\d+)_(\d+)\.(\d+)$")
 _SHARDED = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)$")
 
 
@@ -62,17 +60,6 @@ def is_chunk(name: object) -> bool:
 def rng_key(tp_rank: int, pp_rank: int, *, tp: int, pp: int) -> str:
     """Key of a rank's random state."""
     return f"{RNG}/shard_{pp_rank}.{tp_rank}_{pp}.{tp}"
-
-
-def rng_grid(keys: Sequence[str]) -> tuple[int, int] | None:
-    """(tp, pp) of the grid whose random states are all there, or None."""
-    found = [match for key in keys if (match := _RNG_KEY.match(key))]
-    grids = {(int(match[4]), int(match[3])) for match in found}
-    if len(grids) != 1:
-        return None
-    (tp, pp) = grids.pop()
-    places = {(int(match[2]), int(match[1])) for match in found}
-    return (tp, pp) if places == {(t, p) for p in range(pp) for t in range(tp)} else None
 
 
 def sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
@@ -243,10 +230,23 @@ def texts_of(catalog: Catalog, name: str) -> list[str]:
     return [str(text) for text in found] if isinstance(found, (list, tuple)) else []
 
 
-def beside(
-    ranks: Mapping[Coords, tuple[str, object]], topology: Topology, dropped: list[str]
-) -> tuple[dict[object, object], dict[str, StoredObject]]:
-    """(entries that all ranks share, random states) of rank files.
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What stands beside the model in rank files.
+
+    Args:
+        common: entries that all ranks share.
+        objects: random states under torch_dist's keys: one for each (TP, PP).
+        rng_states: those of every rank.
+    """
+
+    common: dict[object, object]
+    objects: dict[str, StoredObject]
+    rng_states: dict[Rank, object]
+
+
+def beside(ranks: Mapping[Coords, tuple[str, object]], topology: Topology, dropped: list[str]) -> Beside:
+    """What stands beside the model in rank files.
 
     Args:
         ranks: coordinates → (directory, content of the file).
@@ -279,10 +279,12 @@ def beside(
             continue
         common[name] = head[name]
     objects: dict[str, StoredObject] = {}
+    states: dict[Rank, object] = {}
     for coords, (_, rank_root) in ranks.items():
         own = as_mapping(rank_root) or {}
         if RNG in own:
             rank = topology.rank_at(coords)
+            states[rank] = own[RNG]
             key = rng_key(rank.tp, rank.pp, tp=topology.tp, pp=topology.pp)
             objects.setdefault(key, StoredObject(key, value=[own[RNG]], coords=coords))
-    return common, objects
+    return Beside(common, objects, states)

@@ -25,6 +25,7 @@ attrs of the result (required ones first):
   (``experts.weight1``, of older Megatron: read, but written as ``sequential``). Absent: what the arguments say;
 * ``is_down_proj_cut``: multi-latent attention's down projections are cut over TP, as by the local implementation;
   absent means that they are not;
+* ``rng_states``: rank → its random states, where the source is rank files;
 * ``notes``: what the user should know; ``dropped``: ``entry (reason)`` of what is left out;
 * ``order``: names of tensors and extra states in the order of the files; absent: as Megatron makes them;
 * ``module_versions``, ``is_ordered``, ``nesting`` (``core.layout_nested``), ``top_level``: how the files' dicts look;
@@ -47,6 +48,7 @@ from core.layout_checks import check_complete, check_predictions, check_shape, e
 from core.layout_chunk import Chunk, chunk_of
 from core.layout_nested import flattened
 from core.layout_parts import parts_of, with_sizes
+from core.layout_rng import RNG_STATES
 from core.layout_rules import Rule, Rules
 from core.layout_state import (
     EXTRA_STATE,
@@ -126,7 +128,8 @@ def unshard_ranks(
     dropped: list[str] = []
     model = _merged(catalog, ranks, facts, rules)
     check_complete(model.tensors, facts, rules)
-    common, objects = beside(ranks, facts.topology, dropped)
+    others = beside(ranks, facts.topology, dropped)
+    common, objects = others.common, others.objects
     version = check_version(common, has_old_names=facts.kind.is_legacy)
     is_down_proj_cut = _settle_rules(model, facts)
     found = _optimizer(catalog, model, facts, rules, store=store, optim=optim, dropped=dropped)
@@ -170,7 +173,8 @@ def unshard_ranks(
         return tuple(_fragments(key, tensor, shapes[key], facts))
 
     objects |= {name: StoredObject(name, value=value) for name, (_, value) in model.extra_states.items()}
-    inside = [leaf.key for part in (common, *(item.value for item in objects.values())) for leaf in _leaves(part)]
+    parts = (common, *(item.value for item in objects.values()), *others.rng_states.values())
+    inside = [leaf.key for part in parts for leaf in _leaves(part)]
     root = as_mapping(next(iter(ranks.values()))[1]) or {}
     first_chunk = next((value for key, value in root.items() if is_chunk(key)), None)
     modules = sorted(model.versions, key=model.module_order.__getitem__)
@@ -195,6 +199,7 @@ def unshard_ranks(
             "is_down_proj_cut": is_down_proj_cut,
             "notes": [*texts_of(catalog, "notes"), *notes],
             "dropped": dropped,
+            RNG_STATES: others.rng_states,
             "order": tuple(order),
             "module_versions": {name: model.versions[name] for name in modules},
             "nesting": {name: is_dict for name, is_dict in model.nesting.items() if name},

@@ -14,7 +14,7 @@ exist at once. What is kept is metadata, whose memory counts like that of buffer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.box import Box
 from core.catalog import Catalog
@@ -63,6 +63,8 @@ class Plan:
         memory_bytes: what the process needs.
         metadata_bytes: how much of it is metadata, which cannot be less.
         cache_bytes: of decoded pieces of encoded arrays; 0 if nothing is encoded.
+        compares: whether copies are compared with the primary; otherwise they are not read.
+        n_ignored: copies that are not.
     """
 
     source: Catalog
@@ -81,6 +83,8 @@ class Plan:
     memory_bytes: int
     metadata_bytes: int = 0
     cache_bytes: int = 0
+    compares: bool = True
+    n_ignored: int = 0
 
     @property
     def images(self) -> Sequence[FileImage]:
@@ -93,7 +97,8 @@ class Plan:
 
     def match(self, key: str) -> Match:
         """The work of one key, derived again."""
-        return match(self.source, self.target, key, zeros=self.zeros.get(key, ()))
+        work = match(self.source, self.target, key, zeros=self.zeros.get(key, ()))
+        return work if self.compares else replace(work, copies=())
 
 
 @dataclass(slots=True)
@@ -105,6 +110,7 @@ class _Totals:
     n_casts: int = 0
     decode_bytes: int = 0
     most_fragments: int = 0
+    n_ignored: int = 0
 
 
 def make_plan(
@@ -115,6 +121,7 @@ def make_plan(
     zeros: Mapping[str, Sequence[Box]] | None = None,
     threads: int = DEFAULT_THREADS,
     memory_bytes: int | None = None,
+    compares: bool = True,
 ) -> Plan:
     """The plan that fills the target's arrays from the source.
 
@@ -126,6 +133,7 @@ def make_plan(
         zeros: target key → boxes that no source holds and that are zero; None takes ``target.attrs["zeros"]``.
         threads: copying threads.
         memory_bytes: most bytes the process may use, imports included; None for no limit.
+        compares: whether copies are compared with the primary; otherwise they are not read.
 
     Raises:
         MissingShardError: the source lacks a tensor, or a region that the target asks for.
@@ -142,6 +150,9 @@ def make_plan(
     for key in _keys(target, places):
         work = match(source, target, key, zeros=zeros.get(key, ()))
         coverage.add(target.fragments(key))
+        if not compares:
+            totals.n_ignored += len(work.copies)
+            work = replace(work, copies=())
         _count(totals, work)
     coverage.finish()
     n_tensors = len(target.tensors) + len(target.hidden)
@@ -164,6 +175,8 @@ def make_plan(
         memory_bytes=memory.n_bytes,
         metadata_bytes=metadata.n_bytes,
         cache_bytes=memory.cache_bytes,
+        compares=compares,
+        n_ignored=totals.n_ignored,
     )
 
 

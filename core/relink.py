@@ -24,7 +24,7 @@ _OF_KEYS = ("include", "exclude", "strip_prefix", "add_prefix", "rename")
 _BOUND_OPTIMIZERS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 """Forms of optimizer state that load only at the sizes they were saved with."""
 _ANY = frozenset({
-    *("src", "dst", "to", "iteration", "topology", "keeps_layout", "optim", "rng", "metadata_only", "rules"),
+    *("src", "dst", "to", "iteration", "topology", "keeps_layout", "optim", "metadata_only", "rules"),
     *("memory_bytes", "threads", "resume", "force", "crc", "digest", "fsync", "drop_unknown"),
 })  # fmt: skip
 """Fields of a job that do not change what stands in the files."""
@@ -85,6 +85,8 @@ def _files(source: Checkpoint) -> Iterator[str]:
 
 def _check_options(job: Job, format: str) -> None:
     allowed = _ANY | (frozenset(_OF_KEYS) if format == "dcp" else frozenset())
+    if job.rng == "keep" and format == "torch_dist":
+        allowed |= {"rng"}
     plain = Job(src=job.src)
     asked = [
         field.name

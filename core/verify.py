@@ -81,6 +81,7 @@ def verify(
             zeros={key: boxes for key, boxes in plan.zeros.items() if key in target.tensors},
             threads=plan.threads,
             memory_bytes=memory_bytes - plan.metadata_bytes,
+            compares=plan.compares,
         )
         execute(again, source_store, _Comparison(found.store), crc=False, digest=False, progress=progress)
         return again.write_bytes

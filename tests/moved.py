@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from core.store import ReadStore
 
 
-def moved(catalog: Catalog, store: ReadStore, *, threads: int = 2) -> dict[str, bytes]:
+def moved(catalog: Catalog, store: ReadStore, *, threads: int = 2, compares: bool = True) -> dict[str, bytes]:
     """The dense bytes of every tensor."""
     target = partitioned(replace(catalog, hidden={}), format="raw", by="whole")
     images = [
         FileImage(key, meta.n_bytes, (PlacedArray(0, target.whole_array(key)),)) for key, meta in target.tensors.items()
     ]
     out = MemoryStore()
-    execute(make_plan(catalog, target, images, threads=threads), store, out)
+    execute(make_plan(catalog, target, images, threads=threads, compares=compares), store, out)
     return {key: bytes(out.contents[key]) for key in target.tensors}
