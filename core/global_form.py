@@ -34,6 +34,7 @@ from core.layout_rng import with_rng
 from core.layout_spec import with_implementation
 from core.objects import loaded
 from core.open import Checkpoint
+from core.optim_stack import sharding_of, wanted_sharding
 from core.store import translated
 from core.topology import Topology
 from core.transform import is_optimizer_key, without_optimizer
@@ -133,6 +134,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     else:
         _refuse_layout_options(job)
         catalog = _without_optimizer(job, catalog, dropped)
+        notes += _left_form(catalog, format)
     if wants_hf:
         return _as_hf(job, catalog, format, model_type, notes, dropped)
     made = _changed(catalog, job, notes, config)
@@ -389,7 +391,26 @@ def _is_laid_out(job: Job, catalog: Catalog, format: Format, rules: Rules, names
         return True
     if (names == "megatron" or job.transformer_impl is not None) and is_megatron(catalog, rules):
         return True
-    return format.is_mcore and not is_mcore(catalog) and is_megatron(catalog, rules)
+    if not format.is_mcore or not is_megatron(catalog, rules):
+        return False
+    return not is_mcore(catalog) or (job.optim == "carry" and _has_other_optimizer(catalog, format))
+
+
+def _has_other_optimizer(catalog: Catalog, format: Format) -> bool:
+    """Whether the distributed optimizer is in a form that no reader of another Megatron format knows."""
+    sharding = sharding_of(catalog)
+    return format.name != catalog.format and sharding not in (None, wanted_sharding(format.name))
+
+
+def _left_form(catalog: Catalog, format: Format) -> list[str]:
+    """A note on a distributed optimizer that stays as it is, and so loads only where it was saved."""
+    sharding = sharding_of(catalog)
+    if not format.is_mcore or sharding in (None, wanted_sharding(format.name)):
+        return []
+    return [
+        f"the optimizer's state stays {sharding}, which Megatron does not load at other sizes, if at all; with "
+        "--tp-new or --pp-new, the same sizes or others, it becomes " + wanted_sharding(format.name)
+    ]
 
 
 def _refuse_layout_options(job: Job) -> None:

@@ -15,6 +15,9 @@ from typing import Protocol
 from core.catalog import Catalog, Fragment, StoredArray, StoredObject
 from core.errors import UnsafeError, UnsupportedError
 from core.inert import NO_STATE, Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.layout_state import OPTIMIZER
+from core.optim_entries import object_entry
+from core.optimizer import Optimizer, state_of
 from core.safe_pickle import classify, globals_of
 from core.skeleton import REMOVED, Entry, Index, entries, mapped
 from core.store import ReadStore
@@ -132,7 +135,8 @@ def state_dict(catalog: Catalog) -> Catalog:
     """The catalog as one nested state dict, its common state among the entries.
 
     * A global Megatron catalog (``core.layout.unshard``) becomes what its rank files hold, ``{"model": {…}, …}``, so
-      that its tensors' keys begin with ``model.``.
+      that its tensors' keys begin with ``model.``. Its optimizer is in the form of ``core.optim_entries``; the states
+      keep their keys, ``optimizer.state.exp_avg.<name>``.
     * A torch_dist catalog keeps its keys at the top level; the entries of the common state join them.
     * A catalog whose root is a list or a single value gets a dict around it, with the one entry ``value``.
     * Any other catalog stays as it is.
@@ -149,16 +153,32 @@ def state_dict(catalog: Catalog) -> Catalog:
         order = found if isinstance(found, tuple) else tuple(catalog.tensors)
         model: dict[object, object] = {}
         for name in dict.fromkeys((*order, *catalog.tensors)):
+            if state_of(name) is not None:
+                continue
             if name in catalog.tensors:
                 model[name] = TensorLeaf(name)
             elif name in catalog.objects:
                 model[name] = catalog.objects[name].value
         top |= {key: item.value for key, item in catalog.objects.items() if key not in model}
         top["model"] = model
+        top |= _optimizer(catalog)
     else:
         top |= {key: TensorLeaf(key) for key in catalog.tensors}
         top |= {key: item.value for key, item in catalog.objects.items()}
     return _keyed_by_path(catalog, top)
+
+
+def _optimizer(catalog: Catalog) -> dict[str, object]:
+    """The entry ``optimizer`` of a global Megatron catalog that has one, its states in it."""
+    found = catalog.attrs.get(OPTIMIZER)
+    if not isinstance(found, Optimizer):
+        return {}
+    states: dict[object, dict[object, object]] = {}
+    for key in catalog.tensors:
+        state = state_of(key)
+        if state is not None:
+            states.setdefault(state[0], {})[state[1]] = TensorLeaf(key)
+    return {OPTIMIZER: {**object_entry(found), "state": states}}
 
 
 def with_common(catalog: Catalog) -> Catalog:
@@ -187,7 +207,10 @@ def with_objects(catalog: Catalog) -> Catalog:
     if common is None:
         return catalog
     objects = {str(name): StoredObject(str(name), value=value) for name, value in common.items()}
-    attrs = {name: value for name, value in catalog.attrs.items() if name not in ("common", "family")}
+    found = catalog.attrs.get(OPTIMIZER)
+    if isinstance(found, Optimizer):
+        objects[OPTIMIZER] = StoredObject(OPTIMIZER, value=object_entry(found))
+    attrs = {name: value for name, value in catalog.attrs.items() if name not in ("common", "family", OPTIMIZER)}
     return replace(catalog, objects={**catalog.objects, **objects}, skeleton=None, attrs=attrs)
 
 
@@ -262,5 +285,9 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
         },
         fragments_of=fragments_of,
         skeleton=made,
-        attrs={name: value for name, value in catalog.attrs.items() if name not in ("common", "family", "aliases")},
+        attrs={
+            name: value
+            for name, value in catalog.attrs.items()
+            if name not in ("common", "family", "aliases", OPTIMIZER)
+        },
     )

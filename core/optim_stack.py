@@ -20,13 +20,34 @@ distrib_optimizer}.py``; pinned in tests/golden (``mcore*_torch_dist``, ``mcore0
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from core.catalog import Catalog
 from core.inert import as_mapping
 from core.layout_state import CONTENT, OPTIMIZER, common_of
-from core.optim_entries import FULLY_RESHARDABLE, MODEL_SPACE, common_entry
+from core.optim_entries import FULLY_RESHARDABLE, MODEL_SPACE, SHARDING, common_entry
 from core.optimizer import MASTER, STATES, Optimizer, state_of
 
-_SHARDING = "distrib_optim_sharding_type"
+_CONTENT_SHARDING = "distrib_optim_sharding_type"
+
+
+def sharding_of(catalog: Catalog) -> str | None:
+    """How a catalog with a common state keeps a distributed optimizer's states; None where it has none."""
+    return next((str(value) for value in _sharding_types(common_of(catalog).get(OPTIMIZER))), None)
+
+
+def _sharding_types(entry: object) -> Iterator[object]:
+    found = as_mapping(entry) or {}
+    if SHARDING in found:
+        yield found[SHARDING]
+    for name, member in found.items():
+        if isinstance(name, int):
+            yield from _sharding_types(member)
+
+
+def wanted_sharding(format: str) -> str:
+    """How the readers of ``torch_dist`` or ``zarr`` load a distributed optimizer at any sizes."""
+    return FULLY_RESHARDABLE if format == "torch_dist" else MODEL_SPACE
 
 
 class StackedOptimizer:
@@ -45,7 +66,7 @@ class StackedOptimizer:
     def __init__(self, catalog: Catalog, format: str) -> None:
         found = catalog.attrs.get(OPTIMIZER)
         self._optimizer = found if isinstance(found, Optimizer) else None
-        self._sharding = FULLY_RESHARDABLE if format == "torch_dist" else MODEL_SPACE
+        self._sharding = wanted_sharding(format)
         self.common: dict[object, object] = {}
         self.attrs: dict[str, object] = {}
         self.notes: list[str] = []
@@ -55,7 +76,7 @@ class StackedOptimizer:
         self.common[OPTIMIZER] = common_entry(self._optimizer, sharding=self._sharding)
         if format == "torch_dist" or content:
             self.common[CONTENT] = self._content(content)
-        if self._is_distributed and content.get(_SHARDING) != self._sharding:
+        if self._is_distributed and content.get(_CONTENT_SHARDING) != self._sharding:
             self._note_form(catalog)
 
     @property
@@ -79,7 +100,7 @@ class StackedOptimizer:
         """What the content is, for Megatron's loader."""
         made: dict[object, object] = {}
         if self._is_distributed:
-            made[_SHARDING] = self._sharding
+            made[_CONTENT_SHARDING] = self._sharding
             made["distrib_optim_fully_reshardable_mem_efficient"] = False
         made |= {name: value for name, value in before.items() if not str(name).startswith("distrib_optim_")}
         made["singleton_local_shards"] = False

@@ -23,7 +23,7 @@ Renamed = tuple[Catalog, list[tuple[str, str]]]
 """A catalog, and (old, new) for every key that changed."""
 
 _OPTIMIZER = re.compile(
-    r"(^|\.)(optimizer|optimizers|optim|optimizer_states?)\."
+    r"(^|\.)(optimizer|optimizers|optim|optimizer_states?)\.|^(optimizer|optim)$"
     r"|(^|\.)(exp_avg|exp_avg_sq|fp32_param|momentum_buffer|max_exp_avg_sq|fp32_from_fp16_params)(\.|$)"
 )
 _OF_PARAMETER = re.compile(
