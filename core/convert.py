@@ -34,11 +34,12 @@ from core.job import Report as Report
 from core.job import TopologyChange as TopologyChange
 from core.journal import identity_of
 from core.layout import load_rules, shard, stack
-from core.layout_state import texts_of
+from core.layout_state import OPTIMIZER, texts_of
 from core.manifest import FileSum, finish_files, manifest_name, write_manifest
 from core.objects import nesting_notes, root_notes, vetted
 from core.occupied import check_replaceable
 from core.open import TRACKER, Checkpoint, open_checkpoint
+from core.optimizer import Optimizer
 from core.plan import Plan, make_plan
 from core.relink import linked
 from core.target import partitioned, source_and_target, tensors_only
@@ -262,9 +263,10 @@ def _left_behind(catalog: Catalog, format: Format, *, is_file: bool) -> list[str
     beside = [*carried_of(catalog), *documents_of(catalog)]
     if beside and (is_file or not format.carries_files):
         lines.append(f"files beside the weights: {', '.join(beside)}")
-    if catalog.objects and not (format.keeps_objects and (format.nests or not is_file)):
+    if not (format.keeps_objects and (format.nests or not is_file)):
         groups: dict[str, list[str]] = {}
-        for key in catalog.objects:
+        is_alone = isinstance(catalog.attrs.get(OPTIMIZER), Optimizer)
+        for key in (*catalog.objects, *([OPTIMIZER] if is_alone else [])):
             groups.setdefault(key.partition(".")[0], []).append(key)
         for name, keys in groups.items():
             what = keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"

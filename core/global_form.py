@@ -397,9 +397,8 @@ def _is_laid_out(job: Job, catalog: Catalog, format: Format, rules: Rules, names
 
 
 def _has_other_optimizer(catalog: Catalog, format: Format) -> bool:
-    """Whether the distributed optimizer is in a form that no reader of another Megatron format knows."""
-    sharding = sharding_of(catalog)
-    return format.name != catalog.format and sharding not in (None, wanted_sharding(format.name))
+    """Whether there is a distributed optimizer, whose form is another in each of Megatron's formats."""
+    return format.name != catalog.format and sharding_of(catalog) is not None
 
 
 def _left_form(catalog: Catalog, format: Format) -> list[str]:

@@ -215,7 +215,7 @@ def test_requests_that_cannot_be_met_are_refused_before_anything_is_written(
 )
 def test_an_optimizer_is_refused_or_left_out_by_request(golden: Path, tmp_path: Path, source: str) -> None:
     with pytest.raises(UnsupportedError, match="--no-optim"):
-        convert(golden / source, tmp_path / "out", "megatron")
+        convert(golden / source, tmp_path / "out", "hf")
     report = run(Job(src=golden / source, dst=tmp_path / "out", to="megatron", optim="drop", fsync=False))
     assert any("optimizer" in text for text in (*report.notes, *report.dropped))
 
