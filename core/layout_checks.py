@@ -14,6 +14,8 @@ from core.topology import Topology
 
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 _SHOWN = 6
+ADAPTER = ".adapter."
+"""What is in the names of parameters that adapt others."""
 
 
 def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
@@ -24,6 +26,8 @@ def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
         CorruptError: there is more than the arguments say.
     """
     present = set(names)
+    if all(ADAPTER in name for name in present):
+        return  # adapters alone, without the model that they adapt
     for name in (facts.kind.embedding, *(() if facts.is_tied else (facts.kind.output,))):
         if name not in present:
             raise MissingShardError("the tensor is not in the checkpoint", key=name)
@@ -125,7 +129,7 @@ def check_shape(name: str, shape: Shape, partner: Shape | None, rule: Rule, fact
     """
     if len(shape) != 2:
         return
-    if rule.parts == "gated" and partner is not None and len(partner) == 2:
+    if rule.parts == "gated" and name.endswith(_FC1) and partner is not None and len(partner) == 2:
         check_gate(name, shape[0], partner[1], is_gated=facts.is_gated)
     if rule.unit == "heads" and name.endswith(("linear_qkv.weight", "query_key_value.weight")):
         check_qkv_rows(name, shape[0], facts)

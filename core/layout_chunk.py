@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 
-from core.catalog import StoredArray
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.catalog import StoredArray, part_of
+from core.errors import CorruptError, MissingShardError
 from core.inert import as_mapping
 from core.layout_args import Facts
 from core.layout_experts import unpacked
@@ -84,7 +85,7 @@ class Chunk:
         """(expert or 0, global name, array) of what a tensor holds.
 
         Raises:
-            UnsupportedError: experts are stacked in a way that rank files do not have.
+            CorruptError: a tensor of several experts does not have as many as the rank.
         """
         expert = self.rules.expert_of(name)
         views: Iterable[StoredArray] = [array]
@@ -92,11 +93,19 @@ class Chunk:
             if self.rules.is_packed_state(name):
                 return [(0, self.layer_name(name), array)]
             if expert.names != "grouped":
-                raise UnsupportedError(
-                    "experts that are stacked in one tensor are not read from rank files", key=name, rank=self.folder
-                )
-            views = unpacked(array, expert.rest, n=self.n_experts, key=name, rank=self.folder)
+                views = self._stacked(name, array)
+            else:
+                views = unpacked(array, expert.rest, n=self.n_experts, key=name, rank=self.folder)
         return [(number, whole, view) for (number, whole), view in zip(self.global_names(name), views, strict=True)]
+
+    def _stacked(self, name: str, array: StoredArray) -> list[StoredArray]:
+        """The experts on the first axis of a tensor."""
+        if len(array.shape) < 2 or array.shape[0] != self.n_experts:
+            raise CorruptError(
+                f"a tensor of {self.n_experts} experts has the shape {array.shape}", key=name, rank=self.folder
+            )
+        shape = array.shape[1:]
+        return [part_of(array, number * prod(shape), shape) for number in range(self.n_experts)]
 
 
 def chunk_of(root: object, vp_rank: int, *, vpp: int, rank: str) -> object:

@@ -7,7 +7,8 @@
     decoder.layers.0.mixer.in_proj.weight.x        (d, H)                …
     decoder.layers.0.mixer.in_proj.weight.dt       (h, H)
 
-and so for an optimizer's states. Which parameters: rules with ``names``.
+and so for an optimizer's states. Which parameters: rules with ``names``. Parts with names of several words
+(``linear_q_down_proj.weight``) are those of models without a joined layer: when read, they stay what they are.
 
 Source: megatron-core 0.16.1 ``ssm/mamba_mixer.py``, ``ssm/gated_delta_net.py`` ``_split_tensor_factory``.
 """
@@ -48,7 +49,7 @@ def joined(catalog: Catalog, rules: Rules) -> Catalog:
         whole, _, name = key.rpartition(".")
         rule = rules.parted_rule(param_of(whole), name) if name in rules.part_names else None
         if rule is not None and rule.axis is not None:
-            found.setdefault(whole, (rule.axis, {}))[1][name] = meta
+            found.setdefault(whole, (rule.axis + _n_front(whole, rules), {}))[1][name] = meta
             order[whole] = rule.names
     if not found:
         return catalog
@@ -106,15 +107,16 @@ def parted(catalog: Catalog, facts: Facts, rules: Rules, *, is_target: bool) -> 
     runs: dict[str, tuple[int, str, _Run]] = {}
     for key, meta in catalog.tensors.items():
         rule = rules.parted_rule(param_of(key))
-        parts = [] if rule is None else parts_of(rule, meta.shape[rule.axis or 0], facts, key=key)
-        if rule is None or rule.axis is None or len(parts) != len(rule.names):
+        axis = 0 if rule is None else (rule.axis or 0) + _n_front(key, rules)
+        parts = [] if rule is None else parts_of(rule, meta.shape[axis], facts, key=key)
+        if rule is None or len(parts) != len(rule.names):
             tensors[key] = meta
             continue
         start = 0
         for name, extent in zip(rule.names, parts, strict=True):
-            part = f"{key}.{name}"
-            tensors[part] = replace(meta, key=part, shape=_with(meta.shape, rule.axis, extent))
-            runs[part] = (rule.axis, key, _Run(part, start, extent))
+            part = _part_key(key, name)
+            tensors[part] = replace(meta, key=part, shape=_with(meta.shape, axis, extent))
+            runs[part] = (axis, key, _Run(part, start, extent))
             start += extent
     if not runs:
         return catalog
@@ -128,6 +130,17 @@ def parted(catalog: Catalog, facts: Facts, rules: Rules, *, is_target: bool) -> 
         return tuple(map(_renamed, kept)) if is_target else kept
 
     return replace(catalog, tensors=tensors, fragments_of=fragments_of)
+
+
+def _n_front(key: str, rules: Rules) -> int:
+    """Axes in front of a parameter's own: that of its layers, where they are stacked."""
+    return int(rules.stacked_of(param_of(key)) is not None)
+
+
+def _part_key(key: str, name: str) -> str:
+    """The key of a part: a name of one word stands behind that of the whole, several words in place of its last."""
+    words = name.split(".")
+    return f"{key}.{name}" if len(words) == 1 else ".".join([*key.split(".")[: -len(words)], name])
 
 
 def _within(piece: Fragment, axis: int, run: _Run) -> Fragment | None:
@@ -146,9 +159,11 @@ def _within(piece: Fragment, axis: int, run: _Run) -> Fragment | None:
 
 
 def _renamed(piece: Fragment) -> Fragment:
-    assert piece.array is not None and piece.array.shape == piece.box.shape, "a chunk lies in one part"
+    """A chunk of its own for what a part has of a chunk."""
+    assert piece.array is not None, "chunks that are to be written are arrays"
     name = f"{piece.key}@{','.join(map(str, piece.box.offset))}"
-    return replace(piece, array=replace(piece.array, name=name))
+    array = replace(piece.array, name=name, shape=piece.box.shape)
+    return replace(piece, array=array, at=(0,) * len(array.shape))
 
 
 def _moved(box: Box, axis: int, by: int) -> Box:

@@ -9,7 +9,7 @@ Source: Megatron-LM d98e8a64 ``training/arguments.py``; arguments of the checkpo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
 
 from core.layout_args import fields_of, replaced, topology_of
@@ -28,6 +28,7 @@ def updated(
     counts: Sequence[int],
     padded_vocab_size: int | None,
     is_grouped: bool | None = None,
+    unset: Iterable[str] = (),
 ) -> object:
     """A copy of the arguments for rank files with new sizes; see the module's docstring.
 
@@ -38,6 +39,7 @@ def updated(
         counts: layers of every model chunk, virtual stages outermost.
         padded_vocab_size: rows of the embedding, or None to leave that argument.
         is_grouped: whether experts are written as grouped ones, or None to leave that argument.
+        unset: arguments that become False where they are set.
     """
     fields = fields_of(args)
     own = topology_of(args)
@@ -46,6 +48,7 @@ def updated(
         changes["padded_vocab_size"] = padded_vocab_size
     if is_grouped is not None:
         changes |= {"moe_grouped_gemm": is_grouped, "moe_use_legacy_grouped_gemm": False}
+    changes |= {name: False for name in unset if fields.get(name)}
     changes |= {name: recut(text, counts) for name in PATTERNS if isinstance(text := fields.get(name), str) and text}
     added = changes_for(fields, pipeline)
     has_sizes = _sizes(topology) != _sizes(own)

@@ -127,10 +127,15 @@ def with_sizes(facts: Facts, shapes: Mapping[str, Shape], rules: Rules) -> Facts
             if size.axis >= len(shape) or size.pattern.search(name) is None:
                 continue
             value, other = found.setdefault(size.name, (shape[size.axis], name))
-            said = facts.sizes.get(size.name, value)
-            if value != shape[size.axis] or said != value:
-                where = f"the arguments say {said}" if said != value else f"it is {value} by {other}"
-                raise CorruptError(f"{size.name} is {shape[size.axis]} by this tensor, but {where}", key=name)
-    if not found:
-        return facts
-    return replace(facts, sizes={**facts.sizes, **{name: value for name, (value, _) in found.items()}})
+            if shape[size.axis] != value:
+                raise CorruptError(f"{size.name} is {shape[size.axis]}, but it is {value} by {other}", key=name)
+    said = dict(facts.sizes)
+    for size in rules.sizes:
+        drawn = None if size.args is None else size.args.value(said)
+        if drawn is not None:
+            said.setdefault(size.name, drawn)
+        if size.name in found:
+            extent, name = found[size.name]
+            if said.setdefault(size.name, extent) != extent:
+                raise CorruptError(f"{size.name} is {extent}, but {said[size.name]} by the arguments", key=name)
+    return replace(facts, sizes=said)

@@ -25,6 +25,7 @@ STAGES = ("first", "last")
 _RULE_FIELDS = {
     *("pattern", "rule", "axis", "parts", "names", "group", "unit", "divides", "extent", "tied", "later", "source"),
 }
+_SIZE_FIELDS = {"name", "pattern", "axis", "args", "source"}
 _NEEDS_AXIS = ("split", "vocab")
 
 
@@ -251,7 +252,7 @@ class Rules:
     def is_packed_state(self, name: str) -> bool:
         """Whether a global name is that of an extra state that all experts of a rank have together."""
         expert = self.expert_of(name)
-        return expert is not None and expert.names == "te_grouped" and expert.number is None
+        return expert is not None and expert.number is None and expert.rest.endswith("_extra_state")
 
     def expert_name(self, expert: Expert, *, names: str, number: int) -> str:
         """The name of an expert's parameter in another form; see ``core.layout_experts``."""
@@ -401,11 +402,14 @@ def _sizes(table: Mapping[str, object], *, label: str) -> list[ShapeSize]:
     sizes = []
     for n, row in _numbered(table, "size", label):
         where, name, axis = f"[[size]] {n}", row.get("name"), row.get("axis", 0)
-        if not isinstance(name, str) or not name.isidentifier() or set(row) - {"name", "pattern", "axis", "source"}:
+        if not isinstance(name, str) or not name.isidentifier() or set(row) - _SIZE_FIELDS:
             raise UsageError(f"{where} needs a name, a pattern and an axis", file=label)
         if not isinstance(axis, int) or not 0 <= axis < 8:
             raise UsageError(f"{where} needs an axis, a small number from 0", file=label)
-        sizes.append(ShapeSize(name, _pattern(row, where=where, label=label), axis))
+        args = parsed_size(row["args"]) if "args" in row else None
+        if "args" in row and args is None:
+            raise UsageError(f"{where} has args {row['args']!r}, which is no size", file=label)
+        sizes.append(ShapeSize(name, _pattern(row, where=where, label=label), axis, args))
     return sizes
 
 
@@ -434,8 +438,8 @@ def _rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
             f"has parts {row['parts']!r}; it is whole, gated, or a list of sizes: numbers, arguments, sums and "
             'products of them ("heads * channels"), or of such lists'
         )
-    if segments and kind != "split":
-        raise refuse("has parts, but its rule is not split")
+    if segments and kind != "split" and not row.get("extent"):
+        raise refuse("has parts, but its rule is not split (nor does it have an extent)")
     for name, allowed in (("group", ("tp", "etp")), ("unit", (None, "heads"))):
         if name in row and row[name] not in allowed:
             raise refuse(f"has {name} {row[name]!r}; it is one of {', '.join(filter(None, allowed))}")

@@ -113,6 +113,7 @@ def shard(
         ],
         padded_vocab_size=padded,
         is_grouped=False if names == "grouped" else None,
+        unset=_not_as_before(catalog),
     )
     entries_beside = _entries_beside(catalog, topology, facts, args, rng=rng, dropped=dropped)
     entries = _by_chunk(_entries(catalog, homes, objects, places, rules, head=facts.kind.head))
@@ -230,6 +231,13 @@ class _Files:
             local: TensorLeaf(_array_name(folder, chunk, local)) if key in self._homes else self._objects[key]
             for key, local in names
         }
+
+
+def _not_as_before(catalog: Catalog) -> list[str]:
+    """Arguments for what rank files have in several parameters: experts always, down projections where they do."""
+    is_joined = any(".linear_qkv_down_proj." in key for key in catalog.tensors)
+    names = ["moe_single_grouped_weight", "moe_single_grouped_bias"]
+    return names if is_joined else [*names, "mla_down_proj_fusion"]
 
 
 def _array_name(folder: str, chunk: str, name: str) -> str:

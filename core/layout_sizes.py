@@ -50,8 +50,10 @@ class ShapeSize:
         name: of the size.
         pattern: searched in the tensor's name.
         axis: whose extent it is.
+        args: what it should be by the arguments, or None where they do not say.
     """
 
     name: str
     pattern: re.Pattern[str]
     axis: int
+    args: PartSize | None = None

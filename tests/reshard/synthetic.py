@@ -26,6 +26,7 @@ class Latent:
 
     Args:
         is_cut: the down projections are cut over TP, as older local implementations did.
+        is_joined: there is one down projection, of queries and of keys and values.
     """
 
     q: int | None = 12
@@ -34,6 +35,7 @@ class Latent:
     rope: int = 4
     v: int = 5
     is_cut: bool = False
+    is_joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,11 +161,13 @@ class Model:
         if latent.q is None:
             shapes["linear_q_proj.weight"] = (queries, h)
         else:
-            shapes["linear_q_down_proj.weight"] = (latent.q, h)
+            name = "linear_qkv_down_proj.weight" if latent.is_joined else "linear_q_down_proj.weight"
+            shapes[name] = (latent.q + (latent.kv + latent.rope) * latent.is_joined, h)
             if self.is_fused:
                 shapes["linear_q_up_proj.layer_norm_weight"] = (latent.q,)
             shapes["linear_q_up_proj.weight"] = (queries, latent.q)
-        shapes["linear_kv_down_proj.weight"] = (latent.kv + latent.rope, h)
+        if not latent.is_joined:
+            shapes["linear_kv_down_proj.weight"] = (latent.kv + latent.rope, h)
         if self.is_fused:
             shapes["linear_kv_up_proj.layer_norm_weight"] = (latent.kv,)
         shapes["linear_kv_up_proj.weight"] = (self.heads * (latent.qk + latent.v), latent.kv)
@@ -196,6 +200,9 @@ class Model:
             return array
         if "router." in name or "gate_weight" in name or ("down_proj" in name and not (self.latent or Latent()).is_cut):
             return array
+        if name.endswith("linear_qkv_down_proj.weight") and self.latent and self.latent.q:
+            queries, others = np.split(array, [self.latent.q])
+            return np.concatenate([np.split(queries, tp)[tp_rank], np.split(others, tp)[tp_rank]])
         if name.endswith("linear_fc1.weight") and self.is_gated:
             gate, up = np.split(array, 2)
             return np.concatenate([np.split(gate, tp)[tp_rank], np.split(up, tp)[tp_rank]])

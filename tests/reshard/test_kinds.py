@@ -12,7 +12,6 @@ import pytest
 from core.catalog import Catalog
 from core.inert import as_mapping
 from core.layout import shard, stack, unshard
-from core.layout_args import fields_of
 from core.store import MemoryStore
 from core.topology import Topology, rank_dir
 from tests.materialize import tensor_bytes
@@ -86,7 +85,3 @@ def test_rank_files_from_torch_dist_are_megatrons(folder: Path, name: str, sizes
     store, catalog = dist_catalog(args, dist_tensors(folder, name, sizes))
     source = unshard(catalog, rules=RULES)
     check_files(source, store, topology_of(sizes), files(folder, name, sizes), states=False)
-
-
-def test_every_layer_of_a_hybrid_pattern_is_checked(folder: Path) -> None:
-    assert fields_of(source_of(folder, "hybrid", (1, 2, 1))[1].attrs["args"])["hybrid_override_pattern"] == "M*-M"

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.errors import CorruptError, UnknownTensorError, UnsupportedError
+from core.errors import CorruptError, UnsupportedError
 from core.inert import as_mapping
 from core.layout import shard, stack, unshard
-from core.layout_args import replaced
+from core.layout_args import fields_of, replaced
 from core.topology import Topology, rank_dir
 from tests.materialize import tensor_bytes
 from tests.reshard.megatron_gold import RULES, filled
@@ -22,6 +22,8 @@ MODELS = {
     "norms apart": Model(latent=Latent()),
     "queries not compressed": Model(latent=Latent(q=None), is_fused=True),
     "down projections cut": Model(latent=Latent(is_cut=True)),
+    "joined": replace(FUSED, latent=Latent(is_joined=True)),
+    "joined, cut": replace(FUSED, latent=Latent(is_joined=True, is_cut=True)),
     "with experts": replace(FUSED, experts=4, moe=(1, 2, 3), shared=12, expert_names="te_grouped"),
 }
 PATH = "decoder.layers.2.self_attention."
@@ -35,7 +37,7 @@ def test_any_size_to_any_other_that_divides(name: str, a: int, b: int) -> None:
     one, other = (Topology(tp=tp, ep=2 if model.experts else 1, etp=1 if model.experts else None) for tp in (a, b))
     store, catalog = model.catalog(one)
     source = unshard(catalog, rules=RULES)
-    assert source.attrs["is_down_proj_cut"] is (name == "down projections cut")
+    assert source.attrs["is_down_proj_cut"] is ("cut" in name)
     for key, array in model.tensors().items():
         assert tensor_bytes(source, store, key).tobytes() == array.tobytes(), key
     target = shard(source, other, rules=RULES)
@@ -52,7 +54,7 @@ def test_any_size_to_any_other_that_divides(name: str, a: int, b: int) -> None:
     assert all(arrays[key].tobytes() == array.tobytes() for key, array in wanted.items())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "joined" not in name])
 def test_torch_dist_keeps_the_names_and_gives_the_same_files(name: str) -> None:
     model = MODELS[name]
     store, catalog = model.catalog(Topology(tp=2))
@@ -108,10 +110,28 @@ def test_sizes_that_contradict_the_shapes_are_corrupt(changes: dict[str, object]
         unshard(catalog.with_attrs(args=replaced(catalog.attrs["args"], changes)), rules=RULES)
 
 
-def test_a_fused_down_projection_is_refused_by_name() -> None:
-    files = FUSED.files(Topology())
-    files["mp_rank_00"][PATH + "linear_qkv_down_proj.weight"] = np.ones((24, 12), np.float32)
-    _, catalog = FUSED.catalog(Topology(), files=files)
-    with pytest.raises(UnsupportedError, match="fused down projection") as caught:
-        unshard(catalog, rules=RULES)
-    assert not isinstance(caught.value, UnknownTensorError)
+@pytest.mark.parametrize("name", ["joined", "joined, cut"])
+def test_one_down_projection_becomes_two_in_torch_dist(name: str) -> None:
+    model = MODELS[name]
+    store, catalog = model.catalog(Topology(tp=2))
+    stacked = stack(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
+    start = "decoder.layers.self_attention.linear_"
+    shapes = {key: meta.shape for key, meta in stacked.target.tensors.items() if "down_proj" in key}
+    assert shapes == {start + "q_down_proj.weight": (4, 12, 12), start + "kv_down_proj.weight": (4, 12, 12)}
+    assert filled(stacked.target, stacked.source, store)  # type: ignore[arg-type]
+    again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
+    apart = np.concatenate(
+        [tensor_bytes(again, store, f"{PATH}linear_{part}_down_proj.weight") for part in ("q", "kv")]
+    )
+    assert apart.tobytes() == model.tensors()[PATH + "linear_qkv_down_proj.weight"].tobytes()
+
+
+def test_the_argument_for_one_down_projection_follows_the_names() -> None:
+    model = replace(MODELS["joined"], more_args={"mla_down_proj_fusion": True})
+    _, catalog = model.catalog(Topology(tp=2))
+    once = unshard(catalog, rules=RULES)
+    apart = unshard(replace(stack(once, Topology(), rules=RULES).source, format="torch_dist"), rules=RULES)
+    found = [
+        fields_of(shard(form, Topology(), rules=RULES).attrs["args"])["mla_down_proj_fusion"] for form in (once, apart)
+    ]
+    assert found == [True, False]
