@@ -66,7 +66,7 @@ def _check_stack(stack: str, names: Iterable[str], facts: Facts, rules: Rules) -
     if extra:
         raise CorruptError(f"there are layers {listed(extra)}, but the model has {n_layers}")
     every: dict[object, set[str]] = {}
-    kinds = {layer: _kind(stack, layer, subs, facts) for layer, subs in subs_of.items()}
+    kinds = {layer: _kind(stack, layer, subs, facts) for layer, subs in sorted(subs_of.items())}
     for layer, subs in subs_of.items():
         every.setdefault(kinds[layer], set()).update(subs)
     for layer, subs in sorted(subs_of.items()):
