@@ -67,7 +67,7 @@ def read_numbered(
         has_masters = has_masters or (stored.has_masters, file.folder)
         if stored.has_masters != has_masters[0]:
             raise CorruptError(f"only one of this optimizer and that of {has_masters[1]} has masters", rank=file.folder)
-        params = [param for param in file.params if rules.is_param(param.name)]
+        params = [param for param in file.params if rules.is_param(param.chunk.global_names(param.name)[0][1])]
         is_first = file.rank.pp not in proven_stages
         proven_stages.add(file.rank.pp)
         made = _assignment(catalog, params, stored, file, policies, rules, store, is_first=is_first)
