@@ -17,8 +17,6 @@ from core.layout_rules import Rules
 from core.optim_buffers import Bucketing
 from core.topology import Topology
 
-EMBEDDING = "embedding.word_embeddings.weight"
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -63,7 +61,13 @@ def is_distributed_expert(name: str, topology: Topology, rules: Rules) -> bool:
 
 
 def is_shared_embedding(name: str, topology: Topology, facts: Facts, rules: Rules) -> bool:
-    """Whether a parameter is an embedding that the first and the last pipeline stage share, with a copy in each."""
-    if topology.pp == 1 or not facts.is_tied:
+    """Whether a parameter is an embedding that pipeline stages share, with a copy in each.
+
+    The last stage has one as its output layer, if the two are tied, that of multi-token prediction another.
+    """
+    if topology.pp == 1:
         return False
-    return name == EMBEDDING or rules.rule_of(name).tied is not None
+    embedding = rules.rule_of(facts.kind.head).tied
+    if name == embedding:
+        return facts.is_tied or facts.n_predictions > 0
+    return facts.is_tied and rules.rule_of(name).tied is not None

@@ -85,7 +85,7 @@ def _homes(model: Catalog, facts: Facts, rules: Rules) -> Mapping[tuple[int, int
         expert_names="sequential" if names in (None, "grouped") else str(names),
         n_local=(facts.n_experts or 0) // topology.ep,
     )
-    homes = [(key, places.home(key)) for key in model.tensors if rules.is_param(key)]
+    homes = [(key, home) for key in model.tensors if rules.is_param(key) for home in places.homes(key)]
     head = facts.kind.head
     tied = rules.rule_of(head).tied if facts.is_tied and topology.pp > 1 else None
     if tied is not None and tied in model.tensors:

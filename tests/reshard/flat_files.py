@@ -33,8 +33,8 @@ class Run:
     align: int = 64
     is_listed: bool = False
     """Buckets are listed, as before 2024-02."""
-    is_single: bool = False
-    """Experts are not an optimizer of their own."""
+    is_chunk_alone: bool = False
+    """The first model chunk has an optimizer of its own."""
 
 
 def flat(arrays: Sequence[tuple[np.ndarray, bool]], run: Run, *, bucket_size: int | None) -> list[np.ndarray]:
@@ -72,9 +72,11 @@ def flat(arrays: Sequence[tuple[np.ndarray, bool]], run: Run, *, bucket_size: in
 def members(model: Model, rank: Rank, topology: Topology, run: Run) -> list[list[list[np.ndarray]]]:
     """Optimizer → buffer → buckets of the masters."""
     found: list[list[list[np.ndarray]]] = []
-    for is_expert in (False, True) if topology.ep > 1 and not run.is_single else (False,):
+    chunks = list(enumerate(model.held(rank, topology).values()))
+    dense = [(False, chunks[:1]), (False, chunks[1:])] if run.is_chunk_alone else [(False, chunks)]
+    for is_expert, part in [*dense, *([(True, chunks)] if topology.ep > 1 else [])]:
         buffers = []
-        for vp_rank, chunk in enumerate(model.held(rank, topology).values()):
+        for vp_rank, chunk in part:
             kept = [
                 (array, _is_shared(name, model, topology))
                 for name, array in chunk.items()
@@ -82,7 +84,8 @@ def members(model: Model, rank: Rank, topology: Topology, run: Run) -> list[list
                 and (topology.ep > 1 and ".experts." in name) == is_expert
             ]
             if kept:
-                size = run.bucket_size if rank.pp == 0 and vp_rank == 0 else None
+                is_cut = rank.pp == 0 and vp_rank == 0 and not run.is_chunk_alone
+                size = run.bucket_size if is_cut else None
                 buffers.append(flat(kept, run, bucket_size=size))
         found.append(buffers)
     return found
@@ -128,7 +131,8 @@ def with_optimizer(
         made: list[object] = []
         entries: list[object] = []
         for number, buffers in enumerate(members(model, rank, topology, run)):
-            groups = [{**GROUP, "is_expert_parallel": number > 0}, {**GROUP, "wd_mult": 0.0}][: 2 - number]
+            is_expert = topology.ep > 1 and number > 0
+            groups = [{**GROUP, "is_expert_parallel": is_expert}, {**GROUP, "wd_mult": 0.0}][: 2 - is_expert]
             entries.append({"optimizer": {"param_groups": groups}})
             if number in (absent or {}).get(folder, ()):
                 made.append(None)
@@ -175,4 +179,5 @@ def _sizes(topology: Topology, run: Run) -> dict[str, object]:
         "overlap_grad_reduce": run.bucket_size is not None,
         "ddp_bucket_size": run.bucket_size,
         "use_distributed_optimizer": True,
+        "overlap_param_gather_with_optimizer_step": run.is_chunk_alone,
     }

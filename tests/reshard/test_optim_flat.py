@@ -16,8 +16,10 @@ from core.catalog import Catalog
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.inert import Global, as_mapping
 from core.layout import unshard
+from core.layout_args import facts_of
 from core.optim_buffers import bucketing_of
 from core.optim_flat_layout import FlatParam, FlatSpace, starts_in
+from core.optim_flat_params import is_shared_embedding
 from core.optimizer import Optimizer, state_key, state_of
 from core.store import ReadStore
 from core.topology import Topology
@@ -125,6 +127,29 @@ def test_states_of_every_layout_are_read(model: Model, topology: Topology, run: 
 def test_files_from_before_buckets_were_coalesced_are_read(model: Model, topology: Topology) -> None:
     store, catalog = with_optimizer(model, topology, Run(bucket_size=700, is_listed=True, align=1))
     assert_states(model, store, unshard(catalog, rules=RULES, store=store))
+
+
+def test_the_first_model_chunk_may_have_an_optimizer_of_its_own() -> None:
+    run = Run(bucket_size=100, is_chunk_alone=True)
+    store, catalog = with_optimizer(DENSE, Topology(1, 2, vpp=2), run)
+    found = unshard(catalog, rules=RULES, store=store)
+    assert_states(DENSE, store, found)
+    optimizer = found.attrs["optimizer"]
+    assert isinstance(optimizer, Optimizer) and len(optimizer.groups) == 2
+
+
+@pytest.mark.parametrize(("is_tied", "n_predictions"), [(True, 0), (False, 1), (False, 0)])
+def test_embeddings_that_stages_share_are_known(is_tied: bool, n_predictions: int) -> None:
+    args = replace(DENSE, is_tied=is_tied).args(Topology(1, 2)) | {"mtp_num_layers": n_predictions or None}
+    facts = facts_of(args)
+
+    def is_shared(name: str, pp: int) -> bool:
+        return is_shared_embedding(name, Topology(1, pp), facts, RULES)
+
+    assert is_shared("embedding.word_embeddings.weight", 2) == (is_tied or n_predictions > 0)
+    assert is_shared("output_layer.weight", 2) == is_tied
+    assert not is_shared("decoder.layers.0.mlp.linear_fc1.weight", 2)
+    assert not is_shared("embedding.word_embeddings.weight", 1)
 
 
 def test_buckets_that_the_arguments_do_not_tell_are_discovered_with_a_note() -> None:
