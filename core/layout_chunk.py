@@ -6,14 +6,14 @@ Layers are numbered anew in every chunk, experts in every expert parallel rank.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from core.catalog import StoredArray, part_of
 from core.errors import CorruptError, MissingShardError
 from core.inert import as_mapping
 from core.layout_args import Facts
-from core.layout_experts import unpacked
+from core.layout_experts import Expert, unpacked
 from core.layout_rules import Rules
 from core.layout_state import is_chunk
 from core.stages import Stages
@@ -36,6 +36,8 @@ class Chunk:
     stages: Stages
     facts: Facts
     rules: Rules
+    known: dict[str, tuple[str, Expert | None]] = field(default_factory=dict, repr=False, compare=False)
+    """Name → (name with its layer renumbered, the expert in that); for all ranks of one ``where``."""
 
     @property
     def n_experts(self) -> int:
@@ -56,10 +58,17 @@ class Chunk:
 
     def layer_name(self, name: str) -> str:
         """A name with its layer renumbered."""
-        found = self.rules.layer_of(name)
-        if found is None:
-            return name
-        return str(replace(found, number=found.number + self.stages.offset(found.stack, *self.where)))
+        return self._renumbered(name)[0]
+
+    def _renumbered(self, name: str) -> tuple[str, Expert | None]:
+        known = self.known.get(name)
+        if known is None:
+            found = self.rules.layer_of(name)
+            whole = name
+            if found is not None:
+                whole = str(replace(found, number=found.number + self.stages.offset(found.stack, *self.where)))
+            known = self.known[name] = (whole, self.rules.expert_of(whole))
+        return known
 
     def global_names(self, name: str) -> list[tuple[int, str]]:
         """(expert or 0, global name) of what an entry holds: one, or one for each expert of the rank.
@@ -67,8 +76,7 @@ class Chunk:
         Raises:
             CorruptError: an expert is beyond those of the rank.
         """
-        whole = self.layer_name(name)
-        expert = self.rules.expert_of(whole)
+        whole, expert = self._renumbered(name)
         if expert is None:
             return [(0, whole)]
         if expert.number is not None and expert.number >= self.n_experts:
@@ -87,9 +95,11 @@ class Chunk:
         Raises:
             CorruptError: a tensor of several experts does not have as many as the rank.
         """
-        expert = self.rules.expert_of(name)
+        whole, expert = self._renumbered(name)
+        if expert is None:
+            return [(0, whole, array)]
         views: Iterable[StoredArray] = [array]
-        if expert is not None and expert.number is None:
+        if expert.number is None:
             if self.rules.is_packed_state(name):
                 return [(0, self.layer_name(name), array)]
             if expert.names != "grouped":

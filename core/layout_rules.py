@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from typing import TypeVar
 
 from core.box import Shape
 from core.errors import UnknownTensorError, UnsupportedError, UsageError
@@ -20,6 +21,7 @@ from core.layout_experts import Expert, ExpertForm, expert_name, expert_of
 from core.layout_sizes import PartSize, ShapeSize, parsed_size
 from core.store import translated
 
+T = TypeVar("T")
 KINDS = ("replicate", "split", "vocab", "opaque")
 STAGES = ("first", "last")
 _RULE_FIELDS = {
@@ -164,6 +166,9 @@ class Rules:
     unstacked: tuple[str, ...] = ()
     renamed: tuple[str, str] = ("", "")
     inner: re.Pattern[str] | None = None
+    _fits: dict[str, Rule | None] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What was looked up before, by name; the same for ``_experts``."""
+    _experts: dict[str, Expert | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def rule_of(self, name: str, *, shapes: Sequence[Shape] = ()) -> Rule:
         """The rule of a parameter.
@@ -176,7 +181,10 @@ class Rules:
             UnknownTensorError: no row fits; the hint proposes one.
             UnsupportedError: the row says that it is not handled yet.
         """
-        rule = _first_fit(self.rules, name)
+        if name not in self._fits:
+            _forget_if_full(self._fits)
+            self._fits[name] = next((rule for rule in self.rules if rule.pattern.search(name)), None)
+        rule = self._fits[name]
         if rule is None:
             seen = ", ".join(sorted({"×".join(map(str, shape)) or "scalar" for shape in shapes}))
             raise UnknownTensorError(
@@ -247,7 +255,12 @@ class Rules:
 
     def expert_of(self, name: str) -> Expert | None:
         """The expert that a parameter or module belongs to, else None."""
-        return expert_of(self.expert_forms, name)
+        if "experts." not in name:
+            return None
+        if name not in self._experts:
+            _forget_if_full(self._experts)
+            self._experts[name] = expert_of(self.expert_forms, name)
+        return self._experts[name]
 
     def is_packed_state(self, name: str) -> bool:
         """Whether a global name is that of an extra state that all experts of a rank have together."""
@@ -300,9 +313,13 @@ def _fit(model: ModelKind, seen: Iterable[str]) -> tuple[int, int]:
     return len({*model.stacks} & {*seen}), -len({*model.stacks} - {*seen})
 
 
-@lru_cache(maxsize=1 << 16)
-def _first_fit(rules: tuple[Rule, ...], name: str) -> Rule | None:
-    return next((rule for rule in rules if rule.pattern.search(name)), None)
+_MAX_KNOWN = 1 << 17
+
+
+def _forget_if_full(known: dict[str, T]) -> None:
+    """Bounds what is remembered, whatever names a file has."""
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
 
 
 @lru_cache(maxsize=8)

@@ -121,6 +121,7 @@ def shard(
     versions = _by_chunk((version, home) for module, version in noted.items() for home in places.module(str(module)))
     ranks: dict[Coords, tuple[str, object]] = {}
     beside: dict[str, list[StoredArray]] = {}
+    leafless: dict[int, tuple[object, bool]] = {}
     for rank in topology.ranks():
         coords = topology.coords(rank)
         folder = rank_dir(topology, rank)
@@ -132,13 +133,18 @@ def shard(
                     root[name] = optim.add(rank, folder, coords, held)
                 continue
             if name != "model":
+                if id(value) not in leafless:
+                    leafless[id(value)] = (value, not any(isinstance(leaf, TensorLeaf) for leaf in walk(value)))
+                if leafless[id(value)][1]:
+                    root[name] = value
+                    continue
                 root[name] = _with_arrays(catalog, value, f"{folder}:{name}", coords, beside)
                 continue
             for vp_rank in range(topology.vpp):
                 chunk = _chunk_name(topology, vp_rank)
                 here = [(key, home.name) for key, home in entries.get((vp_rank, rank.pp), ()) if home.has(rank)]
                 here = by_file_order(here, rules)
-                made = files.entries(folder, chunk, here)
+                made = files.entries(folder, coords, chunk, here)
                 held += [HeldParam(key, chunk, local) for key, local in here if key in homes]
                 mine = {home.name: found for found, home in versions.get((vp_rank, rank.pp), ()) if home.has(rank)}
                 root[chunk] = _container(catalog, made, mine)
@@ -204,33 +210,42 @@ class _Files:
         self._cuts = cuts
         self._homes = homes
         self._objects = objects
-        self._ranks: dict[tuple[int, int | None], list[Rank]] = {}
+        self.arrays: dict[str, StoredArray] = {}
+        """By name; made with the entries."""
+        self._ranks: dict[tuple[int, int | None], list[tuple[Rank, str]]] = {}
         for rank in topology.ranks():
             for ep_rank in (None, rank.ep):
-                self._ranks.setdefault((rank.pp, ep_rank), []).append(rank)
+                self._ranks.setdefault((rank.pp, ep_rank), []).append((rank, rank_dir(topology, rank)))
 
     def fragments(self, key: str) -> Sequence[Fragment]:
         """The fragments of one tensor: every piece of every copy."""
         cut = self._cuts[key]
-        dtype = self._catalog.tensors[key].dtype
         found = []
         for home in self._homes[key]:
-            for rank in self._ranks[home.pp, home.ep]:
-                name = _array_name(rank_dir(self._topology, rank), _chunk_name(self._topology, home.vp), home.name)
-                array = StoredArray(name, dtype, cut.shard_shape, coords=self._topology.coords(rank))
+            chunk = _chunk_name(self._topology, home.vp)
+            for rank, folder in self._ranks[home.pp, home.ep]:
+                array = self.arrays[_array_name(folder, chunk, home.name)]
                 found += [Fragment(key, piece.box, array, piece.at) for piece in cut.pieces(rank)]
         return tuple(found)
 
-    def entries(self, folder: str, chunk: str, names: Sequence[tuple[str, str]]) -> dict[object, object]:
+    def entries(
+        self, folder: str, coords: Coords, chunk: str, names: Sequence[tuple[str, str]]
+    ) -> dict[object, object]:
         """The state dict of one chunk of one rank.
 
         Args:
             names: (global name, name in the file) in order.
         """
-        return {
-            local: TensorLeaf(_array_name(folder, chunk, local)) if key in self._homes else self._objects[key]
-            for key, local in names
-        }
+        made: dict[object, object] = {}
+        tensors = self._catalog.tensors
+        for key, local in names:
+            if key not in self._homes:
+                made[local] = self._objects[key]
+                continue
+            name = _array_name(folder, chunk, local)
+            self.arrays[name] = StoredArray(name, tensors[key].dtype, self._cuts[key].shard_shape, coords=coords)
+            made[local] = TensorLeaf(name)
+        return made
 
 
 def _not_as_before(catalog: Catalog) -> list[str]:
@@ -363,9 +378,6 @@ def _with_arrays(
     catalog: Catalog, value: object, name: str, coords: Coords, beside: dict[str, list[StoredArray]]
 ) -> object:
     """An entry whose tensors are arrays of this rank's file; notes them in ``beside`` by the source's key."""
-    if not any(isinstance(leaf, TensorLeaf) for leaf in walk(value)):
-        return value
-
     def new_key(path: str, old: str) -> str:
         made = f"{name}.{path}" if path else name
         meta = catalog.meta(old)

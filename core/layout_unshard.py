@@ -164,13 +164,15 @@ def unshard_ranks(
             f"rows of query, key and value are now in the order of checkpoint_version {CURRENT}, not {version}"
         )
 
+    cut: dict[object, list[Piece]] = {}
+
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key in copies:
             return tuple(whole_fragment(key, one) for one in copies[key])
         tensor = tensors.get(key)
         if tensor is None:
             return catalog.fragments(key)
-        return tuple(_fragments(key, tensor, shapes[key], facts))
+        return tuple(_fragments(key, tensor, shapes[key], facts, cut))
 
     objects |= {name: StoredObject(name, value=value) for name, (_, value) in model.extra_states.items()}
     parts = (common, *(item.value for item in objects.values()), *others.rng_states.values())
@@ -287,19 +289,21 @@ def _merged(catalog: Catalog, ranks: Mapping[Coords, tuple[str, object]], facts:
     _check_ranks(files, topology)
     model = _Model()
     for vp_rank in range(topology.vpp):
-        heads: dict[int, tuple[str, list[str]]] = {}
+        heads: dict[int, tuple[Chunk, list[str], dict[str, tuple[int, int]]]] = {}
         for rank, (folder, root) in files.items():
             flat = flattened(chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder), rank=folder)
             model.nesting |= flat.nesting
             entries, local = flat.entries, list(flat.entries)
-            if rank.pp not in heads:
-                heads[rank.pp] = (folder, local)
-                _check_layers(local, stages, (vp_rank, rank.pp), rules, rank=folder)
-            else:
-                _check_names(local, heads[rank.pp][1], rank=folder, other=heads[rank.pp][0])
             where = (vp_rank, rank.pp)
             chunk = Chunk(folder, rank, where, stages, facts, rules)
-            places = chunk.places(local)
+            if rank.pp not in heads:
+                heads[rank.pp] = (chunk, local, chunk.places(local))
+                _check_layers(local, stages, where, rules, rank=folder)
+            head, names, places = heads[rank.pp]
+            chunk = replace(chunk, known=head.known)
+            if local != names:
+                _check_names(local, names, rank=folder, other=head.folder)
+                places = chunk.places(local)
             params = [
                 Param(chunk, name, _array(catalog, leaf))
                 for name, leaf in entries.items()
@@ -369,6 +373,11 @@ def _add(model: _Model, catalog: Catalog, chunk: Chunk, name: str, leaf: object,
 
 def _array(catalog: Catalog, leaf: TensorLeaf) -> StoredArray:
     """The array of a rank's tensor."""
+    known = catalog.attrs.get("arrays")
+    if isinstance(known, Mapping) and leaf.key in known:
+        found = known[leaf.key]
+        assert isinstance(found, StoredArray)
+        return found
     array = catalog.fragments(leaf.key)[0].array
     assert array is not None
     return array
@@ -492,23 +501,32 @@ def _vocab_rows(facts: Facts, *, given: int | None, keep_padded: bool, model: _M
     return vocab_rows(facts, given=given, keep_padded=keep_padded, stored=stored, notes=notes)
 
 
-def _fragments(key: str, tensor: _Tensor, shape: Shape, facts: Facts) -> Iterator[Fragment]:
-    """One fragment for every piece that a rank holds."""
-    axis, group = tensor.rule.cut_axis, tensor.rule.group
-    n = facts.topology.size_of(group)
+def _fragments(
+    key: str, tensor: _Tensor, shape: Shape, facts: Facts, known: dict[object, list[Piece]]
+) -> Iterator[Fragment]:
+    """One fragment for every piece that a rank holds; ``known`` remembers how tensors of one kind are cut."""
+    rule = tensor.rule
     for held in tensor.held:
-        if axis is None:
-            pieces: list[Piece] = replicated(shape)
-        else:
-            padded = global_shape(held.array.shape, axis, n)
-            parts = parts_of(tensor.rule, padded[axis], facts, key=key)
-            pieces = split(padded, axis, parts=parts, rank=held.rank.within(group), n=n)
+        number = 0 if rule.cut_axis is None else held.rank.within(rule.group)
+        kind = (id(rule), shape, held.array.shape, number)
+        pieces = known.get(kind)
+        if pieces is None:
+            pieces = known[kind] = _pieces(key, rule, shape, held, facts)
         for piece in pieces:
-            kept = piece if axis is None else trimmed(piece, axis, shape[axis])
-            if kept is None:
-                continue
-            fragment = Fragment(key, kept.box, held.array, kept.at)
+            fragment = Fragment(key, piece.box, held.array, piece.at)
             if tensor.old_rows is None:
                 yield fragment
             else:
                 yield from tensor.old_rows.fragments(fragment)
+
+
+def _pieces(key: str, rule: Rule, shape: Shape, held: _Held, facts: Facts) -> list[Piece]:
+    """The pieces of a tensor that a rank's array holds, without padding."""
+    axis = rule.cut_axis
+    if axis is None:
+        return replicated(shape)
+    n = facts.topology.size_of(rule.group)
+    padded = global_shape(held.array.shape, axis, n)
+    parts = parts_of(rule, padded[axis], facts, key=key)
+    pieces = split(padded, axis, parts=parts, rank=held.rank.within(rule.group), n=n)
+    return [kept for piece in pieces if (kept := trimmed(piece, axis, shape[axis])) is not None]

@@ -52,12 +52,24 @@ def match(source: Catalog, target: Catalog, key: str, *, zeros: Sequence[Box] = 
         check_cast(dtype, meta.dtype, key=key)
     offered = [fragment for fragment in found if not fragment.box.is_empty]
     offered += [Fragment(key, box, None, ()) for box in zeros if not box.is_empty]
+    if _are_whole(offered, meta) and _are_whole(targets, meta) and offered and targets:
+        copies = [(one.box, one, offered[0]) for one in offered[1:] if one.array != offered[0].array]
+        box = offered[0].box
+        return Match(meta, dtype, [(box, offered[0])], copies, targets, [(0, n, box) for n in range(len(targets))])
     pieces, copies = _primaries(offered)
     pairs = _pairs(key, [box for box, _ in pieces], targets, meta)
     if not _is_covered(meta, [fragment.box for fragment in targets]):
         hole = first_hole(whole(meta.shape), [fragment.box for fragment in targets])
         raise CorruptError(f"{described(hole)} would not be written anywhere", key=key)
     return Match(meta, dtype, pieces, copies, targets, pairs)
+
+
+def _are_whole(fragments: Sequence[Fragment], meta: TensorMeta) -> bool:
+    """Whether every fragment is all of the tensor and all of its array: nothing is cut, as with experts and norms."""
+    return all(
+        fragment.box.shape == meta.shape and fragment.array is not None and fragment.array.shape == meta.shape
+        for fragment in fragments
+    )
 
 
 def _check_shapes(have: TensorMeta, want: TensorMeta, zeros: Sequence[Box]) -> None:
@@ -97,6 +109,8 @@ def _check_targets(targets: Sequence[Fragment], meta: TensorMeta) -> None:
 
 def _check_bounds(fragment: Fragment, meta: TensorMeta) -> None:
     box, array = fragment.box, fragment.array
+    if array is not None and box.shape == meta.shape == array.shape and not any(box.offset) and not any(fragment.at):
+        return
     if box.rank != len(meta.shape) or any(stop > n for stop, n in zip(box.end, meta.shape, strict=True)):
         raise CorruptError(
             f"{described(box)} does not lie in shape {meta.shape}",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
 from core.box import Box, Shape
@@ -38,8 +39,13 @@ class Piece:
 
 def replicated(shape: Shape) -> list[Piece]:
     """The one piece of a shard that is the whole tensor."""
+    return [_whole(shape)]
+
+
+@lru_cache(maxsize=1 << 14)
+def _whole(shape: Shape) -> Piece:
     origin = (0,) * len(shape)
-    return [Piece(Box(origin, shape), origin)]
+    return Piece(Box(origin, shape), origin)
 
 
 def split(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int) -> list[Piece]:
@@ -53,6 +59,12 @@ def split(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int) -
     Raises:
         ValueError: the parts do not add up to the extent, do not divide by ``n``, or ``rank`` is not below ``n``.
     """
+    return list(_split(shape, axis, tuple(parts), rank, n))
+
+
+@lru_cache(maxsize=1 << 14)
+def _split(shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int) -> tuple[Piece, ...]:
+    """``split``; the tensors of a model have few different shapes."""
     if sum(parts) != shape[axis] or any(part % n for part in parts) or not 0 <= rank < n:
         raise ValueError(f"shard {rank} of {n} of parts {list(parts)} on axis {axis} of {shape}")
     pieces = []
@@ -70,7 +82,7 @@ def split(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int) -
         )
         part_start += part
         local_start += extent
-    return pieces
+    return tuple(pieces)
 
 
 def shard_shape(shape: Shape, axis: int | None, n: int) -> Shape:

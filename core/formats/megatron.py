@@ -38,7 +38,7 @@ from core.catalog import Catalog, Coords, StoredArray, StoredObject, catalog_of_
 from core.errors import MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.megatron_ranks import RankFiles
-from core.formats.torch_file import plan_tree
+from core.formats.torch_tree_plans import TreePlans
 from core.image import FileImage, literal_file
 from core.inert import as_mapping
 from core.layout_args import check_agree, fields_of, topology_of
@@ -178,6 +178,7 @@ def _catalog(
             "ranks": ranks,
             "optim_files": optim_files,
             "aliases": aliases,
+            "arrays": arrays,
             "unsupported": unsupported,
             "optimizer": next((kind for kind in ("distributed", "layer-wise", "float16") if kind in kinds), None),
         },
@@ -206,8 +207,9 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     optim_files = target.attrs.get("optim_files")
     optim_files = optim_files if isinstance(optim_files, Mapping) else {}
     images = []
+    plans = TreePlans(PurePath(MODEL_FILE).stem)
     for coords, (name, skeleton) in ranks.items():
-        plan = plan_tree(skeleton, array_of=arrays[coords].__getitem__, prefix=PurePath(MODEL_FILE).stem)
+        plan = plans.plan(skeleton, arrays[coords].__getitem__)
         images.append(FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals))
         optim = optim_files.get(coords)
         if isinstance(optim, OptimFile):

@@ -1,0 +1,130 @@
+"""Torch zips to be written, of which many say the same: the ranks of a pipeline stage differ by their arrays only.
+
+A pickle depends on the tree, on which leaves share an array, and on dtypes and shapes. ``TreePlans`` describes all of that
+by a signature and makes the pickle and the places of the records once for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.formats.torch_tree_plan import TreePlan, plan_tree
+from core.image import PlacedArray
+from core.inert import NO_STATE, Global, Inert, TensorLeaf, walk
+
+if TYPE_CHECKING:
+    from core.catalog import StoredArray
+
+_PLAIN = frozenset({str, int, bool, bytes, type(None), Global})
+_MAX_PLANS = 256
+_MANY = 64
+
+
+class TreePlans:
+    """Plans the torch zips of one checkpoint.
+
+    Args:
+        prefix: as for ``plan_tree``.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._plans: dict[tuple[object, ...], TreePlan] = {}
+        self._opaque: dict[int, tuple[object, bool]] = {}
+        """id of a container → (the container, so that its id stays its own; whether its id describes it)."""
+
+    def plan(self, value: object, array_of: Callable[[str], StoredArray]) -> TreePlan:
+        """The torch zip of an inert tree; see ``plan_tree``."""
+        signing = _Signing(array_of, self._is_opaque)
+        signature = signing.signature(value)
+        if signature is None:
+            return plan_tree(value, array_of, prefix=self._prefix)
+        known = self._plans.get(signature)
+        if known is None:
+            made = plan_tree(value, array_of, prefix=self._prefix)
+            if [placed.array.name for placed in made.arrays] == [array.name for array in signing.arrays]:
+                if len(self._plans) >= _MAX_PLANS:
+                    self._plans.clear()
+                self._plans[signature] = made
+            return made
+        placed = [PlacedArray(at.offset, array) for at, array in zip(known.arrays, signing.arrays, strict=True)]
+        return replace(known, arrays=placed)
+
+    def _is_opaque(self, node: object) -> bool:
+        """Whether a container is large and holds no tensor: such ones are the same objects for all ranks."""
+        known = self._opaque.get(id(node))
+        if known is None:
+            n_parts = 0
+            for part in walk(node):
+                n_parts += 1
+                if type(part) is TensorLeaf:
+                    n_parts = 0
+                    break
+            known = self._opaque[id(node)] = (node, n_parts > _MANY)
+        return known[1]
+
+
+class _Signing:
+    """Describes one tree: two with equal signatures have equal pickles, whose arrays are ``arrays`` in order."""
+
+    def __init__(self, array_of: Callable[[str], StoredArray], is_opaque: Callable[[object], bool]) -> None:
+        self._array_of = array_of
+        self._is_opaque = is_opaque
+        self._parts: list[object] = []
+        self._seen: dict[int, int] = {}
+        self._numbers: dict[str, int] = {}
+        self.arrays: list[StoredArray] = []
+
+    def signature(self, value: object) -> tuple[object, ...] | None:
+        """The signature; None for a tree of a kind that is not described."""
+        return tuple(self._parts) if self._add(value) else None
+
+    def _add(self, node: object) -> bool:
+        kind = type(node)
+        add = self._parts.append
+        if kind is TensorLeaf:
+            self._add_leaf(node)  # type: ignore[arg-type]
+        elif kind in _PLAIN:
+            add(kind)
+            add(node)
+        elif kind is float:
+            add(repr(node))
+        elif id(node) in self._seen:
+            add(("again", self._seen[id(node)]))
+        elif kind is tuple and not node:
+            add(())
+        else:
+            self._seen[id(node)] = len(self._seen)
+            if self._is_opaque(node):
+                add(("same", id(node)))
+            else:
+                return self._add_container(node)
+        return True
+
+    def _add_leaf(self, leaf: TensorLeaf) -> None:
+        if id(leaf) in self._seen:
+            self._parts.append(("again", self._seen[id(leaf)]))
+            return
+        self._seen[id(leaf)] = len(self._seen)
+        array = self._array_of(leaf.key)
+        number = self._numbers.setdefault(array.name, len(self.arrays))
+        if number == len(self.arrays):
+            self.arrays.append(array)
+        self._parts.append((leaf.wrapper, leaf.requires_grad, number, array.dtype, array.shape))
+
+    def _add_container(self, node: object) -> bool:
+        kind = type(node)
+        if kind is dict:
+            self._parts.append(("dict", len(node)))  # type: ignore[arg-type]
+            return all(self._add(key) and self._add(item) for key, item in node.items())  # type: ignore[attr-defined]
+        if kind is list or kind is tuple:
+            self._parts.append((kind, len(node)))  # type: ignore[arg-type]
+            return all(map(self._add, node))  # type: ignore[call-overload]
+        if kind is not Inert:
+            return False
+        assert isinstance(node, Inert)
+        self._parts.append((node.how, len(node.args), len(node.items), len(node.entries), node.state is NO_STATE))
+        parts = [node.fn, node.args, node.kwargs, None if node.state is NO_STATE else node.state, node.items]
+        return all(map(self._add, parts)) and all(self._add(key) and self._add(item) for key, item in node.entries)
