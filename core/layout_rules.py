@@ -221,7 +221,9 @@ class Rules:
         Raises:
             UnknownTensorError, UnsupportedError: as for ``rule_of``.
         """
-        return self.rule_of(name).kind != "opaque" and not any(pattern.search(name) for pattern in self.buffers)
+        expert = self.expert_of(name)
+        common = name if expert is None else expert.numbered(expert.number or 0)
+        return self.rule_of(common).kind != "opaque" and not any(pattern.search(common) for pattern in self.buffers)
 
     def has_main_stack(self, name: str) -> bool:
         """Whether a name belongs to a layer that some kind of model cannot be without, whether numbered or stacked."""

@@ -378,6 +378,7 @@ def _with_arrays(
     catalog: Catalog, value: object, name: str, coords: Coords, beside: dict[str, list[StoredArray]]
 ) -> object:
     """An entry whose tensors are arrays of this rank's file; notes them in ``beside`` by the source's key."""
+
     def new_key(path: str, old: str) -> str:
         made = f"{name}.{path}" if path else name
         meta = catalog.meta(old)

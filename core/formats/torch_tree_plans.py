@@ -1,7 +1,7 @@
 """Torch zips to be written, of which many say the same: the ranks of a pipeline stage differ by their arrays only.
 
-A pickle depends on the tree, on which leaves share an array, and on dtypes and shapes. ``TreePlans`` describes all of that
-by a signature and makes the pickle and the places of the records once for each.
+A pickle depends on the tree, on which leaves share an array, and on dtypes and shapes. ``TreePlans`` describes all of
+that by a signature and makes the pickle and the places of the records once for each.
 """
 
 from __future__ import annotations
