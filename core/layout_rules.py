@@ -181,10 +181,7 @@ class Rules:
             UnknownTensorError: no row fits; the hint proposes one.
             UnsupportedError: the row says that it is not handled yet.
         """
-        if name not in self._fits:
-            _forget_if_full(self._fits)
-            self._fits[name] = next((rule for rule in self.rules if rule.pattern.search(name)), None)
-        rule = self._fits[name]
+        rule = self._first_fit(name)
         if rule is None:
             seen = ", ".join(sorted({"×".join(map(str, shape)) or "scalar" for shape in shapes}))
             raise UnknownTensorError(
@@ -201,9 +198,15 @@ class Rules:
             )
         return rule
 
+    def _first_fit(self, name: str) -> Rule | None:
+        if name not in self._fits:
+            _forget_if_full(self._fits)
+            self._fits[name] = next((rule for rule in self.rules if rule.pattern.search(name)), None)
+        return self._fits[name]
+
     def parted_rule(self, name: str, part: str | None = None) -> Rule | None:
         """The rule of a parameter that torch_dist stores in parts (of which ``part`` is one), else None."""
-        rule = _first_fit(self.rules, name)
+        rule = self._first_fit(name)
         return None if rule is None or not rule.names or part not in (None, *rule.names) else rule
 
     @property

@@ -207,13 +207,13 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     optim_files = target.attrs.get("optim_files")
     optim_files = optim_files if isinstance(optim_files, Mapping) else {}
     images = []
-    plans = TreePlans(PurePath(MODEL_FILE).stem)
+    plans, optim_plans = TreePlans(PurePath(MODEL_FILE).stem), TreePlans(PurePath(OPTIM_FILE).stem)
     for coords, (name, skeleton) in ranks.items():
         plan = plans.plan(skeleton, arrays[coords].__getitem__)
         images.append(FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals))
         optim = optim_files.get(coords)
         if isinstance(optim, OptimFile):
-            plan = plan_tree(optim.content, array_of=optim.joined.__getitem__, prefix=PurePath(OPTIM_FILE).stem)
+            plan = optim_plans.plan(optim.content, optim.joined.__getitem__)
             images.append(FileImage(f"{folder}/{name}/{OPTIM_FILE}", plan.size, plan.arrays, plan.literals))
     text = str(number) if isinstance(number, int) else "release"
     return (*images, literal_file(TRACKER, text.encode("ascii"), is_metadata=True))
