@@ -6,7 +6,7 @@ Source: torch 2.13 ``torch/serialization.py`` (``_save``), ``torch/_tensor.py`` 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -118,8 +118,12 @@ def plan_tree(value: object, array_of: Callable[[str], StoredArray | JoinedArray
     records += [(f"data/{number}", n_bytes) for number, n_bytes in enumerate(sizes)]
     records += [(name, len(payloads[name])) for name in names[4:]]
     archive = plan_archive(prefix, records)
-    placed = [one for number, array in enumerate(arrays) for one in _placed(array, archive.data[4 + number])]
-    return TreePlan(archive.size, placed, arrays, archive, payloads)
+    return TreePlan(archive.size, placed_records(archive, arrays), arrays, archive, payloads)
+
+
+def placed_records(archive: ArchivePlan, records: Sequence[StoredArray | JoinedArray]) -> list[PlacedArray]:
+    """What the storages of an archive consist of, in file order; the first four records are none."""
+    return [one for number, array in enumerate(records) for one in _placed(array, archive.data[4 + number])]
 
 
 def _placed(array: StoredArray | JoinedArray, offset: int) -> Iterator[PlacedArray]:

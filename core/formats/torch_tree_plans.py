@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.formats.torch_tree_plan import TreePlan, plan_tree
-from core.image import PlacedArray
+from core.formats.torch_tree_plan import TreePlan, placed_records, plan_tree
 from core.inert import NO_STATE, Global, Inert, TensorLeaf, walk
 
 if TYPE_CHECKING:
     from core.catalog import StoredArray
+    from core.image import JoinedArray
 
 _PLAIN = frozenset({str, int, bool, bytes, type(None), Global})
 _MAX_PLANS = 256
@@ -35,7 +35,7 @@ class TreePlans:
         self._opaque: dict[int, tuple[object, bool]] = {}
         """id of a container → (the container, so that its id stays its own; whether its id describes it)."""
 
-    def plan(self, value: object, array_of: Callable[[str], StoredArray]) -> TreePlan:
+    def plan(self, value: object, array_of: Callable[[str], StoredArray | JoinedArray]) -> TreePlan:
         """The torch zip of an inert tree; see ``plan_tree``."""
         signing = _Signing(array_of, self._is_opaque)
         signature = signing.signature(value)
@@ -44,13 +44,12 @@ class TreePlans:
         known = self._plans.get(signature)
         if known is None:
             made = plan_tree(value, array_of, prefix=self._prefix)
-            if [placed.array.name for placed in made.arrays] == [array.name for array in signing.arrays]:
+            if [record.name for record in made.records] == [record.name for record in signing.records]:
                 if len(self._plans) >= _MAX_PLANS:
                     self._plans.clear()
                 self._plans[signature] = made
             return made
-        placed = [PlacedArray(at.offset, array) for at, array in zip(known.arrays, signing.arrays, strict=True)]
-        return replace(known, arrays=placed)
+        return replace(known, arrays=placed_records(known.archive, signing.records), records=signing.records)
 
     def _is_opaque(self, node: object) -> bool:
         """Whether a container is large and holds no tensor: such ones are the same objects for all ranks."""
@@ -67,15 +66,17 @@ class TreePlans:
 
 
 class _Signing:
-    """Describes one tree: two with equal signatures have equal pickles, whose arrays are ``arrays`` in order."""
+    """Describes one tree: two with equal signatures have equal pickles, whose storages are ``records`` in order."""
 
-    def __init__(self, array_of: Callable[[str], StoredArray], is_opaque: Callable[[object], bool]) -> None:
+    def __init__(
+        self, array_of: Callable[[str], StoredArray | JoinedArray], is_opaque: Callable[[object], bool]
+    ) -> None:
         self._array_of = array_of
         self._is_opaque = is_opaque
         self._parts: list[object] = []
         self._seen: dict[int, int] = {}
         self._numbers: dict[str, int] = {}
-        self.arrays: list[StoredArray] = []
+        self.records: list[StoredArray | JoinedArray] = []
 
     def signature(self, value: object) -> tuple[object, ...] | None:
         """The signature; None for a tree of a kind that is not described."""
@@ -109,9 +110,9 @@ class _Signing:
             return
         self._seen[id(leaf)] = len(self._seen)
         array = self._array_of(leaf.key)
-        number = self._numbers.setdefault(array.name, len(self.arrays))
-        if number == len(self.arrays):
-            self.arrays.append(array)
+        number = self._numbers.setdefault(array.name, len(self.records))
+        if number == len(self.records):
+            self.records.append(array)
         self._parts.append((leaf.wrapper, leaf.requires_grad, number, array.dtype, array.shape))
 
     def _add_container(self, node: object) -> bool:
