@@ -50,7 +50,7 @@ class Stage:
         fsync: wait for the disk.
         identity: of the plan, see ``core.journal.identity_of``; needed with ``resume``.
         needed_bytes: bytes of all files to come; 0 leaves the free space unchecked.
-        keep: paths that the destination must not contain, such as the source.
+        keep: paths that the destination must neither contain nor, if it exists, lie in, such as the source.
         batch_bytes: with ``resume``, how much a killed run may lose.
 
     Attributes:
@@ -147,6 +147,13 @@ class Stage:
         for path in (*self._keep, Path.cwd(), Path.home()):
             if path.resolve().is_relative_to(target):
                 raise UsageError(f"replacing the destination would remove {path}", file=str(self.dst))
+        for path in self._keep:
+            if target.is_relative_to(path.resolve()):
+                raise UsageError(
+                    f"the destination is a part of {path}, so it is not replaced",
+                    file=str(self.dst),
+                    hint="choose another one",
+                )
         if os.path.ismount(self.dst):
             raise UsageError("the destination is a mount point", file=str(self.dst), hint="write to a directory in it")
 

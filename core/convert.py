@@ -38,7 +38,7 @@ from core.layout_state import OPTIMIZER, texts_of
 from core.manifest import FileSum, finish_files, manifest_name, write_manifest
 from core.objects import nesting_notes, root_notes, vetted
 from core.occupied import check_replaceable
-from core.open import TRACKER, Checkpoint, open_checkpoint
+from core.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.optimizer import Optimizer
 from core.plan import Plan, make_plan
 from core.relink import linked
@@ -188,6 +188,8 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     if is_file and not format.nests:
         target = tensors_only(target)
     target = target.with_attrs(max_file_bytes=job.max_file_bytes, is_file=is_file)
+    if source.is_release:
+        target = target.with_attrs(iteration=RELEASE)
     images = tuple(format.lay_out(target))
     if format.is_mcore:
         images = _as_root(images, target.attrs.get("iteration"))
@@ -219,8 +221,9 @@ def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
     images = made.images
     paths = {name: name for name in made.files}
     if format.is_mcore:
-        images = _as_root(images, source.iteration)
-        paths = {name: _in_root(name, source.iteration) for name in made.files}
+        iteration = RELEASE if source.is_release else source.iteration
+        images = _as_root(images, iteration)
+        paths = {name: _in_root(name, iteration) for name in made.files}
     links = tuple((path, name, source.store.size(name)) for name, path in paths.items())
     target = replace(made.catalog, tensors={}, hidden={}, objects={})
     return Prepared(
@@ -292,7 +295,7 @@ def _source_and_target(job: Job, catalog: Catalog, format: Format) -> tuple[Cata
 
 def _as_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:
     """The images of a training root with its tracker, as Megatron loads it; as they are without an iteration."""
-    if type(iteration) is not int:
+    if type(iteration) is not int and iteration != RELEASE:
         return images
     moved = tuple(replace(image, path=_in_root(image.path, iteration)) for image in images)
     return (*moved, literal_file(TRACKER, str(iteration).encode("ascii"), is_metadata=True))
@@ -300,6 +303,8 @@ def _as_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImag
 
 def _in_root(path: str, iteration: object) -> str:
     """A path in a training root; as it is without an iteration."""
+    if iteration == RELEASE:
+        return f"{RELEASE}/{path}"
     return f"iter_{iteration:07d}/{path}" if type(iteration) is int else path
 
 

@@ -19,6 +19,9 @@ from core.formats import Format, sniffed
 from core.store import LocalStore, checked_name, translated
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""What a tracker says, and its directory is called, instead of an iteration; Megatron then starts at iteration 0 and
+loads no optimizer."""
 _NAMING_TRACKERS = ("latest", "latest_universal")
 """DeepSpeed's: they hold the directory's name."""
 ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?|checkpoint-)(\d+)(?:_universal)?$")
@@ -52,6 +55,11 @@ class Checkpoint:
     catalog: Catalog
     iteration: int | None
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_release(self) -> bool:
+        """Whether it lies where Megatron keeps a model that is no iteration of a training run."""
+        return self.path.name == RELEASE
 
 
 def open_checkpoint(path: Path, *, iteration: int | None = None) -> Checkpoint:
@@ -124,8 +132,8 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
         return root / iterations[wanted], []
     if has_tracker:
         text = store.read(TRACKER, 0, min(store.size(TRACKER), 64)).decode("utf-8", "replace").strip()
-        if text == "release":
-            name = "release"
+        if text == RELEASE:
+            name = RELEASE
         elif text.isascii() and text.isdigit():
             name = iterations.get(int(text), f"iter_{int(text):07d}")
         else:

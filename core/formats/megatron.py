@@ -190,7 +190,8 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
 
     Args:
         target: what ``core.layout.shard`` makes: arrays without extent, attrs["ranks"], attrs["optim_files"]
-            (coordinates → ``core.optim_flat_content.OptimFile``), attrs["iteration"].
+            (coordinates → ``core.optim_flat_content.OptimFile``), attrs["iteration"] (anything
+            but a number makes a release).
 
     Raises:
         UnsupportedError: the target has no rank files, because it was not sharded.
