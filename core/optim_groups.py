@@ -112,7 +112,8 @@ def identity(settings: Mapping[str, object], *, is_expert: bool | None = None) -
     Args:
         is_expert: in place of what the settings say.
     """
-    names = (*_IDENTITY, *(() if "wd_mult" in settings else ("weight_decay",)))
+    has_mult = "wd_mult" in settings or "pre_wd_mult" in settings
+    names = (*_IDENTITY, *(() if has_mult else ("weight_decay",)))
     found = [settings.get(name, settings.get(f"pre_{name}")) for name in names]
     found[2] = bool(found[2]) if is_expert is None else is_expert
     return tuple(found)

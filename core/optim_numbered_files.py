@@ -68,12 +68,7 @@ class NumberedFiles:
         """See ``OptimizerFiles``."""
         held = [param.key for param in params if param.key in self._groups.group_of]
         listed = self._groups.order(held)
-        if (
-            not self._groups.omits_empty
-            and not self._groups.is_sorted
-            and len({*map(self._groups.group_of.get, held)}) < len(listed)
-        ):
-            self._note_empty()
+        self._note_order(listed, held)
         members = [[number for number in listed if not self._groups.is_expert(number)]]
         experts = [number for number in listed if self._groups.is_expert(number)]
         if experts:
@@ -85,10 +80,17 @@ class NumberedFiles:
         ]
         return made if experts else made[0]
 
-    def _note_empty(self) -> None:
-        note = "ranks list the optimizer's empty param groups too, as since megatron-core 0.14; older ones have none"
-        if note not in self.notes:
-            self.notes.append(note)
+    def _note_order(self, listed: Sequence[int], held: Sequence[str]) -> None:
+        """Notes what makes a rank's param groups those of an older version."""
+        if self._groups.is_sorted:
+            return
+        added = []
+        if list(listed) != sorted(listed):
+            added.append("the optimizer's param groups are in the order of megatron-core before 0.16, as in the source")
+        is_any_empty = len(listed) > len({self._groups.group_of[name] for name in held})
+        if is_any_empty and self._optimizer.omits_empty is None:
+            added.append("empty param groups are listed, as by megatron-core 0.14 and later; older ones list none")
+        self.notes += [note for note in added if note not in self.notes]
 
     def _member(
         self, rank: Rank, place: str, coords: Coords, numbers: Sequence[int], held: Sequence[str]

@@ -59,6 +59,29 @@ def test_resharded_optimizers_equal_those_that_megatron_saved(
     assert_same_weights(tmp_path / "out", root / f"{target}_optim")
 
 
+@pytest.mark.parametrize("target", GOLD)
+@pytest.mark.parametrize("family", ["mcore_torch_dist", "mcore0161_torch_dist"])
+def test_optimizers_out_of_torch_dist_equal_those_that_megatron_saved(
+    golden: Path, tmp_path: Path, family: str, target: str
+) -> None:
+    tp, pp = GOLD[target]
+    reshard(golden / family / "dense_gqa" / "tp2_pp2_optim", tmp_path / "out", Topology(tp=tp, pp=pp), to="megatron")
+    assert_same_optimizer(tmp_path / "out", golden / "mcore_legacy" / "dense_gqa" / f"{target}_optim")
+
+
+@pytest.mark.parametrize("family", ["mcore0121_torch_dist", "mcore0121_zarr"])
+def test_groups_of_older_versions_stand_as_a_stage_first_needs_them(golden: Path, tmp_path: Path, family: str) -> None:
+    source = golden / family / "dense_gqa" / "tp2_pp2_optim"
+    report = reshard(source, tmp_path / "out", Topology(tp=2, pp=2), to="megatron")
+    decays = {}
+    for folder, path in rank_dirs(tmp_path / "out").items():
+        groups = load_rank_file(path / MODEL_FILE)["optimizer"]["optimizer"]["param_groups"]
+        decays[folder] = [group["wd_mult"] for group in groups]
+    assert decays["mp_rank_00_000"] == [1.0, 0.0]
+    assert decays["mp_rank_00_001"] == [0.0, 1.0]
+    assert any("before 0.16" in note for note in report.notes)
+
+
 def test_there_and_back_gives_the_first_optimizer_again(golden: Path, tmp_path: Path) -> None:
     first = golden / "mcore_legacy" / "dense_gqa" / "tp2_pp2_optim"
     reshard(first, tmp_path / "a", Topology(tp=1, pp=2, vpp=2))

@@ -1,0 +1,64 @@
+"""core.optim_proof: masters that round to weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from core.catalog import Extent, StoredArray
+from core.errors import MissingShardError
+from core.optim_proof import is_master, rounds_to, sample
+from core.store import MemoryStore
+
+
+def stored(tensor: torch.Tensor, name: str, strides: tuple[int, ...] | None = None) -> tuple[StoredArray, bytes]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return StoredArray(name, dtype, tuple(tensor.shape), Extent(name, 0, strides)), data
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (300,), (40, 50)])
+def test_a_master_rounds_to_its_weight(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    master = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
+    (a, data), (b, rounded) = stored(master, "a"), stored(master.to(dtype), "b")
+    store = MemoryStore({"a": data, "b": rounded})
+    assert is_master(store, a, b)
+    if master.numel():
+        other, changed = stored((master + 1).to(dtype), "b")
+        assert not is_master(MemoryStore({"a": data, "b": changed}), a, other)
+
+
+def test_another_number_of_elements_is_no_master() -> None:
+    a, data = stored(torch.zeros(8), "a")
+    b, weights = stored(torch.zeros(6, dtype=torch.bfloat16), "b")
+    assert not is_master(MemoryStore({"a": data, "b": weights}), a, b)
+
+
+def test_strides_are_honoured() -> None:
+    values = torch.arange(6000, dtype=torch.float32).reshape(60, 100)
+    (a, data), (b, weights) = stored(values.t(), "a"), stored(values.to(torch.bfloat16), "b", None)
+    view = StoredArray("b", "bfloat16", (100, 60), Extent("b", 0, (1, 100)))
+    store = MemoryStore({"a": data, "b": weights})
+    assert is_master(store, a, view)
+    assert not is_master(store, a, StoredArray("b", "bfloat16", (100, 60), b.extent))
+
+
+def test_a_sample_is_from_the_beginning_the_middle_and_the_end() -> None:
+    a, data = stored(torch.arange(1000, dtype=torch.float32), "a")
+    found = np.frombuffer(sample(MemoryStore({"a": data}), a), np.float32)
+    assert found.tolist() == [*range(16), *range(500, 516), *range(984, 1000)]
+
+
+def test_nans_equal_each_other_and_zeros_keep_their_sign() -> None:
+    nan = np.array([np.nan], np.float32).tobytes()
+    other = np.array([0x7FC1], np.uint16).tobytes()
+    assert rounds_to(nan, "float32", other, "bfloat16")
+    assert not rounds_to(np.array([1], np.float32).tobytes(), "float32", other, "bfloat16")
+    assert not rounds_to(np.array([0.0], np.float32).tobytes(), "float32", b"\x00\x80", "bfloat16")
+
+
+def test_an_array_that_lies_nowhere_is_an_error() -> None:
+    with pytest.raises(MissingShardError):
+        sample(MemoryStore({}), StoredArray("a", "float32", (2,)))
