@@ -78,9 +78,10 @@ def target_groups(
     splits = _splits(optimizer.groups, topology, facts)
     wanted: dict[tuple[object, ...], Mapping[str, object]] = {}
     place: dict[tuple[int, bool], tuple[object, ...]] = {}
-    is_used: set[tuple[object, ...]] = set()
 
     def settle(number: int, is_expert: bool) -> tuple[object, ...]:
+        if (number, is_expert) in place:
+            return place[number, is_expert]
         group = optimizer.groups[number]
         which = identity(group.settings, is_expert=is_expert)
         settings = _as_expert(group.settings, is_expert)
@@ -94,7 +95,6 @@ def target_groups(
             optimizer.groups[number].is_expert if splits is None else splits and rules.expert_of(name) is not None
         )
         of_name[name] = settle(number, is_expert)
-        is_used.add(of_name[name])
     for number, group in enumerate(optimizer.groups):
         if not any(source == number for source in sources.values()):
             settle(number, group.is_expert if splits in (None, True) else False)
@@ -131,7 +131,7 @@ def _as_expert(settings: Mapping[str, object], is_expert: bool) -> Mapping[str, 
 
 
 def _check_same(one: Mapping[str, object], other: Mapping[str, object]) -> None:
-    """Raises unless two groups that become one agree; one that nobody uses has no steps."""
+    """Raises unless two groups that become one agree."""
     for name in dict.fromkeys([*one, *other]):
         if name not in one or name not in other or not same(one[name], other[name]):
             raise UnsupportedError(

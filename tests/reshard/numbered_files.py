@@ -48,6 +48,8 @@ class Style:
     exempts: str = "vectors"
     has_scaler: bool = False
     is_trained: bool = True
+    is_grouped: bool = False
+    """Experts are legacy grouped ones: all of a rank in one ``weight1`` and one ``weight2``."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Settings of the groups."""
 
@@ -74,11 +76,37 @@ def key_of(name: str, array: np.ndarray, topology: Topology, style: Style) -> Ke
     return is_exempt, topology.ep > 1 and ".experts." in name
 
 
+def held_by(model: Model, rank: Rank, topology: Topology, style: Style) -> dict[str, dict[str, np.ndarray]]:
+    """Model chunk → what a rank's file holds of it."""
+    found = model.held(rank, topology)
+    return {chunk: grouped(arrays) for chunk, arrays in found.items()} if style.is_grouped else found
+
+
+def grouped(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Single experts as legacy grouped ones: each transposed, then one after the other."""
+    made: dict[str, np.ndarray] = {}
+    packed: dict[str, list[np.ndarray]] = {}
+    for name, array in arrays.items():
+        before, dot, rest = name.partition("local_experts.")
+        if not dot:
+            made[name] = array
+            continue
+        weight = before + ("weight1" if "linear_fc1" in rest else "weight2")
+        packed.setdefault(weight, []).append(array.T)
+        made.setdefault(before + "weight1", array)
+        made.setdefault(before + "weight2", array)
+    for name, parts in packed.items():
+        rows, columns = parts[0].shape
+        shape = (rows, -1) if name.endswith("1") else (-1, columns)
+        made[name] = np.stack(parts).reshape(shape)
+    return made
+
+
 def trained(model: Model, rank: Rank, topology: Topology, style: Style) -> list[tuple[str, np.ndarray]]:
     """A rank's parameters, in the order of its file."""
     return [
         (name, array)
-        for chunk in model.held(rank, topology).values()
+        for chunk in held_by(model, rank, topology, style).values()
         for name, array in chunk.items()
         if not name.endswith(("_extra_state", "expert_bias")) and not (style.frozen and name.startswith(style.frozen))
     ]
@@ -155,7 +183,7 @@ def save(model: Model, topology: Topology, root: Path, style: Style | None = Non
         args["apply_wd_to_qk_layernorm"] = True
     for rank in topology.ranks():
         content: dict[str, Any] = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
-        for chunk, held in model.held(rank, topology).items():
+        for chunk, held in held_by(model, rank, topology, style).items():
             content[chunk] = OrderedDict((name, weight(name, array, style)) for name, array in held.items())
         content["optimizer"] = optimizer(model, rank, topology, style)
         folder = root / "iter_0000007" / rank_dir(topology, rank)

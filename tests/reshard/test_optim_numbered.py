@@ -152,6 +152,15 @@ def test_experts_come_to_an_optimizer_of_their_own_and_back(
     assert_same_optimizer(tmp_path / "out", wanted)
 
 
+@pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2)], ids=str)
+def test_legacy_grouped_experts_become_single_ones_with_their_states(tmp_path: Path, a: Topology) -> None:
+    model = replace(MOE, more_args={"moe_grouped_gemm": True})
+    reshard(save(model, a, tmp_path / "a", Style(is_grouped=True)), tmp_path / "out", Topology(tp=2, ep=4), moe=True)
+    wanted = save(MOE, Topology(tp=2, ep=4), tmp_path / "b")
+    assert_same_optimizer(tmp_path / "out", wanted)
+    assert_same_weights(tmp_path / "out", wanted)
+
+
 @pytest.mark.parametrize("order", ["sorted", "seen", "own"])
 def test_empty_groups_are_listed_or_left_out_as_the_source_has_it(tmp_path: Path, order: str) -> None:
     style = Style(order=order)
