@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from core.box import Shape
 from core.errors import CorruptError, MissingShardError, UnsupportedError
@@ -57,7 +58,7 @@ def _check_stack(stack: str, names: Iterable[str], facts: Facts, rules: Rules) -
     subs_of: dict[int, set[str]] = {}
     for name in names:
         found = rules.layer_of(name)
-        if found is not None and found.stack == stack:
+        if found is not None and found.stack == stack and not _is_optional(name, rules):
             subs_of.setdefault(found.number, set()).add(found.sub)
     missing = sorted(set(range(n_layers)) - set(subs_of))
     if missing:
@@ -95,6 +96,12 @@ def _kind(stack: str, layer: int, subs: Iterable[str], facts: Facts) -> object:
     return kind
 
 
+def _is_optional(name: str, rules: Rules) -> bool:
+    """Whether some layers may have it and others not: extra states, and what quantizing notes."""
+    rule = rules.rule_of(name)
+    return rule.kind == "opaque" or rule.single is not None
+
+
 def _check_experts(stack: str, layer: int, subs: Iterable[str], facts: Facts, rules: Rules) -> None:
     """A layer has the experts that the arguments say, and none beyond."""
     experts = (rules.expert_of(sub) for sub in subs)
@@ -126,7 +133,10 @@ def check_shape(name: str, shape: Shape, partner: Shape | None, rule: Rule, fact
 
     Raises:
         CorruptError: they contradict each other.
+        UnsupportedError: the rule is for tensors of one element, and there are more.
     """
+    if rule.single is not None and prod(shape) != 1:
+        raise UnsupportedError(f"{rule.single} cannot be resharded (shape {shape})", key=name)
     if len(shape) != 2:
         return
     if rule.parts == "gated" and name.endswith(_FC1) and partner is not None and len(partner) == 2:

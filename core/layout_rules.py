@@ -25,7 +25,8 @@ T = TypeVar("T")
 KINDS = ("replicate", "split", "vocab", "opaque")
 STAGES = ("first", "last")
 _RULE_FIELDS = {
-    *("pattern", "rule", "axis", "parts", "names", "group", "unit", "divides", "extent", "tied", "later", "source"),
+    *("pattern", "rule", "axis", "parts", "names", "group", "unit", "divides", "extent", "tied", "later", "single"),
+    "source",
 }
 _SIZE_FIELDS = {"name", "pattern", "axis", "args", "source"}
 _NEEDS_AXIS = ("split", "vocab")
@@ -48,6 +49,7 @@ class Rule:
         extent: arguments whose sum is the extent of axis 0 (for each head, with ``unit``), or ().
         tied: name of the tensor that this one copies in models with shared embeddings, or None.
         later: what the parameter belongs to if it is not handled yet, else None.
+        single: for tensors of one element: what those with more belong to, which are not handled; else None.
         source: where the rule was established.
         where: the row: its number and file.
     """
@@ -64,6 +66,7 @@ class Rule:
     extent: tuple[str, ...] = ()
     tied: str | None = None
     later: str | None = None
+    single: str | None = None
     source: str = ""
     where: str = ""
 
@@ -270,7 +273,9 @@ class Rules:
     def is_packed_state(self, name: str) -> bool:
         """Whether a global name is that of an extra state that all experts of a rank have together."""
         expert = self.expert_of(name)
-        return expert is not None and expert.number is None and expert.rest.endswith("_extra_state")
+        if expert is None or expert.number is not None or expert.names == "stacked":  # torch_dist's has one an expert
+            return False
+        return expert.rest.endswith("_extra_state")
 
     def expert_name(self, expert: Expert, *, names: str, number: int) -> str:
         """The name of an expert's parameter in another form; see ``core.layout_experts``."""
@@ -474,7 +479,7 @@ def _rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
     names = lists["names"]
     if names and all(len(names) != len(parts) for parts in segments):
         raise refuse("has names that are not one for each of its parts")
-    text = {name: row.get(name) for name in ("tied", "later", "source")}
+    text = {name: row.get(name) for name in ("tied", "later", "single", "source")}
     if any(value is not None and not isinstance(value, str) for value in text.values()):
         raise refuse(f"has a field of {', '.join(text)} that is not text")
     return Rule(
@@ -490,6 +495,7 @@ def _rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         extent=lists["extent"],
         tied=None if text["tied"] is None else str(text["tied"]),
         later=None if text["later"] is None else str(text["later"]),
+        single=None if text["single"] is None else str(text["single"]),
         source=str(text["source"] or ""),
         where=f"{label} {where}",
     )

@@ -24,6 +24,7 @@ from core.inert import TensorLeaf, as_mapping, walk
 from core.layout_args import Facts, facts_of, pipeline_notes
 from core.layout_checks import check_predictions
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
+from core.layout_extra import for_experts
 from core.layout_homes import Home, Homes, by_file_order
 from core.layout_nested import nested
 from core.layout_new_args import updated
@@ -73,7 +74,7 @@ def shard(
     check_predictions(facts, topology)
     n_rows = rows_of(catalog, vocab_size)
     notes, dropped = texts_of(catalog, "notes"), texts_of(catalog, "dropped")
-    catalog = _without_packed_states(catalog, topology, facts, rules, dropped)
+    catalog = for_experts(catalog, topology, facts, rules, dropped)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
     optimizer = catalog.attrs.get(OPTIMIZER)
     optim = None
@@ -261,17 +262,6 @@ def _array_name(folder: str, chunk: str, name: str) -> str:
 
 def _chunk_name(topology: Topology, vp_rank: int) -> str:
     return "model" if topology.vpp == 1 else f"model{vp_rank}"
-
-
-def _without_packed_states(
-    catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, dropped: list[str]
-) -> Catalog:
-    """Leaves out extra states that hold something for each of a rank's experts, where a rank gets other experts."""
-    if topology.ep == facts.topology.ep:
-        return catalog
-    packed = {key for key, meta in catalog.tensors.items() if meta.n_elements and rules.is_packed_state(key)}
-    dropped += [f"{key} (packed for the experts of EP {facts.topology.ep})" for key in packed]
-    return replace(catalog, tensors={key: meta for key, meta in catalog.tensors.items() if key not in packed})
 
 
 def _tied(catalog: Catalog, facts: Facts, rules: Rules) -> str | None:

@@ -42,10 +42,11 @@ from dataclasses import dataclass, field, replace
 from core.box import Shape
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, metas_of, whole_fragment
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
-from core.inert import TensorLeaf, as_mapping, walk
+from core.inert import Global, Inert, TensorLeaf, as_mapping, walk
 from core.layout_args import Facts, facts_of
 from core.layout_checks import check_complete, check_predictions, check_shape, extent_of, fc2_of, gate_notes, listed
 from core.layout_chunk import Chunk, chunk_of
+from core.layout_extra import disagreement
 from core.layout_nested import flattened
 from core.layout_parts import parts_of, with_sizes
 from core.layout_rng import RNG_STATES
@@ -96,7 +97,7 @@ class _Model:
     """All chunks of all ranks, merged by name; ``order`` and ``module_order`` tell where names stand in the model."""
 
     tensors: dict[str, _Tensor] = field(default_factory=dict)
-    extra_states: dict[str, tuple[str, object]] = field(default_factory=dict)
+    extra_states: dict[str, list[object]] = field(default_factory=dict)
     order: dict[str, tuple[int, ...]] = field(default_factory=dict)
     versions: dict[str, object] = field(default_factory=dict)
     nesting: dict[str, bool] = field(default_factory=dict)
@@ -131,6 +132,7 @@ def unshard_ranks(
     others = beside(ranks, facts.topology, dropped)
     common, objects = others.common, others.objects
     version = check_version(common, has_old_names=facts.kind.is_legacy)
+    _settle_states(model, store, dropped)
     is_down_proj_cut = _settle_rules(model, facts)
     found = _optimizer(catalog, model, facts, rules, store=store, optim=optim, dropped=dropped)
     states = {} if found is None else _states(found.states, model, facts)
@@ -174,7 +176,7 @@ def unshard_ranks(
             return catalog.fragments(key)
         return tuple(_fragments(key, tensor, shapes[key], facts, cut))
 
-    objects |= {name: StoredObject(name, value=value) for name, (_, value) in model.extra_states.items()}
+    objects |= {name: StoredObject(name, value=values[0]) for name, values in model.extra_states.items()}
     parts = (common, *(item.value for item in objects.values()), *others.rng_states.values())
     inside = [leaf.key for part in parts for leaf in _leaves(part)]
     root = as_mapping(next(iter(ranks.values()))[1]) or {}
@@ -385,30 +387,39 @@ def _array(catalog: Catalog, leaf: TensorLeaf) -> StoredArray:
 
 def _add_state(model: _Model, chunk: Chunk, name: str, leaf: object, *, place: tuple[int, int]) -> None:
     """Puts an entry that is no tensor where it belongs."""
-    rule = chunk.rules.rule_of(name + "." if as_mapping(leaf) else name)
+    rule = chunk.rules.rule_of(name)
     if rule.kind != "opaque":
-        raise UnsupportedError(f"this entry is a {type(leaf).__name__}, not a tensor", key=name, rank=chunk.folder)
-    for number, whole in chunk.global_names(name):
-        known = model.extra_states.setdefault(whole, (chunk.folder, leaf))
-        if not same(known[1], leaf) or any(_leaves(leaf)):
-            raise UnsupportedError(
-                f"the extra state is not the same in {known[0]} and {chunk.folder}, or holds tensors",
-                key=whole,
-                rank=chunk.folder,
-                hint="states of delayed FP8 scaling are not resharded; save once without FP8",
-            )
+        raise UnsupportedError(
+            f"this entry is a {_class_of(leaf)}, not a plain tensor",
+            key=name,
+            rank=chunk.folder,
+            hint="save the model once without quantized or otherwise special parameters",
+        )
+    is_packed = chunk.rules.is_packed_state(name)
+    for number, whole in [(0, chunk.layer_name(name))] if is_packed else chunk.global_names(name):
+        known = model.extra_states.setdefault(whole, [leaf])
+        if not same(known[0], leaf):
+            known.append(leaf)
         model.order.setdefault(whole, (*chunk.where, place[0], number, place[1]))
+
+
+def _class_of(leaf: object) -> str:
+    """What a pickle calls something: a tensor's subclass, else the function that makes it."""
+    if not isinstance(leaf, Inert):
+        return type(leaf).__name__
+    classes = [str(part) for part in leaf.args if isinstance(part, Global)]
+    return classes[-1] if classes else str(leaf.fn)
 
 
 def _add_expert_states(model: _Model, rules: Rules) -> None:
     """Gives legacy grouped experts, which have no extra states, the empty ones that the other modules have."""
-    if not any(value is None for _, value in model.extra_states.values()):
+    if not any(values[0] is None for values in model.extra_states.values()):
         return
     for name in model.tensors:
         expert = rules.expert_of(name)
         if expert is not None:
             state = f"{name.rpartition('.')[0]}.{EXTRA_STATE}"
-            model.extra_states[state] = ("", None)
+            model.extra_states[state] = [None]
             model.order[state] = (*model.order[name], 1)
 
 
@@ -456,6 +467,20 @@ def _check_names(names: Sequence[str], others: Sequence[str], *, rank: str, othe
         raise MissingShardError(f"{listed(missing)} is in {other}, but not here", rank=rank)
     if extra:
         raise MissingShardError(f"{listed(extra)} is in {rank}, but not here", rank=other)
+
+
+def _settle_states(model: _Model, store: ReadStore | None, dropped: list[str]) -> None:
+    """Empties the extra states that cannot be kept (``core.layout_extra``)."""
+    tensors = {name: tensor for name, tensor in model.tensors.items() if tensor.rule.kind == "opaque"}
+    for name in (*tensors, *(name for name in model.extra_states if name not in tensors)):
+        arrays = [held.array for held in tensors[name].held] if name in tensors else []
+        why = disagreement(model.extra_states.get(name, ()), arrays, store)
+        if why is not None and not name.endswith(EXTRA_STATE):
+            raise UnsupportedError(f"what its rule calls opaque cannot be resharded: {why.partition(';')[0]}", key=name)
+        if why is not None:
+            dropped.append(f"{name} ({why})")
+            model.tensors.pop(name, None)
+            model.extra_states[name] = [None]
 
 
 def _settle_rules(model: _Model, facts: Facts) -> bool:

@@ -157,6 +157,8 @@ def rewrite(
         for chunk in (name for name in loaded if name.startswith("model")):
             flat = {renamed(name, names): value for name, value in loaded[chunk].items() if "_extra_state" not in name}
             flat.pop("", None)
+            last = [name for name in flat if name.startswith("word_embeddings_for_head")]
+            flat |= {name: flat.pop(name) for name in last}
             root[chunk] = nested({name: change(name, value) for name, value in flat.items()})
         root |= {name: loaded[name] for name in keep}
         out = target / "iter_0000010" / folder

@@ -25,6 +25,7 @@ from core.store import LocalStore
 from core.topology import Topology
 from tests.materialize import tensor_bytes
 from tests.rank_files import assert_same_weights
+from tests.reshard.old_names import BERT, T5, assert_same_nested, old_order, rewrite
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -86,6 +87,25 @@ def test_torch_dist_has_the_keys_chunks_and_values_that_megatron_saves(
         assert {piece.box for piece in ours.fragments(key)} == {piece.box for piece in theirs.fragments(key)}, key
         assert (tensor_bytes(ours, store, key) == tensor_bytes(theirs, their_store, key)).all(), key
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "a", "b"),
+    [
+        ("bert", "tp2_pp2", "tp1_pp1"),
+        ("bert", "tp1_pp1", "tp2_pp2"),
+        ("t5", "tp1_pp1", "tp4_pp1"),
+        ("t5", "tp4_pp1", "tp2_pp1"),
+    ],
+)
+@pytest.mark.parametrize("version", [0, 1.0, 3.0])
+def test_models_of_megatron_legacy(saved: Path, tmp_path: Path, model: str, a: str, b: str, version: float) -> None:
+    names = BERT if model == "bert" else T5
+    order = old_order(version, heads=4 // sizes(a)["tp"], channels=4)
+    rewrite(saved / model / a / "ranks", tmp_path / "a", names, version=version, change=order)
+    rewrite(saved / model / b / "ranks", tmp_path / "b", names)
+    run(Job(src=tmp_path / "a", dst=tmp_path / "out", topology=TopologyChange(**sizes(b)), fsync=False))
+    assert_same_nested(tmp_path / "out", tmp_path / "b")
 
 
 def test_a_model_is_told_by_its_names(saved: Path) -> None:
