@@ -45,9 +45,10 @@ def joined(catalog: Catalog, rules: Rules) -> Catalog:
     """
     found: dict[str, tuple[int, dict[str, TensorMeta]]] = {}
     order: dict[str, tuple[str, ...]] = {}
+    names = rules.part_names
     for key, meta in catalog.tensors.items():
         whole, _, name = key.rpartition(".")
-        rule = rules.parted_rule(param_of(whole), name) if name in rules.part_names else None
+        rule = rules.parted_rule(param_of(whole), name) if name in names else None
         if rule is not None and rule.axis is not None:
             found.setdefault(whole, (rule.axis + _n_front(whole, rules), {}))[1][name] = meta
             order[whole] = rule.names

@@ -29,6 +29,7 @@ _RULE_FIELDS = {
     "source",
 }
 _SIZE_FIELDS = {"name", "pattern", "axis", "args", "source"}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _NEEDS_AXIS = ("split", "vocab")
 
 
@@ -155,6 +156,7 @@ class Rules:
         unstacked: beginnings of names within layers that torch_dist never stacks.
         renamed: beginnings of names within layers that differ between newer rank files and torch_dist.
         inner: what stands before names of a layer that is within another layer, or None.
+        tells_numbers_apart: a rule fits some layers or experts and not others.
     """
 
     rules: tuple[Rule, ...]
@@ -169,6 +171,7 @@ class Rules:
     unstacked: tuple[str, ...] = ()
     renamed: tuple[str, str] = ("", "")
     inner: re.Pattern[str] | None = None
+    tells_numbers_apart: bool = True
     _fits: dict[str, Rule | None] = field(init=False, repr=False, compare=False, default_factory=dict)
     """What was looked up before, by name; the same for ``_experts``."""
     _experts: dict[str, Expert | None] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -202,6 +205,8 @@ class Rules:
         return rule
 
     def _first_fit(self, name: str) -> Rule | None:
+        if not self.tells_numbers_apart:
+            name = _NUMBER.sub("0", name)
         if name not in self._fits:
             _forget_if_full(self._fits)
             self._fits[name] = next((rule for rule in self.rules if rule.pattern.search(name)), None)
@@ -337,6 +342,12 @@ def _part_names(rules: tuple[Rule, ...]) -> frozenset[str]:
     return frozenset(name for rule in rules for name in rule.names)
 
 
+def _tells_numbers_apart(rule: Rule) -> bool:
+    """Whether a rule may fit one layer or expert and not another: a digit is in its pattern, and not in a word."""
+    text = re.sub(r"\\.|(?<=[a-z_])(\[[^\]]*\]|[0-9]+)", "", rule.pattern.pattern)
+    return re.search("[0-9]", text) is not None
+
+
 def _exchanged(sub: str, pairs: Sequence[tuple[str, str]]) -> str:
     for old, new in pairs:
         if sub.startswith(old):
@@ -403,6 +414,7 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
         unstacked=tuple(table["unstacked"]),
         renamed=(str(table["renamed"][0]), str(table["renamed"][1])),
         inner=re.compile(table["inner"]),
+        tells_numbers_apart=any(map(_tells_numbers_apart, rules)),
     )
 
 
