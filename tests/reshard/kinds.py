@@ -15,6 +15,7 @@ import numpy as np
 from core.box import whole
 from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
 from core.inert import TensorLeaf, namespace, ordered_dict
+from core.pipeline import Pipeline, parse_layout
 from core.store import MemoryStore
 from core.topology import Topology, rank_dir
 
@@ -38,12 +39,14 @@ class Kind:
         config: fields of its configuration, beside the usual ones.
         pattern: of a hybrid model.
         args: training arguments that are no fields of the configuration.
+        pipelines: pipeline layouts by the number of stages.
     """
 
     config: Mapping[str, object] = field(default_factory=dict)
     pattern: str | None = None
     is_tied: bool = False
     args: Mapping[str, object] = field(default_factory=dict)
+    pipelines: Mapping[int, str] = field(default_factory=dict)
     layouts: tuple[tuple[int, int, int], ...] = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1))
 
     def case(self, name: str, sizes: tuple[int, int, int]) -> dict[str, object]:
@@ -51,11 +54,15 @@ class Kind:
         args = {
             "vocab_size": 64,
             "is_tied": self.is_tied,
-            "config": {**_BASE, **self.config},
+            "config": {**_BASE, **self.config, **self.pipeline(sizes[1])},
             "pattern": self.pattern,
             "multi_latent_attention": bool(self.args.get("multi_latent_attention")),
         }
         return {"name": f"{name}.{'.'.join(map(str, sizes))}", "sizes": sizes, "args": args}
+
+    def pipeline(self, pp: int) -> dict[str, object]:
+        """The argument for the pipeline layout, where there is one."""
+        return {"pipeline_model_parallel_layout": self.pipelines[pp]} if pp in self.pipelines else {}
 
     def arguments(self, topology: Topology) -> dict[str, object]:
         """Its training arguments."""
@@ -74,6 +81,7 @@ class Kind:
             "make_vocab_size_divisible_by": 16,
             "padded_vocab_size": 64,
             "hybrid_override_pattern": self.pattern,
+            **self.pipeline(topology.pp),
             **self.args,
         }
 
@@ -86,6 +94,11 @@ KINDS = {
     "prediction, experts": Kind(
         {"mtp_num_layers": 1, "num_moe_experts": 4, "moe_layer_freq": [0, 1, 1, 1], "moe_ffn_hidden_size": 8},
         layouts=((1, 1, 1), (2, 1, 1), (1, 2, 2), (1, 1, 4)),
+    ),
+    "prediction, apart": Kind(
+        {"mtp_num_layers": 1},
+        pipelines={2: "Ettt|tmL", 4: "Et|tt|tm|L"},
+        layouts=((1, 1, 1), (2, 2, 1), (1, 4, 1)),
     ),
     "hybrid": Kind(_MAMBA, pattern="M*-M", args=_TE),
     "Mamba": Kind({**_MAMBA, "mamba_num_heads": 4}, pattern="MMMM", args=_TE),
@@ -130,9 +143,11 @@ def built(folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-1500:]
 
 
-def topology_of(sizes: tuple[int, int, int]) -> Topology:
+def topology_of(sizes: tuple[int, int, int], name: str | None = None) -> Topology:
+    """The sizes, with the pipeline layout that a kind has at them."""
     tp, pp, ep = sizes
-    return Topology(tp=tp, pp=pp, ep=ep)
+    layout = None if name is None else KINDS[name].pipelines.get(pp)
+    return Topology(tp=tp, pp=pp, ep=ep, pipeline=None if layout is None else Pipeline(layout=parse_layout(layout)))
 
 
 @cache

@@ -60,13 +60,13 @@ def check_files(source: Catalog, store: MemoryStore, topology: Topology, wanted:
 @pytest.mark.parametrize(("name", "a", "b"), PAIRS)
 def test_rank_files_are_megatrons(folder: Path, name: str, a: Sizes, b: Sizes) -> None:
     store, source = source_of(folder, name, a)
-    check_files(source, store, topology_of(b), files(folder, name, b))
+    check_files(source, store, topology_of(b, name), files(folder, name, b))
 
 
 @pytest.mark.parametrize(("name", "a", "b"), PAIRS)
 def test_torch_dist_is_megatrons(folder: Path, name: str, a: Sizes, b: Sizes) -> None:
     store, source = source_of(folder, name, a)
-    stacked = stack(source, topology_of(b), rules=RULES)
+    stacked = stack(source, topology_of(b, name), rules=RULES)
     wanted = dist_tensors(folder, name, b)
     assert set(stacked.target.tensors) == set(wanted)
     arrays = filled(stacked.target, stacked.source, store)  # type: ignore[arg-type]
@@ -84,4 +84,4 @@ def test_rank_files_from_torch_dist_are_megatrons(folder: Path, name: str, sizes
     args = KINDS[name].arguments(Topology())
     store, catalog = dist_catalog(args, dist_tensors(folder, name, sizes))
     source = unshard(catalog, rules=RULES)
-    check_files(source, store, topology_of(sizes), files(folder, name, sizes), states=False)
+    check_files(source, store, topology_of(sizes, name), files(folder, name, sizes), states=False)
