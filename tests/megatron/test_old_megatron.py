@@ -1,0 +1,85 @@
+"""megatron-core 0.12.1 saves in forms that newer ones no longer load; 0.16.1 loads what this project makes of them.
+
+Rank files go both ways. The stored names are the same, and so are the tests: see ``tests.megatron.resharding``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.megatron import Form, Megatron
+from tests.megatron.resharding import prove
+from tests.megatron.setting import Layout, Model, Optimizer, Run
+
+ONE, TP2, PP2, DP2, EP2 = Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(ep=2, dp=2)
+
+WIDE = Model(hidden=128, ffn=64)
+WIDE_TIED = Model(hidden=128, ffn=64, is_tied=True, vocab=60, divisible_by=8)
+WIDE_MOE = Model(hidden=128, ffn=64, experts=4)
+
+FLOAT16, FP32 = Optimizer(), Optimizer(kind="fp32")
+ONE_BUCKET = Optimizer(kind="distributed")
+BUCKETS = Optimizer(kind="distributed", overlap=True, bucket_size=40_000)
+
+RANK_FILES = Form()
+TARGETS = {
+    "float16": {"to_rank_files": RANK_FILES, "to_torch_dist": Form("torch_dist")},
+    "distributed": {"to_rank_files": RANK_FILES, "to_params": Form("torch_dist", "fully_reshardable")},
+}
+
+FLOAT16_CASES = {
+    "dense_tp2_to_pp2": (WIDE, FLOAT16, TP2, PP2),
+    "dense_pp2_to_tp2": (WIDE, FLOAT16, PP2, TP2),
+    "tied_pp2_to_one": (WIDE_TIED, FLOAT16, PP2, ONE),
+    "moe_ep2_to_one": (WIDE_MOE, FLOAT16, EP2, ONE),
+}
+
+DISTRIBUTED_CASES = {
+    "dp2_to_tp2": (WIDE, ONE_BUCKET, DP2, TP2),
+    "tp2_to_pp2": (WIDE, BUCKETS, TP2, PP2),
+    "tied_pp2_to_one": (WIDE_TIED, BUCKETS, PP2, ONE),
+    "moe_ep2_to_one": (WIDE_MOE, BUCKETS, EP2, ONE),
+}
+
+OLD_FORMS = {
+    "model_space": Form("torch_dist", "fully_sharded_model_space"),
+    "bucket_space": Form("torch_dist", "fully_sharded_bucket_space"),
+    "gathered": Form("torch_dist", "dp_zero_gather_scatter"),
+    "zarr": Form("zarr", "fully_sharded_model_space"),
+    "rank_files": RANK_FILES,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FLOAT16_CASES)
+@pytest.mark.parametrize("source", [RANK_FILES, Form("torch_dist"), Form("zarr")], ids=["ranks", "torch_dist", "zarr"])
+@pytest.mark.parametrize("target", TARGETS["float16"])
+def test_training_of_old_megatron_goes_on_in_new(
+    old_worker: Megatron, worker: Megatron, tmp_path: Path, name: str, source: Form, target: str
+) -> None:
+    model, optimizer, layout, other = FLOAT16_CASES[name]
+    run = Run(model=model, optimizer=optimizer, layout=layout)
+    target_form = TARGETS["float16"][target]
+    prove(worker, run, other, tmp_path, source_form=source, target_form=target_form, saver=old_worker)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", DISTRIBUTED_CASES)
+@pytest.mark.parametrize("source", OLD_FORMS)
+@pytest.mark.parametrize("target", TARGETS["distributed"])
+def test_training_with_the_distributed_optimizer_of_old_megatron_goes_on_in_new(
+    old_worker: Megatron, worker: Megatron, tmp_path: Path, name: str, source: str, target: str
+) -> None:
+    model, optimizer, layout, other = DISTRIBUTED_CASES[name]
+    run = Run(model=model, optimizer=optimizer, layout=layout)
+    source_form, target_form = OLD_FORMS[source], TARGETS["distributed"][target]
+    prove(worker, run, other, tmp_path, source_form=source_form, target_form=target_form, saver=old_worker)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FLOAT16_CASES)
+def test_training_goes_on_in_old_megatron(old_worker: Megatron, tmp_path: Path, name: str) -> None:
+    model, optimizer, layout, other = FLOAT16_CASES[name]
+    prove(old_worker, Run(model=model, optimizer=optimizer, layout=layout), other, tmp_path)
