@@ -19,6 +19,8 @@ from tests.reshard.numbered_files import Style, assert_same_optimizer, save
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
+
 STYLES = {
     "prediction": Style(),
     "prediction, experts": Style(),

@@ -68,9 +68,14 @@ class Made:
                         continue
                     local = f"decoder.layers.{int(number) - firsts[rank.pp]}.{sub}"
                 elif rank.pp != (0 if name.startswith("embedding") else topology.pp - 1):
-                    continue
+                    if not self.has_predictions or rank.pp != topology.pp - 1:
+                        continue  # multi-token prediction has a copy of the embedding
                 held[local] = cut(arrays[name], place, rank.tp, topology.tp)
         return found
+
+    @property
+    def has_predictions(self) -> bool:
+        return any(name.startswith("mtp.") for name in self.tensors)
 
     def arguments(self, topology: Topology) -> dict[str, object]:
         return {
@@ -194,6 +199,24 @@ def among(
 
 
 BLOCK = ATTENTION | MLP
+
+
+def with_prediction(made: Made, layers: dict[str, tuple[Shape, Place]], **args: object) -> Made:
+    """A model with one multi-token prediction, whose own layers are in a layer called ``mtp_model_layer``."""
+    own: dict[str, tuple[Shape, Place]] = {
+        "enorm.weight": ((8,), REPLICATED),
+        "hnorm.weight": ((8,), REPLICATED),
+        "eh_proj.weight": ((8, 16), (0, ())),
+        **{f"mtp_model_layer.{name}": place for name, place in layers.items()},
+        "final_layernorm.weight": ((8,), REPLICATED),
+    }
+    tensors = dict(made.tensors)
+    output = tensors.pop("output_layer.weight")
+    tensors |= {f"mtp.layers.0.{name}": place for name, place in own.items()}
+    more = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": None, **args}
+    return replace(made, tensors={**tensors, "output_layer.weight": output}, args={**made.args, **more})
+
+
 MODELS = {
     "Mamba-1": model([MAMBA_1] * 4, norm="final_norm"),
     "Mamba-2 by shapes": model([MAMBA_2] * 4, norm="final_norm"),
@@ -203,6 +226,12 @@ MODELS = {
         hybrid_attention_ratio=0.25,
         hybrid_mlp_ratio=0.25,
         **SIZES,
+    ),
+    "prediction": with_prediction(model([BLOCK] * 4), BLOCK),
+    "hybrid with prediction": with_prediction(
+        model([MAMBA_2, BLOCK] * 2, norm="final_norm"),
+        {f"layers.{number}.{name}": at for number, layer in enumerate([MAMBA_2, MLP]) for name, at in layer.items()},
+        hybrid_override_pattern="M*M*/M-",
     ),
     "LoRA": model([among(BLOCK, ADAPTERS)] * 4),
     "LoRA of Mamba": model([among(MAMBA_2, MAMBA_ADAPTERS), BLOCK] * 2, norm="final_norm", hybrid_attention_ratio=0.5),
@@ -236,6 +265,32 @@ def test_torch_dist_has_the_parts_of_mamba_2_apart_and_mamba_1_whole() -> None:
         again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
         for key, array in made.arrays().items():
             assert tensor_bytes(again, store, key).tobytes() == array.tobytes(), key
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "is_renamed"),
+    [("prediction", "transformer_layer.", True), ("hybrid with prediction", "mtp_model_layer.layers.0.", False)],
+)
+def test_torch_dist_has_its_own_name_for_the_layer_of_a_prediction(name: str, inner: str, is_renamed: bool) -> None:
+    made = MODELS[name]
+    store, catalog = catalog_of(made.arguments(Topology(pp=2)), Topology(pp=2), made.files(Topology(pp=2)))
+    stacked = stack(unshard(catalog, rules=RULES), Topology(pp=2), rules=RULES)
+    assert any(key.startswith(f"mtp.layers.0.{inner}") for key in stacked.target.tensors)
+    assert not is_renamed or not any("mtp_model_layer" in key for key in stacked.target.tensors)
+    again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
+    assert set(again.tensors) == set(made.tensors)
+    for key, array in made.arrays().items():
+        assert tensor_bytes(again, store, key).tobytes() == array.tobytes(), key
+
+
+def test_a_prediction_with_shared_embeddings_needs_one_stage() -> None:
+    shared = MODELS["prediction"]
+    tensors = {name: at for name, at in shared.tensors.items() if name != "output_layer.weight"}
+    made = replace(shared, tensors=tensors, args={**shared.args, "untie_embeddings_and_output_weights": False})
+    made.check(Topology(), Topology(tp=2))
+    error = refusal(made, Topology(), Topology(pp=2))
+    assert isinstance(error, UnsupportedError)
+    assert "shared embeddings in 2 pipeline stages" in error.message
 
 
 def test_a_part_that_is_missing_in_torch_dist_is_named() -> None:
