@@ -88,13 +88,19 @@ def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None =
     if left_out:
         notes.append(f"{len(left_out)} entries left out by --include/--exclude")
     catalog, renamed = _renamed(catalog, job)
+    n_before = len(catalog.tensors)
     if job.untie:
         catalog = untie(catalog, job.untie)
         notes += [f"{added} is written as a copy of {original}" for added, original in job.untie]
+        n_states = len(catalog.tensors) - n_before - len(job.untie)
+        notes += [f"{n_states} tensors of the optimizer are written as copies with them"] if n_states > 0 else []
+        n_before = len(catalog.tensors)
     if job.tie:
         catalog = tie(catalog, job.tie)
         left_out += tuple(gone for gone, _ in job.tie)
         notes += [f"{gone} is left out, as it equals {kept}" for gone, kept in job.tie]
+        n_states = n_before - len(catalog.tensors) - len(job.tie)
+        notes += [f"{n_states} tensors of the optimizer are left out with them"] if n_states > 0 else []
     edits |= _tie_edits(job)
     catalog = _restacked(catalog, job, notes)
     if job.dtype:

@@ -108,7 +108,7 @@ def stack(
     states = _states(catalog, opaque, facts, rules, dropped)
     is_stacked = facts.is_stacked and _is_homogeneous(catalog, cuts, stages, rules)
     places = _Places(stages, topology, facts, rules, is_stacked)
-    optimizer = StackedOptimizer(catalog, format)
+    optimizer = StackedOptimizer(catalog, format, topology, facts, rules)
     members: dict[str, list[_Member]] = {}
     for key in cuts:
         name, member = places.of(param_of(key))

@@ -19,6 +19,7 @@ Formats without a layout (DCP, torch, safetensors …) get one of this project's
     optimizer
     ├── kind: "float16"                    ``core.optimizer.KINDS``
     ├── common_step
+    ├── omits_empty                        as in ``core.optimizer.Optimizer``, where it is known
     ├── param_groups: [{lr, …, params: [global names]}, …]
     └── grad_scaler …
 
@@ -39,7 +40,7 @@ SHARDING = "param_state_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"
 MODEL_SPACE = "fully_sharded_model_space"
 _TENSORS = frozenset(("state", "param_state", "fp32_from_fp16_params", "fp32_from_fp16"))
-_OWN = frozenset(("kind", "common_step", "param_groups", "state"))
+_OWN = frozenset(("kind", "common_step", "omits_empty", "param_groups", "state"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,7 @@ def _own(entry: Mapping[object, object], moments: tuple[str, ...]) -> ReadEntrie
         moments or ("exp_avg", "exp_avg_sq"),
         TensorLeaf(STEP) if isinstance(step, TensorLeaf) else step,
         {str(name): value for name, value in entry.items() if name not in _OWN},
+        omits if isinstance(omits := entry.get("omits_empty"), bool) else None,
     )
     return ReadEntries(optimizer, (step.key,) if isinstance(step, TensorLeaf) else ())
 
@@ -214,6 +216,8 @@ def object_entry(optimizer: Optimizer) -> dict[object, object]:
     made: dict[object, object] = {"kind": optimizer.kind}
     if optimizer.step is not None:
         made["common_step"] = optimizer.step
+    if optimizer.omits_empty is not None:
+        made["omits_empty"] = optimizer.omits_empty
     made["param_groups"] = groups
     made |= optimizer.entries.items()
     return made

@@ -24,6 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from core.optimizer import MASTERS, MOMENTS
 from core.transform import is_optimizer_key
 
 TITLES = {
@@ -39,9 +40,6 @@ TITLES = {
     "other": "not recognised",
 }
 """Format name → a few words for people."""
-
-MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "sum"})
-MASTERS = frozenset({"fp32_param", "fp32_from_fp16_params", "master_param", "fp32", "param"})
 
 _BUCKETS = re.compile(r"gbuf_idx_\d+|\.bucket_idx_\d+")
 _BY_STATE = re.compile(rf"(chained_\d+\.)?optimizer\.state\.(?P<state>{'|'.join(sorted(MOMENTS | MASTERS))})\.(?=.)")

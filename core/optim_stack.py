@@ -21,12 +21,17 @@ distrib_optimizer}.py``; pinned in tests/golden (``mcore*_torch_dist``, ``mcore0
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from core.catalog import Catalog
 from core.inert import as_mapping
+from core.layout_args import Facts
+from core.layout_rules import Rules
 from core.layout_state import CONTENT, OPTIMIZER, common_of
 from core.optim_entries import FULLY_RESHARDABLE, MODEL_SPACE, SHARDING, common_entry
-from core.optimizer import MASTER, STATES, Optimizer, state_of
+from core.optim_target_groups import target_groups
+from core.optimizer import MASTER, STATES, Optimizer, ParamGroup, state_of
+from core.topology import Topology
 
 _CONTENT_SHARDING = "distrib_optim_sharding_type"
 
@@ -50,12 +55,25 @@ def wanted_sharding(format: str) -> str:
     return FULLY_RESHARDABLE if format == "torch_dist" else MODEL_SPACE
 
 
+def _regrouped(catalog: Catalog, optimizer: Optimizer, topology: Topology, facts: Facts, rules: Rules) -> Optimizer:
+    """The optimizer with the groups that it has where experts are distributed in another way."""
+    before = facts.topology
+    if not facts.n_experts or (topology.ep, topology.expert_tp) == (before.ep, before.expert_tp):
+        return optimizer
+    named = {found[1] for key in catalog.tensors if (found := state_of(key)) is not None}
+    axes = {key: len(meta.shape) for key, meta in catalog.tensors.items() if key in named}
+    groups = target_groups(optimizer, axes, topology, facts, rules, catalog.attrs.get("args"))
+    return replace(optimizer, groups=tuple(ParamGroup(settings) for settings in groups.settings))
+
+
 class StackedOptimizer:
     """What a checkpoint holds of an optimizer beside its tensors; nothing where there is none.
 
     Args:
         catalog: the global per-layer form.
         format: ``torch_dist`` or ``zarr``.
+        topology: sizes of the destination: with expert parallelism, experts have groups of their own.
+        facts: of the source.
 
     Attributes:
         common: entries of the common state.
@@ -63,9 +81,9 @@ class StackedOptimizer:
         notes: what the user should know.
     """
 
-    def __init__(self, catalog: Catalog, format: str) -> None:
+    def __init__(self, catalog: Catalog, format: str, topology: Topology, facts: Facts, rules: Rules) -> None:
         found = catalog.attrs.get(OPTIMIZER)
-        self._optimizer = found if isinstance(found, Optimizer) else None
+        self._optimizer = _regrouped(catalog, found, topology, facts, rules) if isinstance(found, Optimizer) else None
         self._sharding = wanted_sharding(format)
         self.common: dict[object, object] = {}
         self.attrs: dict[str, object] = {}

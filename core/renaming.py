@@ -1,21 +1,22 @@
 """New keys for tensors and objects: by regular expressions, without a prefix, with one.
 
 The optimizer's entries follow their parameters: ``optimizer.state.model.w.exp_avg`` becomes
-``optimizer.state.w.exp_avg`` when ``model.w`` becomes ``w``. An optimizer may name parameters as they are called inside
-of the model's container (``optimizer.state.w.exp_avg`` beside ``model.w``). Regular expressions see the optimizer's
-keys too; an entry that they change themselves does not follow. The lists of names in parameter groups
-(``optimizer.param_groups.0.params``) do.
+``optimizer.state.w.exp_avg`` when ``model.w`` becomes ``w``, and so do Megatron's (``optimizer.state.exp_avg.w``). An
+optimizer may name parameters as they are called inside of the model's container (``optimizer.state.w.exp_avg`` beside
+``model.w``). Regular expressions see the optimizer's keys too; an entry that they change themselves does not follow.
+The lists of names in parameter groups (``optimizer.param_groups.0.params``) do.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from core.catalog import Catalog, Fragment
 from core.errors import CorruptError, UsageError
 from core.inert import ObjectLeaf, TensorLeaf
+from core.optimizer import MASTERS, MOMENTS, Optimizer
 from core.select import LIST_THEM
 from core.skeleton import Entry, entries, nested
 
@@ -27,7 +28,12 @@ _OPTIMIZER = re.compile(
     r"|(^|\.)(exp_avg|exp_avg_sq|fp32_param|momentum_buffer|max_exp_avg_sq|fp32_from_fp16_params)(\.|$)"
 )
 _OF_PARAMETER = re.compile(
-    r"(?P<head>(?:.*?\.)??(?:state|param_groups)\.)(?P<parameter>.+)\.(?P<leaf>[^.]+)", re.DOTALL
+    r"(?P<before>(?:.*?\.)??(?:state|param_groups)\.)(?P<parameter>.+)(?P<after>\.[^.]+)", re.DOTALL
+)
+_MEGATRONS = re.compile(
+    rf"(?P<before>(?:chained_\d+\.)?optimizer\.state\.(?:{'|'.join(sorted(MOMENTS | MASTERS))})\.)"
+    r"(?P<parameter>.+)(?P<after>)",
+    re.DOTALL,
 )
 _PARAMETERS = re.compile(r"(?:.*\.)?param_groups\.\d+\.params", re.DOTALL)
 
@@ -127,34 +133,63 @@ def add_prefix(catalog: Catalog, prefix: str) -> Renamed:
     return _under(catalog, _with_states(catalog, new_of), option="--add-prefix")
 
 
-def _parameters(catalog: Catalog) -> dict[str, str]:
-    """A parameter's name in the optimizer's entries → the key of its tensor, for those that have one.
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """An entry of an optimizer that belongs to one parameter.
+
+    Args:
+        before, parameter, after: its key: ``optimizer.state.``, ``w``, ``.exp_avg``, or Megatron's
+            ``optimizer.state.exp_avg.``, ``w`` and nothing.
+        tensor: the key of the parameter's tensor, which may stand in a container (``model.w``).
+    """
+
+    before: str
+    parameter: str
+    after: str
+    tensor: str
+
+    def of(self, tensor: str) -> str:
+        """The key of the entry where the parameter's tensor has another key."""
+        return f"{self.before}{self.name_of(tensor)}{self.after}"
+
+    def name_of(self, tensor: str) -> str:
+        """What the optimizer calls a parameter whose tensor has a key."""
+        return tensor.removeprefix(self.tensor.removesuffix(self.parameter))
+
+
+def _of_parameter(key: str) -> re.Match[str] | None:
+    return _MEGATRONS.fullmatch(key) or _OF_PARAMETER.fullmatch(key)
+
+
+def owned_entries(catalog: Catalog) -> dict[str, Owned]:
+    """The optimizer's entries that belong to a parameter whose tensor there is, by key.
 
     Names that are no keys are looked for below the first names of the model's keys; all or none must be there.
     """
-    found = (_OF_PARAMETER.fullmatch(key) for key in (*catalog.tensors, *catalog.objects))
-    names = {match["parameter"] for match in found if match is not None and not match["parameter"].isdecimal()}
-    keys = {name: name for name in names if name in catalog.tensors}
-    rest = names - keys.keys()
+    matches = {key: match for key in (*catalog.tensors, *catalog.objects) if (match := _of_parameter(key)) is not None}
+    names = {match["parameter"] for match in matches.values() if not match["parameter"].isdecimal()}
+    tensor_of = {name: name for name in names if name in catalog.tensors}
+    rest = names - tensor_of.keys()
     if rest:
         first = min(rest)
         tensors = [key for key in catalog.tensors if key.endswith(f".{first}") and not is_optimizer_key(key)]
         for container in sorted((key[: -len(first)] for key in tensors), key=len):
             if all(container + name in catalog.tensors for name in rest):
-                return keys | {name: container + name for name in rest}
-    return keys
+                tensor_of |= {name: container + name for name in rest}
+                break
+    return {
+        key: Owned(match["before"], match["parameter"], match["after"], tensor_of[match["parameter"]])
+        for key, match in matches.items()
+        if match["parameter"] in tensor_of
+    }
 
 
 def _with_states(catalog: Catalog, new_of: Mapping[str, str]) -> dict[str, str]:
     """The new names, those of the optimizer's entries after their parameters'."""
     made = dict(new_of)
-    key_of = _parameters(catalog)
-    for key, new in new_of.items():
-        found = _OF_PARAMETER.fullmatch(key) if new == key else None
-        tensor = None if found is None else key_of.get(found["parameter"])
-        if found is not None and tensor is not None and new_of[tensor] != tensor:
-            container = tensor.removesuffix(found["parameter"])
-            made[key] = f"{found['head']}{new_of[tensor].removeprefix(container)}.{found['leaf']}"
+    for key, entry in owned_entries(catalog).items():
+        if new_of[key] == key and new_of[entry.tensor] != entry.tensor:
+            made[key] = entry.of(new_of[entry.tensor])
     return made
 
 
@@ -179,22 +214,33 @@ def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Ca
     (``optimizer.state.w.exp_avg`` beside ``model.w``).
 
     Args:
-        new_of: old key → new keys (several, where a tensor is taken apart), of what changes.
+        new_of: old key → new keys (several, where a tensor is taken apart; none, where it goes), of what changes.
     """
     names = dict(new_of)
     for key, news in new_of.items():
-        old, made = _OF_PARAMETER.fullmatch(key), [_OF_PARAMETER.fullmatch(new) for new in news]
+        old, made = _of_parameter(key), [_of_parameter(new) for new in news]
         if old is not None:
             names[old["parameter"]] = [
-                new["parameter"] for new in made if new is not None and new["head"] == old["head"]
-            ] or [old["parameter"]]
-    objects = dict(catalog.objects)
-    for key, item in catalog.objects.items():
-        if _PARAMETERS.fullmatch(key) is not None and isinstance(item.value, list):
-            after = [
-                new for name in item.value for new in (names.get(name, (name,)) if isinstance(name, str) else (name,))
-            ]
-            objects[key] = replace(item, value=list(dict.fromkeys(after)))
+                new["parameter"] for new in made if new is not None and new["before"] == old["before"]
+            ] or ([old["parameter"]] if news else [])
+
+    def after(params: Iterable[object]) -> list[object]:
+        made = [new for name in params for new in (names.get(name, (name,)) if isinstance(name, str) else (name,))]
+        return list(dict.fromkeys(made))
+
+    objects = {
+        key: replace(item, value=after(item.value))
+        if _PARAMETERS.fullmatch(key) is not None and isinstance(item.value, list)
+        else item
+        for key, item in catalog.objects.items()
+    }
+    optimizer = catalog.attrs.get("optimizer")
+    if isinstance(optimizer, Optimizer):
+        groups = tuple(
+            group if group.params is None else replace(group, params=tuple(map(str, after(group.params))))
+            for group in optimizer.groups
+        )
+        catalog = catalog.with_attrs(optimizer=replace(optimizer, groups=groups))
     return replace(catalog, objects=objects)
 
 
@@ -249,7 +295,7 @@ def moved(skeleton: object, new_of: Mapping[str, str]) -> object:
         if new != entry.key and new in placed:
             continue
         placed.add(new)
-        leaves[_new_path(entry, new)] = with_key(entry.leaf, new)
+        leaves[new_path(entry, new)] = with_key(entry.leaf, new)
     return nested_again(leaves)
 
 
@@ -269,7 +315,8 @@ def nested_again(leaves: Mapping[tuple[object, ...], object]) -> object:
         ) from err
 
 
-def _new_path(entry: Entry, new: str) -> tuple[object, ...]:
+def new_path(entry: Entry, new: str) -> tuple[object, ...]:
+    """Where a leaf stands under a new key, see ``moved``."""
     path = entry.path
     if new == entry.key:
         return path

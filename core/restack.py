@@ -127,13 +127,14 @@ def _stacked(catalog: Catalog, parts: Mapping[str, Sequence[str]]) -> Catalog:
 
     skeleton = catalog.skeleton
     news_of = {key: (new,) for key, new in new_of.items()}
+    followed = with_parameters(catalog, news_of)
     return replace(
         catalog,
         tensors=tensors,
-        objects=with_parameters(catalog, news_of).objects,
+        objects=followed.objects,
         fragments_of=fragments_of,
         skeleton=None if skeleton is None else moved(skeleton, new_of),
-        attrs=_attrs(catalog, news_of),
+        attrs=_attrs(followed, news_of),
     )
 
 
@@ -238,13 +239,14 @@ def _unstacked(catalog: Catalog, parts: Mapping[str, Sequence[str]], head_of: Ma
         return catalog.fragments(key) if found is None else layers_of(found[0])[found[1]]
 
     skeleton = catalog.skeleton
+    followed = with_parameters(catalog, parts)
     return replace(
         catalog,
         tensors=tensors,
-        objects=with_parameters(catalog, parts).objects,
+        objects=followed.objects,
         fragments_of=fragments_of,
         skeleton=None if skeleton is None else _with_layers(skeleton, parts),
-        attrs=_attrs(catalog, {key: tuple(news) for key, news in parts.items()}),
+        attrs=_attrs(followed, {key: tuple(news) for key, news in parts.items()}),
     )
 
 

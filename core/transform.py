@@ -14,9 +14,11 @@ from core.catalog import Catalog, TensorMeta
 from core.dtypes import dtype_of
 from core.errors import UsageError
 from core.inert import TensorLeaf, as_mapping, walk
+from core.optimizer import MASTERS, MOMENTS, Optimizer, state_of
 from core.quantize import companion
 from core.renaming import add_prefix as add_prefix
 from core.renaming import is_optimizer_key as is_optimizer_key
+from core.renaming import owned_entries, with_parameters
 from core.renaming import rename as rename
 from core.renaming import renamed as renamed
 from core.renaming import strip_prefix as strip_prefix
@@ -43,6 +45,8 @@ class Selection:
 def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Selection:
     """Keeps the entries that match an ``include`` glob (all, if there is none) and no ``exclude`` glob.
 
+    The optimizer's entries of a parameter go with it, wherever ``exclude`` takes it out.
+
     Args:
         include, exclude: patterns of ``core.select`` over whole keys. They choose tensors and objects alike.
 
@@ -58,8 +62,16 @@ def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[s
         if not any(map(matches, every)):
             raise UsageError(f"no tensor or object matches {glob!r}", hint=LIST_THEM)
 
+    out = {key for key in every if any(m(key) for m in unwanted)}
+    left = {key for key in out if key in catalog.tensors and not is_optimizer_key(key)}
+    if left:
+        owned = owned_entries(catalog)
+        out |= {key for key, entry in owned.items() if entry.tensor in left}
+        names = left | {entry.parameter for entry in owned.values() if entry.tensor in left}
+        catalog = with_parameters(catalog, dict.fromkeys(names, ()))
+
     def is_kept(key: str) -> bool:
-        return (not wanted or any(m(key) for m in wanted)) and not any(m(key) for m in unwanted)
+        return (not wanted or any(m(key) for m in wanted)) and key not in out
 
     return _kept(catalog, is_kept)
 
@@ -74,7 +86,11 @@ def _kept(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     skeleton = catalog.skeleton
     if skeleton is not None:
         skeleton = mapped(skeleton, lambda entry: entry.leaf if is_kept(entry.key) else REMOVED)
-    values = [catalog.attrs.get("common"), *(item.value for item in objects.values())]
+    optimizer = catalog.attrs.get("optimizer")
+    if isinstance(optimizer, Optimizer) and not any(map(state_of, tensors)):
+        optimizer = None
+    inside = [optimizer.step, optimizer.entries] if isinstance(optimizer, Optimizer) else []
+    values = [catalog.attrs.get("common"), inside, *(item.value for item in objects.values())]
     hidden_keys = {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
     hidden_keys |= {item.raw_key for item in objects.values() if item.raw_key is not None}
     carried = catalog.attrs.get("carried")
@@ -85,7 +101,11 @@ def _kept(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
         objects=objects,
         hidden={key: meta for key, meta in catalog.hidden.items() if key in hidden_keys},
         skeleton=skeleton,
-        attrs={**catalog.attrs, "aliases": aliases_among(catalog.attrs.get("aliases"), tensors)},
+        attrs={
+            **catalog.attrs,
+            "aliases": aliases_among(catalog.attrs.get("aliases"), tensors),
+            **({} if "optimizer" not in catalog.attrs else {"optimizer": optimizer}),
+        },
     )
     return Selection(kept, tuple(key for key in every if not is_kept(key)))
 
@@ -105,13 +125,25 @@ _KEPT_PRECISION = re.compile(
 )
 
 
+_NAMES_STATES = re.compile(rf"optim|(^|[^a-z])state(s?)\.|{'|'.join(sorted(MOMENTS | MASTERS - {'param', 'fp32'}))}")
+
+
+def _casts(glob: str) -> Callable[[str], bool]:
+    """Whether a glob reaches a tensor: one of the optimizer's only if the glob names the optimizer."""
+    matches = matcher(glob)
+    if _NAMES_STATES.search(glob) is not None:
+        return matches
+    return lambda key: matches(key) and not is_optimizer_key(key)
+
+
 def cast_of(rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None = None) -> Callable[[TensorMeta], str]:
     """The dtype that each tensor is to have.
 
     Args:
         rules: ``(glob, dtype)`` pairs, later ones win; a glob of None means the model's floating-point tensors of at
             least 16 bits, but not optimizer state, router biases, scales and others that are kept in their precision on
-            purpose, which only a glob reaches. A cast to float8 rounds and saturates, and makes no scales.
+            purpose, which only a glob reaches. Optimizer state is reached by globs that name it (``optim``, ``state.``,
+            ``exp_avg`` …), not by such as ``*.weight``. A cast to float8 rounds and saturates, and makes no scales.
         keys: the tensors there are; None leaves unchecked that every glob matches one.
 
     Raises:
@@ -120,9 +152,9 @@ def cast_of(rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None 
     """
     present = None if keys is None else dict.fromkeys(keys)
     for glob, _ in rules:
-        if glob is not None and present is not None and not any(map(matcher(glob), present)):
+        if glob is not None and present is not None and not any(map(_casts(glob), present)):
             raise UsageError(f"--dtype: no tensor matches {glob!r}", hint=LIST_THEM)
-    parsed = [(None if glob is None else matcher(glob), dtype_of(name).name) for glob, name in rules]
+    parsed = [(None if glob is None else _casts(glob), dtype_of(name).name) for glob, name in rules]
     if any(matches is None and dtype_of(name).itemsize == 1 for matches, name in parsed):
         raise UsageError(
             "--dtype: a whole model is not cast to eight bits, which needs scales",

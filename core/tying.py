@@ -2,6 +2,9 @@
 
 ``tie`` trusts nobody: the fragments of the tensor that goes become replicas of the one that stays, so the engine
 compares every byte of both while it copies, and a difference is a ``ReplicaMismatchError``.
+
+The optimizer's entries follow: those of the tensor that goes are left out (their moments are sums over another use of
+the parameter, and equal to nothing), and one that comes gets copies of the other's, in its groups too.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from dataclasses import replace
 
 from core.catalog import Catalog, Fragment, TensorMeta
 from core.errors import UsageError
-from core.inert import TensorLeaf
-from core.renaming import nested_again
+from core.inert import ObjectLeaf, TensorLeaf
+from core.renaming import nested_again, new_path, owned_entries, with_parameters
 from core.select import LIST_THEM
 from core.skeleton import REMOVED, entries, mapped
 
@@ -21,7 +24,7 @@ Pair = tuple[str, str]
 
 
 def tie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
-    """Leaves the first tensor of each pair out, to be proven equal to the second while copying.
+    """Leaves the first tensor of each pair out, to be proven equal to the second while copying; its states with it.
 
     Raises:
         UsageError: there is no such tensor, both are the same, or their shapes or dtypes differ.
@@ -47,15 +50,19 @@ def _tied(catalog: Catalog, gone: str, kept: str) -> Catalog:
         copies = [replace(fragment, key=kept) for fragment in catalog.fragments(gone)]
         return (*catalog.fragments(kept), *copies)
 
+    owned = {key: entry for key, entry in owned_entries(catalog).items() if entry.tensor == gone}
+    out = {gone, *owned}
+    followed = with_parameters(catalog, dict.fromkeys([gone, *(entry.parameter for entry in owned.values())], ()))
     skeleton = catalog.skeleton
     if skeleton is not None:
-        skeleton = mapped(skeleton, lambda entry: REMOVED if entry.key == gone else entry.leaf)
+        skeleton = mapped(skeleton, lambda entry: REMOVED if entry.key in out else entry.leaf)
     return replace(
-        catalog,
-        tensors={key: meta for key, meta in catalog.tensors.items() if key != gone},
+        followed,
+        tensors={key: meta for key, meta in catalog.tensors.items() if key not in out},
+        objects={key: item for key, item in followed.objects.items() if key not in out},
         fragments_of=fragments_of,
         skeleton=skeleton,
-        attrs={**catalog.attrs, "aliases": _without(catalog, gone)},
+        attrs={**followed.attrs, "aliases": _without(catalog, gone)},
     )
 
 
@@ -73,7 +80,7 @@ def untie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
 
 
 def _untied(catalog: Catalog, added: str, original: str) -> Catalog:
-    meta = _found(catalog, original, option="--untie")
+    _found(catalog, original, option="--untie")
     aliases = catalog.attrs.get("aliases")
     known = aliases if isinstance(aliases, Mapping) else {}
     if added in catalog.tensors or added in catalog.objects:
@@ -85,31 +92,42 @@ def _untied(catalog: Catalog, added: str, original: str) -> Catalog:
             )
         return catalog.with_attrs(aliases=_without(catalog, added))
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
-        if key != added:
-            return catalog.fragments(key)
-        return [replace(fragment, key=added) for fragment in catalog.fragments(original)]
+    owned = {key: entry for key, entry in owned_entries(catalog).items() if entry.tensor == original}
+    old_of = {added: original, **{entry.of(added): key for key, entry in owned.items()}}
+    taken = next((new for new in old_of if new in catalog.tensors or new in catalog.objects), None)
+    if taken is not None:
+        raise UsageError("--untie: the optimizer has such an entry already", key=taken, hint="leave --untie out")
 
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        old = old_of.get(key)
+        return catalog.fragments(key) if old is None else [replace(piece, key=key) for piece in catalog.fragments(old)]
+
+    names = {original: (original, added)}
+    names |= {entry.parameter: (entry.parameter, entry.name_of(added)) for entry in owned.values()}
+    followed = with_parameters(catalog, names)
+    tensors = {new: replace(catalog.tensors[old], key=new) for new, old in old_of.items() if old in catalog.tensors}
+    objects = {new: replace(catalog.objects[old], key=new) for new, old in old_of.items() if old in catalog.objects}
     return replace(
-        catalog,
-        tensors={**catalog.tensors, added: replace(meta, key=added)},
+        followed,
+        tensors={**catalog.tensors, **tensors},
+        objects={**followed.objects, **objects},
         fragments_of=fragments_of,
-        skeleton=None if catalog.skeleton is None else _with_leaf(catalog.skeleton, added, original),
+        skeleton=None if catalog.skeleton is None else _with_leaves(catalog.skeleton, old_of),
     )
 
 
-def _with_leaf(skeleton: object, added: str, original: str) -> object:
-    """The skeleton with one more tensor: in the container of the original if its key says so, else at the root."""
+def _with_leaves(skeleton: object, old_of: Mapping[str, str]) -> object:
+    """The skeleton with more leaves: in the containers of the originals if their keys say so, else at the root."""
+    new_of = {old: new for new, old in old_of.items()}
     leaves: dict[tuple[object, ...], object] = {}
-    path: tuple[object, ...] = (added,)
+    added: dict[tuple[object, ...], object] = {}
     for entry in entries(skeleton):
         leaves[entry.path] = entry.leaf
-        if isinstance(entry.leaf, TensorLeaf) and entry.key == original:
-            for depth in range(1, len(entry.path)):
-                prefix = ".".join(map(str, entry.path[:depth])) + "."
-                if added.startswith(prefix) and len(added) > len(prefix):
-                    path = (*entry.path[:depth], added[len(prefix) :])
-    return nested_again({**leaves, path: TensorLeaf(added)})
+        new = new_of.get(entry.key)
+        if new is not None:
+            is_leaf = isinstance(entry.leaf, (TensorLeaf, ObjectLeaf))
+            added[new_path(entry, new)] = replace(entry.leaf, key=new) if is_leaf else entry.leaf  # type: ignore[type-var]
+    return nested_again({**leaves, **added})
 
 
 def _found(catalog: Catalog, key: str, *, option: str) -> TensorMeta:
