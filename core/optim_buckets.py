@@ -19,7 +19,7 @@ The keys say which rank of a model replica a buffer is of, but not which paramet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from core.catalog import Catalog, Fragment, TensorMeta
@@ -50,12 +50,14 @@ class BucketStates:
         tensors: its states, by ``core.optimizer.state_key``.
         fragments_of: their fragments.
         optimizer: the rest of it.
+        hidden: the tensors in its entries; ``fragments_of`` answers for them too.
         notes: what the user should know.
     """
 
     tensors: Mapping[str, TensorMeta]
     fragments_of: Callable[[str], Sequence[Fragment]]
     optimizer: Optimizer
+    hidden: Mapping[str, TensorMeta] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
 
@@ -94,13 +96,20 @@ def read_buckets(
     tensors = {
         key: TensorMeta(key, dtypes[key], model.tensors[found[0].held.key].shape) for key, found in places.items()
     }
-    settings, entries = shared_groups([(group.label, group.entries) for group in groups.values()])
-    states = tuple(dict.fromkeys(place.state for found in places.values() for place in found if place.state != MASTER))
+    copies: dict[str, list[str]] = {}
+    shared = shared_groups(
+        [(group.label, group.entries) for group in groups.values()],
+        lambda key, old: copies.setdefault(key, []).append(old),
+    )
+    states = dict.fromkeys(place.state for found in places.values() for place in found if place.state != MASTER)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
+        if key in copies:
+            return tuple(replace(one, key=key) for old in copies[key] for one in catalog.fragments(old))
         return tuple(fragment for place in places[key] for fragment in place.fragments())
 
-    return BucketStates(tensors, fragments_of, Optimizer("distributed", settings, states, None, entries), notes)
+    hidden = {key: replace(catalog.meta(old[0]), key=key) for key, old in copies.items()}
+    return BucketStates(tensors, fragments_of, shared.optimizer(states), hidden, notes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from core.optim_flat_layout import FlatParam, FlatSpace, starts_in
 from core.optim_flat_params import is_distributed_expert, is_shared_embedding, members_of_file
 from core.optim_proof import is_master
 from core.optim_ranks import Param, ParamState, RankFile, RankStates
-from core.optimizer import MASTER, Optimizer
+from core.optimizer import MASTER
 from core.store import ReadStore
 
 
@@ -51,9 +51,14 @@ def read_flat(
         if content is not None:
             states += reader.states(file, content, notes)
     _check_covered(files, states, facts, rules)
-    groups, entries = shared_groups([(file.folder, file.root.get(OPTIMIZER)) for file in files])
-    names = tuple(dict.fromkeys(state.state for state in states if state.state != MASTER))
-    return RankStates(Optimizer("distributed", groups, names, None, entries), states, notes=tuple(notes))
+    beside: dict[str, list[StoredArray]] = {}
+
+    def note(key: str, old: str) -> None:
+        beside.setdefault(key, []).append(reader.array_of(TensorLeaf(old)))
+
+    shared = shared_groups([(file.folder, file.root.get(OPTIMIZER)) for file in files], note)
+    names = dict.fromkeys(state.state for state in states if state.state != MASTER)
+    return RankStates(shared.optimizer(names), states, beside=beside, notes=tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class _Reader:
         for member, part in zip(members, parts, strict=True):
             if member is None:
                 continue
-            buffers = iter(buffers_of(member, self._array_of, rank=file.folder))
+            buffers = iter(buffers_of(member, self.array_of, rank=file.folder))
             for vp_rank in part.chunks:
                 held = [
                     param
@@ -88,7 +93,8 @@ class _Reader:
             if extra is not None:
                 raise CorruptError(f"there is a buffer {extra.number}, but no parameter for it", rank=file.folder)
 
-    def _array_of(self, leaf: TensorLeaf) -> StoredArray:
+    def array_of(self, leaf: TensorLeaf) -> StoredArray:
+        """The array of a leaf."""
         array = self.catalog.fragments(leaf.key)[0].array
         assert array is not None
         return array

@@ -5,44 +5,97 @@ Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/{__init__,distrib_optim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from core.errors import CorruptError
 from core.inert import as_mapping
-from core.layout_state import same
+from core.layout_state import renamed_leaves, same
 from core.optim_groups import identity
-from core.optimizer import ParamGroup
+from core.optimizer import Optimizer, ParamGroup
 
 GROUPS = "param_groups"
 
 
-def shared_groups(entries: Sequence[tuple[str, object]]) -> tuple[tuple[ParamGroup, ...], dict[str, object]]:
-    """(groups, other entries) of an optimizer that all ranks describe.
+@dataclass(frozen=True, slots=True)
+class SharedGroups:
+    """What all ranks say about an optimizer.
+
+    Args:
+        groups: without their parameters.
+        entries: others than groups (``grad_scaler``).
+        omits_empty: as in ``core.optimizer.Optimizer``.
+    """
+
+    groups: tuple[ParamGroup, ...]
+    entries: Mapping[str, object]
+    omits_empty: bool | None
+
+    def optimizer(self, states: Iterable[str]) -> Optimizer:
+        """The distributed optimizer with these states, beside masters."""
+        return Optimizer("distributed", self.groups, tuple(states), None, self.entries, self.omits_empty)
+
+
+def shared_groups(entries: Sequence[tuple[str, object]], note: Callable[[str, str], None]) -> SharedGroups:
+    """The groups and other entries of an optimizer that all ranks describe.
 
     Ranks may list groups in different orders, and before megatron-core 0.14 a rank listed only those that it had
     parameters of.
 
     Args:
-        entries: (rank directory, entry ``optimizer`` of its file).
+        entries: (rank directory, entry ``optimizer`` of its file, or that of one of its chained optimizers).
+        note: takes (new key, old key) of every tensor among them.
 
     Raises:
         CorruptError: an entry is none of an optimizer's, or ranks have trained differently.
     """
     groups: dict[tuple[object, ...], tuple[str, ParamGroup]] = {}
     others: dict[str, object] = {}
+    listed: list[set[tuple[object, ...]]] = []
     for rank, entry in entries:
         for member in entry if isinstance(entry, list) else [entry]:
             state = as_mapping(member) or {}
-            seen: dict[tuple[object, ...], int] = {}
-            for settings in _groups_of(state, rank=rank):
-                which = identity(settings)
-                n = seen[which] = seen.get(which, 0) + 1
+            mine: set[tuple[object, ...]] = set()
+            for stored in _groups_of(state, rank=rank):
+                which = identity(stored)
+                n = sum(one[:-1] == which for one in mine)
+                number = list(groups).index((*which, n)) if (*which, n) in groups else len(groups)
+                settings = {
+                    name: _renamed(value, f"optimizer.groups.{number}.{name}", note) for name, value in stored.items()
+                }
+                mine.add((*which, n))
                 found = groups.setdefault((*which, n), (rank, ParamGroup(settings)))
                 _check_same(found[1].settings, settings, rank=rank, other=found[0])
-            for name, value in state.items():
-                if name != "optimizer" and not same(others.setdefault(str(name), value), value):
+            listed.append(mine)
+            for name, stored_entry in state.items():
+                if name == "optimizer":
+                    continue
+                value = _renamed(stored_entry, f"optimizer.{name}", note)
+                if not same(others.setdefault(str(name), value), value):
                     raise CorruptError(f"entry {name} of the optimizer differs between ranks", rank=rank)
-    return tuple(group for _, group in groups.values()), others
+    return SharedGroups(tuple(group for _, group in groups.values()), others, _omits_empty(groups, listed))
+
+
+def _renamed(value: object, key: str, note: Callable[[str, str], None]) -> object:
+    """A value whose tensors, if any, have keys of the whole optimizer."""
+
+    def new_key(path: str, old: str) -> str:
+        made = f"{key}.{path}" if path else key
+        note(made, old)
+        return made
+
+    return renamed_leaves(value, new_key)
+
+
+def _omits_empty(
+    groups: Mapping[tuple[object, ...], tuple[str, ParamGroup]], listed: Sequence[set[tuple[object, ...]]]
+) -> bool | None:
+    """Whether some optimizer of dense parameters, or of experts, lacks groups that others of its kind have."""
+    for is_expert in (False, True):
+        kind = {which for which, (_, group) in groups.items() if group.is_expert == is_expert}
+        if any(mine & kind and not kind <= mine for mine in listed):
+            return True
+    return None
 
 
 def _groups_of(state: Mapping[object, object], *, rank: str) -> list[Mapping[str, object]]:

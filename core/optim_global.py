@@ -96,7 +96,7 @@ def read_states(
     form = optim_format_of(catalog.tensors, catalog.objects, has_flattened=_is_flattened(catalog))
     if has_buckets(catalog):
         found = read_buckets(catalog, model, facts, rules, store=store)
-        return GlobalStates(found.tensors, found.fragments_of, found.optimizer, notes=found.notes)
+        return GlobalStates(found.tensors, found.fragments_of, found.optimizer, hidden=found.hidden, notes=found.notes)
     if form not in _BY_PARAMETER or entry is None:
         what = "without an entry that describes it" if form in _BY_PARAMETER else f"in the form {form}"
         raise UnsupportedError(

@@ -133,7 +133,9 @@ def with_optimizer(
         for number, buffers in enumerate(members(model, rank, topology, run)):
             is_expert = topology.ep > 1 and number > 0
             groups = [{**GROUP, "is_expert_parallel": is_expert}, {**GROUP, "wd_mult": 0.0}][: 2 - is_expert]
-            entries.append({"optimizer": {"param_groups": groups}})
+            scale = leaf(f"{folder}:optimizer.{number}.grad_scaler.scale", np.array([1024], np.float32), rank)
+            scaler = {"scale": scale, "growth_tracker": 3}
+            entries.append({"optimizer": {"param_groups": groups}, "grad_scaler": scaler})
             if number in (absent or {}).get(folder, ()):
                 made.append(None)
                 continue

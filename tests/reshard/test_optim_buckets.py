@@ -14,7 +14,7 @@ import pytest
 from core.box import Box
 from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta, catalog_of_arrays
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.inert import Global, namespace
+from core.inert import Global, TensorLeaf, as_mapping, namespace
 from core.layout import unshard
 from core.layout_args import facts_of
 from core.optim_buckets import BucketStates, has_buckets, read_buckets
@@ -73,6 +73,7 @@ def bucketed(model: Model, topology: Topology, run: Run, *, pads: bool = False) 
     weights: dict[str, StoredArray] = {}
     chunks: dict[str, list[tuple[int, StoredArray]]] = {}
     objects: dict[str, StoredObject] = {}
+    scales: dict[str, StoredArray] = {}
 
     def stored(name: str, array: np.ndarray) -> StoredArray:
         contents[name] = array.tobytes()
@@ -103,7 +104,10 @@ def bucketed(model: Model, topology: Topology, run: Run, *, pads: bool = False) 
                         chunks[key] = [
                             (int(a), stored(f"{key}@{a}", bucket[a:b] * np.float32(factor))) for a, b in pairwise(cuts)
                         ]
+            key = f"{start}grad_scaler/shard_0_1:0.scale"
+            scales[key] = stored(key, np.array([1024], np.float32))
             for name, value in (
+                ("grad_scaler", {"scale": TensorLeaf(key)}),
                 ("per_bucket_numel_unpadded", sizes),
                 ("optimizer", {"param_groups": [{**GROUP, "is_expert_parallel": is_expert}]}),
             ):
@@ -124,6 +128,7 @@ def bucketed(model: Model, topology: Topology, run: Run, *, pads: bool = False) 
         key: TensorMeta(key, "float32", (sum(array.shape[0] for _, array in found),)) for key, found in chunks.items()
     }
     catalog = replace(plain, tensors={**plain.tensors, **tensors}, objects=objects, fragments_of=fragments_of)
+    catalog = catalog.with_hidden(scales)
     return MemoryStore(contents), catalog, unshard(plain, rules=RULES)
 
 
@@ -155,6 +160,15 @@ SIZES = [
 def test_buckets_of_every_layout_are_read(model: Model, topology: Topology, run: Run, pads: bool) -> None:
     store, found = read(model, topology, run, pads=pads)
     assert_states(model, store, found)
+
+
+def test_tensors_of_the_other_entries_are_copies_of_one() -> None:
+    store, catalog, plain = bucketed(DENSE, Topology(2, 1), Run())
+    found = read_buckets(catalog, plain, facts_of(catalog.attrs["args"]), RULES, store=store)
+    leaf = (as_mapping(found.optimizer.entries["grad_scaler"]) or {})["scale"]
+    assert leaf == TensorLeaf("optimizer.grad_scaler.scale")
+    assert found.hidden[leaf.key].shape == (1,)
+    assert len(found.fragments_of(leaf.key)) == 2
 
 
 def test_what_is_missing_is_named() -> None:

@@ -258,3 +258,23 @@ def test_ranks_of_different_steps_are_refused() -> None:
     root["optimizer"] = entry
     with pytest.raises(CorruptError, match="of a parameter group is"):
         unshard(catalog, rules=RULES, store=store)
+
+
+def test_groups_that_some_ranks_leave_out_are_left_out_again() -> None:
+    store, catalog = with_optimizer(DENSE, Topology(1, 2), Run())
+    found = unshard(catalog, rules=RULES, store=store).attrs["optimizer"]
+    assert isinstance(found, Optimizer) and found.omits_empty is None
+    ranks: Mapping[object, tuple[str, dict[str, dict[str, dict[str, list[object]]]]]]
+    ranks = catalog.attrs["ranks"]  # type: ignore[assignment]
+    del list(ranks.values())[1][1]["optimizer"]["optimizer"]["param_groups"][1]
+    found = unshard(catalog, rules=RULES, store=store).attrs["optimizer"]
+    assert isinstance(found, Optimizer) and found.omits_empty is True
+
+
+def test_scalers_that_differ_between_ranks_are_refused() -> None:
+    store, catalog = with_optimizer(DENSE, Topology(1, 2), Run())
+    ranks: Mapping[object, tuple[str, dict[str, dict[str, dict[str, object]]]]]
+    ranks = catalog.attrs["ranks"]  # type: ignore[assignment]
+    list(ranks.values())[1][1]["optimizer"]["grad_scaler"]["growth_tracker"] = 4
+    with pytest.raises(CorruptError, match="entry grad_scaler of the optimizer differs"):
+        unshard(catalog, rules=RULES, store=store)

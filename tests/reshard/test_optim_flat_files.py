@@ -147,6 +147,11 @@ def test_buffers_are_those_of_a_run_at_the_new_sizes(
         assert len(entries) == (2 if after.ep > 1 else 1)
         flags = [[group["is_expert_parallel"] for group in one["optimizer"]["param_groups"]] for one in entries]
         assert flags[0] == [False, False] and flags[1:] in ([], [[True]])
+        for one in entries:
+            scale = again.fragments(one["grad_scaler"]["scale"].key)[0].array
+            assert scale is not None and scale.extent is not None
+            assert np.frombuffer(made.read(scale.extent.file, scale.extent.offset, 4), np.float32) == [1024]
+            assert one["grad_scaler"]["growth_tracker"] == 3
 
 
 def _file(store: MemoryStore, name: str) -> Any:
