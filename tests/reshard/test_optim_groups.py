@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from core.errors import CorruptError, UnsupportedError
+from core.inert import namespace
 from core.layout_args import facts_of
 from core.optim_groups import Policy, Slots, Trained, assign, by_policy, identity, policies_of
 from core.optim_merged_groups import MergedGroups
 from core.optim_target_groups import TargetGroups, target_groups
 from core.optimizer import Optimizer, ParamGroup
 from core.topology import Topology
+from tests.reshard import groups_oracle
 from tests.reshard.megatron_gold import RULES
 from tests.reshard.synthetic import Model
 
@@ -69,6 +75,39 @@ def test_settings_and_arguments_tell_what_a_group_has(
     wanted = tuple(members for _, members in groups)
     found = assign(params, [slots(*group) for group in groups], tuple(policies_of(args)), agrees=None)
     assert found == wanted
+
+
+@pytest.fixture(scope="module")
+def megatron() -> dict[str, list[tuple[dict[str, object], list[str]]]]:
+    """What megatron-core makes of ``PARAMS``, for each case of ``groups_oracle``."""
+    params = json.dumps([(param.name, param.shape, param.is_expert) for param in PARAMS])
+    script = Path(groups_oracle.__file__)
+    made = subprocess.run([sys.executable, script], input=params, capture_output=True, text=True, check=True)
+    found = json.loads(made.stdout.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("case", groups_oracle.CASES)
+def test_groups_are_those_that_megatron_makes(
+    megatron: dict[str, list[tuple[dict[str, object], list[str]]]], case: str
+) -> None:
+    place = {param.name: i for i, param in enumerate(PARAMS)}
+    wanted = tuple(tuple(place[name] for name in names) for _, names in megatron[case])
+    groups = [slots(settings, members) for (settings, _), members in zip(megatron[case], wanted, strict=True)]
+    assert len({identity(settings) for settings, _ in megatron[case]}) == len(groups)
+    policies = [next(policies_of(groups_oracle.CASES[case]))]
+    assert assign(PARAMS, groups, policies, agrees=None) == wanted
+    shuffled = [groups[-1], *groups[:-1]]
+    assert assign(PARAMS, shuffled, policies, agrees=None) == (wanted[-1], *wanted[:-1])
+    held = {name: 2 - (len(PARAMS[i].shape) == 1) for name, i in place.items()}
+    optimizer = Optimizer("float16", tuple(ParamGroup(settings) for settings, _ in megatron[case]))
+    args = {**MOE.args(Topology(ep=2)), **groups_oracle.CASES[case]}
+    found = target_groups(optimizer, held, Topology(ep=4), facts_of(args), RULES, namespace(args))
+    for settings, names in megatron[case]:
+        assert all(found.settings[found.group_of[name]] == settings for name in names)
+    order = [settings for settings, _ in sorted(megatron[case], key=lambda one: bool(one[0]["is_expert_parallel"]))]
+    assert (list(found.settings), found.is_sorted) == (order, True)
 
 
 def test_the_policy_of_the_arguments_is_the_first() -> None:
