@@ -286,7 +286,14 @@ def _source_and_target(job: Job, catalog: Catalog, format: Format) -> tuple[Cata
         return catalog, shard(catalog, topology, rules=rules, vocab_size=job.vocab_size, rng=job.rng)
     if is_global and format.is_mcore:
         topology = target_topology(job, catalog, format)
-        stacked = stack(catalog, topology, rules=load_rules(job.rules), vocab_size=job.vocab_size, format=format.name)
+        stacked = stack(
+            catalog,
+            topology,
+            rules=load_rules(job.rules),
+            vocab_size=job.vocab_size,
+            format=format.name,
+            is_stacked=job.stacking,
+        )
         if format.partition == "grid":
             return stacked.source, partitioned(stacked.target, format=format.name, by="grid")
         return stacked.source, stacked.target

@@ -98,6 +98,9 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
         )
     notes: list[str] = []
     dropped = _files_left(source)
+    is_restacked = format.is_mcore and job.stacking is not None  # core.layout_stack does it
+    if is_restacked:
+        job = replace(job, stack_layers=False, unstack_layers=None)
     if comes_from_hf and job.rng is not None:
         raise UsageError("--rng has no effect: Hugging Face weights come without random states", hint="leave it out")
     if comes_from_hf and (names == "megatron" or (is_cut(format) and names != "hf")):
@@ -109,7 +112,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
             hint="leave it out; a Megatron checkpoint keeps its own",
         )
     wants_hf = names == "hf" and not comes_from_hf
-    if wants_hf or _is_laid_out(job, catalog, format, rules, names):
+    if wants_hf or is_restacked or _is_laid_out(job, catalog, format, rules, names):
         if not _is_rank_local(catalog) and not is_megatron(catalog, rules):
             _refuse_names(catalog, format, wants_hf=wants_hf)
         _refuse_quantizing(job, format)
@@ -215,10 +218,15 @@ def _check_target(job: Job, format: Format, *, is_named: bool) -> None:
             f"--max-shard-size has no effect: {why}",
             hint="leave it out, or write a directory: --to safetensors",
         )
-    if (job.stack_layers or job.unstack_layers is not None) and is_cut(format):
+    if job.stacking is not None and format.partition == "ranks":
         raise UsageError(
             f"--stack-layers and --unstack-layers have no use for {format.name}, which names layers in its own way",
             hint="leave them out",
+        )
+    if job.unstack_layers and format.is_mcore:
+        raise UsageError(
+            f"--unstack-layers: {format.name} has either one key for all layers or one for each",
+            hint="say --unstack-layers auto",
         )
 
 

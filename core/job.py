@@ -131,6 +131,11 @@ class Job:
     verify: bool = False
     rules: Path | None = None
 
+    @property
+    def stacking(self) -> bool | None:
+        """Whether layers are to be stacked, or to have keys of their own; None if nothing is asked."""
+        return True if self.stack_layers else None if self.unstack_layers is None else False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:

@@ -23,7 +23,7 @@ from math import prod
 
 from core.box import Box, whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, bind_nothing
-from core.errors import UnsupportedError
+from core.errors import UnsupportedError, UsageError
 from core.inert import TensorLeaf, walk
 from core.layout_args import PREDICTION_STACK, Facts, facts_of, replaced
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
@@ -75,7 +75,13 @@ class _Member:
 
 
 def stack(
-    catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int | None = None, format: str = "torch_dist"
+    catalog: Catalog,
+    topology: Topology,
+    *,
+    rules: Rules,
+    vocab_size: int | None = None,
+    format: str = "torch_dist",
+    is_stacked: bool | None = None,
 ) -> Stacked:
     """The source and target catalogs of a torch_dist checkpoint.
 
@@ -88,8 +94,10 @@ def stack(
         rules: the layout's table.
         vocab_size: true rows of the vocabulary; None takes what ``unshard`` found.
         format: ``torch_dist`` or ``zarr``: what keeps the optimizer's state in the form of that one's readers.
+        is_stacked: one key for all layers, or one for each; None for what Megatron makes of such a model.
 
     Raises:
+        UsageError: layers that differ are to be stacked.
         UnsupportedError, UnknownTensorError, CorruptError: as for ``core.layout_shard.shard``.
     """
     facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
@@ -106,7 +114,10 @@ def stack(
     cuts = {key: cut for key, cut in cuts.items() if key not in opaque}
     dropped = texts_of(catalog, "dropped")
     states = _states(catalog, opaque, facts, rules, dropped)
-    is_stacked = facts.is_stacked and _is_homogeneous(catalog, cuts, stages, rules)
+    can_stack = _is_homogeneous(catalog, cuts, stages, rules)
+    if is_stacked and not can_stack:
+        raise UsageError("--stack-layers: the layers differ, so they have no key in common", hint="leave it out")
+    is_stacked = can_stack and facts.is_stacked if is_stacked is None else is_stacked
     places = _Places(stages, topology, facts, rules, is_stacked)
     optimizer = StackedOptimizer(catalog, format, topology, facts, rules)
     members: dict[str, list[_Member]] = {}

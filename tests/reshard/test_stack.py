@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from core.convert import Job, run
+from core.errors import UsageError
 from core.layout import stack, unshard
 from core.layout_args import fields_of
+from core.open import open_checkpoint
 from core.topology import Topology
 from tests.materialize import tensor_bytes
 from tests.reshard.megatron_gold import RULES, dist_files, filled, global_form, topology
@@ -125,3 +128,27 @@ def test_torch_dist_can_be_cut_anew_and_keeps_its_random_states(golden: Path) ->
     assert fields["padded_vocab_size"] == 512
     assert stacked.target.attrs["dialect"] == "common_object"
     filled(stacked.target, stacked.source, store)
+
+
+def test_layers_get_keys_of_their_own_and_one_again(golden: Path, tmp_path: Path) -> None:
+    src = golden / "mcore_torch_dist" / "dense_gqa" / "tp2_pp2_optim"
+    run(Job(src=src, dst=tmp_path / "each", unstack_layers=(), keeps_layout=True, fsync=False))
+    run(Job(src=tmp_path / "each", dst=tmp_path / "one", stack_layers=True, keeps_layout=True, fsync=False))
+    each, one, first = (open_checkpoint(path) for path in (tmp_path / "each", tmp_path / "one", src))
+    name = "mlp.linear_fc2.weight"
+    assert each.catalog.tensors[f"optimizer.state.exp_avg.decoder.layers.3.{name}"].shape == (64, 96)
+    assert f"decoder.layers.{name}" not in each.catalog.tensors
+    assert "decoder.layers.3.mlp.linear_fc2._extra_state/shard_0_1" in each.catalog.objects
+    assert dict(one.catalog.tensors) == {key: first.catalog.tensors[key] for key in one.catalog.tensors}
+    assert set(one.catalog.tensors) == set(first.catalog.tensors)
+    for key in first.catalog.tensors:
+        assert (tensor_bytes(one.catalog, one.store, key) == tensor_bytes(first.catalog, first.store, key)).all(), key
+    for found in (each, one, first):
+        found.store.close()
+
+
+def test_layers_that_differ_are_not_stacked(golden: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="either one key for all layers or one for each"):
+        run(
+            Job(src=golden / "mcore_legacy/moe_seq/tp1_pp1", dst=tmp_path / "a", to="torch_dist", unstack_layers=("x",))
+        )
