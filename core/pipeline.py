@@ -152,21 +152,22 @@ def split_layers(
     elif how.has_embedding_stage:
         if pp == 1:
             raise UsageError("a pipeline stage for the embedding alone needs more than one stage")
-        split = _by_stage([0, *_even(n_layers, pp - 1, vpp, n_others=0, n_before=1)], vpp)
+        split = _by_stage([0, *_even(n_layers, pp - 1, vpp, n_others=0, n_before=1, n_mtp=n_mtp)], vpp)
     else:
         n_others = how.counts_embedding + how.counts_loss
-        split = _without_ends(_by_stage(_even(n_layers, pp, vpp, n_others=n_others), vpp), how)
+        split = _without_ends(_by_stage(_even(n_layers, pp, vpp, n_others=n_others, n_mtp=n_mtp), vpp), how)
     if split.n_layers != n_layers:
         raise UsageError(f"the pipeline stages hold {split.n_layers} layers, but the model has {n_layers}")
     return split
 
 
-def _even(n_layers: int, n_stages: int, vpp: int, *, n_others: int, n_before: int = 0) -> list[int]:
+def _even(n_layers: int, n_stages: int, vpp: int, *, n_others: int, n_before: int = 0, n_mtp: int = 0) -> list[int]:
     """Layers, and what counts as such, per stage where all have as many.
 
     Args:
         n_others: what counts as a layer and is none.
         n_before: stages before these.
+        n_mtp: layers of multi-token prediction, for the example in the message.
     """
     n_units = n_layers + n_others
     if n_units % (n_stages * vpp):
@@ -174,7 +175,7 @@ def _even(n_layers: int, n_stages: int, vpp: int, *, n_others: int, n_before: in
         chunks = f" of {vpp} model chunks" if vpp > 1 else ""
         sizes = [size + n_before for size in range(1, n_units // vpp + 1) if n_units % (size * vpp) == 0]
         works = f"PP sizes that do: {_numbers(sizes)}" if sizes else f"no PP size does with VPP {vpp}"
-        example = layout_text(_spread(n_layers, (n_stages + n_before) * vpp))
+        example = layout_text(_spread(n_layers, (n_stages + n_before) * vpp, n_mtp))
         raise UnsupportedError(
             f"{what} do not divide over {n_stages} pipeline stages{chunks}",
             hint=f"{works}; for this one say {OPTIONS}, such as '{example}'",
@@ -310,13 +311,13 @@ def _repeated(text: str, n: int) -> str:
     return text if n == 1 else f"({text})*{n}"
 
 
-def _spread(n_layers: int, n_chunks: int) -> list[str]:
+def _spread(n_layers: int, n_chunks: int, n_mtp: int) -> list[str]:
     """A layout that differs by at most one layer between chunks, the ends being the shorter ones."""
     count, rest = divmod(n_layers, n_chunks)
     longer = range(1, rest + 1) if rest < n_chunks - 1 else range(rest)
     parts = ["t" * (count + (place in longer)) for place in range(n_chunks)]
     parts[0] = f"E{parts[0]}"
-    parts[-1] += "L"
+    parts[-1] += "m" * n_mtp + "L"
     return parts
 
 

@@ -73,7 +73,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.ssm import gated_delta_net, mamba_block, mamba_mixer  # noqa: E402
@@ -133,7 +137,10 @@ def gpt_model(args, config, *, is_first, is_last):
     if args.get("multi_latent_attention"):
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PlainAttention
-    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+    mtp = None
+    if config.mtp_num_layers:  # a stage may have predictions and no layers
+        layers = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization="RMSNorm")
+        mtp = get_gpt_mtp_block_spec(config, layers[-1], use_transformer_engine=False)
     return GPTModel(
         config,
         spec,

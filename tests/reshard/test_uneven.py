@@ -165,6 +165,23 @@ def test_a_model_that_does_not_divide_becomes_torch_dist_and_back(golden: Path, 
     assert_same_weights(tmp_path / "c", golden / DENSE / "tp2_pp1")
 
 
+@pytest.mark.parametrize("source", ["tp2_pp2_optim", "tp2_pp1_dp2_distopt"])
+def test_optimizers_take_any_way_to_an_uneven_layout(golden: Path, tmp_path: Path, source: str) -> None:
+    def moved(src: Path, dst: str, *options: object) -> dict[str, bytes]:
+        command = ["reshard", src, tmp_path / dst, "--no-fsync", "-q", "--rng", "drop", *options]
+        assert main(list(map(str, command))) == 0
+        root = tmp_path / dst / "iter_0000010"
+        return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.pt")}
+
+    target = ["--tp-new", 2, "--pp-new", 4, "--vpp-new", 1, "--pipeline-model-parallel-layout", "E||t*4|L"]
+    detour = ["--tp-new", 1, "--pp-new", 2, "--vpp-new", 2, "--pipeline-model-parallel-layout", "E|tt|t|tL"]
+    straight = moved(golden / DENSE / source, "a", *target)
+    moved(golden / DENSE / source, "b", *detour)
+    assert moved(tmp_path / "b", "c", *target) == straight
+    even = ["--tp-new", 2, "--pp-new", source[6], "--vpp-new", 1, "--no-account-for-loss-in-pipeline-split"]
+    assert moved(tmp_path / "c", "d", *even) == moved(golden / DENSE / source, "e", *even)
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
