@@ -23,8 +23,8 @@ from core.optim_ranks import Param, ParamState, RankFile, RankStates
 from core.optimizer import MASTER, STEP, Optimizer
 from core.store import ReadStore
 
-_PROVEN = 8
-"""Masters of a group that are compared on every rank; on one rank of each stage, all are."""
+_PROVEN = 512
+"""Masters of a group that are compared on the first rank of a stage, evenly spread; on others, the first and the last."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ def _assignment(
     """Which parameters a rank's groups have.
 
     Args:
-        is_first: of its stage: every master is compared, not only some.
+        is_first: of its stage: more masters are compared.
     """
     trained = [
         Trained(param.name, param.array.shape, param.array.dtype, rules.expert_of(param.name) is not None)
@@ -137,9 +137,8 @@ def _assignment(
     def agrees(i: int, number: int, place: int) -> bool:
         masters = stored.groups[number].masters
         assert masters is not None and store is not None
-        if not is_first and place % (len(masters) // _PROVEN + 1) and place != len(masters) - 1:
-            return True
-        return is_own(i, number, place)
+        step = len(masters) // _PROVEN + 1 if is_first else len(masters)
+        return (place % step != 0 and place != len(masters) - 1) or is_own(i, number, place)
 
     def is_own(i: int, number: int, place: int) -> bool:
         masters = stored.groups[number].masters
