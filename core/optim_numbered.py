@@ -24,7 +24,7 @@ from core.optimizer import MASTER, STEP, Optimizer
 from core.store import ReadStore
 
 _PROVEN = 512
-"""Masters of a group that are compared on the first rank of a stage, evenly spread; on others, the first and the last."""
+"""Masters of a group that are compared on the first rank of a stage; on others, the first and the last are."""
 
 
 @dataclass(slots=True)
