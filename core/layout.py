@@ -6,7 +6,7 @@
     torch_dist ──┼── unshard ──▶ global per-layer form ────────┤
     DCP, torch ──┘   (``core.layout_unshard``)                 └── stack ──▶ torch_dist
 
-The rules are data: ``layouts/megatron.toml``, read by ``core.layout_rules``. What is not handled yet is refused by
+The rules are data: ``layouts/megatron.toml``, read by ``core.layout_rows``. What is not handled yet is refused by
 name.
 """
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from core.catalog import Catalog
 from core.layout_global import is_megatron, unshard_global
-from core.layout_rules import Rules, load_rules
+from core.layout_rows import load_rules
+from core.layout_rules import Rules
 from core.layout_shard import shard
 from core.layout_stack import Stacked, stack
 from core.layout_unshard import unshard_ranks

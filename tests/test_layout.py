@@ -88,13 +88,11 @@ def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("decoder.layers.0.mlp.experts.linear_fc1.weight", "experts in one parameter"),
-        ("mtp.layers.0.eh_proj.weight", "multi-token prediction"),
-        ("decoder.layers.0.self_attention.linear_qkv_down_proj.weight", "multi-latent attention with a fused"),
-        ("decoder.layers.0.mixer.in_proj.weight", "Mamba"),
-        ("encoder.layers.0.input_layernorm.weight", "BERT and T5"),
-        ("decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight", "LoRA"),
-        ("language_model.encoder.layers.0.self_attention.query_key_value.weight", "megatron.legacy"),
+        ("decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight", "adapters that several experts share"),
+        ("decoder.layers.0.mlp.linear_fc1.adapter.adapter_up.linear_in.weight", "canonical LoRA of a gated MLP"),
+        ("decoder.layers.0.self_attention.in_proj.adapter.linear_in.weight", "adapters of linear attention"),
+        ("decoder.layers.0.mlp.linear_fc1.adapter.weight_magnitude", "adapters of this kind"),
+        ("decoder.layers.0.mlp.linear_fc1.weight_quantizer._amax", "quantized models"),
     ],
 )
 def test_what_is_not_handled_yet_is_refused_by_name(name: str, what: str) -> None:
@@ -142,7 +140,7 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
         ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = 0\nparts = 'three'\n", "parts 'three'"),
         ("[[rule]]\npattern = 'a'\nrule = 'expert'\n", "rule 'expert'"),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ngroup = 'ep'\n", "group 'ep'; it is one of tp, etp"),
-        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nextent = 'rows'\n", "no list of argument names"),
+        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nextent = 'rows'\n", "no list of names"),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ncolour = 1\n", "unknown fields: colour"),
         ("[[stage]]\npattern = 'a'\nstage = 'middle'\n", "needs a pattern and a stage"),
         ("[rule]\npattern = 'a'\n", "not a list of tables"),
