@@ -92,7 +92,6 @@ def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
         ("decoder.layers.0.mlp.linear_fc1.adapter.adapter_up.linear_in.weight", "canonical LoRA of a gated MLP"),
         ("decoder.layers.0.self_attention.in_proj.adapter.linear_in.weight", "adapters of linear attention"),
         ("decoder.layers.0.mlp.linear_fc1.adapter.weight_magnitude", "adapters of this kind"),
-        ("decoder.layers.0.mlp.linear_fc1.weight_quantizer._amax", "quantized models"),
     ],
 )
 def test_what_is_not_handled_yet_is_refused_by_name(name: str, what: str) -> None:
