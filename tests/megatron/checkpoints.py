@@ -153,7 +153,9 @@ def _sharded_state(training: Training, *, sharding: str | None, is_loading: bool
         name = "model" if len(training.chunks) == 1 else f"model{number}"
         models[name] = sharded_state(model, **metadata)
     state |= models
-    options = {"sharding_type": sharding} if sharding and _takes_sharding_type() else {"metadata": metadata}
+    options: dict[str, Any] = {"metadata": metadata}
+    if _takes_sharding_type():
+        options = {} if sharding is None else {"sharding_type": sharding}
     state["optimizer"] = called(training.optimizer.sharded_state_dict, models, is_loading, **options)
     state["opt_param_scheduler"] = training.scheduler.state_dict()
     tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()

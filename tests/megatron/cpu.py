@@ -59,6 +59,7 @@ def install() -> None:
 
 
 def _patch_megatron() -> None:
+    from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -66,6 +67,10 @@ def _patch_megatron() -> None:
     CudaRNGStatesTracker.fork = lambda self, *args: contextlib.nullcontext()  # no dropout: no random states are needed
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16.1 looks at it without Transformer Engine, and does not define it then
+    if hasattr(distrib_optimizer, "quantize_param_shard"):
+        distrib_optimizer.quantize_param_shard = lambda *args, **kwargs: (
+            None
+        )  # 0.12.1 wants Transformer Engine for none
     _patch_writer()
 
 
@@ -74,12 +79,13 @@ def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 def _patch_writer() -> None:
-    """megatron-core 0.12.1 calls torch's ``_write_item`` without the last argument, which torch 2.8 gave it."""
+    """Starts no process for the results; 0.12.1 calls ``_write_item`` without the last argument, new in torch 2.8."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from torch.distributed.checkpoint import filesystem
 
-    filesystem_async._results_queue = queue.Queue()  # its own comes from a process that takes seconds to start
-    if "serialization_format" not in inspect.getsource(filesystem_async):
+    if "serialization_format" in inspect.getsource(filesystem_async):
+        filesystem_async._results_queue = queue.Queue()  # its own comes from a process that takes seconds to start
+    else:
         default = filesystem.SerializationFormat.TORCH_SAVE
         filesystem_async._write_item = partial(filesystem._write_item, serialization_format=default)
 

@@ -43,9 +43,9 @@ DISTRIBUTED_CASES = {
     "moe_ep2_to_one": (WIDE_MOE, BUCKETS, EP2, ONE),
 }
 
+# Not fully_sharded_bucket_space, which 0.12.1 cannot save here: an assertion of its own fails where DP is 2.
 OLD_FORMS = {
     "model_space": Form("torch_dist", "fully_sharded_model_space"),
-    "bucket_space": Form("torch_dist", "fully_sharded_bucket_space"),
     "gathered": Form("torch_dist", "dp_zero_gather_scatter"),
     "zarr": Form("zarr", "fully_sharded_model_space"),
     "rank_files": RANK_FILES,

@@ -51,6 +51,7 @@ def _rank(job: dict[str, Any], rank: int, meeting: Path) -> None:
     load = job["load"]
     if load is not None and load["optim"]:
         trained(training, range(1))  # so that there are states to load over
+        training.scheduler.num_steps = 0  # loading adds to it
     if load is not None and load["form"] == "rank_files":
         load_rank_files(training, Path(load["dir"]), optim=load["optim"])
     elif load is not None:
