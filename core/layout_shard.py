@@ -87,6 +87,10 @@ def shard(
         notes.append("experts of the legacy grouped kind become single ones (local_experts; moe_grouped_gemm is off)")
     pipeline = facts.pipeline_at(topology.pp, topology.vpp) if topology.pipeline is None else topology.pipeline
     notes += pipeline_notes(facts, pipeline)
+    if topology.tp > facts.n_groups:
+        notes.append(
+            f"TP {topology.tp} is above the {facts.n_groups} query groups: megatron-core 0.16 and later load it"
+        )
     places = Homes(
         stages=facts.stages(topology.pp, topology.vpp, pipeline=pipeline),
         topology=topology,

@@ -24,6 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 from core.errors import UnsupportedError, UsageError
@@ -120,13 +121,16 @@ class LayerSplit:
         Raises:
             ValueError: there is no such layer.
         """
-        first = 0
-        for vp_rank, row in enumerate(self.counts):
-            for pp_rank, count in enumerate(row):
-                if first <= layer < first + count:
-                    return vp_rank, pp_rank, layer - first
-                first += count
-        raise ValueError(f"layer {layer} of {first}")
+        places = _places(self.counts)
+        if not 0 <= layer < len(places):
+            raise ValueError(f"layer {layer} of {len(places)}")
+        return places[layer]
+
+
+@lru_cache(maxsize=64)
+def _places(counts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, int, int], ...]:
+    """(vp_rank, pp_rank, local number) of every layer."""
+    return tuple((v, p, n) for v, row in enumerate(counts) for p, count in enumerate(row) for n in range(count))
 
 
 def split_layers(

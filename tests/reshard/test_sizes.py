@@ -48,6 +48,9 @@ def test_more_tensor_ranks_than_groups_cut_the_fused_rows_plainly() -> None:
     assert again.tensors == source.tensors
     check(model, model.catalog(Topology(tp=16))[0], again, Topology(tp=8))
     assert len(target.attrs["ranks"]) == 16  # type: ignore[arg-type]
+    note = "TP 16 is above the 4 query groups: megatron-core 0.16 and later load it"
+    assert note in target.attrs["notes"]  # type: ignore[operator]
+    assert not any("query groups" in text for text in shard(source, Topology(tp=4), rules=RULES).attrs["notes"])  # type: ignore[attr-defined]
 
 
 def test_tensor_ranks_and_groups_that_do_not_divide_each_other_are_refused() -> None:

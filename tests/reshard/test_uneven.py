@@ -157,6 +157,22 @@ def test_an_uneven_source_keeps_its_way_until_the_stages_change(golden: Path, tm
     assert_same_weights(tmp_path / "e", tmp_path / "a")
 
 
+def test_weights_of_hugging_face_become_an_uneven_layout(golden: Path, tmp_path: Path) -> None:
+    layout = ["--tp-new", "2", "--pp-new", "3", "--pipeline-model-parallel-layout", "E|t*3|L"]
+    source = str(golden / "hf/llama/safetensors_single")
+    assert main(["convert", source, str(tmp_path / "a"), "--to", "megatron", "--no-fsync", "-q", *layout]) == 0
+    assert main(["convert", source, str(tmp_path / "b"), "--to", "megatron", "--no-fsync", "-q"]) == 0
+    ranks = [path / MODEL_FILE for path in sorted((tmp_path / "a/iter_0000001").iterdir())]
+    assert len(ranks) == 6
+    assert [layers_in(load_rank_file(path)["model"]) for path in ranks[:3]] == [[], [0, 1, 2], []]
+    reshard(tmp_path / "a", tmp_path / "c", "--tp-new", 1, "--pp-new", 1)
+    one, other = (load_rank_file(tmp_path / name / "iter_0000001/mp_rank_00" / MODEL_FILE)["model"] for name in "bc")
+    assert list(one) == list(other)
+    for name, tensor in one.items():
+        if isinstance(tensor, torch.Tensor):
+            assert_same_bits(other[name], tensor, name)
+
+
 def test_a_model_that_does_not_divide_becomes_torch_dist_and_back(golden: Path, tmp_path: Path) -> None:
     layout = ["--pp-new", 2, "--vpp-new", 3, "--pipeline-model-parallel-layout", "E|t|t|t|t|L"]
     reshard(golden / DENSE / "tp2_pp1", tmp_path / "a", *layout)
