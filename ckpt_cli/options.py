@@ -383,6 +383,16 @@ class TransferOptions:
         Path | None,
         Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),
     ] = None
+    unknown: Annotated[
+        str | None,
+        Option(
+            "--unknown",
+            metavar="POLICY",
+            parser=_one_of("refuse", "replicate"),
+            rich_help_panel=LAYOUT,
+            help="Tensors without a layout rule: refuse, or replicate what all ranks hold equally.  [default: refuse]",
+        ),
+    ] = None
 
     dequantize: Annotated[
         str | None,

@@ -111,6 +111,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         fsync=not options.no_fsync,
         verify=options.verify,
         rules=options.rules,
+        unknown=options.unknown or "refuse",
     )
 
 

@@ -125,7 +125,9 @@ class Prepared:
                 hint="ask it of a conversion to megatron or torch_dist, such as ckpt reshard SRC --tp-new 4 --explain",
             )
         topology = target_topology(self.job, self.form, self.target_format)
-        return explained(self.form, topology, load_rules(self.job.rules), vocab_size=self.job.vocab_size)
+        return explained(
+            self.form, topology, load_rules(self.job.rules, unknown=self.job.unknown), vocab_size=self.job.vocab_size
+        )
 
     def as_dict(self) -> dict[str, object]:
         """The plan as a JSON object."""
@@ -282,14 +284,14 @@ def _source_and_target(job: Job, catalog: Catalog, format: Format) -> tuple[Cata
     is_global = catalog.attrs.get("family") == "megatron"
     if format.partition == "ranks":
         topology = target_topology(job, catalog, format)
-        rules = load_rules(job.rules)
+        rules = load_rules(job.rules, unknown=job.unknown)
         return catalog, shard(catalog, topology, rules=rules, vocab_size=job.vocab_size, rng=job.rng)
     if is_global and format.is_mcore:
         topology = target_topology(job, catalog, format)
         stacked = stack(
             catalog,
             topology,
-            rules=load_rules(job.rules),
+            rules=load_rules(job.rules, unknown=job.unknown),
             vocab_size=job.vocab_size,
             format=format.name,
             is_stacked=job.stacking,
@@ -409,7 +411,7 @@ def _verified(prepared: Prepared, stage: Stage, progress: Progress | None) -> in
         plan,
         prepared.source.store,
         stage.data_dir / prepared.dst.name if prepared.is_file else stage.data_dir,
-        rules=load_rules(job.rules),
+        rules=load_rules(job.rules, unknown=job.unknown),
         memory_bytes=job.memory_bytes,
         progress=_counted(progress, plan.write_bytes),
     )

@@ -81,7 +81,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     from core.hf import is_hf
 
     catalog = loaded(source.catalog, source.store, load_object)
-    rules = load_rules(job.rules)
+    rules = load_rules(job.rules, unknown=job.unknown)
     names, model_type = _names(job)
     _check_source_sizes(job, catalog)
     catalog, config = _with_config(job, catalog, source)
@@ -426,6 +426,7 @@ def _refuse_layout_options(job: Job) -> None:
         "--vocab-size": job.vocab_size is not None,
         "--keep-padded-vocab": job.keep_padded_vocab,
         "--rules": job.rules is not None,
+        "--unknown": job.unknown != "refuse",
         "--rng": job.rng is not None,
         "--transformer-impl": job.transformer_impl is not None,
     }

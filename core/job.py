@@ -89,6 +89,7 @@ class Job:
         fsync: wait until the bytes are on the disk.
         verify: read the result again before it becomes visible, and compare every byte with the source.
         rules: a TOML file with additional layout rules.
+        unknown: what becomes of tensors without a layout rule: ``refuse``, or ``replicate`` if all ranks hold the same.
     """
 
     src: Path
@@ -130,6 +131,7 @@ class Job:
     fsync: bool = True
     verify: bool = False
     rules: Path | None = None
+    unknown: str = "refuse"
 
     @property
     def stacking(self) -> bool | None:

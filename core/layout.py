@@ -13,12 +13,14 @@ name.
 from __future__ import annotations
 
 from core.catalog import Catalog
+from core.layout_checks import listed
 from core.layout_global import is_megatron, unshard_global
 from core.layout_rows import load_rules
-from core.layout_rules import Rules
+from core.layout_rules import UNKNOWN_SOURCE, Rules
 from core.layout_shard import shard
 from core.layout_stack import Stacked, stack
 from core.layout_unshard import unshard_ranks
+from core.optimizer import state_of
 from core.store import ReadStore
 
 __all__ = ["Rules", "Stacked", "is_megatron", "load_rules", "shard", "stack", "unshard"]
@@ -60,7 +62,7 @@ def unshard(
         UsageError: ``vocab_size`` does not fit.
     """
     if catalog.attrs.get("is_rank_local"):
-        return unshard_ranks(
+        made = unshard_ranks(
             catalog,
             rules=rules,
             vocab_size=vocab_size,
@@ -69,12 +71,17 @@ def unshard(
             target_tp=target_tp,
             store=store,
         )
-    return unshard_global(
-        catalog,
-        rules=rules,
-        vocab_size=vocab_size,
-        optim=optim,
-        keep_padded_vocab=keep_padded_vocab,
-        target_tp=target_tp,
-        store=store,
-    )
+    else:
+        made = unshard_global(
+            catalog,
+            rules=rules,
+            vocab_size=vocab_size,
+            optim=optim,
+            keep_padded_vocab=keep_padded_vocab,
+            target_tp=target_tp,
+            store=store,
+        )
+    unknown = [key for key in made.tensors if state_of(key) is None and rules.is_unknown(key)]
+    if unknown:
+        made = made.noted([f"no rule fits {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"])
+    return made

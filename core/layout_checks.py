@@ -97,9 +97,9 @@ def _kind(stack: str, layer: int, subs: Iterable[str], facts: Facts) -> object:
 
 
 def _is_optional(name: str, rules: Rules) -> bool:
-    """Whether some layers may have it and others not: extra states, and what quantizing notes."""
+    """Whether some layers may have it and others not: extra states, what quantizing notes, and what nobody knows."""
     rule = rules.rule_of(name)
-    return rule.kind == "opaque" or rule.single is not None
+    return rule.kind == "opaque" or rule.single is not None or rules.is_unknown(name)
 
 
 def _check_experts(stack: str, layer: int, subs: Iterable[str], facts: Facts, rules: Rules) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from core.errors import UsageError
 from core.layout_experts import ExpertForm
-from core.layout_rules import GPT, NEEDS_AXIS, ModelKind, Rule, Rules, tells_numbers_apart
+from core.layout_rules import GPT, NEEDS_AXIS, UNKNOWN_SOURCE, ModelKind, Rule, Rules, tells_numbers_apart
 from core.layout_sizes import PartSize, ShapeSize, parsed_size
 from core.store import translated
 
@@ -23,8 +23,12 @@ _RULE_FIELDS = {
 _SIZE_FIELDS = {"name", "pattern", "axis", "args", "source"}
 
 
-def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
+def load_rules(extra: Path | None = None, *, family: str = "megatron", unknown: str = "refuse") -> Rules:
     """The table of a family, with a user's rows before it.
+
+    Args:
+        unknown: ``refuse`` tensors without a rule, or ``replicate`` them: every rank holds the whole tensor, and what
+            the ranks of the source hold must be equal.
 
     Raises:
         UsageError: the user's file is not TOML, or a row in it makes no sense; names the file and the row.
@@ -43,14 +47,16 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron") -> Rules:
             added = tomllib.loads(data.decode("utf-8"))
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
             raise UsageError(f"the rules are not TOML: {err}", file=label) from err
-        unknown = sorted(set(added) - {"rule", "stage", "buffer", "size"})
-        if unknown:
+        strange = sorted(set(added) - {"rule", "stage", "buffer", "size"})
+        if strange:
             hint = "use [[rule]], [[stage]], [[buffer]] and [[size]]"
-            raise UsageError(f"unknown tables: {', '.join(unknown)}", file=label, hint=hint)
+            raise UsageError(f"unknown tables: {', '.join(strange)}", file=label, hint=hint)
         more_rules, more_stages = _rows(added, label=label)
         buffers = _buffers(added, label=label) + buffers
         rules, stages = more_rules + rules, more_stages + stages
         sizes = _sizes(added, label=label) + sizes
+    if unknown == "replicate":
+        rules.append(Rule(re.compile(""), "replicate", source=UNKNOWN_SOURCE, where=UNKNOWN_SOURCE))
     return Rules(
         rules=tuple(rules),
         stages=tuple(stages),

@@ -23,6 +23,10 @@ NEEDS_AXIS = ("split", "vocab")
 """Kinds of rules that cut an axis."""
 
 
+UNKNOWN_SOURCE = "--unknown replicate"
+"""The source of the rule of tensors that no row fits, where the user says that they are replicated."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One row.
@@ -166,12 +170,16 @@ class Rules:
     """What was looked up before, by name; the same for ``_experts``."""
     _experts: dict[str, Expert | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
-    def rule_of(self, name: str, *, shapes: Sequence[Shape] = ()) -> Rule:
+    def rule_of(
+        self, name: str, *, shapes: Sequence[Shape] = (), hidden_size: int | None = None, tp: int | None = None
+    ) -> Rule:
         """The rule of a parameter.
 
         Args:
             name: local or global name, without ``model.``.
             shapes: its shape on every rank that has it, for the message.
+            hidden_size: channels of the model, for the row that the message proposes.
+            tp: how many shards these are, for the same.
 
         Raises:
             UnknownTensorError: no row fits; the hint proposes one.
@@ -184,7 +192,8 @@ class Rules:
                 "no layout rule fits this tensor"
                 + (f" (shape on each of {len(shapes)} ranks: {seen})" if seen else ""),
                 key=name,
-                hint=f"write a file with this row, corrected if need be, for --rules:\n{proposal(name, shapes)}",
+                hint="write a file with this row, corrected if need be, for --rules (or say --unknown replicate, if "
+                f"all ranks hold the same):\n{proposal(name, shapes, hidden_size=hidden_size, tp=tp)}",
             )
         if rule.later is not None:
             raise UnsupportedError(
@@ -211,6 +220,11 @@ class Rules:
     def part_names(self) -> frozenset[str]:
         """What torch_dist calls the parts of parameters."""
         return _part_names(self.rules)
+
+    def is_unknown(self, name: str) -> bool:
+        """Whether only the word of the user (``--unknown replicate``) is the rule of a parameter."""
+        rule = self._first_fit(name)
+        return rule is not None and rule.source == UNKNOWN_SOURCE
 
     def stage_of(self, name: str) -> str | None:
         """``first`` or ``last`` for a parameter or module outside of layers; None if no row says."""
@@ -345,12 +359,26 @@ def _exchanged(sub: str, pairs: Sequence[tuple[str, str]]) -> str:
     return sub
 
 
-def proposal(name: str, shapes: Sequence[Shape]) -> str:
-    """A row that might fit an unknown tensor, in TOML."""
+def proposal(name: str, shapes: Sequence[Shape], *, hidden_size: int | None = None, tp: int | None = None) -> str:
+    """A row that might fit an unknown tensor, in TOML, with the reason for it.
+
+    Shards of which one axis is the model's hidden size are cut on the other, as linear layers are; what has the hidden
+    size on all its axes, although there are several shards, is not cut.
+    """
     pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
-    shape = shapes[0] if shapes else ()
     row = ["[[rule]]", f"pattern = '^{pattern}$'"]
-    if len(shape) < 2 or len(set(shapes)) > 1:
+    shape = shapes[0] if shapes else ()
+    others = [axis for axis, extent in enumerate(shape) if extent != hidden_size]
+    if len(set(shapes)) > 1:
+        row += ['rule = "replicate"   # the ranks hold different shapes, which no rule describes']
+    elif not shape:
+        row += ['rule = "replicate"   # if every TP rank holds the same; else "split" with an axis']
+    elif hidden_size is not None and not others:
+        why = "the hidden size on every axis" + ("" if tp in (None, 1) else f", on each of {tp} TP ranks")
+        row += [f'rule = "replicate"   # {why}']
+    elif hidden_size is not None and len(shape) == 2 and len(others) == 1:
+        row += ['rule = "split"   # the other axis is the hidden size', f"axis = {others[0]}"]
+    elif len(shape) < 2:
         row += ['rule = "replicate"   # if every TP rank holds the same; else "split" with an axis']
     else:
         row += [

@@ -360,7 +360,7 @@ def _add(model: _Model, catalog: Catalog, chunk: Chunk, name: str, leaf: object,
         return
     for number, whole, array in chunk.arrays(name, _array(catalog, leaf)):
         tensor = model.tensors.get(whole)
-        rule = tensor.rule if tensor is not None else _rule_of(whole, catalog, leaf.key, chunk.rules)
+        rule = tensor.rule if tensor is not None else _rule_of(whole, catalog, leaf.key, chunk)
         if rule.tied is not None and chunk.facts.is_tied:
             tensor = model.tensors.get(rule.tied)
             if tensor is None:
@@ -433,14 +433,15 @@ def _add_versions(model: _Model, chunk: Chunk, versions: Mapping[str, object]) -
             model.module_order.setdefault(name, (*chunk.where, place[0], number, place[1]))
 
 
-def _rule_of(name: str, catalog: Catalog, key: str, rules: Rules) -> Rule:
+def _rule_of(name: str, catalog: Catalog, key: str, chunk: Chunk) -> Rule:
     """The rule of a tensor; an unknown one is reported with its shapes on all ranks."""
+    rules, facts = chunk.rules, chunk.facts
     try:
         return rules.rule_of(name)
     except UnknownTensorError:
         path = key.partition(":")[2]
         shapes = [meta.shape for other, meta in catalog.tensors.items() if other.partition(":")[2] == path]
-        return rules.rule_of(name, shapes=shapes)
+        return rules.rule_of(name, shapes=shapes, hidden_size=facts.hidden_size, tp=facts.topology.tp)
 
 
 def _check_layers(names: Sequence[str], stages: Stages, where: tuple[int, int], rules: Rules, *, rank: str) -> None:

@@ -90,8 +90,8 @@ def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
     [
         ("decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight", "adapters that several experts share"),
         ("decoder.layers.0.mlp.linear_fc1.adapter.adapter_up.linear_in.weight", "canonical LoRA of a gated MLP"),
-        ("decoder.layers.0.self_attention.in_proj.adapter.linear_in.weight", "adapters of linear attention"),
-        ("decoder.layers.0.mlp.linear_fc1.adapter.weight_magnitude", "adapters of this kind"),
+        ("decoder.layers.0.mlp.linear_fc1.weight_quantizer._scale", "quantized models"),
+        ("decoder.layers.0.mlp.linear_fc1.weight_scale_inv", "float8 weights with scales of blocks"),
     ],
 )
 def test_what_is_not_handled_yet_is_refused_by_name(name: str, what: str) -> None:
@@ -114,6 +114,51 @@ def test_an_unknown_name_is_an_error_with_shapes_and_a_row_that_works(tmp_path: 
     assert more.rule_of(name).kind == "split"
     assert more.rule_of(name.replace("3", "17")).kind == "split"
     assert more.rule_of("decoder.layers.3.mlp.linear_fc2.weight").cut_axis == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "kind", "axis"),
+    [
+        ((24, 16), 2, "split", 0),
+        ((16, 24), 2, "split", 1),
+        ((16, 16), 2, "replicate", None),
+        ((16,), 2, "replicate", None),
+        ((), 1, "replicate", None),
+    ],
+)
+def test_a_proposed_row_follows_the_hidden_size(
+    tmp_path: Path, shape: tuple[int, ...], tp: int, kind: str, axis: int | None
+) -> None:
+    with pytest.raises(UnknownTensorError) as caught:
+        RULES.rule_of("decoder.layers.3.mlp.extra.weight", shapes=[shape] * tp, hidden_size=16, tp=tp)
+    path = tmp_path / "rules.toml"
+    path.write_text((caught.value.hint or "").split("\n", 1)[1])
+    rule = load_rules(path).rule_of("decoder.layers.7.mlp.extra.weight")
+    assert (rule.kind, rule.cut_axis) == (kind, axis)
+
+
+def test_the_first_of_two_rows_that_fit_decides(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    rows = ("rule = 'split'\naxis = 1", "rule = 'split'\naxis = 0", "rule = 'replicate'")
+    path.write_text("".join(f"[[rule]]\npattern = 'mlp'\n{row}\n" for row in rows))
+    rules = load_rules(path)
+    assert rules.rule_of("decoder.layers.0.mlp.linear_fc1.weight").cut_axis == 1
+    assert rules.rule_of("decoder.layers.0.mlp.linear_fc2.bias").cut_axis == 1
+    assert rules.rule_of("decoder.layers.0.self_attention.linear_qkv.weight").cut_axis == 0
+
+
+def test_a_users_row_may_set_every_field(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(
+        "[[rule]]\npattern = 'gadget$'\nrule = 'split'\naxis = 0\nparts = 'gated'\ngroup = 'etp'\nunit = 'heads'\n"
+        "extent = ['kv_lora_rank']\ntied = 'a'\nsingle = 'b'\nsource = 'c'\n"
+        "[[rule]]\npattern = 'later$'\nrule = 'opaque'\nlater = 'gadgets'\n"
+    )
+    rule = load_rules(path).rule_of("gadget")
+    assert (rule.kind, rule.axis, rule.parts, rule.group, rule.unit) == ("split", 0, "gated", "etp", "heads")
+    assert (rule.extent, rule.tied, rule.single, rule.source) == (("kv_lora_rank",), "a", "b", "c")
+    with pytest.raises(UnsupportedError, match="gadgets cannot be resharded"):
+        load_rules(path).rule_of("later")
 
 
 def test_a_users_rows_come_first(tmp_path: Path) -> None:
