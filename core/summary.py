@@ -363,7 +363,7 @@ def _verdicts(checkpoint: Checkpoint, unsharded: _Unsharded, optimizer: str | No
     """What can be done; targets of one condition share a verdict."""
     own = checkpoint.format
     is_known = unsharded.catalog is not None
-    without = [*([_NO_OPTIM] if optimizer is not None else []), *unsharded.conditions]
+    without = [*([_NO_OPTIM] if optimizer in _UNNAMED else []), *unsharded.conditions]
     targets_of: dict[str | None, list[str]] = {}
     for format in formats():
         if format.lay_out is None or format.name == own.name:
@@ -382,6 +382,8 @@ def _verdicts(checkpoint: Checkpoint, unsharded: _Unsharded, optimizer: str | No
             found = None if catalog is None else _conditions(catalog, format)
             if found is None:
                 continue
+            if own.partition == "ranks" and optimizer is not None:
+                found = [_NO_OPTIM, *found]  # Megatron's states have no place in other systems' trees
             conditions = list(dict.fromkeys([*conditions, *found]))
         targets_of.setdefault(_joined(conditions), []).append(format.name)
     verdicts = [Verdict("convert", True, tuple(names), why) for why, names in targets_of.items()]
@@ -420,6 +422,8 @@ def _conditions(catalog: Catalog, format: Format) -> list[str] | None:
 _WIDER = "the weights must be cast: --dtype float32"
 _WIDENED = "the scales must be multiplied in: --dequantize bf16"
 _HF_NAMES = "the names must stay Hugging Face's: --names hf"
+_UNNAMED = ("torch_by_name", "torch_by_number", "other")
+"""Forms of an optimizer that cannot be brought into Megatron's."""
 _NO_OPTIM = "the optimizer must be left out: --no-optim"
 _NEEDS_LAYOUT = "into a format that has a layout: --to megatron or --to torch_dist"
 

@@ -83,6 +83,8 @@ def _read_tensorstore(folder: Path, driver: str, marker: str) -> Tensors:
 
     found: Tensors = {}
     for path in sorted(folder.rglob(marker)):
+        if path.parent.name.endswith(".sync"):
+            continue  # locks that Megatron leaves behind
         if driver == "zarr3" and json.loads(path.read_text())["node_type"] != "array":
             continue
         spec = {"driver": driver, "kvstore": f"file://{path.parent}/"}
