@@ -217,7 +217,20 @@ def with_prediction(made: Made, layers: dict[str, tuple[Shape, Place]], **args: 
     return replace(made, tensors={**tensors, "output_layer.weight": output}, args={**made.args, **more})
 
 
+LINEAR: dict[str, tuple[Shape, Place]] = {
+    "self_attention.dt_bias": ((4,), (0, ())),
+    "self_attention.A_log": ((4,), (0, ())),
+    "self_attention.in_proj.layer_norm_weight": ((8,), REPLICATED),
+    "self_attention.in_proj.weight": ((48, 8), (0, (4, 4, 16, 16, 4, 4))),
+    "self_attention.conv1d.weight": ((24, 1, 4), (0, (4, 4, 16))),
+    "self_attention.out_norm.weight": ((4,), REPLICATED),
+    "self_attention.out_proj.weight": ((8, 16), (1, ())),
+}
+GATED = ATTENTION | {"self_attention.linear_qkv.weight": ((64, 8), (0, ()))}
 MODELS = {
+    "linear attention by shapes, output gates": model(
+        [LINEAR | MLP, GATED | MLP] * 2, linear_attention_freq=[1, 0, 1, 0], attention_output_gate=True
+    ),
     "Mamba-1": model([MAMBA_1] * 4, norm="final_norm"),
     "Mamba-2 by shapes": model([MAMBA_2] * 4, norm="final_norm"),
     "hybrid by shares": model(
@@ -315,6 +328,15 @@ def test_groups_of_mamba_limit_the_sizes() -> None:
     error = refusal(made, Topology(tp=2), Topology(tp=4))
     assert isinstance(error, UnsupportedError)
     assert error.message == "2 mamba_num_groups do not divide over TP 4"
+    assert error.hint == "TP sizes that do: 1, 2"
+
+
+def test_heads_of_linear_attention_limit_the_sizes() -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_key_head_dim": 2, "linear_value_head_dim": 4}
+    made = MODELS["linear attention by shapes, output gates"]
+    error = refusal(replace(made, args={**made.args, **sizes}), Topology(tp=2), Topology(tp=4))
+    assert isinstance(error, UnsupportedError)
+    assert error.message == "2 linear_num_key_heads do not divide over TP 4"
     assert error.hint == "TP sizes that do: 1, 2"
 
 
