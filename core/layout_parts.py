@@ -87,6 +87,28 @@ def _fit(parts: Sequence[PartSize], extent: int, sizes: Mapping[str, int]) -> _F
     return _Fit([left if value is None else value for value in values])
 
 
+def check_parts(rule: Rule, shape: Shape, facts: Facts, *, key: str) -> None:
+    """Every rank of the source has an equal share of every part.
+
+    Args:
+        shape: global.
+
+    Raises:
+        CorruptError: the parts do not add up to the axis, or do not divide.
+        UnsupportedError: more than one of their sizes is not known.
+    """
+    axis, n = rule.cut_axis, facts.topology.size_of(rule.group)
+    if rule.parts != "named" or axis is None or axis >= len(shape):
+        return
+    parts = parts_of(rule, shape[axis], facts, key=key)
+    if any(part % n for part in parts):
+        raise CorruptError(
+            f"its parts would be {', '.join(map(str, parts))}, of which {n} ranks cannot have equal shares",
+            key=key,
+            hint="are the sizes in the training arguments right? A [[rule]] for --rules can give them as numbers",
+        )
+
+
 def check_units(rule: Rule, n: int, facts: Facts, *, key: str) -> None:
     """Refuses a size that does not divide what a rank holds whole, such as heads or groups.
 

@@ -48,7 +48,7 @@ from core.layout_checks import check_complete, check_predictions, check_shape, e
 from core.layout_chunk import Chunk, chunk_of
 from core.layout_extra import disagreement
 from core.layout_nested import flattened
-from core.layout_parts import parts_of, with_sizes
+from core.layout_parts import check_parts, parts_of, with_sizes
 from core.layout_rng import RNG_STATES
 from core.layout_rules import Rule, Rules
 from core.layout_state import (
@@ -153,6 +153,7 @@ def unshard_ranks(
             rule = model.tensors[name].rule
             shapes[name] = shape = stored[name]
             check_shape(name, shape, stored.get(fc2_of(name)), rule, facts)
+            check_parts(rule, shape, facts, key=name)
             if rule.kind == "vocab":
                 shapes[name] = cut_vocab(shape, name, facts, n_rows=n_rows, target_tp=target_tp, notes=notes)
     for key, state in states.items():

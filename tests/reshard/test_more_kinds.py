@@ -362,6 +362,13 @@ def test_sizes_that_contradict_the_shapes_are_corrupt(args: dict[str, object], w
     assert re.search(what, error.message), error.message
 
 
+def test_parts_that_the_ranks_of_the_source_cannot_share_are_corrupt() -> None:
+    odd: dict[str, tuple[Shape, Place]] = {**MAMBA_2, "mixer.in_proj.weight": ((54, 8), (0, ()))}
+    error = refusal(model([odd] * 2, norm="final_norm"), Topology(tp=2), Topology())
+    assert isinstance(error, CorruptError)
+    assert error.message == "its parts would be 16, 16, 9, 9, 4, of which 2 ranks cannot have equal shares"
+
+
 # --- hybrid patterns ---
 
 PATTERN = model([MAMBA_2, ATTENTION, MLP, MAMBA_2], norm="final_norm", hybrid_override_pattern="M*-M")
