@@ -15,6 +15,7 @@ from typing import Protocol
 from core.catalog import Catalog, Fragment, StoredArray, StoredObject
 from core.errors import UnsafeError, UnsupportedError
 from core.inert import NO_STATE, Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.layout_rng import RNG_STATES
 from core.layout_state import OPTIMIZER
 from core.optim_entries import object_entry
 from core.optimizer import Optimizer, state_of
@@ -143,6 +144,7 @@ def state_dict(catalog: Catalog) -> Catalog:
 
     Every tensor becomes visible, also those inside objects, under its path.
     """
+    catalog = _without_rank_states(catalog)
     common = as_mapping(catalog.attrs.get("common"))
     if common is None:
         is_nested = catalog.skeleton is None or as_mapping(catalog.skeleton) is not None
@@ -166,6 +168,19 @@ def state_dict(catalog: Catalog) -> Catalog:
         top |= {key: TensorLeaf(key) for key in catalog.tensors}
         top |= {key: item.value for key, item in catalog.objects.items()}
     return _keyed_by_path(catalog, top)
+
+
+def _without_rank_states(catalog: Catalog) -> Catalog:
+    """The catalog without the random states of single ranks that only rank files have a place for."""
+    states = catalog.attrs.get(RNG_STATES)
+    if not states:
+        return catalog
+    out = {leaf.key for leaf in walk(states) if isinstance(leaf, TensorLeaf)}
+    values = [catalog.attrs.get("common"), *(item.value for item in catalog.objects.values())]
+    out -= {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
+    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in out}
+    attrs = {name: value for name, value in catalog.attrs.items() if name != RNG_STATES}
+    return replace(catalog, hidden=hidden, attrs=attrs)
 
 
 def _optimizer(catalog: Catalog) -> dict[str, object]:
@@ -203,6 +218,7 @@ def with_common(catalog: Catalog) -> Catalog:
 
 def with_objects(catalog: Catalog) -> Catalog:
     """The catalog with every entry of its common state as an object; tensors inside objects stay inside."""
+    catalog = _without_rank_states(catalog)
     common = as_mapping(catalog.attrs.get("common"))
     if common is None:
         return catalog

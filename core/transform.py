@@ -90,7 +90,12 @@ def _kept(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     if isinstance(optimizer, Optimizer) and not any(map(state_of, tensors)):
         optimizer = None
     inside = [optimizer.step, optimizer.entries] if isinstance(optimizer, Optimizer) else []
-    values = [catalog.attrs.get("common"), inside, *(item.value for item in objects.values())]
+    values = [
+        catalog.attrs.get("common"),
+        catalog.attrs.get("rng_states"),
+        inside,
+        *(item.value for item in objects.values()),
+    ]
     hidden_keys = {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
     hidden_keys |= {item.raw_key for item in objects.values() if item.raw_key is not None}
     carried = catalog.attrs.get("carried")

@@ -351,3 +351,25 @@ def test_groups_keep_the_names_of_their_parameters(golden: Path, tmp_path: Path,
         assert [group.params for group in found.groups] == [group.params for group in wanted.groups]
         assert [group.settings for group in found.groups] == [group.settings for group in wanted.groups]
         assert (found.kind, found.states, found.step) == (wanted.kind, wanted.states, wanted.step)
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_ranks_with_random_states_of_their_own_become_trees(golden: Path, tmp_path: Path, to: str) -> None:
+    _, _, catalog = converted(golden / "mcore_legacy/moe_seq/tp2_pp1_ep2", tmp_path / "out", to)
+    assert any("local_experts.3.linear_fc2.weight" in key for key in catalog.tensors)
+
+
+@pytest.mark.parametrize("to", ["dcp", "zarr"])
+def test_commutes_with_resharding_of_rank_files(golden: Path, tmp_path: Path, to: str) -> None:
+    """Rank files, by way of global tensors, at another layout are those of the direct way."""
+    for case in ("tp2_pp1_optim", "tp2_pp1_dp2_distopt"):
+        src = golden / "mcore_legacy/dense_gqa" / case
+        sizes = TopologyChange(tp=1, pp=2)
+        _, direct_store, direct = converted(src, tmp_path / f"{case}-a", "megatron", topology=sizes)
+        converted(src, tmp_path / f"{case}-b", to)
+        _, store, found = converted(tmp_path / f"{case}-b", tmp_path / f"{case}-c", "megatron", topology=sizes)
+        assert {key: (meta.dtype, meta.shape) for key, meta in found.tensors.items()} == {
+            key: (meta.dtype, meta.shape) for key, meta in direct.tensors.items()
+        }
+        for key in direct.tensors:
+            assert (tensor_bytes(found, store, key) == tensor_bytes(direct, direct_store, key)).all(), key
