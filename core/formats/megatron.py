@@ -10,7 +10,8 @@ On disk::
         │   └── distrib_optim.pt               with the distributed optimizer: its flat buffers
         └── mp_rank_01_000/ …
 
-Versions: checkpoint_version 2.0 and 3.0, names of ``megatron.core`` (core 0.4 to HEAD).
+Versions: checkpoint_version 0 to 3.0, names of ``megatron.core`` (core 0.4 to HEAD) and of ``megatron.legacy``, whose
+models are nested dicts.
 
 A *rank catalog*: keys are ``<rank directory>:<path in the file>``, shapes those of one rank;
 ``core.layout.unshard`` makes them global. Model and optimizer tensors are tensors; those of other entries (random

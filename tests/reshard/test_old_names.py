@@ -6,9 +6,12 @@ files of the wanted layout.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from core.convert import Job, TopologyChange, run
 from core.errors import CorruptError, UnsupportedError, UsageError
@@ -99,6 +102,71 @@ def test_the_global_tensors_are_the_true_ones(golden: Path, tmp_path: Path, vers
             assert (tensor_bytes(found, store, f"language_model.encoder.{name}") == wanted).all()
 
 
+def test_an_optimizer_follows_the_old_names(golden: Path, tmp_path: Path) -> None:
+    source = golden / "mcore_legacy" / "dense_gqa"
+    for case, name in (("tp2_pp2_optim", "a"), ("tp1_pp1_optim", "b")):
+        rewrite(source / case, tmp_path / name, GQA, keep=("optimizer", "opt_param_scheduler"))
+    run(Job(src=tmp_path / "a", dst=tmp_path / "out", topology=TopologyChange(tp=1, pp=1), fsync=False))
+    assert_same_nested(tmp_path / "out", tmp_path / "b")
+    assert_same_optimizer(tmp_path / "out", tmp_path / "b")
+
+
+@pytest.mark.parametrize("version", [0, 1.0])
+def test_an_optimizers_states_have_the_old_order_of_rows_too(golden: Path, tmp_path: Path, version: float) -> None:
+    source = golden / "mcore_legacy" / "dense_gelu"
+    order = old_order(version, heads=2, channels=8)
+    rewrite(source / "tp2_pp1", tmp_path / "a", GELU["old"], version=version, change=order)
+    rewrite(source / "tp1_pp1", tmp_path / "b", GELU["old"])
+    for root in (tmp_path / "a", tmp_path / "b"):
+        for path in rank_dirs(root).values():
+            loaded = load_rank_file(path / MODEL_FILE)
+            loaded["optimizer"] = optimizer_of(list(tensors_in(loaded["model"])))
+            torch.save(loaded, path / MODEL_FILE)
+    run(Job(src=tmp_path / "a", dst=tmp_path / "out", topology=TopologyChange(tp=1), fsync=False))
+    assert_same_nested(tmp_path / "out", tmp_path / "b")
+    assert_same_optimizer(tmp_path / "out", tmp_path / "b")
+
+
+def tensors_in(model: Any) -> Iterator[torch.Tensor]:
+    for value in model.values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        else:
+            yield from tensors_in(value)
+
+
+def optimizer_of(weights: list[torch.Tensor]) -> dict[str, Any]:
+    """A Float16 optimizer's state dict whose states tell which weight they belong to; matrices have weight decay."""
+    groups = [[w for w in weights if w.dim() == 2], [w for w in weights if w.dim() != 2]]
+    ordered = [weight.float() for group in groups for weight in group]
+    settings = {"is_expert_parallel": False, "lr_mult": 1.0, "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "step": 1}
+    return {
+        "optimizer": {
+            "state": {n: {"exp_avg": master * 2, "exp_avg_sq": master**2} for n, master in enumerate(ordered)},
+            "param_groups": [
+                {"wd_mult": 1.0, **settings, "params": list(range(len(groups[0])))},
+                {"wd_mult": 0.0, **settings, "params": list(range(len(groups[0]), len(ordered)))},
+            ],
+        },
+        "fp32_from_fp16_params": [[weight.float() for weight in group] for group in groups],
+    }
+
+
+def assert_same_optimizer(found_root: Path, wanted_root: Path) -> None:
+    """Every rank's optimizer has the same masters and states, by number."""
+    for folder, path in rank_dirs(wanted_root).items():
+        theirs = load_rank_file(path / MODEL_FILE)["optimizer"]
+        ours = load_rank_file(rank_dirs(found_root)[folder] / MODEL_FILE)["optimizer"]
+        assert [group["params"] for group in ours["optimizer"]["param_groups"]] == [
+            group["params"] for group in theirs["optimizer"]["param_groups"]
+        ]
+        for mine, wanted in zip(ours["fp32_from_fp16_params"], theirs["fp32_from_fp16_params"], strict=True):
+            assert [torch.equal(a, b) for a, b in zip(mine, wanted, strict=True)] == [True] * len(wanted)
+        for number, states in theirs["optimizer"]["state"].items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(ours["optimizer"]["state"][number][name], states[name]), (number, name)
+
+
 def test_versions_and_heads_that_make_no_sense_are_refused(golden: Path, tmp_path: Path) -> None:
     rewrite(golden / "mcore_legacy/dense_gelu/tp2_pp1", tmp_path / "a", GELU["new"], version=1.5)
     catalog = megatron.read(LocalStore(tmp_path / "a" / "iter_0000010"))
@@ -123,7 +191,7 @@ def test_no_other_form_has_these_names(golden: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists()
 
 
-def test_there_and_back_through_dcp_keeps_every_dict(golden: Path, tmp_path: Path) -> None:
+def test_safetensors_has_the_old_names(golden: Path, tmp_path: Path) -> None:
     rewrite(golden / "mcore_legacy/dense_gelu/tp2_pp2", tmp_path / "a", GELU["new"])
     run(Job(src=tmp_path / "a", dst=tmp_path / "safe", to="safetensors", fsync=False))
     from core.open import open_checkpoint
@@ -133,14 +201,12 @@ def test_there_and_back_through_dcp_keeps_every_dict(golden: Path, tmp_path: Pat
     opened.store.close()
 
 
-def test_an_optimizer_of_before_1_0_is_refused_by_name(golden: Path, tmp_path: Path) -> None:
+def test_arguments_of_before_pipelines_are_refused_by_name(golden: Path, tmp_path: Path) -> None:
     rewrite(golden / "mcore_legacy/dense_gelu/tp2_pp1", tmp_path / "a", GELU["old"])
     for path in rank_dirs(tmp_path / "a").values():
         loaded = load_rank_file(path / MODEL_FILE)
         fields = vars(loaded["args"])
         fields["model_parallel_size"] = fields.pop("tensor_model_parallel_size")
-        import torch
-
         torch.save(loaded, path / MODEL_FILE)
     with pytest.raises(UnsupportedError, match="no tensor_model_parallel_size"):
         megatron.read(LocalStore(tmp_path / "a" / "iter_0000010"))
