@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,15 @@ from core.errors import CorruptError, UnsupportedError
 from core.formats.torch_file import load_object
 from core.inert import TensorLeaf, as_mapping
 from core.job import Job, Report, TopologyChange
-from core.layout import stack, unshard
+from core.layout import Stacked, stack, unshard
 from core.layout_args import replaced
 from core.layout_state import same
 from core.objects import loaded
 from core.open import open_checkpoint
-from core.optimizer import STEP, Optimizer, state_key, state_of
+from core.optimizer import STEP, Optimizer, ParamGroup, state_key, state_of
 from core.topology import Topology
 from tests.materialize import Bytes, tensor_bytes
-from tests.reshard.megatron_gold import RULES, filled, fused, topology
+from tests.reshard.megatron_gold import RULES, filled, fused, global_form, topology
 
 if TYPE_CHECKING:
     from core.catalog import Catalog
@@ -226,8 +227,6 @@ def test_transposed_states_of_grouped_experts_are_refused(golden: Path) -> None:
 
 
 def test_a_state_of_no_parameter_is_corrupt(golden: Path) -> None:
-    from dataclasses import replace
-
     _, catalog = source(golden, RESHARDABLE)
     extra = "optimizer.state.exp_avg.decoder.layers.self_attention.q_layernorm.weight"
     like = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.layer_norm_weight"
@@ -373,3 +372,108 @@ def test_commutes_with_resharding_of_rank_files(golden: Path, tmp_path: Path, to
         }
         for key in direct.tensors:
             assert (tensor_bytes(found, store, key) == tensor_bytes(direct, direct_store, key)).all(), key
+
+
+def with_optimizer(catalog: Catalog, *, is_split: bool) -> Catalog:
+    """The global form of a model with an optimizer whose moments are the weights themselves.
+
+    Args:
+        is_split: experts have groups of their own.
+    """
+    own = catalog.fragments_of
+    params = [key for key in catalog.tensors if RULES.is_param(key)]
+    param_of_state = {state_key(state, key): key for state in ("fp32_param", "exp_avg") for key in params}
+    kinds = [(1.0, False), (1.0, True), (0.0, False)] if is_split else [(1.0, False), (0.0, False)]
+    settings = [
+        {"wd_mult": decay, "lr_mult": 1.0, "is_expert_parallel": is_expert, "is_decoupled_lr": False, "step": 5}
+        for decay, is_expert in kinds
+    ]
+    return replace(
+        catalog,
+        tensors={
+            **catalog.tensors,
+            **{key: replace(catalog.tensors[param], key=key) for key, param in param_of_state.items()},
+        },
+        fragments_of=lambda key: [replace(piece, key=key) for piece in own(param_of_state.get(key, key))],
+        attrs={
+            **catalog.attrs,
+            "optimizer": Optimizer("distributed", tuple(map(ParamGroup, settings)), ("exp_avg",)),
+        },
+    )
+
+
+@pytest.mark.parametrize(("origin", "sizes"), [("tp1_pp1", Topology(ep=2)), ("tp1_pp1_ep2", Topology())])
+def test_experts_get_groups_of_their_own_with_expert_parallelism(golden: Path, origin: str, sizes: Topology) -> None:
+    store, model = global_form(golden, "moe_seq", origin)
+    stacked = stack(with_optimizer(model, is_split="ep2" in origin), sizes, rules=RULES)
+    filled(stacked.target, stacked.source, store)
+    experts = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    assert stacked.target.tensors[f"optimizer.state.param.{experts}"].shape == (4, 4, 32, 32)
+    assert {f.box for f in stacked.target.fragments(f"optimizer.state.exp_avg.{experts}")} == {
+        f.box for f in stacked.target.fragments(experts)
+    }
+    entry = as_mapping((as_mapping(stacked.target.attrs["common"]) or {})["optimizer"])
+    assert entry is not None
+    members = [entry[number] for number in (0, 1)] if sizes.ep > 1 else [entry]
+    assert set(entry) == ({0, 1} if sizes.ep > 1 else {"optimizer", "param_state_sharding_type"})
+    groups = [[group["is_expert_parallel"] for group in member["optimizer"]["param_groups"]] for member in members]  # type: ignore[index]
+    assert groups == ([[False, False], [True]] if sizes.ep > 1 else [[False, False]])
+    again = unshard(as_stored(stacked), rules=RULES)
+    assert [group.is_expert for group in optimizer_of(again).groups] == [flag for member in groups for flag in member]
+    assert {key for key in again.tensors if state_of(key)} == stacked_states(model)
+
+
+def as_stored(stacked: Stacked) -> Catalog:
+    """A target catalog read again, without its bytes."""
+    return replace(stacked.source, format="torch_dist", attrs=stacked.target.attrs, skeleton=None)
+
+
+def stacked_states(model: Catalog) -> set[str]:
+    params = [key for key in model.tensors if RULES.is_param(key)]
+    return {state_key(state, key) for state in ("fp32_param", "exp_avg") for key in params}
+
+
+@pytest.mark.parametrize("prefix", ["chained_0.", "chained_1."])
+def test_prefixes_of_chained_optimizers_are_taken_off(golden: Path, prefix: str) -> None:
+    store, catalog = source(golden, RESHARDABLE)
+    old_of = {prefix + key if key.startswith("optimizer.") else key: key for key in catalog.tensors}
+    renamed = replace(
+        catalog,
+        tensors={new: replace(catalog.tensors[old], key=new) for new, old in old_of.items()},
+        fragments_of=lambda key: [replace(f, key=key) for f in catalog.fragments(old_of.get(key, key))],
+    )
+    check_values(unshard(renamed, rules=RULES), store, golden)
+
+
+def test_layers_without_states_are_refused_where_layers_are_stacked(golden: Path) -> None:
+    _, model = global_form(golden, "dense_gqa", "tp1_pp1")
+    trained = with_optimizer(model, is_split=False)
+    left = {key: meta for key, meta in trained.tensors.items() if ".exp_avg.decoder.layers.2." not in key}
+    with pytest.raises(UnsupportedError, match="3 of the 4 tensors that are stacked there"):
+        stack(replace(trained, tensors=left), Topology(), rules=RULES)
+
+
+def test_what_else_an_optimizer_holds_is_kept(golden: Path) -> None:
+    _, catalog = source(golden, PLAIN[1])
+    common = as_mapping(catalog.attrs["common"])
+    assert common is not None
+    entry = as_mapping(common["optimizer"])
+    assert entry is not None
+    leaf = entry["optimizer"]["state"]["common_step"]  # type: ignore[index]
+    scaler = {"scale": leaf, "growth_tracker": 7}
+    changed = catalog.with_attrs(common={**common, "optimizer": {**entry, "grad_scaler": scaler}})
+    stacked = stack(unshard(changed, rules=RULES), Topology(tp=2, pp=2), rules=RULES)
+    assert isinstance(leaf, TensorLeaf) and leaf.key in stacked.target.hidden
+    made = as_mapping((as_mapping(stacked.target.attrs["common"]) or {})["optimizer"])
+    assert made is not None and made["grad_scaler"] == scaler
+    again = optimizer_of(unshard(as_stored(stacked), rules=RULES))
+    assert again.entries == {"grad_scaler": scaler}
+
+
+def test_an_optimizer_of_another_form_is_refused_by_name(golden: Path) -> None:
+    _, catalog = source(golden, RESHARDABLE)
+    new_of = {key: f"optimizer.state.{found[1]}.{found[0]}" for key in catalog.tensors if (found := state_of(key))}
+    old_of = {new_of.get(key, key): key for key in catalog.tensors}
+    renamed = replace(catalog, tensors={new: replace(catalog.tensors[old], key=new) for new, old in old_of.items()})
+    with pytest.raises(UnsupportedError, match=r"in the form torch_by_name .*--no-optim"):
+        unshard(renamed, rules=RULES)
