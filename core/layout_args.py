@@ -28,6 +28,7 @@ _NOT_YET = {
     "heterogeneous_layers_config_path": "heterogeneous layers",
     "heterogeneous_layers_config_encoded_json": "heterogeneous layers",
     "pipeline_model_parallel_split_rank": "encoder-decoder pipelines",
+    "encoder_pipeline_model_parallel_size": "encoder-decoder pipelines",
 }
 """Arguments that, if set, make a model that is not resharded yet."""
 

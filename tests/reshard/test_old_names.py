@@ -210,3 +210,11 @@ def test_arguments_of_before_pipelines_are_refused_by_name(golden: Path, tmp_pat
         torch.save(loaded, path / MODEL_FILE)
     with pytest.raises(UnsupportedError, match="no tensor_model_parallel_size"):
         megatron.read(LocalStore(tmp_path / "a" / "iter_0000010"))
+
+
+@pytest.mark.parametrize("name", ["pipeline_model_parallel_split_rank", "encoder_pipeline_model_parallel_size"])
+def test_pipelines_of_encoders_and_decoders_are_refused_by_name(golden: Path, tmp_path: Path, name: str) -> None:
+    rewrite(golden / "mcore_legacy/dense_gelu/tp1_pp2", tmp_path / "a", GELU["new"], more_args={name: 1})
+    catalog = megatron.read(LocalStore(tmp_path / "a" / "iter_0000010"))
+    with pytest.raises(UnsupportedError, match=f"encoder-decoder pipelines.*{name}"):
+        unshard(catalog, rules=RULES)
