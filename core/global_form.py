@@ -126,7 +126,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
             store=source.store,
         )
         catalog = _completed(job, catalog, source, notes, wants_hf=wants_hf)
-        catalog = with_rng(catalog, job.rng, has_place=is_cut(format))
+        catalog = with_rng(catalog, job.rng, has_place=is_cut(format), has_ranks=format.partition == "ranks")
         if job.transformer_impl is not None:
             if not is_cut(format):
                 raise UsageError(

@@ -115,12 +115,13 @@ def kept_states(
     return {}
 
 
-def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool) -> Catalog:
-    """The global form as ``--rng`` wants it.
+def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: bool) -> Catalog:
+    """The global form as ``--rng`` and the destination want it.
 
     Args:
         rng: ``keep``, ``drop`` or None.
         has_place: whether the destination keeps random states of ranks.
+        has_ranks: whether it keeps those of every rank, and not only one for each (TP, PP).
 
     Raises:
         UsageError: ``keep``, and there is nothing to keep, or no place for it.
@@ -129,21 +130,21 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool) -> Catalog:
     if rng == "keep" and not (states and has_place):
         what = "the destination has no place for them" if states else "the checkpoint has none"
         raise UsageError(f"the random states cannot be kept: {what}", hint="leave --rng out")
-    if rng != "drop" or not states:
+    gone = set(states) if rng == "drop" else set()
+    if not gone and (has_ranks or not catalog.attrs.get(RNG_STATES)):
         return catalog
-    objects = {key: item for key, item in catalog.objects.items() if key not in states}
+    objects = {key: item for key, item in catalog.objects.items() if key not in gone}
     used = {leaf for item in objects.values() for leaf in _keys(item)}
     used |= {leaf.key for leaf in walk(common_of(catalog)) if isinstance(leaf, TensorLeaf)}
-    gone = {leaf for key in states for leaf in _keys(catalog.objects[key])}
-    found = catalog.attrs.get(RNG_STATES)
-    values = found.values() if isinstance(found, Mapping) else ()
-    gone |= {leaf.key for value in values for leaf in walk(value) if isinstance(leaf, TensorLeaf)}
-    made = replace(
-        catalog,
-        objects=objects,
-        hidden={key: meta for key, meta in catalog.hidden.items() if key in used or key not in gone},
-    )
-    return made.with_attrs(**{RNG_STATES: {}, "dropped": [*texts_of(catalog, "dropped"), f"{RNG} ({WITHOUT})"]})
+    held = catalog.attrs.get(RNG_STATES)
+    values = held.values() if isinstance(held, Mapping) else ()
+    unused = {leaf.key for value in values for leaf in walk(value) if isinstance(leaf, TensorLeaf)}
+    unused |= {leaf for key in gone for leaf in _keys(catalog.objects[key])}
+    hidden = {key: meta for key, meta in catalog.hidden.items() if key in used or key not in unused}
+    made = replace(catalog, objects=objects, hidden=hidden).with_attrs(**{RNG_STATES: {}})
+    if not gone:
+        return made
+    return made.with_attrs(dropped=[*texts_of(catalog, "dropped"), f"{RNG} ({WITHOUT})"])
 
 
 def _keys(item: StoredObject) -> set[str]:

@@ -89,14 +89,14 @@ def test_other_ranks_have_none_and_keep_says_why(a: Topology, b: Topology, why: 
 
 def test_states_can_be_dropped_and_absent_ones_cannot_be_kept() -> None:
     source = seeded(Topology(tp=2))
-    dropped = with_rng(source, "drop", has_place=True)
+    dropped = with_rng(source, "drop", has_place=True, has_ranks=True)
     target = shard(dropped, Topology(tp=2), rules=RULES)
     assert set(states_of(target).values()) == {None}
     assert target.attrs["dropped"] == ["rng_state (start Megatron with --no-load-rng)"]
-    assert with_rng(source, None, has_place=False) is source
+    assert with_rng(source, None, has_place=False, has_ranks=True) is source
     for catalog, has_place in ((dropped, True), (source, False)):
         with pytest.raises(UsageError, match="cannot be kept"):
-            with_rng(catalog, "keep", has_place=has_place)
+            with_rng(catalog, "keep", has_place=has_place, has_ranks=True)
 
 
 def test_torch_dist_has_one_state_for_each_tensor_and_pipeline_rank() -> None:
@@ -137,6 +137,14 @@ def test_random_states_of_expert_ranks_move_bit_for_bit(golden: Path, tmp_path: 
         assert torch.equal(ours["torch_rng_state"], theirs["torch_rng_state"])
         assert torch.equal(ours["cuda_rng_state"], theirs["cuda_rng_state"])
         assert ours["random_rng_state"] == theirs["random_rng_state"]
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch", "torch_dist", "zarr", "safetensors"])
+def test_formats_without_ranks_have_no_states_of_expert_ranks(golden: Path, tmp_path: Path, to: str) -> None:
+    source = golden / EXPERTS / "tp2_pp1_ep2"
+    command = ["convert", str(source), str(tmp_path / "a"), "--to", to, "--no-optim", "--no-fsync", "-q"]
+    assert main(command) == 0
+    assert open_checkpoint(tmp_path / "a").catalog.tensors
 
 
 def test_rng_on_the_command_line(golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
