@@ -11,6 +11,7 @@ from ckpt_cli.terminal import Screen, escaped
 if TYPE_CHECKING:
     from core.convert import Prepared, Report
     from core.explain import Explained
+    from core.plan import Plan
 
 LISTED = 12
 """So many entries of a list are shown; ``--json`` has them all."""
@@ -30,7 +31,8 @@ def plan_lines(
             ("from", f"{escaped(str(source.path))} ({source.format.name})"),
             ("to", f"{prepared.target_format.name}, {size}"),
             ("tensors", f"{prepared.n_tensors:,}"),
-            ("reads", bytes_text(plan.read_bytes)),
+            ("reads", bytes_text(plan.read_bytes) + _replicas(plan)),
+            ("at least", f"{bytes_text(plan.least_read_bytes)} to read, {bytes_text(plan.file_bytes)} to write"),
             ("memory", f"{bytes_text(plan.memory_bytes)} of the {bytes_text(prepared.job.memory_bytes)} allowed"),
             *_listed("renames", [f"{old} → {new}" for old, new in prepared.renamed]),
             *_listed("not carried", prepared.dropped, style="yellow"),
@@ -47,6 +49,11 @@ def plan_lines(
         yield screen.styled(f"rank {rank} needs {n_text(len(rank_files), 'file')} of the source", "bold")
         for name in rank_files:
             yield f"  {escaped(name)}"
+
+
+def _replicas(plan: Plan) -> str:
+    """How much of what is read is only compared."""
+    return f", {bytes_text(plan.copy_bytes)} of it replicas to compare" if plan.copy_bytes else ""
 
 
 def explain_lines(screen: Screen, lines: Sequence[Explained]) -> Iterator[str]:

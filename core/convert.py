@@ -138,6 +138,7 @@ class Prepared:
             "target_format": self.target_format.name,
             "n_tensors": self.n_tensors,
             "read_bytes": self.plan.read_bytes,
+            "least_read_bytes": self.plan.least_read_bytes,
             "write_bytes": self.plan.file_bytes,
             "memory_bytes": self.plan.memory_bytes,
             "n_fragments": self.plan.n_fragments,

@@ -129,6 +129,8 @@ def unshard_global(
 
 def is_megatron(catalog: Catalog, rules: Rules) -> bool:
     """Whether a catalog of global tensors has Megatron's names and training arguments; its objects are loaded."""
+    if catalog.attrs.get("is_rank_local"):
+        return False
     if not any(rules.has_main_stack(key.removeprefix(prefix)) for prefix in _PREFIXES for key in catalog.tensors):
         return False
     args = _common_of(catalog).get("args")

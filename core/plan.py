@@ -65,6 +65,7 @@ class Plan:
         cache_bytes: of decoded pieces of encoded arrays; 0 if nothing is encoded.
         compares: whether copies are compared with the primary; otherwise they are not read.
         n_ignored: copies that are not.
+        copy_bytes: how many of ``read_bytes`` are those of copies.
     """
 
     source: Catalog
@@ -85,6 +86,12 @@ class Plan:
     cache_bytes: int = 0
     compares: bool = True
     n_ignored: int = 0
+    copy_bytes: int = 0
+
+    @property
+    def least_read_bytes(self) -> int:
+        """Bytes that nobody could avoid to read: every element that is needed, once."""
+        return self.read_bytes - self.copy_bytes
 
     @property
     def images(self) -> Sequence[FileImage]:
@@ -104,6 +111,7 @@ class Plan:
 @dataclass(slots=True)
 class _Totals:
     read_bytes: int = 0
+    copy_bytes: int = 0
     n_fragments: int = 0
     n_transfers: int = 0
     n_copies: int = 0
@@ -177,6 +185,7 @@ def make_plan(
         cache_bytes=memory.cache_bytes,
         compares=compares,
         n_ignored=totals.n_ignored,
+        copy_bytes=totals.copy_bytes,
     )
 
 
@@ -197,7 +206,9 @@ def _count(totals: _Totals, work: Match) -> None:
     size = itemsize(work.dtype)
     stored = [(box, fragment) for box, fragment in work.pieces if fragment.array is not None]
     totals.read_bytes += size * sum(box.n_elements for box, _ in stored)
-    totals.read_bytes += size * sum(box.n_elements for box, _, _ in work.copies)
+    copy_bytes = size * sum(box.n_elements for box, _, _ in work.copies)
+    totals.read_bytes += copy_bytes
+    totals.copy_bytes += copy_bytes
     totals.n_fragments += len(stored) + len(work.copies)
     totals.most_fragments = max(totals.most_fragments, len(stored) + len(work.copies), len(work.pairs))
     totals.n_transfers += len(work.pairs)

@@ -76,8 +76,9 @@ def read(store: ReadStore) -> Catalog:
     if store.entry is not None or store.exists(MODEL_FILE):
         return _read_single(store)
     folders = [name for name in store.folders() if _RANK_DIR.match(name)]
-    for folder in folders:
-        _check_folder(store, folder)
+    files_in = {folder: store.files(folder) for folder in folders}
+    for folder, names in files_in.items():
+        _check_folder(folder, names)
     files = RankFiles(store)
     args = files.root(f"{folders[0]}/{MODEL_FILE}").get("args")
     topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
@@ -86,7 +87,7 @@ def read(store: ReadStore) -> Catalog:
     )
     coords_of = matched_dirs(folders, expected, topology=topology)
     places = {folder: (folder + "/", coords) for folder, coords in coords_of.items()}
-    return _catalog(store, files, places, topology=topology)
+    return _catalog(files, places, files_in, topology=topology)
 
 
 def _number(args: object, name: str) -> int | None:
@@ -94,11 +95,11 @@ def _number(args: object, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _check_folder(store: ReadStore, folder: str) -> None:
+def _check_folder(folder: str, names: Sequence[str]) -> None:
     """The rank directory holds its model file."""
-    if store.exists(f"{folder}/{MODEL_FILE}"):
+    if MODEL_FILE in names:
         return
-    old = [name for name in _OTHER_FILES if store.exists(f"{folder}/{name}")]
+    old = [name for name in _OTHER_FILES if name in names]
     if old:
         raise UnsupportedError(
             f"it holds {old[0]}, a kind of rank file that is not read",
@@ -117,16 +118,21 @@ def _read_single(store: ReadStore) -> Catalog:
     path = PurePath(store.label)
     name = path.parent.name if store.entry is not None else path.name
     folder = name if _RANK_DIR.match(name) else "mp_rank"
-    return _catalog(store, RankFiles(store), {folder: ("", ())}, topology=None)
+    return _catalog(RankFiles(store), {folder: ("", ())}, {folder: store.files()}, topology=None)
 
 
 def _catalog(
-    store: ReadStore, files: RankFiles, places: Mapping[str, tuple[str, Coords]], *, topology: Topology | None
+    files: RankFiles,
+    places: Mapping[str, tuple[str, Coords]],
+    files_in: Mapping[str, Sequence[str]],
+    *,
+    topology: Topology | None,
 ) -> Catalog:
     """The catalog of some ranks.
 
     Args:
         places: rank directory → (path before its files, coordinates).
+        files_in: rank directory → names of its files.
         topology: None for one rank out of many.
     """
     arrays: dict[str, StoredArray] = {}
@@ -153,13 +159,13 @@ def _catalog(
         ranks[coords] = (folder, content.skeleton)
         if root.get(OPTIMIZER) is not None:
             kinds.add("float16")
-        if store.exists(start + OPTIM_FILE):
+        if OPTIM_FILE in files_in[folder]:
             kinds.add("distributed")
             optim = files.beside(start + OPTIM_FILE, folder, coords, name=PurePath(OPTIM_FILE).stem)
             arrays |= optim.arrays
             aliases |= optim.aliases
             optim_files[coords] = optim.skeleton
-        elif any(name.startswith("layer_wise_optimizer_") for name in store.files(start.rstrip("/"))):
+        elif any(name.startswith("layer_wise_optimizer_") for name in files_in[folder]):
             kinds.add("layer-wise")
     assert first is not None, "at least one rank was found"
     head = first[1]
