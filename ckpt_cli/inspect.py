@@ -3,7 +3,7 @@
 ``--json`` prints one object (schema ``ckpt.inspect/1``; fields may be added, none change meaning)::
 
     {"schema": "ckpt.inspect/1", "path": str, "format": str, "title": str, "version": str | null,
-     "iteration": int | null, "files": int, "file_bytes": int, "beside": [str],
+     "iteration": int | null, "files": int, "unopened_files": int, "file_bytes": int, "beside": [str],
      "parallel": {"tp": int, …} | {}, "ranks": int | null, "model": {argument: value},
      "groups": [{"name": "model" | "moments" | "masters" | "other",
                  "tensors": int, "elements": int, "bytes": int, "dtypes": {dtype: bytes}}],
@@ -58,7 +58,9 @@ _GROUP_TITLES = {"model": "model", "moments": "optimizer moments", "masters": "m
 
 def inspect(options: InspectOptions) -> int:
     """Runs the command; returns the exit code."""
-    checkpoint = open_checkpoint(options.path, iteration=options.iteration)
+    checkpoint = open_checkpoint(
+        options.path, iteration=options.iteration, samples=not options.all and not options.keys
+    )
     try:
         summary = summarized(checkpoint)
         tensors, objects = _selected(summary.view, checkpoint.catalog, options.keys)
@@ -275,6 +277,7 @@ def _as_json(
         "version": summary.version,
         "iteration": summary.iteration,
         "files": summary.n_files,
+        "unopened_files": summary.n_unopened,
         "file_bytes": summary.file_bytes,
         "beside": _beside(checkpoint),
         "parallel": dict(summary.parallel),

@@ -204,6 +204,9 @@ class InspectOptions:
             "--limit", metavar="N", parser=_whole(0), help="Show at most N lines; 0 for all. [200 for a tree, else all]"
         ),
     ] = None
+    all: Annotated[
+        bool, Flag("--all", help="Open every file of the ranks, not one of each pipeline stage; so does KEY.")
+    ] = False
     json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False
     debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False
 

@@ -62,12 +62,13 @@ class Checkpoint:
         return self.path.name == RELEASE
 
 
-def open_checkpoint(path: Path, *, iteration: int | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool = False) -> Checkpoint:
     """Finds the checkpoint at ``path`` and reads its metadata.
 
     Args:
         path: see the module's docstring.
         iteration: which iteration of a root; None for the one its tracker names, else the newest.
+        samples: open only one of the files that look alike, where the format can; for looking, not for converting.
 
     Raises:
         UsageError: the path does not exist, or ``iteration`` is given where there is nothing to choose.
@@ -89,7 +90,7 @@ def open_checkpoint(path: Path, *, iteration: int | None = None) -> Checkpoint:
         _refuse_empty(store)
     try:
         format = _sniffed(store)
-        catalog = format.read(store)
+        catalog = format.sample(store) if samples and format.sample is not None else format.read(store)
     except BaseException:
         store.close()
         raise

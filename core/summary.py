@@ -106,6 +106,7 @@ class Summary:
         view: the catalog whose tensors are shown.
         is_unsharded: the view is global although the files are rank-local.
         n_objects: entries that are not tensors.
+        n_unopened: files that were taken to be like others, and not opened.
     """
 
     path: str
@@ -125,6 +126,7 @@ class Summary:
     view: Catalog = field(repr=False)
     is_unsharded: bool = False
     n_objects: int = 0
+    n_unopened: int = 0
 
     @property
     def total(self) -> Group:
@@ -158,6 +160,12 @@ def summarized(checkpoint: Checkpoint) -> Summary:
     if catalog.attrs.get("is_rank_local") and unsharded.catalog is None:
         notes.append("shown rank by rank: what several ranks hold is counted several times")
     notes += texts_of(catalog, "notes")
+    unopened = catalog.attrs.get("n_unopened")
+    n_unopened = unopened if isinstance(unopened, int) else 0
+    if n_unopened:
+        notes.append(
+            f"opened {n_files - n_unopened:,} of {n_files:,} files, one of each stage and length; --all opens every one"
+        )
     notes += _warnings(catalog)
     return Summary(
         path=str(checkpoint.path),
@@ -177,6 +185,7 @@ def summarized(checkpoint: Checkpoint) -> Summary:
         view=view,
         is_unsharded=unsharded.catalog is not None and bool(catalog.attrs.get("is_rank_local")),
         n_objects=len(catalog.objects),
+        n_unopened=n_unopened,
     )
 
 

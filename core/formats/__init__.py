@@ -28,6 +28,7 @@ class Format:
         title: a few words for people.
         sniff: whether a store looks like this format; reads at most a few small pieces.
         read: the catalog of a store; metadata only.
+        sample: as ``read``, but of files that look alike only one is opened; None where that is no use.
         lay_out: file images of a target catalog whose arrays are to be placed; pure. None if the format is read-only.
         aliases: other names that ``--to`` takes.
         partition: how a target catalog's tensors are cut into arrays: ``whole`` (one array a tensor), ``as_stored``
@@ -62,6 +63,7 @@ class Format:
     carries_files: bool = False
     splits_files: bool = False
     adapt: Callable[[Catalog], Catalog] | None = None
+    sample: Callable[[ReadStore], Catalog] | None = None
 
 
 _BUILT_IN = (

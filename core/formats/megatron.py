@@ -64,7 +64,14 @@ def sniff(store: ReadStore) -> bool:
     return store.exists(MODEL_FILE) or any(map(_RANK_DIR.match, store.folders()))
 
 
-def read(store: ReadStore) -> Catalog:
+def sample(store: ReadStore) -> Catalog:
+    """What ``read`` gives, but opening one file of each pipeline stage and length; attrs["n_unopened"] says how many
+    were not. For looking at a checkpoint; the errors are those of ``read``.
+    """
+    return read(store, samples=True)
+
+
+def read(store: ReadStore, *, samples: bool = False) -> Catalog:
     """The rank catalog of an iteration's directory, of one rank directory, or of one rank's file.
 
     Raises:
@@ -79,7 +86,7 @@ def read(store: ReadStore) -> Catalog:
     files_in = {folder: store.files(folder) for folder in folders}
     for folder, names in files_in.items():
         _check_folder(folder, names)
-    files = RankFiles(store)
+    files = RankFiles(store, samples=samples)
     args = files.root(f"{folders[0]}/{MODEL_FILE}").get("args")
     topology = topology_of(args, file=f"{folders[0]}/{MODEL_FILE}")
     expected = rank_dirs(
@@ -186,6 +193,7 @@ def _catalog(
             "optim_files": optim_files,
             "aliases": aliases,
             "arrays": arrays,
+            "n_unopened": files.n_unopened,
             "unsupported": unsupported,
             "optimizer": next((kind for kind in ("distributed", "layer-wise", "float16") if kind in kinds), None),
         },
@@ -232,6 +240,7 @@ FORMAT = Format(
     title="Megatron-LM rank files (mp_rank_*/model_optim_rng.pt)",
     sniff=sniff,
     read=read,
+    sample=sample,
     lay_out=lay_out,
     aliases=("torch_ranks",),
     partition="ranks",

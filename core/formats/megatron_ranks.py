@@ -61,6 +61,7 @@ class _Form:
     objects: Sequence[tuple[str, str | None, object]]
     tree: TorchTree
     with_leaves: frozenset[int]
+    file: str
 
 
 class RankFiles:
@@ -68,11 +69,19 @@ class RankFiles:
 
     Args:
         store: where they are.
+        samples: open one file of each pipeline stage and length, and take the others to be like it.
     """
 
-    def __init__(self, store: ReadStore) -> None:
+    def __init__(self, store: ReadStore, *, samples: bool = False) -> None:
         self._alike = AlikeFiles(store)
+        self._store = store
+        self.samples = samples
         self._forms: dict[int, tuple[Pattern, _Form]] = {}
+
+    @property
+    def n_unopened(self) -> int:
+        """Files that were taken to be like others."""
+        return self._alike.n_unopened
 
     def root(self, file: str) -> Mapping[object, object]:
         """The top-level entries of a file, by name; tensors in it have no keys of the checkpoint. {} for no dict."""
@@ -91,11 +100,16 @@ class RankFiles:
         return self._read(file, f"{folder}:{name}.", coords, _plain_form)
 
     def _read(self, file: str, prefix: str, coords: Coords, form_of: Callable[[Pattern], _Form]) -> RankContent:
-        alike = self._alike.read(file)
+        alike = self._alike.assumed(file, self._role(file, coords)) if self.samples else self._alike.read(file)
         known = self._forms.get(id(alike.pattern))
         if known is None:
             known = self._forms[id(alike.pattern)] = (alike.pattern, form_of(alike.pattern))
         return _content(known[1], alike, prefix, coords)
+
+    def _role(self, file: str, coords: Coords) -> tuple[str, int]:
+        """What a file is for: its name and its stage; and its length, which no file is opened for."""
+        folder, _, name = file.rpartition("/")
+        return f"{dict(coords).get('pp', 0)}/{name}", self._store.sizes(folder)[name]
 
 
 def _model_form(pattern: Pattern) -> _Form:
@@ -128,7 +142,9 @@ def _form(
     def listed(found: Mapping[str, StoredArray]) -> list[tuple[str, StoredArray, str | None]]:
         return [(key, array, _record_of(array, record_at, pattern.records)) for key, array in found.items()]
 
-    return _Form(skeleton, listed(arrays), listed(hidden), objects, pattern.tree, frozenset(_with_leaves(skeleton)))
+    return _Form(
+        skeleton, listed(arrays), listed(hidden), objects, pattern.tree, frozenset(_with_leaves(skeleton)), pattern.file
+    )
 
 
 def _record_of(array: StoredArray, record_at: Mapping[int, str], records: Mapping[str, Record]) -> str | None:
@@ -206,8 +222,8 @@ def _content(form: _Form, alike: Alike, prefix: str, coords: Coords) -> RankCont
         for key, array, record in found:
             extent = array.extent
             assert extent is not None
-            if crcs:
-                crc = None if record is None else crcs[record] or None
+            if file != form.file:
+                crc = None if record is None else crcs.get(record) or None
                 extent = Extent(file, extent.offset, extent.strides, None, extent.encoding, crc)
             name = names[key]
             made[name] = StoredArray(name, array.dtype, array.shape, extent, coords)

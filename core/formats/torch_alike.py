@@ -84,7 +84,7 @@ class Alike:
     """The content of a file: that of its pattern, with other numbers.
 
     Args:
-        crcs: record name → CRC-32 that its directory states.
+        crcs: record name → CRC-32 that its directory states; {} for the pattern itself, and where it was not read.
         arguments: those of the training arguments that are other than the pattern's.
     """
 
@@ -104,6 +104,23 @@ class AlikeFiles:
     def __init__(self, store: ReadStore) -> None:
         self._store = store
         self._patterns: dict[int, list[Pattern]] = {}
+        self._of_role: dict[tuple[str, int], Pattern] = {}
+        self.n_unopened = 0
+
+    def assumed(self, file: str, role: tuple[str, int]) -> Alike:
+        """The content of a file, taken to be that of the first one with its role; only that one is opened.
+
+        Args:
+            role: what the file is for, and its length in bytes.
+
+        Raises:
+            CorruptError, TruncatedError, UnsupportedError, UnsafeError: as ``torch_tree.parse``.
+        """
+        if role in self._of_role:
+            self.n_unopened += 1
+        else:
+            self._of_role[role] = self.read(file).pattern
+        return Alike(self._of_role[role], file, {}, {})
 
     def read(self, file: str) -> Alike:
         """The content of a file.

@@ -1,0 +1,158 @@
+"""Checkpoints of many ranks: what is the same is read once and kept once. (No timing: that is scripts/bench_scale.)"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from core.convert import prepare
+from core.dtypes import itemsize
+from core.formats import megatron
+from core.formats.torch_alike import AlikeFiles
+from core.formats.torch_file import parse
+from core.inert import as_mapping
+from core.job import Job, TopologyChange
+from core.layout_state import same
+from core.store import LocalStore
+
+N_FILES = 64
+BYTES_PER_PIECE = 6 << 10
+"""Of everything that is kept or made at the peak of a plan, for each array that is read or placed."""
+
+
+def _sources(repo_dir: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_scale_sources", repo_dir / "scripts/bench_scale_sources.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def many(repo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sparse checkpoint of 64 rank files that hold some 3000 tensors, with a Float16 optimizer."""
+    sources = _sources(repo_dir)
+    tiny = sources.MODELS["tiny"]
+    topology = sources.Topology(tp=1, pp=4, ep=16)
+    model = sources.Model(topology, {**tiny.args, "num_experts": 32}, tiny.dense_layers)
+    root = tmp_path_factory.mktemp("scale") / "many"
+    sources.make(model, root, optimizer="float16")
+    assert isinstance(root, Path)
+    return root / "iter_0000010"
+
+
+def _job(src: Path) -> Job:
+    return Job(src=src, topology=TopologyChange(ep=8), keeps_layout=True, optim="drop")
+
+
+def test_alike_rank_files_are_parsed_once_for_each_stage(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(many)
+    files = AlikeFiles(store)
+    patterns = {id(files.read(f"{folder}/{megatron.MODEL_FILE}").pattern) for folder in store.folders()}
+    store.close()
+    assert len(store.folders()) == N_FILES
+    assert len(patterns) <= 4
+
+
+def test_alike_rank_files_say_what_parsing_each_says(many: Path) -> None:
+    store = LocalStore(many)
+    catalog = megatron.read(store)
+    ranks = catalog.attrs["ranks"]
+    assert isinstance(ranks, dict)
+    for coords, (folder, skeleton) in list(ranks.items())[::7]:
+        tree = parse(store, f"{folder}/{megatron.MODEL_FILE}", prefix=f"{folder}:", coords=coords)
+        for key, array in tree.arrays.items():
+            assert catalog.fragments(key)[0].array == array
+        own = as_mapping(tree.value)
+        assert own is not None
+        assert same((as_mapping(skeleton) or {})["args"], own["args"])
+    store.close()
+
+
+def _set(path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert data.count(old) >= 1
+    path.write_bytes(data.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"linear_kv_up_proj.layer_norm_weight", b"linear_kv_up_proj.layer_norm_weighs"), (b"num_layers", b"num_layert")],
+)
+def test_a_file_that_differs_otherwise_is_parsed(many: Path, tmp_path: Path, old: bytes, new: bytes) -> None:
+    names = sorted(path.name for path in many.iterdir())[:2]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / megatron.MODEL_FILE).write_bytes((many / name / megatron.MODEL_FILE).read_bytes())
+    _set(tmp_path / names[1] / megatron.MODEL_FILE, old, new)
+    store = LocalStore(tmp_path)
+    files = AlikeFiles(store)
+    first, second = (files.read(f"{name}/{megatron.MODEL_FILE}") for name in names)
+    store.close()
+    assert first.pattern is not second.pattern
+
+
+def test_sampling_opens_one_file_of_each_stage(many: Path) -> None:
+    store = LocalStore(many)
+    sampled = megatron.sample(store)
+    opened = len(store.opened)
+    store.close()
+    every = LocalStore(many)
+    full = megatron.read(every)
+    every.close()
+    assert opened == 4
+    assert sampled.attrs["n_unopened"] == N_FILES - opened
+    assert full.attrs["n_unopened"] == 0
+    assert dict(sampled.tensors) == dict(full.tensors)
+
+
+def _peak_bytes(work: Callable[[], int]) -> tuple[int, int]:
+    tracemalloc.start()
+    try:
+        n_pieces = work()
+        return tracemalloc.get_traced_memory()[1], n_pieces
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_plan_takes_little_memory_for_each_piece(many: Path) -> None:
+    def plan() -> int:
+        with prepare(_job(many)) as prepared:
+            return prepared.plan.n_fragments + len(prepared.plan.places)
+
+    plan()  # modules and caches
+    peak, n_pieces = _peak_bytes(plan)
+    assert n_pieces > 3000
+    assert peak / n_pieces < BYTES_PER_PIECE
+
+
+def test_the_dry_run_says_what_could_not_be_less(many: Path) -> None:
+    with prepare(_job(many)) as prepared:
+        plan = prepared.plan
+        found = prepared.as_dict()
+        once = sum(
+            piece.n_elements * itemsize(plan.match(key).dtype)
+            for key in plan.keys()
+            for piece, _ in plan.match(key).pieces
+        )
+    assert plan.copy_bytes > 0
+    assert found["least_read_bytes"] == plan.read_bytes - plan.copy_bytes == once
+
+
+@pytest.mark.slow
+def test_the_bench_runs_at_a_tiny_size(repo_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "numbers.json"
+    command = [sys.executable, "scripts/bench_scale_main.py", "--tiny", "--runs", "1", "--only", "weights"]
+    subprocess.run([*command, "--scratch", tmp_path, "--json", out], cwd=repo_dir, check=True, capture_output=True)
+    found = json.loads(out.read_text())
+    assert found["failures"] == []
+    assert {case["unit"] for case in found["cases"]} == {"s", "MB"}
