@@ -477,3 +477,10 @@ def test_an_optimizer_of_another_form_is_refused_by_name(golden: Path) -> None:
     renamed = replace(catalog, tensors={new: replace(catalog.tensors[old], key=new) for new, old in old_of.items()})
     with pytest.raises(UnsupportedError, match=r"in the form torch_by_name .*--no-optim"):
         unshard(renamed, rules=RULES)
+
+
+@pytest.mark.parametrize("name", [BUCKETS[0], RESHARDABLE, MODEL_SPACE[1], PLAIN[0]])
+def test_global_tensors_become_rank_files(golden: Path, tmp_path: Path, name: str) -> None:
+    report, store, catalog = converted(golden / name, tmp_path / "out", "megatron", topology=TopologyChange(tp=1, pp=2))
+    check_values(unshard(catalog, rules=RULES, store=store), store, golden)
+    assert not any("optim" in text for text in report.dropped)
