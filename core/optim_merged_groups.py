@@ -77,6 +77,9 @@ class MergedGroups:
         self._of_rank.append(mine)
 
     def _renamed(self, value: object, key: str) -> object:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+
         def new_key(path: str, old: str) -> str:
             made = f"{key}.{path}" if path else key
             self._note(made, old)

@@ -24,7 +24,7 @@ from core.optimizer import MASTER, STEP, Optimizer
 from core.store import ReadStore
 
 _PROVEN = 512
-"""Masters of a group that are compared on the first rank of a stage; on others, the first and the last are."""
+"""Masters of a group that are compared on the first rank of a stage; on others, which repeat its structure, one is."""
 
 
 @dataclass(slots=True)
@@ -61,13 +61,14 @@ def read_numbered(
     merged = MergedGroups(lambda new, old: found.beside.setdefault(new, []).append(_array(catalog, old)))
     policies = tuple(policies_of(fields_of(catalog.attrs.get("args"))))
     proven_stages: set[int] = set()
+    is_param: dict[str, bool] = {}
     has_masters: tuple[bool, str] | None = None
     for file in files:
         stored = stored_optimizer(file.root.get("optimizer"), rank=file.folder)
         has_masters = has_masters or (stored.has_masters, file.folder)
         if stored.has_masters != has_masters[0]:
             raise CorruptError(f"only one of this optimizer and that of {has_masters[1]} has masters", rank=file.folder)
-        params = [param for param in file.params if rules.is_param(param.chunk.global_names(param.name)[0][1])]
+        params = [param for param in file.params if _is_param(param, rules, is_param)]
         is_first = file.rank.pp not in proven_stages
         proven_stages.add(file.rank.pp)
         made = _assignment(catalog, params, stored, file, policies, rules, store, is_first=is_first)
@@ -95,6 +96,14 @@ def read_numbered(
     )
 
 
+def _is_param(param: Param, rules: Rules, known: dict[str, bool]) -> bool:
+    """Whether a tensor is a parameter; notes it by its local name, which ranks repeat."""
+    found = known.get(param.name)
+    if found is None:
+        found = known[param.name] = rules.is_param(param.chunk.global_names(param.name)[0][1])
+    return found
+
+
 def _array(catalog: Catalog, key: str) -> StoredArray:
     array = catalog.fragments(key)[0].array
     assert array is not None
@@ -103,12 +112,8 @@ def _array(catalog: Catalog, key: str) -> StoredArray:
 
 def _global_names(members: Iterable[Param], facts: Facts, rules: Rules) -> list[str]:
     """What the parameters are called in the whole model; a tied copy has its original's name."""
-    found = []
-    for param in members:
-        for _, name in param.chunk.global_names(param.name):
-            tied = rules.rule_of(name).tied if facts.is_tied else None
-            found.append(tied or name)
-    return found
+    names = (name for param in members for _, name in param.chunk.global_names(param.name))
+    return [rules.rule_of(name).tied or name for name in names] if facts.is_tied else list(names)
 
 
 def _assignment(
@@ -138,7 +143,7 @@ def _assignment(
         masters = stored.groups[number].masters
         assert masters is not None and store is not None
         step = len(masters) // _PROVEN + 1 if is_first else len(masters)
-        return (place % step != 0 and place != len(masters) - 1) or is_own(i, number, place)
+        return place % step != step // 2 or is_own(i, number, place)
 
     def is_own(i: int, number: int, place: int) -> bool:
         masters = stored.groups[number].masters

@@ -129,8 +129,13 @@ class NumberedFiles:
         """The states of one parameter."""
         found: dict[object, object] = {}
         step = self._optimizer.step
-        if step is not None:
-            found[STEP_NAME] = self._copied({STEP_NAME: step}, place, coords)[STEP_NAME]
+        if isinstance(step, TensorLeaf):
+            meta = self._catalog.meta(step.key)
+            array = StoredArray(f"{place}.{STEP_NAME}", meta.dtype, meta.shape, coords=coords)
+            self.beside.setdefault(step.key, []).append(array)
+            found[STEP_NAME] = TensorLeaf(array.name)
+        elif step is not None:
+            found[STEP_NAME] = step
         for state in self._moments:
             found[state] = self._leaf(state, name, f"{place}.{state}", rank, coords)
         return found
