@@ -26,7 +26,7 @@ class TopologyChange:
     Args:
         tp, pp, vpp, ep, etp: sizes of the destination; None keeps the source's.
         pipeline: how the destination distributes layers over its pipeline stages; None keeps the source's way where
-            that still means something, and distributes evenly otherwise (``core.layout_args.Facts.pipeline_at``).
+            that still means something, and distributes evenly otherwise (``core.layout_facts.Facts.pipeline_at``).
         source: asserted sizes of the source by name; a mismatch is an error.
     """
 

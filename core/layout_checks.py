@@ -8,7 +8,7 @@ from math import prod
 
 from core.box import Shape
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.layout_args import PREDICTION_STACK, Facts
+from core.layout_facts import PREDICTION_STACK, Facts
 from core.layout_hybrid import SYMBOLS
 from core.layout_rules import Layer, Rule, Rules
 from core.topology import Topology

@@ -12,8 +12,8 @@ from math import prod
 from core.catalog import StoredArray, part_of
 from core.errors import CorruptError, MissingShardError
 from core.inert import as_mapping
-from core.layout_args import Facts
 from core.layout_experts import Expert, unpacked
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import is_chunk
 from core.stages import Stages

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from core.box import Box, Shape
 from core.catalog import Catalog, TensorMeta
 from core.errors import CorruptError, UnsupportedError
-from core.layout_args import Facts
+from core.layout_facts import Facts
 from core.layout_parts import check_units, parts_of, with_sizes
 from core.layout_rules import Rule, Rules
 from core.layout_vocab import padded_rows

@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from core.catalog import Catalog, StoredArray, StoredObject
 from core.inert import TensorLeaf, walk
-from core.layout_args import Facts
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import EXTRA_STATE, same
 from core.store import ReadStore

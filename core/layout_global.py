@@ -16,8 +16,9 @@ from dataclasses import replace
 from core.catalog import Catalog, StoredObject, TensorMeta
 from core.errors import CorruptError, UnsupportedError
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
-from core.layout_args import Facts, facts_of
+from core.layout_args import facts_of
 from core.layout_checks import check_complete, check_shape, fc2_of, gate_notes, with_gate
+from core.layout_facts import Facts
 from core.layout_joined import joined
 from core.layout_order import by_place
 from core.layout_origins import Origin, Pieces, meta_of, names_in, origins_of

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from core.errors import CorruptError, UnsupportedError
-from core.layout_args import PREDICTION_STACK
+from core.layout_facts import PREDICTION_STACK
 from core.layout_rules import Rules
 from core.stages import Stages
 from core.topology import Rank, Topology

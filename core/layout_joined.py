@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from core.box import Box, Shape
 from core.catalog import Catalog, Fragment, TensorMeta
 from core.errors import CorruptError, MissingShardError
-from core.layout_args import Facts
+from core.layout_facts import Facts
 from core.layout_parts import parts_of
 from core.layout_rules import Rules
 from core.optimizer import param_of

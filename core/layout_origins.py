@@ -16,7 +16,7 @@ from itertools import product
 from core.box import Box, Shape
 from core.catalog import Catalog, Fragment, TensorMeta
 from core.errors import CorruptError
-from core.layout_args import Facts
+from core.layout_facts import Facts
 from core.layout_rules import Layer, Rules
 
 

@@ -20,8 +20,8 @@ from math import gcd
 
 from core.box import Shape
 from core.errors import CorruptError, UnsupportedError
-from core.layout_args import Facts
 from core.layout_checks import with_gate
+from core.layout_facts import Facts
 from core.layout_rules import Rule, Rules
 from core.layout_sizes import PartSize
 from core.placement import divisors, listed

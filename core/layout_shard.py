@@ -21,10 +21,11 @@ from typing import TypeVar
 from core.box import whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, bind_nothing
 from core.inert import TensorLeaf, as_mapping, walk
-from core.layout_args import Facts, facts_of, pipeline_notes
+from core.layout_args import facts_of
 from core.layout_checks import check_predictions
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
 from core.layout_extra import for_experts
+from core.layout_facts import Facts, pipeline_notes
 from core.layout_homes import Home, Homes, by_file_order
 from core.layout_nested import nested
 from core.layout_new_args import updated

@@ -21,7 +21,8 @@ from dataclasses import replace
 
 from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.errors import UnsupportedError
-from core.layout_args import Facts, facts_of, fields_of, replaced
+from core.layout_args import facts_of, fields_of, replaced
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import EXTRA_STATE, common_of, texts_of
 from core.optimizer import Optimizer, state_key, state_of

@@ -25,8 +25,9 @@ from core.box import Box, whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, bind_nothing
 from core.errors import UnsupportedError, UsageError
 from core.inert import TensorLeaf, walk
-from core.layout_args import PREDICTION_STACK, Facts, facts_of, replaced
+from core.layout_args import facts_of, replaced
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
+from core.layout_facts import PREDICTION_STACK, Facts
 from core.layout_joined import parted
 from core.layout_parts import with_sizes
 from core.layout_rules import GPT, Rules

@@ -43,10 +43,11 @@ from core.box import Shape
 from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, metas_of, whole_fragment
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.inert import Global, Inert, TensorLeaf, as_mapping, walk
-from core.layout_args import Facts, facts_of
+from core.layout_args import facts_of
 from core.layout_checks import check_complete, check_predictions, check_shape, extent_of, fc2_of, gate_notes, listed
 from core.layout_chunk import Chunk, chunk_of
 from core.layout_extra import disagreement
+from core.layout_facts import Facts
 from core.layout_nested import flattened
 from core.layout_parts import check_parts, parts_of, with_sizes
 from core.layout_rng import RNG_STATES

@@ -24,7 +24,7 @@ from core.box import Box, c_strides
 from core.catalog import Fragment, StoredArray
 from core.dtypes import itemsize
 from core.errors import CorruptError, UnsupportedError
-from core.layout_args import Facts
+from core.layout_facts import Facts
 
 CURRENT = 3.0
 _FUSED = re.compile(r"\.(query_)?key_value\.(weight|bias)$")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from core.box import Shape
 from core.catalog import Catalog, TensorMeta
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.layout_args import Facts
+from core.layout_facts import Facts
 
 _TP_SIZES = tuple(1 << bits for bits in range(10))
 

@@ -24,7 +24,8 @@ from math import prod
 
 from core.catalog import Catalog, Fragment, TensorMeta
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.layout_args import Facts, fields_of
+from core.layout_args import fields_of
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.optim_bucket_keys import FlatBuffer, Group, Stored, groups_of
 from core.optim_bucket_proof import Spots

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.catalog import Catalog, Coords, Fragment, StoredArray
-from core.layout_args import Facts
 from core.layout_cut import Cut
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.optimizer import Optimizer
 from core.topology import Rank, Topology

@@ -17,7 +17,8 @@ from math import prod
 from core.catalog import Catalog, StoredArray, part_of
 from core.errors import CorruptError, MissingShardError
 from core.inert import TensorLeaf
-from core.layout_args import Facts, fields_of
+from core.layout_args import fields_of
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import OPTIMIZER
 from core.optim_buffers import Bucketing, bucketing_of

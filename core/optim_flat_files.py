@@ -16,8 +16,9 @@ from core.dtypes import DTYPES
 from core.errors import MissingShardError, UnsupportedError
 from core.image import JoinedArray
 from core.inert import Global, TensorLeaf
-from core.layout_args import Facts, fields_of
+from core.layout_args import fields_of
 from core.layout_cut import Cut
+from core.layout_facts import Facts
 from core.layout_new_args import dp_at
 from core.layout_rules import Rules
 from core.layout_state import renamed_leaves

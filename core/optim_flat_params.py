@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.errors import CorruptError
-from core.layout_args import Facts
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.optim_buffers import Bucketing
 from core.topology import Topology

@@ -31,7 +31,7 @@ from core.box import Box, Shape, c_strides
 from core.catalog import Catalog, Fragment, TensorMeta
 from core.errors import CorruptError, UnsupportedError
 from core.inert import TensorLeaf, walk
-from core.layout_args import Facts
+from core.layout_facts import Facts
 from core.layout_origins import Origin, Pieces, meta_of, origins_of
 from core.layout_rules import Rules
 from core.layout_state import OPTIMIZER, texts_of

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from core.catalog import Catalog
-from core.layout_args import Facts
 from core.layout_cut import Cut, cuts_of
+from core.layout_facts import Facts
 from core.layout_homes import Home, Homes, by_file_order
 from core.layout_order import Place, place_of
 from core.layout_rules import Rules

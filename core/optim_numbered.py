@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from core.catalog import Catalog, StoredArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
 from core.inert import TensorLeaf
-from core.layout_args import Facts, fields_of
+from core.layout_args import fields_of
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import renamed_leaves, same
 from core.optim_groups import Assignment, Policy, Slots, Trained, assign, masters_of, policies_of

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from core.catalog import Catalog, Coords, Fragment, StoredArray
 from core.errors import MissingShardError
 from core.inert import TensorLeaf
-from core.layout_args import Facts
 from core.layout_cut import Cut
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import renamed_leaves
 from core.optim_files import HeldParam

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from core.catalog import Catalog, StoredArray
 from core.errors import UnsupportedError
-from core.layout_args import Facts
 from core.layout_chunk import Chunk
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.optimizer import Optimizer
 from core.store import ReadStore

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from core.catalog import Catalog
 from core.inert import as_mapping
-from core.layout_args import Facts
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import CONTENT, OPTIMIZER, common_of
 from core.optim_entries import FULLY_RESHARDABLE, MODEL_SPACE, SHARDING, common_entry

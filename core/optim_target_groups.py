@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
-from core.layout_args import Facts, fields_of
+from core.layout_args import fields_of
+from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import same
 from core.optim_groups import EXPERT, identity, known, policies_of, traits_of

@@ -56,7 +56,7 @@ class Topology:
         ep: expert parallel size.
         etp: tensor parallel size of experts; None means the same as ``tp``.
         pipeline: how layers are distributed over the stages; None leaves that to the training arguments
-            (``core.layout_args.Facts.pipeline_at``).
+            (``core.layout_facts.Facts.pipeline_at``).
 
     Raises:
         UsageError: a size is not a positive integer.
