@@ -20,6 +20,7 @@ from core.layout_rules import UNKNOWN_SOURCE, Rules
 from core.layout_shard import shard
 from core.layout_stack import Stacked, stack
 from core.layout_unshard import unshard_ranks
+from core.optim_named_proof import strange_masters
 from core.optimizer import state_of
 from core.store import ReadStore
 
@@ -81,6 +82,10 @@ def unshard(
             target_tp=target_tp,
             store=store,
         )
+        strange = [] if store is None else strange_masters(made, store)
+        if strange:
+            what = "do not round to their weights: were the weights changed after the optimizer's last step?"
+            made = made.noted([f"masters of {listed(strange)} {what}"])
     unknown = [key for key in made.tensors if state_of(key) is None and rules.is_unknown(key)]
     if unknown:
         made = made.noted([f"no rule fits {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"])

@@ -136,7 +136,10 @@ CASES: dict[int, tuple[str, str]] = {
         "reshard/test_stack:test_torch_dist_can_be_cut_anew_and_keeps_its_random_states",
     ),
     64: ("rank of adapters", "reshard/test_more_kinds:test_the_rank_of_adapters_limits_the_sizes"),
-    65: ("a layer is missing or too many", "reshard/test_unshard:test_arguments_that_contradict_the_shapes_are_corrupt"),
+    65: (
+        "a layer is missing or too many",
+        "reshard/test_unshard:test_arguments_that_contradict_the_shapes_are_corrupt",
+    ),
     66: ("unknown name", "reshard/test_layouts:test_an_unknown_tensor_is_reported_with_its_shapes"),
     67: ("two rules fit", "test_explain:test_a_users_row_is_named"),
     68: ("in = out", "reshard/test_naming:test_source_and_existing_destinations_stay_as_they_are"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -484,3 +485,23 @@ def test_global_tensors_become_rank_files(golden: Path, tmp_path: Path, name: st
     report, store, catalog = converted(golden / name, tmp_path / "out", "megatron", topology=TopologyChange(tp=1, pp=2))
     check_values(unshard(catalog, rules=RULES, store=store), store, golden)
     assert not any("optim" in text for text in report.dropped)
+
+
+def test_masters_of_other_weights_are_noted(golden: Path, tmp_path: Path) -> None:
+    src = golden / "mcore_torch_dist" / "dense_gqa" / "tp2_pp2_optim"
+    sizes = TopologyChange(tp=1)
+    report = run(Job(src=src, dst=tmp_path / "a", topology=sizes, keeps_layout=True, fsync=False))
+    assert not any("round to their weights" in note for note in report.notes)
+    copy = tmp_path / "copy"
+    shutil.copytree(src, copy)
+    found = open_checkpoint(copy)
+    piece = found.catalog.fragments("decoder.final_layernorm.weight")[0]
+    assert piece.array is not None
+    place = found.catalog.bind(found.store, piece.array).extent
+    found.store.close()
+    assert place is not None
+    with (copy / "iter_0000010" / place.file).open("r+b") as file:
+        file.seek(place.offset)
+        file.write(b"\x12\x34")
+    report = run(Job(src=copy, dst=tmp_path / "b", topology=sizes, keeps_layout=True, fsync=False, crc=False))
+    assert any("masters of decoder.final_layernorm.weight do not round" in note for note in report.notes)
