@@ -170,12 +170,17 @@ class Bench:
                                     self.add(case)
 
     def reshard(self) -> None:
-        """TP8 → TP4 and TP4 → TP8."""
-        for old, new in ((8, 4), (4, 8)):
-            name = f"reshard TP{old} → TP{new}"
+        """TP8 → TP4 and TP4 → TP8, weights alone and with the optimizer, which may become torch_dist on the way."""
+        for old, new, rest, to in (
+            (8, 4, "", ()),
+            (4, 8, "", ()),
+            (8, 4, "-optim", ()),
+            (8, 4, "-optim", ("--to", "torch_dist")),
+        ):
+            name = f"reshard TP{old} → TP{new}" + (" with optimizer" if rest else "") + (f", {to[-1]}" if to else "")
             if self.wants(name):
-                with self.source(f"megatron-tp{old}", round(self.options.size * GIB)) as src:
-                    self._transfer(name, src, ["reshard", "--tp-new", str(new)], reach=1.2, aim=0.9)
+                with self.source(f"megatron-tp{old}{rest}", round(self.options.size * GIB)) as src:
+                    self._transfer(name, src, ["reshard", "--tp-new", str(new), *to], reach=1.2, aim=0.9)
 
     def _transfer(self, name: str, src: Path, arguments: list[str], *, reach: float | None, aim: float | None) -> None:
         """One job with fsync on both sides, and one without on either."""
@@ -219,6 +224,7 @@ class Bench:
             ("safetensors → zarr3", "safetensors", ["convert", "--to", "zarr3"]),
             ("zarr3-zstd → safetensors", "zarr3-zstd", ["convert", "--to", "safetensors"]),
             ("reshard TP8 → TP4", "megatron-tp8", ["reshard", "--tp-new", "4"]),
+            ("reshard TP8 → TP4 with optimizer", "megatron-tp8-optim", ["reshard", "--tp-new", "4"]),
         ):
             for gib in self.options.memory_sizes:
                 name = f"peak RSS, {label}, {gib:g} GiB"

@@ -7,6 +7,7 @@ chosen so that row-parallel weights (attention output, second feed-forward matri
 those are the ones whose resharding cuts rows. KIND is one of
 
 - ``megatron-tpN``: N rank files as Megatron-LM lays them out, by torch.save
+- ``megatron-tpN-optim``: the same with a Float16 optimizer, fp32 masters and moments
 - ``torch``: one .pt, by torch.save
 - ``dcp-1``: DCP by dcp.save in one process, one file
 - ``dcp-4``: DCP by dcp.save in four processes, DTensors sharded as tensor parallelism shards them
@@ -166,12 +167,36 @@ def rank_dict(n_layers: int, tp: int, rank: int) -> dict[str, Any]:
     }
 
 
-def make_megatron(folder: Path, n_bytes: int, tp: int) -> None:
-    n_layers = n_layers_for(n_bytes)
+STATE_BYTES = 7
+"""How many times the bytes of bf16 weights a checkpoint with its optimizer has: weight, master and two moments."""
+
+
+def optimizer_dict(model: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron's Float16 optimizer keeps for a rank: two groups, numbered parameters, fp32 masters."""
+    params = [value for value in model.values() if isinstance(value, torch.Tensor)]
+    groups: list[dict[str, Any]] = []
+    masters, state = [], {}
+    for decays in (True, False):
+        mine = [param for param in params if (param.ndim > 1) == decays]
+        first = len(state)
+        for param in mine:
+            state[len(state)] = {"exp_avg": param.float() * 2, "exp_avg_sq": param.float() ** 2}
+        masters.append([param.float() for param in mine])
+        settings = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1 * decays, "step": ITERATION}
+        known = {"wd_mult": float(decays), "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+        groups.append({**known, **settings, "params": list(range(first, len(state)))})
+    return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters}
+
+
+def make_megatron(folder: Path, n_bytes: int, tp: int, *, has_optimizer: bool = False) -> None:
+    n_layers = n_layers_for(n_bytes // STATE_BYTES if has_optimizer else n_bytes)
     for rank in range(tp):
         rank_dir = folder / f"iter_{ITERATION:07d}" / f"mp_rank_{rank:02d}"
         rank_dir.mkdir(parents=True)
-        torch.save(rank_dict(n_layers, tp, rank), rank_dir / "model_optim_rng.pt")
+        content = rank_dict(n_layers, tp, rank)
+        if has_optimizer:
+            content["optimizer"] = optimizer_dict(content["model"])
+        torch.save(content, rank_dir / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
 
 
@@ -318,7 +343,8 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=4 << 30, help="size of the weights (of 'chunks': how many)")
     options = parser.parse_args()
     if options.kind.startswith("megatron-tp"):
-        make_megatron(options.folder, options.bytes, int(options.kind.removeprefix("megatron-tp")))
+        tp, _, rest = options.kind.removeprefix("megatron-tp").partition("-")
+        make_megatron(options.folder, options.bytes, int(tp), has_optimizer=rest == "optim")
     elif options.kind == "tiny":
         make_tiny(options.folder)
     else:
