@@ -519,5 +519,7 @@ class TransferOptions:
     ] = False
 
     json: Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")] = False
-    quiet: Annotated[bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print nothing but errors.")] = False
+    quiet: Annotated[
+        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors, and what is not carried.")
+    ] = False
     debug: Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")] = False

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_cli.render import Cell, bytes_text, facts, n_text, seconds_text, shape_text, table
-from ckpt_cli.terminal import Screen, escaped
+from ckpt_cli.terminal import Screen, columns_of, escaped
 
 if TYPE_CHECKING:
     from core.convert import Prepared, Report
@@ -57,10 +57,13 @@ def _replicas(plan: Plan) -> str:
 
 
 def explain_lines(screen: Screen, lines: Sequence[Explained]) -> Iterator[str]:
-    """Each tensor with its shape, what its rule does, and which row the rule is."""
+    """Each tensor with its shape, what its rule does, and which row the rule is.
+
+    One line for each where they fit, and in files and pipes; else the rule is wrapped below its tensor.
+    """
     rows = []
     for line in lines:
-        states = f" and {', '.join(line.states)}" if line.states else ""
+        states = f", with {', '.join(line.states)}" if line.states else ""
         shard = "" if line.shard == line.shape else f": {shape_text(line.shard)} each"
         rows.append(
             [
@@ -70,7 +73,13 @@ def explain_lines(screen: Screen, lines: Sequence[Explained]) -> Iterator[str]:
                 Cell(escaped(f"{line.where}: {line.source}"), ("dim",)),
             ]
         )
-    yield from table(screen, rows, align="<<<<")
+    if screen.width is None or all(columns_of(text) <= screen.width for text in table(Screen(), rows, align="<<<<")):
+        yield from table(screen, rows, align="<<<<")
+        return
+    names = table(screen, [row[:2] for row in rows], align="<<")
+    for name, row in zip(names, rows, strict=True):
+        yield name
+        yield from facts(screen, [("", cell) for cell in row[2:]], indent=2)
 
 
 def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterator[str]:

@@ -9,9 +9,9 @@
 and with ``--dry-run``::
 
     {"schema": "ckpt.plan/1", "dry_run": true, "src": str, "source_format": str, "dst": str, "target_format": str,
-     "n_tensors": int, "n_fragments": int, "read_bytes": int, "write_bytes": int, "memory_bytes": int,
-     "files": [{"path": str, "bytes": int}], "renamed": [{"old": str, "new": str}], "notes": [str], "dropped": [str],
-     "rank": {"number": int, "files": [str]}}
+     "n_tensors": int, "n_fragments": int, "read_bytes": int, "least_read_bytes": int, "write_bytes": int,
+     "memory_bytes": int, "files": [{"path": str, "bytes": int}], "renamed": [{"old": str, "new": str}], "notes": [str],
+     "dropped": [str], "rank": {"number": int, "files": [str]}}
 
 and with ``--explain``::
 
@@ -38,9 +38,12 @@ from core.errors import ReplicaMismatchError, UsageError
 from core.pipeline import Pipeline, parse_layout
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckpt_cli.options import TransferOptions
 
-_SIZES = ("tp", "pp", "vpp", "ep", "etp")
+SIZES = ("tp", "pp", "vpp", "ep", "etp")
+"""Parallel sizes as the options name them."""
 
 
 def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
@@ -60,12 +63,16 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         raise UsageError(
             "--rules: there is no such file", file=str(options.rules), hint="check the spelling of the path"
         )
+    if options.explain and (options.dry_run or options.quiet):
+        raise UsageError(
+            f"--explain and {'--dry-run' if options.dry_run else '--quiet'} exclude each other", hint="give one"
+        )
     if options.keep_padded_vocab and options.vocab_size is not None:
         raise UsageError("--keep-padded-vocab and --vocab-size contradict each other", hint="give one")
     if options.stack_layers and options.unstack_layers:
         raise UsageError("--stack-layers and --unstack-layers contradict each other", hint="give one")
-    new = {name: getattr(options, f"{name}_new") for name in _SIZES}
-    asserted = {name: size for name in _SIZES if (size := getattr(options, name)) is not None}
+    new = {name: getattr(options, f"{name}_new") for name in SIZES}
+    asserted = {name: size for name in SIZES if (size := getattr(options, name)) is not None}
     pipeline = pipeline_of(options)
     topology = None
     if asserted or pipeline is not None or any(size is not None for size in new.values()):
@@ -162,9 +169,11 @@ def _plan(job: Job, options: TransferOptions) -> int:
             if files is not None:
                 plan["rank"] = {"number": options.rank, "files": files}
             print(json.dumps({"schema": "ckpt.plan/1", "dry_run": True, **plan}))
-        else:
+        elif not options.quiet:
             for line in plan_lines(screen_of(sys.stdout), prepared, rank=options.rank, rank_files=files):
                 print(line)
+        else:
+            _say_left(prepared.dropped)
     return 0
 
 
@@ -187,9 +196,15 @@ def _run(job: Job, options: TransferOptions) -> int:
     elif not options.quiet:
         for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):
             print(line)
-    elif report.dropped:
-        _say(f"not carried: {', '.join(report.dropped)}")
+    else:
+        _say_left(report.dropped)
     return 0
+
+
+def _say_left(dropped: Sequence[str]) -> None:
+    """What even ``--quiet`` does not keep to itself."""
+    if dropped:
+        _say(f"not carried: {', '.join(dropped)}")
 
 
 def _say(note: str) -> None:

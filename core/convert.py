@@ -42,6 +42,7 @@ from core.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.optimizer import Optimizer
 from core.plan import Plan, make_plan
 from core.relink import linked
+from core.select import folded
 from core.target import partitioned, source_and_target, tensors_only
 from core.verify import check_memory, verify
 
@@ -102,7 +103,10 @@ class Prepared:
         """
         with_data = [image for image in self.images if image.arrays]
         if not 0 <= rank < len(with_data):
-            raise UsageError(f"there is no rank {rank}: the destination has {len(with_data)} files with tensors")
+            raise UsageError(
+                f"there is no rank {rank}: the destination has {len(with_data)} files with tensors",
+                hint=f"they count from 0 to {len(with_data) - 1}",
+            )
         wanted = {placed.array.name for placed in with_data[rank].arrays}
         found: set[str] = set()
         for key in iter(self.plan.keys()):
@@ -212,8 +216,8 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         images=images,
         plan=plan,
         renamed=form.renamed,
-        notes=tuple(notes),
-        dropped=tuple(dropped),
+        notes=tuple(folded(notes, end=": ")),
+        dropped=tuple(folded(dropped, end=" (")),
         form=checked.catalog,
     )
 

@@ -117,9 +117,12 @@ def check_target(topology: Topology, facts: Facts) -> None:
         UnsupportedError: model chunks without pipeline stages; there are no experts, or they do not divide.
     """
     if topology.vpp > 1 and topology.pp == 1:
+        layout = None if topology.pipeline is None else topology.pipeline.layout
         raise UnsupportedError(
             f"several model chunks a stage (VPP {topology.vpp}) need more than one pipeline stage",
-            hint="say --vpp-new 1, or a larger --pp-new",
+            hint="say --vpp-new 1, or a larger --pp-new"
+            if layout is None
+            else f"the pipeline layout has {len(layout)} parts: say --pp-new {len(layout)}, or a size that divides it",
         )
     if facts.n_experts is None:
         if topology.ep > 1 or topology.expert_tp != topology.tp:

@@ -345,7 +345,7 @@ def _entries_beside(
     states = kept_states(catalog, facts.topology, topology, rng=rng, dropped=dropped)
     reruns = [key for key in catalog.objects if key.startswith(f"{RERUN}_state/")]
     if common.pop(RERUN, None) is not None or reruns:
-        dropped.append(f"{RERUN} (of a run of other sizes; Megatron ignores it)")
+        dropped.append(f"{RERUN} (of the ranks that saved it; Megatron starts without it)")
     dropped += [
         f"{key} (rank files have no place for it)"
         for key in catalog.objects

@@ -195,7 +195,12 @@ def _uneven(n_layers: int, pp: int, how: Pipeline) -> list[int]:
     said = " and ".join(
         f"{count} layers {place}" for place, count in (("first", first), ("last", last)) if count is not None
     )
-    if min(first or 1, last or 1) < 1 or pp == 1 or n_middle_stages < 0 or n_middle < 0:
+    if pp == 1:
+        raise UsageError(
+            f"{said} of {n_layers} layers in all: that needs more than one pipeline stage",
+            hint="say --pp-new 2 or more",
+        )
+    if min(first or 1, last or 1) < 1 or n_middle_stages < 0 or n_middle < 0:
         raise UsageError(f"{said} do not fit {n_layers} layers in {pp} pipeline stages")
     if (n_middle == 0) != (n_middle_stages == 0):
         raise UsageError(

@@ -24,6 +24,7 @@ LIST_THEM = "list the keys with: ckpt inspect SRC --flat"
 _NUMBERS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")
 _WILD = re.compile(r"\[(!?[^\[\]]+)\]|\*|\?")
 _MAX_NUMBERS = 100_000
+_NUMBER = re.compile(r"(?<![^.\s])(0|[1-9]\d*)(?![^.\s/])")
 
 
 def matching(keys: Iterable[str], pattern: str) -> list[str]:
@@ -113,3 +114,39 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([value, value])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def folded(lines: Iterable[str], *, end: str) -> list[str]:
+    """Lines about keys without repetition: ``layers.0.x (why)`` … are ``layers.[0-31].x (why)``.
+
+    Lines fold that differ in numbers of their keys only, layers and experts; brackets hold every number that there
+    was, so nothing is lost.
+
+    Args:
+        end: what ends the key, such as ``" ("``; a line without it has no key.
+
+    Returns:
+        The lines, in order of first appearance.
+    """
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for line in lines:
+        key, mark, rest = line.partition(end)
+        parts = _NUMBER.split(key) if mark else [line]
+        alike.setdefault((*parts[::2], mark + rest), []).append(parts[1::2])
+    found: list[str] = []
+    for (*texts, rest), rows in alike.items():
+        for at in reversed(range(len(texts) - 1)):
+            rows = _merged(rows, at)
+        found += ["".join(part for pair in zip(texts, [*row, ""], strict=True) for part in pair) + rest for row in rows]
+    return found
+
+
+def _merged(rows: Iterable[Sequence[str]], at: int) -> list[list[str]]:
+    """Rows that differ in one place only, as one with all its numbers there."""
+    numbers: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        numbers.setdefault((*row[:at], *row[at + 1 :]), []).append(row[at])
+    return [
+        [*others[:at], one[0] if len(set(one)) == 1 else f"[{ranges(map(int, set(one)))}]", *others[at:]]
+        for others, one in numbers.items()
+    ]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from core.errors import UsageError
-from core.select import matching, ranges
+from core.select import folded, matching, ranges
 
 KEYS = [f"decoder.layers.{i}.mlp.weight" for i in range(12)] + ["embedding.weight", "embedding.weightless", "a[0].b"]
 
@@ -51,3 +51,17 @@ def test_numbers_are_written_as_ranges(numbers: list[int], text: str) -> None:
     assert ranges(numbers) == text
     keys = [f"x.{n}" for n in range(12)]
     assert matching(keys, f"x.[{text}]") == [f"x.{n}" for n in sorted(numbers)] or len(text) == 1
+
+
+def test_lines_about_equal_keys_of_layers_and_experts_become_one() -> None:
+    lines = [f"decoder.layers.{n}.mlp.experts.{e}._extra_state (packed)" for n in range(4) for e in range(8)]
+    assert folded(lines, end=" (") == ["decoder.layers.[0-3].mlp.experts.[0-7]._extra_state (packed)"]
+    assert folded(lines[3:4], end=" (") == lines[3:4]
+    uneven = ["a.0.x.1 (why)", "a.0.x.2 (why)", "a.1.x.1 (why)", "a.1.x.1 (else)", "b", "a.2 and 5 more"]
+    assert folded(uneven, end=" (") == ["a.0.x.[1-2] (why)", "a.1.x.1 (why)", "a.1.x.1 (else)", "b", "a.2 and 5 more"]
+
+
+def test_numbers_inside_names_and_outside_of_keys_do_not_fold() -> None:
+    lines = ["x.fc1: 4 rows", "x.fc2: 4 rows", "y.1: 4 rows", "y.2: 5 rows", "mp_rank_00: z", "mp_rank_01: z"]
+    assert folded(lines, end=": ") == lines
+    assert folded([], end=": ") == []

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from ckpt_cli.app import app
+from ckpt_cli.app import app, main
+from ckpt_cli.command import Group
 from ckpt_cli.options import (
     TARGETS,
     InspectOptions,
@@ -18,6 +21,7 @@ from ckpt_cli.options import (
     size_in_bytes,
     stacks_of,
 )
+from ckpt_cli.other_tools import INSTEAD
 from ckpt_cli.transfer import job_of
 from core.errors import UsageError
 from core.formats import formats
@@ -167,3 +171,47 @@ def test_stacking_and_unstacking_contradict_each_other() -> None:
     options = parsed("convert", "a", "--to", "dcp", "--stack-layers", "--unstack-layers", "auto")
     with pytest.raises(UsageError, match="contradict"):
         job_of(options, keeps_layout=False)
+
+
+def test_no_name_of_another_tool_hides_an_option_of_ours() -> None:
+    command = get_command(app)
+    assert isinstance(command, Group)
+    ours = {
+        name
+        for one in command.commands.values()
+        for param in one.params
+        for name in (*param.opts, *param.secondary_opts)
+    }
+    assert ours & set(INSTEAD) == set()
+    said = {word for hint in INSTEAD.values() for word in re.findall(r"(?<=say )--[a-z-]+", hint)}
+    assert said <= ours
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--target-tp-size", "2"), "Say --tp-new N"),
+        (("-tp", "2"), "Say --tp-new N"),
+        (("--no_load_optim", "--tp-new", "2"), "Say --no-optim"),
+        (("--ckpt-step", "10"), "Say --iteration N"),
+        (("--save-dir", "x"), "Say: ckpt reshard SRC DST"),
+    ],
+)
+def test_options_of_other_tools_are_answered_with_ours(
+    words: tuple[str, ...], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reshard", "a", "b", *words]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_a_size_without_new_says_what_the_source_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reshard", "a", "b", "--tensor_model_parallel_size", "4", "--pp", "2"]) == 2
+    assert "--tp 4 --pp 2 says what SRC has; for what is to be written say: --tp-new 4 --pp-new 2" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("other", ["--dry-run", "--quiet"])
+def test_an_explanation_goes_with_nothing_that_contradicts_it(other: str) -> None:
+    with pytest.raises(UsageError, match=f"--explain and {other} exclude each other"):
+        job_of(parsed("reshard", "a", "b", "--tp-new", "2", "--explain", other), keeps_layout=True)

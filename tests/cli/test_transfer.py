@@ -110,6 +110,7 @@ def test_quiet_prints_nothing_unless_something_was_left_behind(golden: Path, tmp
     assert (code, out) == (0, "")
     assert err.startswith("ckpt: note: not carried: optimizer")
     assert err.count("\n") == 1
+    assert run("reshard", source, tmp_path / "c", "--tp-new", 1, "--no-optim", "-q", "--dry-run") == (0, "", err)
 
 
 def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: Path, run: Run) -> None:
