@@ -32,8 +32,13 @@ def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
     for name in (facts.kind.embedding, *(() if facts.is_tied else (facts.kind.output,))):
         if name not in present:
             raise MissingShardError("the tensor is not in the checkpoint", key=name)
-    for stack in rules.stacks:
-        _check_stack(stack, present, facts, rules)
+    subs: dict[str, dict[int, set[str]]] = {stack: {} for stack in rules.stacks}
+    for name in present:
+        found = rules.layer_of(name)
+        if found is not None and not _is_optional(name, rules):
+            subs[found.stack].setdefault(found.number, set()).add(found.sub)
+    for stack, subs_of in subs.items():
+        _check_stack(stack, subs_of, facts, rules)
 
 
 def check_predictions(facts: Facts, topology: Topology) -> None:
@@ -52,14 +57,13 @@ def check_predictions(facts: Facts, topology: Topology) -> None:
         )
 
 
-def _check_stack(stack: str, names: Iterable[str], facts: Facts, rules: Rules) -> None:
-    """A stack has all its layers, and layers of one kind have the same parameters."""
+def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: Facts, rules: Rules) -> None:
+    """A stack has all its layers, and layers of one kind have the same parameters.
+
+    Args:
+        subs_of: layer → what is in it, but for what is optional.
+    """
     n_layers = facts.stacks.get(stack, 0)
-    subs_of: dict[int, set[str]] = {}
-    for name in names:
-        found = rules.layer_of(name)
-        if found is not None and found.stack == stack and not _is_optional(name, rules):
-            subs_of.setdefault(found.number, set()).add(found.sub)
     missing = sorted(set(range(n_layers)) - set(subs_of))
     if missing:
         raise MissingShardError(f"layers {listed(missing)} of {n_layers} are not in the checkpoint")

@@ -180,7 +180,7 @@ def unshard_ranks(
 
     objects |= {name: StoredObject(name, value=values[0]) for name, values in model.extra_states.items()}
     parts = (common, *(item.value for item in objects.values()), *others.rng_states.values())
-    inside = [leaf.key for part in parts for leaf in _leaves(part)]
+    inside = [leaf.key for leaf in walk(parts) if isinstance(leaf, TensorLeaf)]
     root = as_mapping(next(iter(ranks.values()))[1]) or {}
     first_chunk = next((value for key, value in root.items() if is_chunk(key)), None)
     modules = sorted(model.versions, key=model.module_order.__getitem__)
@@ -235,10 +235,6 @@ def _set_old_rows(tensors: Mapping[str, _Tensor], version: float, facts: Facts) 
     for key, tensor in tensors.items():
         shape = tensor.held[0].array.shape
         tensor.old_rows = old_rows(param_of(key), shape[0] if shape else 0, version, facts)
-
-
-def _leaves(value: object) -> Iterator[TensorLeaf]:
-    return (leaf for leaf in walk(value) if isinstance(leaf, TensorLeaf))
 
 
 def _optimizer(

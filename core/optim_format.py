@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from core.optimizer import MASTERS, MOMENTS
 from core.transform import is_optimizer_key
@@ -47,6 +48,7 @@ _NUMBERED = re.compile(r"(^|\.)state\.\d+\.[a-z_0-9]+$")
 _OPTIMIZER_OBJECT = re.compile(r"(^|[.:])(optimizer|optim)\b")
 
 
+@lru_cache(maxsize=1 << 16)
 def role_of(key: str) -> str:
     """The group a tensor counts to: ``model``, ``moments``, ``masters`` or ``other``.
 

@@ -152,10 +152,9 @@ def summarized(checkpoint: Checkpoint) -> Summary:
     view = catalog if unsharded.catalog is None else _merged(unsharded.catalog, catalog)
     n_files, file_bytes, n_writers = _files(checkpoint)
     ranks = catalog.attrs.get("ranks")
-    bare = [bare_key(key, catalog) for key in catalog.tensors]
-    optimizer = optim_format_of(
-        bare, [bare_key(key, catalog) for key in catalog.objects], has_flattened=_has_flattened(catalog)
-    )
+    bare = dict.fromkeys(bare_key(key, catalog) for key in catalog.tensors)
+    bare_objects = dict.fromkeys(bare_key(key, catalog) for key in catalog.objects)
+    optimizer = optim_format_of(bare, bare_objects, has_flattened=_has_flattened(catalog))
     notes = [*checkpoint.notes]
     if catalog.attrs.get("is_rank_local") and unsharded.catalog is None:
         notes.append("shown rank by rank: what several ranks hold is counted several times")
@@ -359,10 +358,8 @@ def _warnings(catalog: Catalog) -> list[str]:
     """Objects that name code nobody should run; nothing is run here, but others would."""
     from core.safe_pickle import classify, globals_of
 
-    dangerous: set[str] = set()
-    for item in catalog.objects.values():
-        if item.value is not None and not isinstance(item.value, (bool, int, float, str, bytes)):
-            dangerous |= {str(name) for name in globals_of(item.value) if classify(name) == "dangerous"}
+    values = [item.value for item in catalog.objects.values()]  # walked as one, as ranks share most of theirs
+    dangerous = {str(name) for name in globals_of(values) if classify(name) == "dangerous"}
     if not dangerous:
         return []
     return [f"WARNING: it names {', '.join(sorted(dangerous))}, which torch.load would run; ckpt runs nothing"]
@@ -420,8 +417,9 @@ def _conditions(catalog: Catalog, format: Format) -> list[str] | None:
             cast = kept if dtype is None else retyped(kept, cast_of(((None, dtype),)))
             _, target = source_and_target(cast, format)
             try:
-                assert format.lay_out is not None
-                format.lay_out(target)
+                check = format.check or format.lay_out
+                assert check is not None
+                check(target)
             except CheckpointingException:
                 continue
             return [*([_NO_OPTIM] if without else []), *([_WIDER] if dtype is not None else [])]

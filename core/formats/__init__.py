@@ -44,6 +44,7 @@ class Format:
         nests: whether nested containers are stored as they are, with tensors and other values inside them.
         splits_files: whether ``lay_out`` keeps its files below ``attrs["max_file_bytes"]``.
         adapt: what a catalog of global tensors becomes before it is cut, where the format has names of its own.
+        check: raises what ``lay_out`` would, without making images; None if there is no shorter way than that.
         carries_files: whether files beside the weights (``Catalog.attrs["carried"]``, ``["documents"]``) can be stored.
     """
 
@@ -64,6 +65,7 @@ class Format:
     splits_files: bool = False
     adapt: Callable[[Catalog], Catalog] | None = None
     sample: Callable[[ReadStore], Catalog] | None = None
+    check: Callable[[Catalog], None] | None = None
 
 
 _BUILT_IN = (

@@ -48,7 +48,7 @@ from core.formats.deepspeed_optim import CONSUMED_OPTIM, OPTIMIZER_STATE, enum_n
 from core.formats.deepspeed_piece import held_whole
 from core.formats.deepspeed_state import StateFile, read_state_file
 from core.formats.deepspeed_tree import PARAM_GROUPS, PARAMS, STATE, Whole, assembled, group_trees, tree_of
-from core.formats.deepspeed_universal_files import lay_out
+from core.formats.deepspeed_universal_files import check, lay_out
 from core.formats.deepspeed_universal_names import (
     EXTRAS,
     FP32,
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from core.formats.deepspeed_partition import Shapes
     from core.store import ReadStore
 
-__all__ = ["FORMAT", "for_universal", "lay_out", "read", "sniff"]
+__all__ = ["FORMAT", "check", "for_universal", "lay_out", "read", "sniff"]
 
 _MAX_NAME_BYTES = 4096
 
@@ -231,4 +231,5 @@ FORMAT = Format(
     aliases=("ucp",),
     has_objects_beside=True,
     adapt=for_universal,
+    check=check,
 )

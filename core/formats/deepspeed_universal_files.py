@@ -103,6 +103,16 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     return (*images, literal_file(LATEST, folder.encode("utf-8"), is_metadata=True))
 
 
+def check(target: Catalog) -> None:
+    """Raises what ``lay_out`` would: about names, dtypes, groups and entries. The files themselves are not made."""
+    aliases = _aliases(target)
+    parameters = _parameters(target, aliases)
+    trained = _trained(target, parameters)
+    groups = param_groups(target, list(parameters), trained)
+    stored_groups(target, groups, trained)
+    _model_root(target, parameters, groups, trained, aliases)
+
+
 def _aliases(target: Catalog) -> dict[str, str]:
     """Name → the name of the equal parameter that is written."""
     stated = target.attrs.get("aliases")

@@ -20,6 +20,7 @@ from core.formats.deepspeed_universal_source import NO_STATE
 from core.formats.torch_file import parse
 from core.inert import Global, Inert, TensorLeaf, as_mapping, namespace
 from core.store import LocalStore, MemoryStore, ReadStore
+from core.target import source_and_target
 from core.transform import without_optimizer
 from tests.formats.deepspeed_samples import GROUPS, STATES, Zero, values, written
 from tests.materialize import tensor_bytes
@@ -326,6 +327,16 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, what: str) -> None
     with pytest.raises(UnsupportedError, match=message) as caught:
         written(catalog, store, tmp_path)
     assert (caught.value.key == key and caught.value.hint) or what == "a long step"
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_check_refuses_what_laying_out_refuses(what: str) -> None:
+    _, target = source_and_target(in_memory(REFUSED[what][0], REFUSED[what][1])[1], deepspeed_universal.FORMAT)
+    with pytest.raises(UnsupportedError) as refused:
+        deepspeed_universal.lay_out(target)
+    with pytest.raises(UnsupportedError) as checked:
+        deepspeed_universal.check(target)
+    assert str(checked.value) == str(refused.value)
 
 
 def _made(tmp_path: Path) -> Path:
