@@ -57,16 +57,16 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
         CorruptError: a size is not a positive integer.
     """
     fields = fields_of(args, file=file)
-    tp = _size(fields, "tensor_model_parallel_size", file=file)
+    tp = size_in(fields, "tensor_model_parallel_size", file=file)
     if tp is None:
         raise UnsupportedError(
             "the training arguments have no tensor_model_parallel_size",
             file=file,
             hint="checkpoints from before Megatron-LM 2.0 are not read",
         )
-    ep = _size(fields, "expert_model_parallel_size", file=file) or 1
-    etp = _size(fields, "expert_tensor_parallel_size", file=file)
-    pp = _size(fields, "pipeline_model_parallel_size", file=file) or 1
+    ep = size_in(fields, "expert_model_parallel_size", file=file) or 1
+    etp = size_in(fields, "expert_tensor_parallel_size", file=file)
+    pp = size_in(fields, "pipeline_model_parallel_size", file=file) or 1
     return Topology(
         tp=tp,
         pp=pp,
@@ -82,7 +82,7 @@ def _vpp(fields: Mapping[str, object], pp: int, *, file: str | None) -> int:
     Raises:
         CorruptError: they contradict each other.
     """
-    vpp = _size(fields, "virtual_pipeline_model_parallel_size", file=file)
+    vpp = size_in(fields, "virtual_pipeline_model_parallel_size", file=file)
     layout = pipeline_of(fields, file=file).layout
     if layout is None:
         return vpp or 1
@@ -126,9 +126,9 @@ def facts_of(args: object, *, names: ModelNames | None = None, file: str | None 
     n_heads = _needed(fields, "num_attention_heads", file=file)
     is_mla = bool(fields.get("multi_latent_attention"))
     has_groups = fields.get("group_query_attention") and not is_mla
-    n_groups = _size(fields, "num_query_groups", file=file) if has_groups else n_heads
-    hidden_size = _size(fields, "hidden_size", file=file)
-    head_dim = _size(fields, "kv_channels", file=file)
+    n_groups = size_in(fields, "num_query_groups", file=file) if has_groups else n_heads
+    hidden_size = size_in(fields, "hidden_size", file=file)
+    head_dim = size_in(fields, "kv_channels", file=file)
     if head_dim is None and hidden_size is not None:
         head_dim = hidden_size // n_heads
     n_experts = _n_experts(fields, topology, file=file)
@@ -137,8 +137,8 @@ def facts_of(args: object, *, names: ModelNames | None = None, file: str | None 
     shares = [value for name in _SHARES if isinstance(value := fields.get(name), (int, float)) and value > 0]
     return Facts(
         topology=topology,
-        world_size=_size(fields, "world_size", file=file),
-        cp=_size(fields, "context_parallel_size", file=file) or 1,
+        world_size=size_in(fields, "world_size", file=file),
+        cp=size_in(fields, "context_parallel_size", file=file) or 1,
         n_layers=n_layers,
         n_heads=n_heads,
         n_groups=n_groups or n_heads,
@@ -152,7 +152,7 @@ def facts_of(args: object, *, names: ModelNames | None = None, file: str | None 
         divisible_by=(
             None
             if fields.get("pad_vocab_size") is False
-            else _size(fields, "make_vocab_size_divisible_by", file=file) or 128
+            else size_in(fields, "make_vocab_size_divisible_by", file=file) or 128
         ),
         pipeline=pipeline_of(fields, file=file),
         n_experts=n_experts,
@@ -166,7 +166,7 @@ def facts_of(args: object, *, names: ModelNames | None = None, file: str | None 
         n_predictions=n_predictions,
         sizes={
             **{name: value for name, value in fields.items() if type(value) is int and value > 0},
-            **{name: size for name in _SIZES if is_mla and (size := _size(fields, name, file=file)) is not None},
+            **{name: size for name in _SIZES if is_mla and (size := size_in(fields, name, file=file)) is not None},
         },
         kind=kind,
         stacks=stacks,
@@ -189,7 +189,7 @@ def _stacks(
         return {kind.stacks[0]: n_layers}
     found = {}
     for stack in kind.stacks:
-        own = _size(fields, f"{'decoder' if 'decoder' in stack else 'encoder'}_num_layers", file=file)
+        own = size_in(fields, f"{'decoder' if 'decoder' in stack else 'encoder'}_num_layers", file=file)
         found[stack] = n_layers if own is None or n_seen.get(stack) == n_layers else own
     return found
 
@@ -201,7 +201,7 @@ def _n_experts(fields: Mapping[str, object], topology: Topology, *, file: str | 
         UnsupportedError: there is expert parallelism, but no experts.
         CorruptError: the experts do not divide over the expert parallel ranks.
     """
-    found = _size(fields, "num_experts", file=file)
+    found = size_in(fields, "num_experts", file=file)
     if found is None and topology.ep > 1:
         raise UnsupportedError(f"the arguments say EP {topology.ep}, but not how many experts (num_experts)", file=file)
     if found is not None and found % topology.ep:
@@ -217,7 +217,7 @@ def _moe_pattern(fields: Mapping[str, object], n_layers: int, *, file: str | Non
     """
     found = fields.get("moe_layer_freq")
     if not isinstance(found, list):
-        step = _size(fields, "moe_layer_freq", file=file) or 1
+        step = size_in(fields, "moe_layer_freq", file=file) or 1
         return [layer % step == 0 for layer in range(n_layers)]
     if len(found) != n_layers or not all(item in (0, 1) for item in found):
         raise CorruptError(
@@ -240,7 +240,7 @@ def _linear_layers(fields: Mapping[str, object], n_layers: int, *, file: str | N
     """
     found = fields.get("linear_attention_freq")
     if not isinstance(found, list):
-        step = _size(fields, "linear_attention_freq", file=file)
+        step = size_in(fields, "linear_attention_freq", file=file)
         return frozenset() if step is None else _numbers([(layer + 1) % step != 0 for layer in range(n_layers)])
     if len(found) != n_layers or not all(item in (0, 1) for item in found):
         raise CorruptError(
@@ -257,7 +257,7 @@ def _n_predictions(fields: Mapping[str, object], hybrid: Pattern | None, *, file
         CorruptError: the pattern and ``mtp_num_layers`` contradict each other.
     """
     said = fields.get("mtp_num_layers")
-    found = None if said in (None, 0) else _size(fields, "mtp_num_layers", file=file)
+    found = None if said in (None, 0) else size_in(fields, "mtp_num_layers", file=file)
     drawn = 0 if hybrid is None else hybrid.n_predictions
     if found is not None and drawn not in (0, found):
         raise CorruptError(
@@ -286,20 +286,24 @@ def _vocab_size(fields: Mapping[str, object], *, file: str | None) -> int | None
 
     The null tokenizer of before ``null_tokenizer_eod_id`` has one token more than its size says: the end of a document.
     """
-    found = _size(fields, "vocab_size", file=file)
+    found = size_in(fields, "vocab_size", file=file)
     is_null = str(fields.get("tokenizer_type") or "").startswith("Null")
     return found + 1 if found is not None and is_null and "null_tokenizer_eod_id" not in fields else found
 
 
 def _needed(fields: Mapping[str, object], name: str, *, file: str | None) -> int:
-    found = _size(fields, name, file=file)
+    found = size_in(fields, name, file=file)
     if found is None:
         raise UnsupportedError(f"the training arguments do not say {name}", file=file)
     return found
 
 
-def _size(fields: Mapping[str, object], name: str, *, file: str | None) -> int | None:
-    """A positive integer argument, or None if it is absent or None."""
+def size_in(fields: Mapping[str, object], name: str, *, file: str | None) -> int | None:
+    """A positive integer argument, or None if it is absent or None.
+
+    Raises:
+        CorruptError: it is something else.
+    """
     value = fields.get(name)
     if value is None:
         return None

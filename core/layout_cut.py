@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.box import Box, Shape
-from core.catalog import Catalog, TensorMeta
+from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
 from core.errors import CorruptError, UnsupportedError
 from core.layout_facts import Facts
 from core.layout_parts import check_units, parts_of, with_sizes
@@ -48,6 +48,10 @@ class Cut:
         if self.axis is None:
             return replicated(self.shape)
         return split(self.shape, self.axis, parts=self.parts, rank=rank.within(self.group), n=self.n)
+
+    def fragments(self, key: str, rank: Rank, array: StoredArray) -> list[Fragment]:
+        """The fragments of a tensor that lie in an array, which is one rank's shard."""
+        return [Fragment(key, piece.box, array, piece.at) for piece in self.pieces(rank)]
 
     @property
     def shard_shape(self) -> Shape:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from core.catalog import Catalog
 from core.errors import CorruptError, UnsupportedError
-from core.layout_facts import PREDICTION_STACK
+from core.layout_facts import PREDICTION_STACK, Facts
 from core.layout_rules import Rules
+from core.pipeline import Pipeline
 from core.stages import Stages
 from core.topology import Rank, Topology
 
+T = TypeVar("T")
 FINAL_NORM = "decoder.final_layernorm"
 
 
@@ -103,6 +107,38 @@ class Homes:
         return [replace(home, name=home.name.removesuffix(".")) for home in homes]
 
 
+def homes_at(
+    model: Catalog, topology: Topology, facts: Facts, rules: Rules, *, pipeline: Pipeline | None = None
+) -> Homes:
+    """The homes of a model in a topology, where experts are named as in the source; legacy grouped ones one by one.
+
+    Args:
+        model: the global per-layer form.
+        topology: sizes of the destination.
+        facts: of the source.
+        pipeline: how layers are distributed; None for ``facts.pipeline_at``.
+
+    Raises:
+        UnsupportedError, UsageError, CorruptError: as ``facts.stages``.
+    """
+    names = model.attrs.get("expert_names") or facts.expert_names
+    return Homes(
+        stages=facts.stages(topology.pp, topology.vpp, pipeline=pipeline),
+        topology=topology,
+        rules=rules,
+        expert_names="sequential" if names in (None, "grouped") else str(names),
+        n_local=(facts.n_experts or 0) // topology.ep,
+    )
+
+
+def tied_of(model: Catalog, facts: Facts, rules: Rules) -> str | None:
+    """The tensor that the output layer shares, if it does: the last of several stages has a copy."""
+    if not facts.is_tied:
+        return None
+    shared = rules.rule_of(facts.kind.head).tied
+    return shared if shared in model.tensors else None
+
+
 def by_file_order(names: Iterable[tuple[str, str]], rules: Rules) -> list[tuple[str, str]]:
     """(key, name in the file) pairs with the grouped experts of a layer linear by linear, instead of one by one."""
     found = list(names)
@@ -118,3 +154,11 @@ def by_file_order(names: Iterable[tuple[str, str]], rules: Rules) -> list[tuple[
         start = module_of.setdefault(expert.before, place)
         keys.append((start, linear_of.setdefault((expert.before, linear), place), field.startswith("_"), place))
     return [found[place] for place in sorted(range(len(found)), key=keys.__getitem__)]
+
+
+def by_chunk(items: Iterable[tuple[T, Home]]) -> dict[tuple[int, int], list[tuple[T, Home]]]:
+    """(vp_rank, pp_rank) → what lives there, in order."""
+    found: dict[tuple[int, int], list[tuple[T, Home]]] = {}
+    for item, home in items:
+        found.setdefault((home.vp, home.pp), []).append((item, home))
+    return found

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from core.box import whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, bind_nothing
@@ -26,7 +25,7 @@ from core.layout_checks import check_predictions
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
 from core.layout_extra import for_experts
 from core.layout_facts import Facts, pipeline_notes
-from core.layout_homes import Home, Homes, by_file_order
+from core.layout_homes import Home, Homes, by_chunk, by_file_order, homes_at, tied_of
 from core.layout_nested import nested
 from core.layout_new_args import updated
 from core.layout_order import by_place
@@ -39,16 +38,14 @@ from core.layout_state import (
     RNG,
     TOP_LEVEL,
     common_of,
-    renamed_leaves,
     sharded_object,
     texts_of,
+    with_arrays,
 )
 from core.layout_vocab import rows_of
 from core.optim_files import HeldParam, optimizer_files
 from core.optimizer import Optimizer, state_of
 from core.topology import Rank, Topology, check_rank_files, rank_dir
-
-T = TypeVar("T")
 
 
 def shard(
@@ -92,15 +89,9 @@ def shard(
         notes.append(
             f"TP {topology.tp} is above the {facts.n_groups} query groups: megatron-core 0.16 and later load it"
         )
-    places = Homes(
-        stages=facts.stages(topology.pp, topology.vpp, pipeline=pipeline),
-        topology=topology,
-        rules=rules,
-        expert_names="sequential" if names in (None, "grouped") else str(names),
-        n_local=(facts.n_experts or 0) // topology.ep,
-    )
+    places = homes_at(catalog, topology, facts, rules, pipeline=pipeline)
     homes = {key: places.homes(key) for key in catalog.tensors}
-    tied = _tied(catalog, facts, rules) if topology.pp > 1 else None
+    tied = tied_of(catalog, facts, rules) if topology.pp > 1 else None
     if tied is not None:
         homes[tied].append(places.last(facts.kind.head))
         if facts.topology.pp == 1:
@@ -122,9 +113,9 @@ def shard(
         unset=_not_as_before(catalog),
     )
     entries_beside = _entries_beside(catalog, topology, facts, args, rng=rng, dropped=dropped)
-    entries = _by_chunk(_entries(catalog, homes, objects, places, rules, head=facts.kind.head))
+    entries = by_chunk(_entries(catalog, homes, objects, places, rules, head=facts.kind.head))
     noted = as_mapping(catalog.attrs.get("module_versions")) or {}
-    versions = _by_chunk((version, home) for module, version in noted.items() for home in places.module(str(module)))
+    versions = by_chunk((version, home) for module, version in noted.items() for home in places.module(str(module)))
     ranks: dict[Coords, tuple[str, object]] = {}
     beside: dict[str, list[StoredArray]] = {}
     leafless: dict[int, tuple[object, bool]] = {}
@@ -144,7 +135,7 @@ def shard(
                 if leafless[id(value)][1]:
                     root[name] = value
                     continue
-                root[name] = _with_arrays(catalog, value, f"{folder}:{name}", coords, beside)
+                root[name] = with_arrays(catalog, value, f"{folder}:{name}", coords, beside)
                 continue
             for vp_rank in range(topology.vpp):
                 chunk = _chunk_name(topology, vp_rank)
@@ -231,7 +222,7 @@ class _Files:
             chunk = _chunk_name(self._topology, home.vp)
             for rank, folder in self._ranks[home.pp, home.ep]:
                 array = self.arrays[_array_name(folder, chunk, home.name)]
-                found += [Fragment(key, piece.box, array, piece.at) for piece in cut.pieces(rank)]
+                found += cut.fragments(key, rank, array)
         return tuple(found)
 
     def entries(
@@ -267,14 +258,6 @@ def _array_name(folder: str, chunk: str, name: str) -> str:
 
 def _chunk_name(topology: Topology, vp_rank: int) -> str:
     return "model" if topology.vpp == 1 else f"model{vp_rank}"
-
-
-def _tied(catalog: Catalog, facts: Facts, rules: Rules) -> str | None:
-    """The tensor that the output layer shares, if it does."""
-    if not facts.is_tied:
-        return None
-    shared = rules.rule_of(facts.kind.head).tied
-    return shared if shared in catalog.tensors else None
 
 
 def _rank_objects(catalog: Catalog, facts: Facts) -> dict[str, object]:
@@ -319,14 +302,6 @@ def _entries(
     return [*found[:place], *copies, *found[place:]]
 
 
-def _by_chunk(items: Iterable[tuple[T, Home]]) -> dict[tuple[int, int], list[tuple[T, Home]]]:
-    """(vp_rank, pp_rank) → what lives there, in order."""
-    found: dict[tuple[int, int], list[tuple[T, Home]]] = {}
-    for item, home in items:
-        found.setdefault((home.vp, home.pp), []).append((item, home))
-    return found
-
-
 def _container(catalog: Catalog, entries: dict[object, object], versions: Mapping[str, object]) -> object:
     """A state dict as the source has it: a dict, or an OrderedDict with its modules' versions, and nested or not."""
     nesting = as_mapping(catalog.attrs.get("nesting")) or {}
@@ -367,17 +342,3 @@ def _entries_beside(
         return found
 
     return entries
-
-
-def _with_arrays(
-    catalog: Catalog, value: object, name: str, coords: Coords, beside: dict[str, list[StoredArray]]
-) -> object:
-    """An entry whose tensors are arrays of this rank's file; notes them in ``beside`` by the source's key."""
-
-    def new_key(path: str, old: str) -> str:
-        made = f"{name}.{path}" if path else name
-        meta = catalog.meta(old)
-        beside.setdefault(old, []).append(StoredArray(made, meta.dtype, meta.shape, coords=coords))
-        return made
-
-    return renamed_leaves(value, new_key)

@@ -29,7 +29,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from core.catalog import Catalog, Coords, StoredObject
+from core.catalog import Catalog, Coords, StoredArray, StoredObject
 from core.errors import CorruptError, UnsupportedError
 from core.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, attributes, walk
 from core.skeleton import MAX_DEPTH
@@ -158,6 +158,31 @@ def renamed_leaves(value: object, new_key: Callable[[str, str], str]) -> object:
         CorruptError: nested deeper than ``MAX_DEPTH``, which includes cycles.
     """
     return _renamed(value, (), {}, new_key)
+
+
+def with_arrays(
+    catalog: Catalog, value: object, name: str, coords: Coords, beside: dict[str, list[StoredArray]]
+) -> object:
+    """An entry of a rank's file whose tensors are arrays of that file.
+
+    Args:
+        catalog: has the tensors.
+        value: an inert tree with ``TensorLeaf``s.
+        name: what the arrays' names begin with.
+        coords: the rank's.
+        beside: key of the source → its arrays; they are added here.
+
+    Raises:
+        CorruptError: as ``renamed_leaves``.
+    """
+
+    def new_key(path: str, old: str) -> str:
+        made = f"{name}.{path}" if path else name
+        meta = catalog.meta(old)
+        beside.setdefault(old, []).append(StoredArray(made, meta.dtype, meta.shape, coords=coords))
+        return made
+
+    return renamed_leaves(value, new_key)
 
 
 def _renamed(

@@ -25,7 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from core.errors import CorruptError, UnsupportedError
+from core.errors import UnsupportedError
+from core.layout_args import size_in
 
 ALIGNMENT = 64
 """Elements; a parameter starts at a multiple of it in its bucket."""
@@ -235,11 +236,13 @@ def bucketing_of(fields: Mapping[str, object], *, file: str | None = None) -> Bu
         if fields.get(name):
             raise UnsupportedError(f"the optimizer's buffers are those of {what} ({name} is set)", file=file)
     overlaps = fields.get("overlap_grad_reduce")
-    n_ranks = (_size(fields, "data_parallel_size", file) or 1) * (_size(fields, "context_parallel_size", file) or 1)
+    n_ranks = (size_in(fields, "data_parallel_size", file=file) or 1) * (
+        size_in(fields, "context_parallel_size", file=file) or 1
+    )
     return Bucketing(
         has_buckets=None if overlaps is None else bool(overlaps),
-        size=_size(fields, "ddp_bucket_size", file) or max(MIN_BUCKET, 1_000_000 * n_ranks),
-        n_parts=_size(fields, "ddp_num_buckets", file),
+        size=size_in(fields, "ddp_bucket_size", file=file) or max(MIN_BUCKET, 1_000_000 * n_ranks),
+        n_parts=size_in(fields, "ddp_num_buckets", file=file),
         is_chunk_alone=bool(fields.get("overlap_param_gather_with_optimizer_step")),
         n_ranks=n_ranks,
     )
@@ -251,12 +254,3 @@ _OTHERS = {
     "use_torch_fsdp2": "FSDP2",
     "use_layer_wise_distributed_optimizer": "the layer-wise optimizer",
 }
-
-
-def _size(fields: Mapping[str, object], name: str, file: str | None) -> int | None:
-    value = fields.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CorruptError(f"argument {name} is {value!r}, not a positive integer", file=file)
-    return value

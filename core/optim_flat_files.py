@@ -21,14 +21,14 @@ from core.layout_cut import Cut
 from core.layout_facts import Facts
 from core.layout_new_args import dp_at
 from core.layout_rules import Rules
-from core.layout_state import renamed_leaves
+from core.layout_state import with_arrays
 from core.optim_buffers import Layout, bucketing_of, lay_out_buffer
 from core.optim_files import HeldParam
 from core.optim_flat_content import COALESCED, N_ELEMENTS, PARAM, OptimFile
 from core.optim_flat_groups import GROUPS
 from core.optim_flat_params import Member, is_distributed_expert, is_shared_embedding, members_at
 from core.optim_target_groups import target_groups
-from core.optimizer import MASTER, Optimizer, state_key, state_of
+from core.optimizer import MASTER, Optimizer, state_key, state_of, trained
 from core.topology import Rank, Topology
 
 _HINT = "write torch_dist, which any layout loads, or leave the optimizer out with --no-optim"
@@ -70,11 +70,10 @@ class FlatFiles:
             raise UnsupportedError(
                 "with overlap_param_gather_with_optimizer_step the distributed optimizer is not written", hint=_HINT
             )
-        self._trained = {found[1] for key in catalog.tensors if (found := state_of(key)) and found[0] == MASTER}
+        self._trained = trained(catalog.tensors)
         self._states = (MASTER, *(state for state in optimizer.states if state != MASTER))
         self._check_states()
-        axes = {key: len(meta.shape) for key, meta in catalog.tensors.items() if key in self._trained}
-        self._groups = target_groups(optimizer, axes, topology, facts, rules, catalog.attrs.get("args"))
+        self._groups = target_groups(optimizer, self._trained, topology, facts, rules, catalog.attrs.get("args"))
         self._has_experts = any(map(self._groups.is_expert, range(len(self._groups.settings))))
         self._held: dict[str, list[tuple[Rank, StoredArray]]] = {}
 
@@ -226,22 +225,11 @@ class FlatFiles:
 
     def _copied(self, entries: Mapping[str, object], place: str, coords: Coords) -> dict[object, object]:
         """Entries whose tensors, if any, are arrays of this rank."""
-
-        def new_key(path: str, old: str) -> str:
-            name = f"{place}.{path}"
-            meta = self._catalog.meta(old)
-            self.beside.setdefault(old, []).append(StoredArray(name, meta.dtype, meta.shape, coords=coords))
-            return name
-
-        made = renamed_leaves(dict(entries), new_key)
+        made = with_arrays(self._catalog, dict(entries), place, coords, self.beside)
         assert isinstance(made, dict)
         return made
 
     def fragments(self, key: str) -> Sequence[Fragment]:
         """See ``OptimizerFiles``."""
         cut = self._cuts[key]
-        return tuple(
-            Fragment(key, piece.box, array, piece.at)
-            for rank, array in self._held.get(key, ())
-            for piece in cut.pieces(rank)
-        )
+        return tuple(piece for rank, array in self._held.get(key, ()) for piece in cut.fragments(key, rank, array))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from core.catalog import Catalog
 from core.layout_cut import Cut, cuts_of
 from core.layout_facts import Facts
-from core.layout_homes import Home, Homes, by_file_order
+from core.layout_homes import Home, by_chunk, by_file_order, homes_at, tied_of
 from core.layout_order import Place, place_of
 from core.layout_rules import Rules
 from core.placement import Piece, trimmed
@@ -77,25 +77,15 @@ class Holdings:
 def _homes(model: Catalog, facts: Facts, rules: Rules) -> Mapping[tuple[int, int], list[tuple[str, Home]]]:
     """(vp_rank, pp_rank) → (global name, home) of the parameters there, in order."""
     topology = facts.topology
-    names = model.attrs.get("expert_names") or facts.expert_names
-    places = Homes(
-        stages=facts.stages(topology.pp, topology.vpp),
-        topology=topology,
-        rules=rules,
-        expert_names="sequential" if names in (None, "grouped") else str(names),
-        n_local=(facts.n_experts or 0) // topology.ep,
-    )
+    places = homes_at(model, topology, facts, rules)
     homes = [(key, home) for key in model.tensors if rules.is_param(key) for home in places.homes(key)]
     head = facts.kind.head
-    tied = rules.rule_of(head).tied if facts.is_tied and topology.pp > 1 else None
-    if tied is not None and tied in model.tensors:
+    tied = tied_of(model, facts, rules) if topology.pp > 1 else None
+    if tied is not None:
         homes.append((tied, places.last(head)))
 
     def order(item: tuple[str, Home]) -> Place:
         key, home = item
         return place_of(head if home.name == head else key, rules)
 
-    found: dict[tuple[int, int], list[tuple[str, Home]]] = {}
-    for key, home in sorted(homes, key=order):
-        found.setdefault((home.vp, home.pp), []).append((key, home))
-    return found
+    return by_chunk(sorted(homes, key=order))

@@ -13,12 +13,12 @@ from core.inert import TensorLeaf
 from core.layout_cut import Cut
 from core.layout_facts import Facts
 from core.layout_rules import Rules
-from core.layout_state import renamed_leaves
+from core.layout_state import with_arrays
 from core.optim_files import HeldParam
 from core.optim_groups import HALF
 from core.optim_numbered_file import INNER, MASTERS, STEP_NAME
 from core.optim_target_groups import target_groups
-from core.optimizer import MASTER, Optimizer, state_key, state_of
+from core.optimizer import MASTER, Optimizer, state_key, trained
 from core.topology import Rank, Topology
 
 
@@ -149,31 +149,19 @@ class NumberedFiles:
 
     def _copied(self, entries: Mapping[str, object], place: str, coords: Coords) -> dict[object, object]:
         """Entries whose tensors, if any, are arrays of this rank."""
-
-        def new_key(path: str, old: str) -> str:
-            name = f"{place}.{path}"
-            meta = self._catalog.meta(old)
-            self.beside.setdefault(old, []).append(StoredArray(name, meta.dtype, meta.shape, coords=coords))
-            return name
-
-        made = renamed_leaves(dict(entries), new_key)
+        made = with_arrays(self._catalog, dict(entries), place, coords, self.beside)
         assert isinstance(made, dict)
         return made
 
     def fragments(self, key: str) -> Sequence[Fragment]:
         """See ``OptimizerFiles``."""
         cut = self._cuts[key]
-        return tuple(
-            Fragment(key, piece.box, array, piece.at)
-            for rank, array in self._held.get(key, ())
-            for piece in cut.pieces(rank)
-        )
+        return tuple(piece for rank, array in self._held.get(key, ()) for piece in cut.fragments(key, rank, array))
 
 
 def _trained(catalog: Catalog, optimizer: Optimizer) -> dict[str, int]:
     """Every parameter that the optimizer has → number of its axes, in the catalog's order."""
-    if all(group.params is not None for group in optimizer.groups):
-        named = {name for group in optimizer.groups for name in group.params or ()}
-    else:
-        named = {found[1] for key in catalog.tensors if (found := state_of(key)) is not None}
+    if any(group.params is None for group in optimizer.groups):
+        return trained(catalog.tensors)
+    named = {name for group in optimizer.groups for name in group.params or ()}
     return {key: len(meta.shape) for key, meta in catalog.tensors.items() if key in named}

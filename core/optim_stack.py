@@ -30,7 +30,7 @@ from core.layout_rules import Rules
 from core.layout_state import CONTENT, OPTIMIZER, common_of
 from core.optim_entries import FULLY_RESHARDABLE, MODEL_SPACE, SHARDING, common_entry
 from core.optim_target_groups import target_groups
-from core.optimizer import MASTER, STATES, Optimizer, ParamGroup, state_of
+from core.optimizer import MASTER, STATES, Optimizer, ParamGroup, state_of, trained
 from core.topology import Topology
 
 _CONTENT_SHARDING = "distrib_optim_sharding_type"
@@ -60,9 +60,7 @@ def _regrouped(catalog: Catalog, optimizer: Optimizer, topology: Topology, facts
     before = facts.topology
     if not facts.n_experts or (topology.ep, topology.expert_tp) == (before.ep, before.expert_tp):
         return optimizer
-    named = {found[1] for key in catalog.tensors if (found := state_of(key)) is not None}
-    axes = {key: len(meta.shape) for key, meta in catalog.tensors.items() if key in named}
-    groups = target_groups(optimizer, axes, topology, facts, rules, catalog.attrs.get("args"))
+    groups = target_groups(optimizer, trained(catalog.tensors), topology, facts, rules, catalog.attrs.get("args"))
     return replace(optimizer, groups=tuple(ParamGroup(settings) for settings in groups.settings))
 
 

@@ -23,6 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from core.catalog import TensorMeta
 
 STATES = "optimizer.state."
 """What the keys of optimizer states begin with."""
@@ -58,6 +62,12 @@ def param_of(key: str) -> str:
     """The parameter whose rule a tensor follows: itself, or the one that it is a state of."""
     found = state_of(key)
     return key if found is None else found[1]
+
+
+def trained(tensors: Mapping[str, TensorMeta]) -> dict[str, int]:
+    """The parameters of a global form that have a state → number of their axes, in the order of ``tensors``."""
+    named = {found[1] for key in tensors if (found := state_of(key)) is not None}
+    return {key: len(meta.shape) for key, meta in tensors.items() if key in named}
 
 
 @dataclass(frozen=True, slots=True)
