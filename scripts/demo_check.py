@@ -52,10 +52,10 @@ def rank_file(path: Path) -> dict[str, Any]:
 
 
 def rank_files(root_dir: Path) -> dict[str, dict[str, Any]]:
-    """Rank directory → its file, for the iteration that the tracker names."""
+    """Rank directory and name → what the file holds, for the iteration that the tracker names."""
     iteration = int((root_dir / "latest_checkpointed_iteration.txt").read_text())
-    found = {path.parent.name: rank_file(path) for path in root_dir.glob(f"iter_{iteration:07d}/*/model_optim_rng.pt")}
-    return dict(sorted(found.items()))
+    found = sorted(root_dir.glob(f"iter_{iteration:07d}/mp_rank_*/*.pt"))
+    return {f"{path.parent.name}/{path.name}": rank_file(path) for path in found}
 
 
 def check_tensor(where: str, ours: torch.Tensor, theirs: torch.Tensor) -> int:
@@ -75,24 +75,45 @@ def check_keys(where: str, ours: Any, theirs: Any) -> None:
         fail(f"{where}: only ours {sorted(set(ours) - set(theirs))}, only theirs {sorted(set(theirs) - set(ours))}")
 
 
+def check_same(where: str, ours: Any, theirs: Any) -> list[int]:
+    """Compares nested containers with all that they hold; returns the bytes of each tensor."""
+    if isinstance(theirs, torch.Tensor):
+        if not isinstance(ours, torch.Tensor):
+            fail(f"{where}: {type(ours).__name__} against a tensor")
+        return [check_tensor(where, ours, theirs)]
+    if isinstance(theirs, dict):
+        check_keys(where, ours, theirs)
+        return [n for key, value in theirs.items() for n in check_same(f"{where} {key}", ours[key], value)]
+    if isinstance(theirs, (list, tuple)):
+        if len(ours) != len(theirs):
+            fail(f"{where}: {len(ours)} entries against {len(theirs)}")
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [n for at, (mine, value) in pairs for n in check_same(f"{where} {at}", mine, value)]
+    if ours != theirs:
+        fail(f"{where}: {ours!r} against {theirs!r}")
+    return []
+
+
 def ranks(ours_dir: Path, theirs_dir: Path) -> str:
-    """Rank files against rank files: every rank, every key, every tensor, the parallel args."""
+    """Rank files against rank files: every file, every entry (model, optimizer, scheduler …), the sizes."""
     ours, theirs = rank_files(ours_dir), rank_files(theirs_dir)
-    check_keys("ranks", ours, theirs)
-    n_tensors = n_bytes = 0
-    for rank, mine in ours.items():
-        check_keys(rank, mine.keys() - PER_RANK, theirs[rank].keys() - PER_RANK)
-        check_keys(f"{rank} model", mine["model"], theirs[rank]["model"])
-        for key, value in theirs[rank]["model"].items():
-            if isinstance(value, torch.Tensor):
-                n_bytes += check_tensor(f"{rank} {key}", mine["model"][key], value)
-                n_tensors += 1
-            elif mine["model"][key] != value:
-                fail(f"{rank} {key}: {mine['model'][key]!r} against {value!r}")
-        for name in PARALLEL_ARGS:
-            if getattr(mine["args"], name) != getattr(theirs[rank]["args"], name):
-                fail(f"{rank} args.{name}: {getattr(mine['args'], name)} against {getattr(theirs[rank]['args'], name)}")
-    return f"{n_tensors} tensors, {n_bytes:,} bytes in {len(ours)} ranks equal what Megatron-LM saved, bit for bit"
+    check_keys("files", ours, theirs)
+    sizes: dict[str, list[int]] = {}
+    for file, rest in theirs.items():
+        mine = ours[file]
+        for loaded in (mine, rest):
+            for name in PER_RANK:
+                loaded.pop(name, None)
+        args = mine.pop("args", None), rest.pop("args", None)
+        for name in PARALLEL_ARGS if args[1] is not None else ():
+            if getattr(args[0], name) != getattr(args[1], name):
+                fail(f"{file} args.{name}: {getattr(args[0], name)} against {getattr(args[1], name)}")
+        check_keys(file, mine, rest)
+        for name, value in rest.items():
+            what = "model" if str(name).startswith("model") else "optimizer"
+            sizes.setdefault(what, []).extend(check_same(f"{file} {name}", mine[name], value))
+    found = " and ".join(f"{len(of)} tensors, {sum(of):,} bytes of the {what}" for what, of in sizes.items() if of)
+    return f"{found} in {len(ours)} rank files equal what Megatron-LM saved, bit for bit, and so do all other entries"
 
 
 def dcp_directory(ours_dir: Path, theirs_dir: Path) -> str:
