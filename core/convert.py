@@ -26,12 +26,14 @@ from core.errors import UnsupportedError, UsageError
 from core.explain import Explained, explained
 from core.formats import Format, format_called, formats
 from core.formats.hf_files import carried_of, documents_of
-from core.global_form import global_form, is_cut, target_topology
+from core.global_form import global_form
 from core.image import FileImage, literal_file
 from core.job import Job as Job
 from core.job import Progress as Progress
 from core.job import Report as Report
 from core.job import TopologyChange as TopologyChange
+from core.job_checks import is_cut
+from core.job_sizes import target_topology
 from core.journal import identity_of
 from core.layout import load_rules, shard, stack
 from core.layout_state import OPTIMIZER, texts_of

@@ -26,9 +26,20 @@ from core.formats.hf_files import CONFIG, carried_of, config_of, documents_of, w
 from core.formats.torch_file import load_object, refuse_unsupported
 from core.inert import as_mapping
 from core.job import Job
+from core.job_checks import (
+    HF_ALIASES,
+    changes_layout,
+    check_names,
+    check_target,
+    check_vocabulary,
+    is_cut,
+    refuse_layout_options,
+    refuse_quantizing,
+)
+from core.job_sizes import check_source_sizes, target_topology
 from core.json_object import object_of
 from core.layout import Rules, is_megatron, load_rules, unshard
-from core.layout_args import facts_of, topology_of, with_vocab_size
+from core.layout_args import facts_of, with_vocab_size
 from core.layout_checks import check_complete
 from core.layout_rng import with_rng
 from core.layout_spec import with_implementation
@@ -36,7 +47,6 @@ from core.objects import loaded
 from core.open import Checkpoint
 from core.optim_stack import sharding_of, wanted_sharding
 from core.store import translated
-from core.topology import Topology
 from core.transform import is_optimizer_key, without_optimizer
 
 
@@ -55,11 +65,6 @@ class GlobalForm:
     renamed: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     dropped: tuple[str, ...]
-
-
-def is_cut(format: Format) -> bool:
-    """Whether a destination of this format is cut by a parallel layout."""
-    return format.partition == "ranks" or format.is_mcore
 
 
 def is_mcore(catalog: Catalog) -> bool:
@@ -83,14 +88,14 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     catalog = loaded(source.catalog, source.store, load_object)
     rules = load_rules(job.rules, unknown=job.unknown)
     names, model_type = _names(job)
-    _check_source_sizes(job, catalog)
+    check_source_sizes(job, catalog)
     catalog, config = _with_config(job, catalog, source)
     comes_from_hf = is_hf(catalog, config)
     if job.config is not None and not comes_from_hf:
         raise UsageError("--config has no effect: the tensors have Megatron's names", hint="leave it out")
-    _check_names(job, names, model_type, format, config if comes_from_hf else None)
+    check_names(job, names, model_type, format, config if comes_from_hf else None)
     is_named = comes_from_hf or is_megatron(catalog, rules)
-    _check_target(job, format, is_named=is_named)
+    check_target(job, format, is_named=is_named)
     if names == "megatron" and not is_named and not _is_rank_local(catalog):
         raise UsageError(
             "--names megatron: the tensors have neither Megatron's names nor Hugging Face's with a config.json",
@@ -115,7 +120,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     if wants_hf or is_restacked or _is_laid_out(job, catalog, format, rules, names):
         if not _is_rank_local(catalog) and not is_megatron(catalog, rules):
             _refuse_names(catalog, format, wants_hf=wants_hf)
-        _refuse_quantizing(job, format)
+        refuse_quantizing(job, format)
         catalog = unshard(
             catalog,
             rules=rules,
@@ -135,7 +140,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
                 )
             catalog = with_implementation(catalog, job.transformer_impl, rules=rules)
     else:
-        _refuse_layout_options(job)
+        refuse_layout_options(job)
         catalog = _without_optimizer(job, catalog, dropped)
         notes += _left_form(catalog, format)
     if wants_hf:
@@ -159,8 +164,8 @@ def _as_megatron(
     """Megatron's global form of tensors with Hugging Face's names; the user's changes go by the latter."""
     from core.hf import to_megatron
 
-    _check_vocabulary(job, config)
-    _refuse_quantizing(job, format)
+    check_vocabulary(job, config)
+    refuse_quantizing(job, format)
     catalog = _without_optimizer(job, catalog, dropped)
     late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers, quantize=job.quantize)
     early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
@@ -198,82 +203,6 @@ def _without_optimizer(job: Job, catalog: Catalog, dropped: list[str]) -> Catalo
     if without.left_out:
         dropped.append(f"optimizer ({len(without.left_out)} entries)")
     return without.catalog
-
-
-def _check_target(job: Job, format: Format, *, is_named: bool) -> None:
-    """Options that the destination's format cannot honour are refused.
-
-    Args:
-        is_named: whether the tensors' names are Megatron's or Hugging Face's.
-    """
-    if _changes_layout(job) and not is_cut(format) and (job.to is not None or is_named):
-        raise UsageError(
-            f"format {format.name} has no parallel layout that {_options(job)} could change",
-            hint="leave the sizes out, or write --to megatron or --to torch_dist",
-        )
-    is_one_file = format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
-    if job.max_file_bytes is not None and (not format.splits_files or is_one_file):
-        why = "DST is one file" if is_one_file else f"{format.name} decides itself what goes into a file"
-        raise UsageError(
-            f"--max-shard-size has no effect: {why}",
-            hint="leave it out, or write a directory: --to safetensors",
-        )
-    if job.stacking is not None and format.partition == "ranks":
-        raise UsageError(
-            f"--stack-layers and --unstack-layers have no use for {format.name}, which names layers in its own way",
-            hint="leave them out",
-        )
-    if job.unstack_layers and format.is_mcore:
-        raise UsageError(
-            f"--unstack-layers: {format.name} has either one key for all layers or one for each",
-            hint="say --unstack-layers auto",
-        )
-
-
-def _check_names(
-    job: Job, names: str | None, model_type: str | None, format: Format, config: Mapping[str, object] | None
-) -> None:
-    """Names that contradict the destination, or the names that are there already, are refused.
-
-    Args:
-        config: of a source with Hugging Face's names; None for others.
-    """
-    if names == "megatron" and job.to is not None and job.to.lower() in HF_ALIASES:
-        raise UsageError(
-            f"--to {job.to} and --names megatron contradict each other",
-            hint="say --to safetensors for Megatron's names, or leave --names out",
-        )
-    if names == "hf" and format.partition == "ranks":
-        raise UsageError(
-            f"--names {job.names} and --to {format.name} contradict each other: rank files have Megatron's names",
-            hint="leave --names out, or say --to hf",
-        )
-    if config is None or model_type is None or model_type == config["model_type"]:
-        return
-    raise UsageError(
-        f"--names {job.names}: the tensors have Hugging Face's names already, as {str(config['model_type'])[:80]!r}",
-        hint="leave --names out; the names of one model type do not become those of another",
-    )
-
-
-def _check_vocabulary(job: Job, config: Mapping[str, object]) -> None:
-    """Options for padding that Hugging Face's weights do not have."""
-    if job.keep_padded_vocab:
-        raise UsageError("--keep-padded-vocab: Hugging Face's weights have no padding rows", hint="leave it out")
-    if job.vocab_size is not None and job.vocab_size != config.get("vocab_size"):
-        raise UsageError(
-            f"--vocab-size {job.vocab_size}: {CONFIG} says that there are {config.get('vocab_size')} rows",
-            hint="leave it out; --make-vocab-size-divisible-by says how Megatron is to pad them",
-        )
-
-
-def _refuse_quantizing(job: Job, format: Format) -> None:
-    """A Megatron checkpoint that a parallel layout cuts has no scales of weights."""
-    if job.quantize and is_cut(format):
-        raise UsageError(
-            f"--quantize: Megatron loads no float8 weights with scales, so {format.name} is not given any",
-            hint="leave it out, or write --to hf",
-        )
 
 
 @contextmanager
@@ -370,8 +299,6 @@ def _names(job: Job) -> tuple[str | None, str | None]:
 
 VOCAB_DIVISOR = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
-HF_ALIASES = ("hf", "huggingface")
-"""Names of the format safetensors that ask for Hugging Face's tensor names as well."""
 
 
 def _changed(catalog: Catalog, job: Job, notes: list[str], config: Mapping[str, object] | None = None) -> Changed:
@@ -382,20 +309,9 @@ def _changed(catalog: Catalog, job: Job, notes: list[str], config: Mapping[str, 
     return made
 
 
-def _changes_layout(job: Job) -> bool:
-    """Whether the job names sizes for the destination."""
-    return job.topology is not None and job.topology.is_change
-
-
-def _options(job: Job) -> str:
-    if job.topology is None or not job.topology.sizes:
-        return "pipeline options"
-    return ", ".join(f"--{name}-new" for name in job.topology.sizes)
-
-
 def _is_laid_out(job: Job, catalog: Catalog, format: Format, rules: Rules, names: str | None) -> bool:
     """Whether the source must be brought into Megatron's global form."""
-    if _is_rank_local(catalog) or format.partition == "ranks" or _changes_layout(job):
+    if _is_rank_local(catalog) or format.partition == "ranks" or changes_layout(job):
         return True
     if (names == "megatron" or job.transformer_impl is not None) and is_megatron(catalog, rules):
         return True
@@ -418,21 +334,6 @@ def _left_form(catalog: Catalog, format: Format) -> list[str]:
         f"the optimizer's state stays {sharding}, which Megatron does not load at other sizes, if at all; with "
         "--tp-new or --pp-new, the same sizes or others, it becomes " + wanted_sharding(format.name)
     ]
-
-
-def _refuse_layout_options(job: Job) -> None:
-    """Options that only a layout could honour are not ignored."""
-    given = {
-        "--vocab-size": job.vocab_size is not None,
-        "--keep-padded-vocab": job.keep_padded_vocab,
-        "--rules": job.rules is not None,
-        "--unknown": job.unknown != "refuse",
-        "--rng": job.rng is not None,
-        "--transformer-impl": job.transformer_impl is not None,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise UsageError(f"{name} has no effect: this conversion changes no parallel layout", hint="leave it out")
 
 
 def _completed(job: Job, catalog: Catalog, source: Checkpoint, notes: list[str], *, wants_hf: bool) -> Catalog:
@@ -467,61 +368,3 @@ def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
             key=getattr(err, "key", None),
             hint="write --to dcp or --to torch to keep a part of a model",
         ) from err
-
-
-def _source_topology(catalog: Catalog) -> Topology | None:
-    """Sizes of the run that saved, or None where nothing says."""
-    found = catalog.attrs.get("topology")
-    if isinstance(found, Topology):
-        return found
-    args = catalog.attrs.get("args")
-    if args is None and "args" in catalog.objects:
-        args = catalog.objects["args"].value
-    return topology_of(args) if args is not None else None
-
-
-def _check_source_sizes(job: Job, catalog: Catalog) -> None:
-    asserted = job.topology.source if job.topology is not None else {}
-    if not asserted:
-        return
-    found = _source_topology(catalog)
-    if found is None:
-        raise UsageError(
-            "the checkpoint does not say which parallel sizes it was saved with",
-            hint=f"leave out {', '.join('--' + name for name in asserted)}",
-        )
-    for name, size in asserted.items():
-        actual = found.expert_tp if name == "etp" else getattr(found, name)
-        if actual != size:
-            raise UsageError(
-                f"--{name} {size} was said, but the checkpoint has {name.upper()} {actual} ({found})",
-                hint=f"say --{name} {actual}, or leave it out",
-            )
-
-
-def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
-    """Sizes of the destination.
-
-    Sizes that are not given stay the source's where global tensors are only cut into pieces by them, or where the job
-    keeps the layout; rank files get 1. A pipeline layout has the number of model chunks in it.
-
-    Raises:
-        UsageError: it has another than was asked for, or its parts do not divide over the pipeline stages.
-    """
-    keeps = job.keeps_layout or format.partition != "ranks"
-    base = (_source_topology(catalog) if keeps else None) or Topology()
-    sizes = {} if job.topology is None else job.topology.sizes
-    pipeline = None if job.topology is None else job.topology.pipeline
-    if format.partition != "ranks" and sizes.get("pp", base.pp) != base.pp:
-        base = replace(base, vpp=1)  # global tensors know no model chunks, only which stage's rank writes what
-    made = replace(base, **sizes, pipeline=pipeline)
-    if pipeline is None or pipeline.layout is None:
-        return made
-    vpp, rest = divmod(len(pipeline.layout), made.pp)
-    if rest or sizes.get("vpp", vpp) != vpp:
-        raise UsageError(
-            f"--pipeline-model-parallel-layout has {len(pipeline.layout)} parts, which are not those of PP {made.pp}"
-            + (f" and VPP {sizes['vpp']}" if "vpp" in sizes else ""),
-            hint="it has one part for every model chunk, PP × VPP in all; say --pp-new",
-        )
-    return replace(made, vpp=vpp)

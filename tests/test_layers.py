@@ -45,7 +45,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),
     ),
     (
-        *("core.changes", "core.global_form", "core.convert", "core.contract", "core.summary"),
+        *("core.changes", "core.job_checks", "core.job_sizes", "core.global_form"),
+        *("core.convert", "core.contract", "core.summary"),
         *("core.explain", "core.verify", "core.relink"),
     ),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
