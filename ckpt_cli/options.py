@@ -293,7 +293,7 @@ class TransferOptions:
             metavar="R",
             parser=_whole(0),
             rich_help_panel=OUTPUT,
-            help="With --dry-run: files that rank R needs.",
+            help="With --dry-run: files of SRC that rank R of DST needs, counted from 0.",
         ),
     ] = None
 

@@ -98,18 +98,25 @@ class Prepared:
         """Source files that one rank of the destination needs.
 
         Args:
-            rank: index of a rank's file among those of the destination, in their order.
+            rank: its index among the rank directories of the destination in their order; where there are none, a
+                file's among those with tensors.
 
         Raises:
             UsageError: there is no such rank.
         """
-        with_data = [image for image in self.images if image.arrays]
-        if not 0 <= rank < len(with_data):
+        is_ranks = self.target_format.partition == "ranks"
+        arrays: dict[str, set[str]] = {}
+        for image in self.images:
+            if image.arrays:
+                place = image.path.rpartition("/")[0] if is_ranks else image.path
+                arrays.setdefault(place, set()).update(placed.array.name for placed in image.arrays)
+        if not 0 <= rank < len(arrays):
+            what = "rank directories" if is_ranks else "files with tensors"
             raise UsageError(
-                f"there is no rank {rank}: the destination has {len(with_data)} files with tensors",
-                hint=f"they count from 0 to {len(with_data) - 1}",
+                f"there is no rank {rank}: the destination has {len(arrays)} {what}",
+                hint=f"they count from 0 to {len(arrays) - 1}",
             )
-        wanted = {placed.array.name for placed in with_data[rank].arrays}
+        wanted = list(arrays.values())[rank]
         found: set[str] = set()
         for key in iter(self.plan.keys()):
             work = self.plan.match(key)

@@ -165,7 +165,7 @@ def stack(
     hidden = {key: catalog.meta(key) for key in inside}
     if topology != facts.topology:
         notes.append(
-            f"chunks are those of {topology}; the arguments keep {facts.topology}; this format loads at any sizes"
+            f"chunks are those of {topology}; the arguments keep {facts.topology}: Megatron loads it at any sizes"
         )
     zeros = {
         key: [member.box(box) for member in group for box in zeros_of(catalog.tensors[member.key], cuts[member.key])]

@@ -185,6 +185,18 @@ def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_is_a_directory_however_many_files_it_has(golden: Path) -> None:
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"
+    with prepare(Job(src=source, topology=TopologyChange(tp=4), keeps_layout=True)) as prepared:
+        needed = [prepared.files_for_rank(rank) for rank in range(4)]
+        with pytest.raises(UsageError, match="no rank 4: the destination has 4 rank directories"):
+            prepared.files_for_rank(4)
+    assert {len(files) for files in needed} <= {2, 4}  # copies on other ranks are among them, where there are such
+    for rank, files in enumerate(needed):
+        own = f"mp_rank_{rank // 2:02d}"
+        assert {f"{own}/model_optim_rng.pt", f"{own}/distrib_optim.pt"} <= set(files)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
