@@ -7,17 +7,16 @@ written with ``-`` or ``_`` inside.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from typer import Argument, BadParameter, Option
+from typer import Argument, Option
 
 from ckpt_cli.command import PANELS
-from core.errors import UsageError
+from ckpt_cli.option_values import AUTO, one_of, whole
 
 Options = TypeVar("Options")
 Result = TypeVar("Result")
@@ -33,11 +32,6 @@ CONTENT_OPTIONS = (
     *("stack_layers", "unstack_layers", "dtype", "quantize", "no_optim", "metadata_only", "transformer_impl"),
 )
 """Fields of ``TransferOptions`` that change something of a checkpoint which may stay in its format."""
-AUTO = "auto"
-"""What ``--unstack-layers`` takes for the usual names."""
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 
 def accepts(options: type[Options]) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
@@ -65,110 +59,6 @@ def accepts(options: type[Options]) -> Callable[[Callable[[Options], Result]], C
     return decorate
 
 
-def size_in_bytes(text: str) -> int:
-    """Bytes of ``512MiB``, ``1GB``, ``1.5g``, ``65536``; ``k m g t`` are powers of ten, ``Ki Mi Gi Ti`` of two.
-
-    Raises:
-        UsageError: not a size, or zero.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    n_bytes = int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else 0
-    if n_bytes <= 0:
-        raise UsageError(f"{text!r} is not a size", hint="write 512MiB, 1GB or a number of bytes")
-    return n_bytes
-
-
-def casts_of(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
-    """``(glob or None, dtype)`` of each ``--dtype``: ``bf16`` or ``GLOB=bf16``."""
-    pairs = []
-    for text in texts or ():
-        glob, equals, dtype = text.rpartition("=")
-        if not dtype or (equals and not glob):
-            raise UsageError(f"--dtype: {text!r} is neither DTYPE nor GLOB=DTYPE", hint="for example '*.bias=fp32'")
-        pairs.append((glob if equals else None, dtype))
-    return tuple(pairs)
-
-
-def renames_of(texts: list[str] | None) -> tuple[tuple[str, str], ...]:
-    """``(regex, replacement)`` of each ``--rename OLD=NEW``; a ``=`` inside OLD is written ``\\=``."""
-    pairs = []
-    for text in texts or ():
-        found = re.fullmatch(r"((?:[^=\\]|\\.)+)=(.*)", text, re.DOTALL)
-        if found is None:
-            raise UsageError(f"--rename: {text!r} is not OLD=NEW", hint="OLD is a regular expression: '^module\\.='")
-        pairs.append((found[1], found[2]))
-    return tuple(pairs)
-
-
-def pairs_of(texts: list[str] | None, *, option: str) -> tuple[tuple[str, str], ...]:
-    """(first key, second key) of each ``A=B``."""
-    pairs = []
-    for text in texts or ():
-        first, equals, second = text.partition("=")
-        if not (first and equals and second) or "=" in second:
-            raise UsageError(
-                f"{option}: {text!r} is not KEY=KEY", hint=f"such as {option} lm_head.weight=model.embed_tokens.weight"
-            )
-        pairs.append((first, second))
-    return tuple(pairs)
-
-
-def quantizations_of(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
-    """``(glob or None, kind)`` of each ``--quantize``: ``block`` or ``GLOB=block``."""
-    pairs = []
-    for text in texts or ():
-        glob, equals, kind = text.rpartition("=")
-        if not kind or (equals and not glob):
-            raise UsageError(
-                f"--quantize: {text!r} is neither KIND nor GLOB=KIND", hint="KIND is block, tensor or none"
-            )
-        pairs.append((glob if equals else None, kind))
-    return tuple(pairs)
-
-
-def stacks_of(texts: list[str] | None) -> tuple[str, ...] | None:
-    """The globs of ``--unstack-layers``: () for ``auto``, None without the option."""
-    if not texts:
-        return None
-    if AUTO in texts and len(texts) > 1:
-        raise UsageError(f"--unstack-layers: {AUTO} and globs contradict each other", hint="give the globs alone")
-    return () if texts == [AUTO] else tuple(texts)
-
-
-def names_of(text: str | None) -> str | None:
-    """``hf``, ``hf:MODEL_TYPE`` or ``megatron``."""
-    if text is not None and not re.fullmatch(r"hf(:[A-Za-z0-9_.-]+)?|megatron", text):
-        raise UsageError(f"--names: {text!r} is none of: hf, hf:MODEL_TYPE, megatron", hint="for example hf:qwen3_moe")
-    return text
-
-
-def _one_of(*words: str) -> Callable[[str], str]:
-    """A parser for one of some words."""
-
-    def parse(text: str) -> str:
-        if text not in words:
-            raise BadParameter(f"{text!r} is none of: {', '.join(words)}")
-        return text
-
-    return parse
-
-
-def _whole(low: int, high: int = 2**31 - 1) -> Callable[[str | int], int]:
-    """A parser for whole numbers from ``low`` to ``high``; defaults come as numbers."""
-
-    def parse(text: str | int) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = low - 1
-        if not low <= number <= high:
-            limits = f"from {low} to {high}" if high < 2**31 - 1 else f"of at least {low}"
-            raise BadParameter(f"{text!r} is not a whole number {limits}")
-        return number
-
-    return parse
-
-
 Flag = partial(Option, show_default=False)
 
 
@@ -184,7 +74,7 @@ class InspectOptions:
         Argument(metavar="KEY…", help="Show these entries: names, or patterns such as 'decoder.layers.[0-3].*'."),
     ] = None
     iteration: Annotated[
-        int | None, Option("--iteration", metavar="N", parser=_whole(0), help="Which iteration of a training root.")
+        int | None, Option("--iteration", metavar="N", parser=whole(0), help="Which iteration of a training root.")
     ] = None
     tree: Annotated[
         bool | None,
@@ -192,16 +82,16 @@ class InspectOptions:
     ] = None
     sort: Annotated[
         str | None,
-        Option("--sort", metavar="name|size", parser=_one_of("name", "size"), help="Order; else as stored."),
+        Option("--sort", metavar="name|size", parser=one_of("name", "size"), help="Order; else as stored."),
     ] = None
     values: Annotated[
         int,
-        Option("--values", metavar="N", parser=_whole(0, 10_000), show_default=False, help="Show the first N numbers."),
+        Option("--values", metavar="N", parser=whole(0, 10_000), show_default=False, help="Show the first N numbers."),
     ] = 0
     limit: Annotated[
         int | None,
         Option(
-            "--limit", metavar="N", parser=_whole(0), help="Show at most N lines; 0 for all. [200 for a tree, else all]"
+            "--limit", metavar="N", parser=whole(0), help="Show at most N lines; 0 for all. [200 for a tree, else all]"
         ),
     ] = None
     all: Annotated[
@@ -213,11 +103,11 @@ class InspectOptions:
 
 def _target_size(short: str, long: str, text: str) -> object:
     names = (f"--{short}-new", f"--target-{short}", f"--target-{long}")
-    return Option(*names, metavar="N", parser=_whole(1), rich_help_panel=LAYOUT, help=text)
+    return Option(*names, metavar="N", parser=whole(1), rich_help_panel=LAYOUT, help=text)
 
 
 def _source_size(short: str, long: str) -> object:
-    return Option(f"--{short}", f"--{long}", metavar="N", parser=_whole(1), hidden=True)
+    return Option(f"--{short}", f"--{long}", metavar="N", parser=whole(1), hidden=True)
 
 
 def _pipeline_option(name: str, metavar: str, text: str, parser: Callable[[str], object]) -> object:
@@ -254,7 +144,7 @@ class TransferOptions:
         Option(
             "--iteration",
             metavar="N",
-            parser=_whole(0),
+            parser=whole(0),
             rich_help_panel=OUTPUT,
             help="Which iteration of a training root.",
         ),
@@ -291,7 +181,7 @@ class TransferOptions:
         Option(
             "--rank",
             metavar="R",
-            parser=_whole(0),
+            parser=whole(0),
             rich_help_panel=OUTPUT,
             help="With --dry-run: files of SRC that rank R of DST needs, counted from 0.",
         ),
@@ -313,11 +203,11 @@ class TransferOptions:
     etp: Annotated[int | None, _source_size("etp", "expert-tensor-parallel-size")] = None
     decoder_first: Annotated[
         int | None,
-        _pipeline_option("decoder-first-pipeline-num-layers", "N", "Layers of the first pipeline stage.", _whole(1)),
+        _pipeline_option("decoder-first-pipeline-num-layers", "N", "Layers of the first pipeline stage.", whole(1)),
     ] = None
     decoder_last: Annotated[
         int | None,
-        _pipeline_option("decoder-last-pipeline-num-layers", "N", "Layers of the last pipeline stage.", _whole(1)),
+        _pipeline_option("decoder-last-pipeline-num-layers", "N", "Layers of the last pipeline stage.", whole(1)),
     ] = None
     pipeline_layout: Annotated[
         str | None,
@@ -336,7 +226,7 @@ class TransferOptions:
         Option(
             "--vocab-size",
             metavar="N",
-            parser=_whole(1),
+            parser=whole(1),
             rich_help_panel=LAYOUT,
             help="True vocabulary size, unpadded.",
         ),
@@ -346,7 +236,7 @@ class TransferOptions:
         Option(
             "--make-vocab-size-divisible-by",
             metavar="N",
-            parser=_whole(1),
+            parser=whole(1),
             rich_help_panel=LAYOUT,
             help="Hugging Face to Megatron: the vocabulary is padded to a multiple of N times TP [128].",
         ),
@@ -377,7 +267,7 @@ class TransferOptions:
         Option(
             "--transformer-impl",
             metavar="IMPL",
-            parser=_one_of("local", "transformer_engine"),
+            parser=one_of("local", "transformer_engine"),
             rich_help_panel=LAYOUT,
             help="Megatron's module names to write: local or transformer_engine.",
         ),
@@ -391,7 +281,7 @@ class TransferOptions:
         Option(
             "--unknown",
             metavar="POLICY",
-            parser=_one_of("refuse", "replicate"),
+            parser=one_of("refuse", "replicate"),
             rich_help_panel=LAYOUT,
             help="Tensors without a layout rule: refuse, or replicate what all ranks hold equally.  [default: refuse]",
         ),
@@ -474,7 +364,7 @@ class TransferOptions:
         Option(
             "--rng",
             metavar="keep|drop",
-            parser=_one_of("keep", "drop"),
+            parser=one_of("keep", "drop"),
             rich_help_panel=CONTENT,
             help="Random states: keep them or fail; drop them. [kept where ranks stay, else dropped]",
         ),
@@ -484,7 +374,7 @@ class TransferOptions:
         Option(
             "--on-replica-mismatch",
             metavar="error|first",
-            parser=_one_of("error", "first"),
+            parser=one_of("error", "first"),
             rich_help_panel=CONTENT,
             help="Where ranks hold different copies of one tensor: fail, or take the first. [error]",
         ),
@@ -501,7 +391,7 @@ class TransferOptions:
     threads: Annotated[
         int | None,
         Option(
-            "--threads", "-j", metavar="N", parser=_whole(1, 64), rich_help_panel=ENGINE, help="Threads that copy. [2]"
+            "--threads", "-j", metavar="N", parser=whole(1, 64), rich_help_panel=ENGINE, help="Threads that copy. [2]"
         ),
     ] = None
     no_crc: Annotated[

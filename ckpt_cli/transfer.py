@@ -29,7 +29,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ckpt_cli.options import casts_of, names_of, pairs_of, quantizations_of, renames_of, size_in_bytes, stacks_of
+from ckpt_cli.option_values import casts_of, names_of, pairs_of, quantizations_of, renames_of, size_in_bytes, stacks_of
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.report import explain_lines, plan_lines, report_lines
 from ckpt_cli.terminal import escaped, screen_of

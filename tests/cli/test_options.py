@@ -11,16 +11,8 @@ from typer.main import get_command
 
 from ckpt_cli.app import app, main
 from ckpt_cli.command import Group
-from ckpt_cli.options import (
-    TARGETS,
-    InspectOptions,
-    TransferOptions,
-    names_of,
-    pairs_of,
-    quantizations_of,
-    size_in_bytes,
-    stacks_of,
-)
+from ckpt_cli.option_values import names_of, pairs_of, quantizations_of, size_in_bytes, stacks_of
+from ckpt_cli.options import TARGETS, InspectOptions, TransferOptions
 from ckpt_cli.other_tools import INSTEAD
 from ckpt_cli.transfer import job_of
 from core.errors import UsageError
