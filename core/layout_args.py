@@ -94,7 +94,7 @@ def _vpp(fields: Mapping[str, object], pp: int, *, file: str | None) -> int:
     return n_chunks
 
 
-def facts_of(args: object, *, names: ModelNames | None = None, file: str | None = None) -> Facts:
+def facts_of(args: object, *, names: ModelNames | None = None) -> Facts:
     """Everything that resharding needs to know.
 
     Args:
@@ -105,40 +105,39 @@ def facts_of(args: object, *, names: ModelNames | None = None, file: str | None 
         UnsupportedError: an argument is absent, or says that the model is of a kind that is not resharded.
         CorruptError: an argument makes no sense.
     """
-    fields = fields_of(args, file=file)
+    fields = fields_of(args)
     for name, what in _REFUSED.items():
         if fields.get(name) not in (None, False, 0, ""):
             raise UnsupportedError(
                 f"{what} cannot be resharded (argument {name} is set)",
-                file=file,
                 hint="its torch_dist checkpoints can be converted to dcp and torch, with the layout they have",
             )
-    topology = topology_of(args, file=file)
+    topology = topology_of(args)
     kind = GPT if names is None else names.kind
-    hybrid = pattern_of(fields, file=file)
+    hybrid = pattern_of(fields)
     if hybrid is not None:
         fields = {**fields, "num_layers": len(hybrid.layers)}
-    stacks = _stacks(fields, kind, {} if names is None else names.n_seen, file=file)
+    stacks = _stacks(fields, kind, {} if names is None else names.n_seen)
     n_layers = next(iter(stacks.values()))
-    n_predictions = _n_predictions(fields, hybrid, file=file)
+    n_predictions = _n_predictions(fields, hybrid)
     if n_predictions:
         stacks[PREDICTION_STACK] = n_predictions
-    n_heads = _needed(fields, "num_attention_heads", file=file)
+    n_heads = _needed(fields, "num_attention_heads")
     is_mla = bool(fields.get("multi_latent_attention"))
     has_groups = fields.get("group_query_attention") and not is_mla
-    n_groups = size_in(fields, "num_query_groups", file=file) if has_groups else n_heads
-    hidden_size = size_in(fields, "hidden_size", file=file)
-    head_dim = size_in(fields, "kv_channels", file=file)
+    n_groups = size_in(fields, "num_query_groups") if has_groups else n_heads
+    hidden_size = size_in(fields, "hidden_size")
+    head_dim = size_in(fields, "kv_channels")
     if head_dim is None and hidden_size is not None:
         head_dim = hidden_size // n_heads
-    n_experts = _n_experts(fields, topology, file=file)
-    moe = _numbers(_moe_pattern(fields, n_layers, file=file)) if hybrid is None else hybrid.moe_layers
-    linear = _linear_layers(fields, n_layers, file=file)
+    n_experts = _n_experts(fields, topology)
+    moe = _numbers(_moe_pattern(fields, n_layers)) if hybrid is None else hybrid.moe_layers
+    linear = _linear_layers(fields, n_layers)
     shares = [value for name in _SHARES if isinstance(value := fields.get(name), (int, float)) and value > 0]
     return Facts(
         topology=topology,
-        world_size=size_in(fields, "world_size", file=file),
-        cp=size_in(fields, "context_parallel_size", file=file) or 1,
+        world_size=size_in(fields, "world_size"),
+        cp=size_in(fields, "context_parallel_size") or 1,
         n_layers=n_layers,
         n_heads=n_heads,
         n_groups=n_groups or n_heads,
@@ -148,13 +147,11 @@ def facts_of(args: object, *, names: ModelNames | None = None, file: str | None 
         is_tied=not fields.get("untie_embeddings_and_output_weights"),
         is_local=fields.get("transformer_impl") == "local",
         is_mla=is_mla,
-        vocab_size=_vocab_size(fields, file=file),
+        vocab_size=_vocab_size(fields),
         divisible_by=(
-            None
-            if fields.get("pad_vocab_size") is False
-            else size_in(fields, "make_vocab_size_divisible_by", file=file) or 128
+            None if fields.get("pad_vocab_size") is False else size_in(fields, "make_vocab_size_divisible_by") or 128
         ),
-        pipeline=pipeline_of(fields, file=file),
+        pipeline=pipeline_of(fields),
         n_experts=n_experts,
         moe_layers=frozenset() if n_experts is None else moe,
         is_stacked=fields.get("moe_layer_freq", 1) in (None, 1) and not linear and not shares and hybrid is None,
@@ -166,7 +163,7 @@ def facts_of(args: object, *, names: ModelNames | None = None, file: str | None 
         n_predictions=n_predictions,
         sizes={
             **{name: value for name, value in fields.items() if type(value) is int and value > 0},
-            **{name: size for name in _SIZES if is_mla and (size := size_in(fields, name, file=file)) is not None},
+            **{name: size for name in _SIZES if is_mla and (size := size_in(fields, name)) is not None},
         },
         kind=kind,
         stacks=stacks,
@@ -176,61 +173,51 @@ def facts_of(args: object, *, names: ModelNames | None = None, file: str | None 
 _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
-def _stacks(
-    fields: Mapping[str, object], kind: ModelKind, n_seen: Mapping[str, int], *, file: str | None
-) -> dict[str, int]:
+def _stacks(fields: Mapping[str, object], kind: ModelKind, n_seen: Mapping[str, int]) -> dict[str, int]:
     """Layers of every stack, that of the main one first.
 
     Which argument counts the decoder's layers depends on the version: Megatron-core's T5 has ``num_layers`` of them,
     whatever ``decoder_num_layers`` says. So where there are two stacks, a count that is there decides among the two.
     """
-    n_layers = _needed(fields, "num_layers", file=file)
+    n_layers = _needed(fields, "num_layers")
     if len(kind.stacks) == 1:
         return {kind.stacks[0]: n_layers}
     found = {}
     for stack in kind.stacks:
-        own = size_in(fields, f"{'decoder' if 'decoder' in stack else 'encoder'}_num_layers", file=file)
+        own = size_in(fields, f"{'decoder' if 'decoder' in stack else 'encoder'}_num_layers")
         found[stack] = n_layers if own is None or n_seen.get(stack) == n_layers else own
     return found
 
 
-def _n_experts(fields: Mapping[str, object], topology: Topology, *, file: str | None) -> int | None:
+def _n_experts(fields: Mapping[str, object], topology: Topology) -> int | None:
     """Experts of a layer, or None.
 
     Raises:
         UnsupportedError: there is expert parallelism, but no experts.
         CorruptError: the experts do not divide over the expert parallel ranks.
     """
-    found = size_in(fields, "num_experts", file=file)
+    found = size_in(fields, "num_experts")
     if found is None and topology.ep > 1:
-        raise UnsupportedError(f"the arguments say EP {topology.ep}, but not how many experts (num_experts)", file=file)
+        raise UnsupportedError(f"the arguments say EP {topology.ep}, but not how many experts (num_experts)")
     if found is not None and found % topology.ep:
-        raise CorruptError(f"{found} experts (num_experts) do not divide over EP {topology.ep}", file=file)
+        raise CorruptError(f"{found} experts (num_experts) do not divide over EP {topology.ep}")
     return found
 
 
-def _moe_pattern(fields: Mapping[str, object], n_layers: int, *, file: str | None) -> list[bool]:
-    """Which layers have experts, where the model has any.
+def _moe_pattern(fields: Mapping[str, object], n_layers: int) -> list[bool]:
+    """Which layers have experts, where the model has any: every n-th, or those of a list.
 
     Raises:
         CorruptError: ``moe_layer_freq`` is neither a positive number nor a list of 0 and 1, one a layer.
     """
-    found = fields.get("moe_layer_freq")
-    if not isinstance(found, list):
-        step = size_in(fields, "moe_layer_freq", file=file) or 1
-        return [layer % step == 0 for layer in range(n_layers)]
-    if len(found) != n_layers or not all(item in (0, 1) for item in found):
-        raise CorruptError(
-            f"argument moe_layer_freq is a list of {len(found)}, not of 0 or 1 for each of {n_layers} layers", file=file
-        )
-    return [bool(item) for item in found]
+    found = _pattern(fields, "moe_layer_freq", n_layers)
+    if found is not None:
+        return found
+    step = size_in(fields, "moe_layer_freq") or 1
+    return [layer % step == 0 for layer in range(n_layers)]
 
 
-def _numbers(pattern: list[bool]) -> frozenset[int]:
-    return frozenset(layer for layer, is_one in enumerate(pattern) if is_one)
-
-
-def _linear_layers(fields: Mapping[str, object], n_layers: int, *, file: str | None) -> frozenset[int]:
+def _linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
     """Numbers of the layers with linear attention: all but every n-th, or those of a list.
 
     Raises:
@@ -238,31 +225,42 @@ def _linear_layers(fields: Mapping[str, object], n_layers: int, *, file: str | N
 
     Source: megatron-core 0.16.1 ``models/gpt/experimental_attention_variant_module_specs.py``.
     """
-    found = fields.get("linear_attention_freq")
+    found = _pattern(fields, "linear_attention_freq", n_layers)
+    if found is not None:
+        return _numbers(found)
+    step = size_in(fields, "linear_attention_freq")
+    return frozenset() if step is None else _numbers([(layer + 1) % step != 0 for layer in range(n_layers)])
+
+
+def _pattern(fields: Mapping[str, object], name: str, n_layers: int) -> list[bool] | None:
+    """An argument that is a list of 0 and 1, one a layer; None where it is no list.
+
+    Raises:
+        CorruptError: it is another list.
+    """
+    found = fields.get(name)
     if not isinstance(found, list):
-        step = size_in(fields, "linear_attention_freq", file=file)
-        return frozenset() if step is None else _numbers([(layer + 1) % step != 0 for layer in range(n_layers)])
+        return None
     if len(found) != n_layers or not all(item in (0, 1) for item in found):
-        raise CorruptError(
-            f"argument linear_attention_freq is a list of {len(found)}, not of 0 or 1 for each of {n_layers} layers",
-            file=file,
-        )
-    return _numbers([bool(item) for item in found])
+        raise CorruptError(f"argument {name} is a list of {len(found)}, not of 0 or 1 for each of {n_layers} layers")
+    return [bool(item) for item in found]
 
 
-def _n_predictions(fields: Mapping[str, object], hybrid: Pattern | None, *, file: str | None) -> int:
+def _numbers(pattern: list[bool]) -> frozenset[int]:
+    return frozenset(layer for layer, is_one in enumerate(pattern) if is_one)
+
+
+def _n_predictions(fields: Mapping[str, object], hybrid: Pattern | None) -> int:
     """Layers of multi-token prediction; one where all predictions share it.
 
     Raises:
         CorruptError: the pattern and ``mtp_num_layers`` contradict each other.
     """
     said = fields.get("mtp_num_layers")
-    found = None if said in (None, 0) else size_in(fields, "mtp_num_layers", file=file)
+    found = None if said in (None, 0) else size_in(fields, "mtp_num_layers")
     drawn = 0 if hybrid is None else hybrid.n_predictions
     if found is not None and drawn not in (0, found):
-        raise CorruptError(
-            f"argument mtp_num_layers is {found}, but the pattern has {drawn} multi-token predictions", file=file
-        )
+        raise CorruptError(f"argument mtp_num_layers is {found}, but the pattern has {drawn} multi-token predictions")
     n = found or drawn
     return 1 if n and fields.get("mtp_use_repeated_layer") else n
 
@@ -281,24 +279,24 @@ def _expert_names(fields: Mapping[str, object]) -> str:
     return "grouped" if is_legacy else "te_grouped"
 
 
-def _vocab_size(fields: Mapping[str, object], *, file: str | None) -> int | None:
+def _vocab_size(fields: Mapping[str, object]) -> int | None:
     """True rows of the vocabulary, or None.
 
     The null tokenizer of before ``null_tokenizer_eod_id`` has one token more than its size says: the end of a document.
     """
-    found = size_in(fields, "vocab_size", file=file)
+    found = size_in(fields, "vocab_size")
     is_null = str(fields.get("tokenizer_type") or "").startswith("Null")
     return found + 1 if found is not None and is_null and "null_tokenizer_eod_id" not in fields else found
 
 
-def _needed(fields: Mapping[str, object], name: str, *, file: str | None) -> int:
-    found = size_in(fields, name, file=file)
+def _needed(fields: Mapping[str, object], name: str) -> int:
+    found = size_in(fields, name)
     if found is None:
-        raise UnsupportedError(f"the training arguments do not say {name}", file=file)
+        raise UnsupportedError(f"the training arguments do not say {name}")
     return found
 
 
-def size_in(fields: Mapping[str, object], name: str, *, file: str | None) -> int | None:
+def size_in(fields: Mapping[str, object], name: str, *, file: str | None = None) -> int | None:
     """A positive integer argument, or None if it is absent or None.
 
     Raises:

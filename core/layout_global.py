@@ -162,8 +162,7 @@ def _prefix_of(catalog: Catalog, rules: Rules) -> str:
             return prefix
     example = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
     raise UnsupportedError(
-        f"the tensors do not have Megatron's names ({example!r} …), and names are not mapped yet",
-        file=None,
+        f"the tensors do not have Megatron's names ({example!r} …)",
         hint="a parallel layout can be given only to checkpoints of Megatron models",
     )
 

@@ -70,7 +70,7 @@ def sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | N
     return match[1], tuple(map(int, match[2].split("."))), tuple(map(int, match[3].split(".")))
 
 
-def check_version(common: Mapping[object, object], *, has_old_names: bool = False, file: str | None = None) -> float:
+def check_version(common: Mapping[object, object], *, has_old_names: bool = False) -> float:
     """The ``checkpoint_version`` of a checkpoint.
 
     Args:
@@ -82,12 +82,11 @@ def check_version(common: Mapping[object, object], *, has_old_names: bool = Fals
     """
     version = common.get("checkpoint_version", 0)
     if isinstance(version, bool) or not isinstance(version, (int, float)):
-        raise CorruptError(f"checkpoint_version is {version!r}, not a number", file=file)
+        raise CorruptError(f"checkpoint_version is {version!r}, not a number")
     if version < OLDEST and not has_old_names:
         raise UnsupportedError(
             f"checkpoint_version is {version}: before 2.0 the rows of query, key and value had another order, and "
             "parameters other names",
-            file=file,
             hint="load and save it once with a newer Megatron-LM",
         )
     return version

@@ -222,7 +222,7 @@ class Bucketing:
         return self.size if self.n_parts is None else n_params // self.n_parts
 
 
-def bucketing_of(fields: Mapping[str, object], *, file: str | None = None) -> Bucketing:
+def bucketing_of(fields: Mapping[str, object]) -> Bucketing:
     """The bucketing of a run.
 
     Args:
@@ -234,15 +234,13 @@ def bucketing_of(fields: Mapping[str, object], *, file: str | None = None) -> Bu
     """
     for name, what in _OTHERS.items():
         if fields.get(name):
-            raise UnsupportedError(f"the optimizer's buffers are those of {what} ({name} is set)", file=file)
+            raise UnsupportedError(f"the optimizer's buffers are those of {what} ({name} is set)")
     overlaps = fields.get("overlap_grad_reduce")
-    n_ranks = (size_in(fields, "data_parallel_size", file=file) or 1) * (
-        size_in(fields, "context_parallel_size", file=file) or 1
-    )
+    n_ranks = (size_in(fields, "data_parallel_size") or 1) * (size_in(fields, "context_parallel_size") or 1)
     return Bucketing(
         has_buckets=None if overlaps is None else bool(overlaps),
-        size=size_in(fields, "ddp_bucket_size", file=file) or max(MIN_BUCKET, 1_000_000 * n_ranks),
-        n_parts=size_in(fields, "ddp_num_buckets", file=file),
+        size=size_in(fields, "ddp_bucket_size") or max(MIN_BUCKET, 1_000_000 * n_ranks),
+        n_parts=size_in(fields, "ddp_num_buckets"),
         is_chunk_alone=bool(fields.get("overlap_param_gather_with_optimizer_step")),
         n_ranks=n_ranks,
     )
