@@ -33,7 +33,7 @@ from core.job import Progress as Progress
 from core.job import Report as Report
 from core.job import TopologyChange as TopologyChange
 from core.job_checks import is_cut
-from core.job_sizes import target_topology
+from core.job_sizes import check_source_sizes, target_topology
 from core.journal import identity_of
 from core.layout import load_rules, shard, stack
 from core.layout_state import OPTIMIZER, texts_of
@@ -234,6 +234,8 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
 def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
     """A destination whose data files are the source's."""
     made = linked(job, source)
+    if job.topology is not None:
+        _check_loads_at(job, source, format)
     images = made.images
     paths = {name: name for name in made.files}
     if format.is_mcore:
@@ -255,6 +257,18 @@ def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
         form=made.catalog,
         links=links,
     )
+
+
+def _check_loads_at(job: Job, source: Checkpoint, format: Format) -> None:
+    """Links load at the sizes that are asked for, if the model can be cut so: the layout is planned, and not written.
+
+    Raises:
+        CheckpointingException: those of writing it.
+    """
+    check_source_sizes(job, source.catalog)
+    if job.topology is not None and job.topology.is_change:
+        planned = replace(job, metadata_only=False)
+        _source_and_target(planned, global_form(planned, source, format).catalog, format)
 
 
 def _is_file(format: Format, dst: Path) -> bool:

@@ -7,7 +7,7 @@
  ``checkpoint_version``                 kept; below 2.0 the QKV rows of megatron.legacy models are put in order, and it
                                         becomes 3.0 (``core.layout_versions``)
  ``iteration`` (older ``total_iters``)  kept
- ``opt_param_scheduler``                kept
+ ``opt_param_scheduler``                kept; equal on all ranks
  ``num_floating_point_operations…``     kept
  ``rng_state``                          one per rank: kept in torch_dist, and for ranks that were there before;
                                         otherwise left out, with a note (``core.layout_rng``)
@@ -48,6 +48,8 @@ TOP_LEVEL = (
 )
 """The usual entries of a rank file, in the order in which Megatron makes them."""
 
+_OF_THE_RUN = ("iteration", "checkpoint_version", "opt_param_scheduler")
+"""Entries by which ranks tell that they are of one step."""
 _CHUNK = re.compile(r"model(0|[1-9]\d*)?$")
 _SHARDED = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)$")
 
@@ -296,8 +298,12 @@ def beside(ranks: Mapping[Coords, tuple[str, object]], topology: Topology, dropp
         )
         has_tensors = any(isinstance(leaf, TensorLeaf) for leaf in walk(head.get(name)))
         if name not in head or differing is not None or (len(roots) > 1 and has_tensors):
-            if name in ("iteration", "checkpoint_version"):
-                raise CorruptError(f"{name} differs from that in {head_dir}", rank=differing)
+            if name in _OF_THE_RUN and differing is not None:
+                raise CorruptError(
+                    f"{name} differs from that in {head_dir}",
+                    rank=differing,
+                    hint="the rank directories are not of one step",
+                )
             why = "holds tensors, one set a rank" if differing is None else "not the same on all ranks"
             dropped.append(f"{name} ({why})")
             continue

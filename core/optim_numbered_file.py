@@ -110,7 +110,7 @@ def _member(value: object, *, rank: str) -> StoredOptimizer:
         return StoredOptimizer(groups, [rest], has_masters=False)
     masters = next((name for name in MASTERS if name in entries), None)
     if masters is None:
-        raise MissingShardError(f"the optimizer has no {MASTERS[0]}", rank=rank)
+        raise _no_masters(entries[inner], rank=rank)
     lists = entries[masters]
     if not isinstance(lists, (list, tuple)) or not all(isinstance(one, (list, tuple)) for one in lists):
         raise CorruptError(f"{masters} is not a list of lists", rank=rank)
@@ -121,6 +121,19 @@ def _member(value: object, *, rank: str) -> StoredOptimizer:
     groups = _groups(torch_entries, lists, rank=rank)
     return StoredOptimizer(
         groups, [{name: item for name, item in entries.items() if name not in (inner, masters)}], has_masters=True
+    )
+
+
+def _no_masters(inner: object, *, rank: str) -> MissingShardError:
+    """The error of an optimizer without masters: that of a distributed one, if its groups list no parameters."""
+    listed = (as_mapping(inner) or {}).get("param_groups")
+    groups = [as_mapping(item) or {} for item in listed] if isinstance(listed, (list, tuple)) else []
+    if not groups or any("params" in group for group in groups):
+        return MissingShardError(f"the optimizer has no {MASTERS[0]}", rank=rank)
+    return MissingShardError(
+        "this is a distributed optimizer, whose states are in distrib_optim.pt, and no rank has that file",
+        rank=rank,
+        hint="copy the checkpoint again, with all of its files, or leave the optimizer out with --no-optim",
     )
 
 
@@ -139,6 +152,9 @@ def _groups(inner: Mapping[str, object], masters: Sequence[Sequence[object]] | N
         ids = group.pop("params", None)
         if not isinstance(ids, (list, tuple)) or not all(isinstance(one, int) for one in ids) or seen & {*ids}:
             raise CorruptError(f"param group {number} has no list of parameter numbers of its own", rank=rank)
+        if len({*ids}) < len(ids):
+            twice = next(one for one in ids if list(ids).count(one) > 1)
+            raise CorruptError(f"param group {number} lists parameter {twice} twice", rank=rank)
         seen |= {*ids}
         states = [_named(state.get(one, {}), f"the state of parameter {one}", rank=rank) for one in ids]
         found.append(StoredGroup(group, states, None if masters is None else _leaves(masters[number], rank=rank)))

@@ -20,12 +20,20 @@ from core.open import Checkpoint
 from core.optim_format import TITLES, optim_format_of
 from core.transform import without_optimizer
 
+_OPTIONS = {
+    "topology": "parallel sizes or pipeline options",
+    "optim": "--no-optim",
+    "replicas": "--on-replica-mismatch",
+    "max_file_bytes": "--max-shard-size",
+    "vocab_divisor": "--make-vocab-size-divisible-by",
+}
+"""Fields of a job whose options have other names."""
 _OF_KEYS = ("include", "exclude", "strip_prefix", "add_prefix", "rename")
 _BOUND_OPTIMIZERS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 """Forms of optimizer state that load only at the sizes they were saved with."""
 _ANY = frozenset({
-    *("src", "dst", "to", "iteration", "topology", "keeps_layout", "optim", "metadata_only", "rules"),
-    *("memory_bytes", "threads", "resume", "force", "crc", "digest", "fsync", "drop_unknown"),
+    *("src", "dst", "to", "iteration", "keeps_layout", "optim", "metadata_only"),
+    *("memory_bytes", "threads", "resume", "force", "crc", "digest", "fsync"),
 })  # fmt: skip
 """Fields of a job that do not change what stands in the files."""
 
@@ -84,7 +92,9 @@ def _files(source: Checkpoint) -> Iterator[str]:
 
 
 def _check_options(job: Job, format: str) -> None:
-    allowed = _ANY | (frozenset(_OF_KEYS) if format == "dcp" else frozenset())
+    allowed = _ANY | frozenset(_OF_KEYS if format == "dcp" else ("topology",))
+    if format == "torch_dist" and job.topology is not None and job.topology.is_change:
+        allowed |= {"rules", "unknown"}  # the layout is planned
     if job.rng == "keep" and format == "torch_dist":
         allowed |= {"rng"}
     plain = Job(src=job.src)
@@ -94,9 +104,9 @@ def _check_options(job: Job, format: str) -> None:
         if field.name not in allowed and getattr(job, field.name) != getattr(plain, field.name)
     ]
     if format == "torch_dist" and job.optim != plain.optim:
-        asked.append("no_optim")
+        asked.append("optim")
     if asked:
-        names = ", ".join("--" + name.replace("_", "-") for name in asked)
+        names = ", ".join(_OPTIONS.get(name, "--" + name.replace("_", "-")) for name in asked)
         raise UsageError(
             f"--metadata-only writes no data, so {names} cannot go with it for {format}",
             hint="leave one of them out",

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from core.convert import Job, TopologyChange, prepare, run
-from core.errors import UnsupportedError, UsageError
+from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.open import open_checkpoint
 
 DIST = "mcore_torch_dist/dense_gqa/tp2_pp2_optim"
@@ -74,6 +74,14 @@ def test_some_entries_of_dcp_under_new_names_are_what_torch_loads(golden: Path, 
         (DCP, {"dtype": ((None, "float32"),)}, UsageError, "--dtype cannot go with it"),
         (DCP, {"verify": True}, UsageError, "--verify cannot go with it"),
         (DIST, {"optim": "drop"}, UsageError, "--no-optim cannot go with it"),
+        (DIST, {"replicas": "first"}, UsageError, "--on-replica-mismatch cannot go with it"),
+        (DIST, {"drop_unknown": True}, UsageError, "--drop-unknown cannot go with it"),
+        (DIST, {"rules": Path("rules.toml")}, UsageError, "--rules cannot go with it"),
+        (DIST, {"topology": TopologyChange(source={"tp": 4})}, UsageError, "--tp 4 was said, but the checkpoint has"),
+        (DIST, {"topology": TopologyChange(tp=3)}, CheckpointingException, "3"),
+        (DIST, {"topology": TopologyChange(pp=3)}, CheckpointingException, "do not divide over 3 pipeline stages"),
+        (DCP, {"topology": TopologyChange(tp=2)}, UsageError, "parallel sizes or pipeline options cannot go with it"),
+        (DCP, {"drop_unknown": True}, UsageError, "--drop-unknown cannot go with it"),
         (DIST, {"to": "dcp"}, UnsupportedError, "links the data files of dcp and torch_dist"),
         ("mcore_legacy/dense_gqa/tp1_pp1", {}, UnsupportedError, "this is megatron"),
         (

@@ -232,6 +232,18 @@ def test_entries_that_differ_between_ranks_are_left_out_with_a_note() -> None:
     assert target.attrs["ranks"][(("tp", 0), ("pp", 0))][1]["shared"] == {"a": [1, (2, None)]}  # type: ignore[index]
 
 
+@pytest.mark.parametrize("entries", [{"opt_param_scheduler": {"num_steps": 99}}, {"iteration": 20}])
+def test_ranks_of_different_steps_are_refused(entries: dict[str, object]) -> None:
+    _, catalog = Model().catalog(Topology(tp=2), opt_param_scheduler={"num_steps": 80})
+    ranks = dict(catalog.attrs["ranks"])  # type: ignore[call-overload]
+    coords = (("tp", 1), ("pp", 0))
+    folder, root = ranks[coords]
+    ranks[coords] = (folder, {**root, **entries})
+    with pytest.raises(CorruptError, match="differs from that in mp_rank_00") as caught:
+        unshard(catalog.with_attrs(ranks=ranks), rules=RULES)
+    assert caught.value.rank == "mp_rank_01"
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,33 @@ def test_a_rank_without_an_optimizer_is_named(tmp_path: Path) -> None:
     err = refusal(source, tmp_path)
     assert isinstance(err, MissingShardError)
     assert err.rank == "mp_rank_01"
+
+
+def test_a_number_that_a_group_lists_twice_is_an_error(tmp_path: Path) -> None:
+    source = save(DENSE, Topology(), tmp_path / "a", Style(has_masters=False))
+
+    def twice(content: dict[str, Any]) -> None:
+        optimizer = content["optimizer"]
+        ids = optimizer["param_groups"][1]["params"]
+        del optimizer["state"][ids[1]]
+        ids[1] = ids[0]
+
+    change(source, "mp_rank_00", twice)
+    err = refusal(source, tmp_path)
+    assert isinstance(err, CorruptError)
+    assert "param group 1 lists parameter" in err.message
+    assert err.rank == "mp_rank_00"
+
+
+def test_a_distributed_optimizer_whose_files_were_not_copied_is_named(golden: Path, tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    shutil.copytree(golden / "mcore_legacy" / "dense_gqa" / "tp2_pp1_dp2_distopt", source)
+    for path in rank_dirs(source).values():
+        (path / "distrib_optim.pt").unlink()
+    err = refusal(source, tmp_path)
+    assert isinstance(err, MissingShardError)
+    assert "no rank has that file" in err.message
+    assert "--no-optim" in (err.hint or "")
 
 
 def test_a_parameter_without_states_is_named(tmp_path: Path) -> None:
