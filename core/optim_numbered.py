@@ -106,6 +106,10 @@ def _is_param(param: Param, rules: Rules, known: dict[str, bool]) -> bool:
 
 
 def _array(catalog: Catalog, key: str) -> StoredArray:
+    known = catalog.attrs.get("arrays")
+    found = known.get(key) if isinstance(known, dict) else None
+    if isinstance(found, StoredArray):
+        return found
     array = catalog.fragments(key)[0].array
     assert array is not None
     return array

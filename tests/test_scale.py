@@ -13,12 +13,15 @@ from types import ModuleType
 
 import pytest
 
+from core.catalog import StoredArray
 from core.convert import prepare
 from core.dtypes import itemsize
 from core.formats import megatron
 from core.formats.torch_alike import AlikeFiles
 from core.formats.torch_file import parse
-from core.inert import as_mapping
+from core.formats.torch_tree_plan import plan_tree
+from core.formats.torch_tree_plans import TreePlans
+from core.inert import TensorLeaf, as_mapping
 from core.job import Job, TopologyChange
 from core.layout_state import same
 from core.store import LocalStore
@@ -113,6 +116,31 @@ def test_sampling_opens_one_file_of_each_stage(many: Path) -> None:
     assert sampled.attrs["n_unopened"] == N_FILES - opened
     assert full.attrs["n_unopened"] == 0
     assert dict(sampled.tensors) == dict(full.tensors)
+
+
+def test_ranks_with_equal_lists_of_their_own_share_a_pickle() -> None:
+    plans = TreePlans("archive")
+
+    def tree(rank: int, numbers: int) -> dict[object, object]:
+        return {"weight": TensorLeaf(f"{rank}:weight"), "params": list(range(numbers))}
+
+    first, second = (plans.plan(tree(rank, 200), _array) for rank in range(2))
+    other = plans.plan(tree(2, 201), _array)
+    assert second.payloads is first.payloads
+    assert [placed.array.name for placed in second.arrays] == ["1:weight"]
+    assert other.payloads == plan_tree(tree(2, 201), _array, prefix="archive").payloads != first.payloads
+
+
+def test_a_deep_tree_is_planned_as_others_are() -> None:
+    deep: object = 0
+    for _ in range(2000):
+        deep = [deep]
+    plans = [TreePlans("archive").plan({"deep": deep, "weight": TensorLeaf("w")}, _array) for _ in range(2)]
+    assert plans[0].payloads == plans[1].payloads
+
+
+def _array(key: str) -> StoredArray:
+    return StoredArray(key, "float32", (3,))
 
 
 def _peak_bytes(work: Callable[[], int]) -> tuple[int, int]:

@@ -32,12 +32,14 @@ class TreePlans:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._plans: dict[tuple[object, ...], TreePlan] = {}
-        self._opaque: dict[int, tuple[object, bool]] = {}
-        """id of a container → (the container, so that its id stays its own; whether its id describes it)."""
+        self._opaque: dict[int, tuple[object, int | None]] = {}
+        """id of a container → (the container, so that its id stays its own; the number of its content, if it is large
+        and holds no tensor)."""
+        self._contents: dict[tuple[object, ...], int] = {}
 
     def plan(self, value: object, array_of: Callable[[str], StoredArray | JoinedArray]) -> TreePlan:
         """The torch zip of an inert tree; see ``plan_tree``."""
-        signing = _Signing(array_of, self._is_opaque)
+        signing = _Signing(array_of, self._number_of)
         signature = signing.signature(value)
         if signature is None:
             return plan_tree(value, array_of, prefix=self._prefix)
@@ -51,36 +53,52 @@ class TreePlans:
             return made
         return replace(known, arrays=placed_records(known.archive, signing.records), records=signing.records)
 
-    def _is_opaque(self, node: object) -> bool:
-        """Whether a container is large and holds no tensor: such ones are the same objects for all ranks."""
+    def _number_of(self, node: object) -> int | None:
+        """The number of a container's content, if it is large and holds no tensor; ranks repeat such ones."""
         known = self._opaque.get(id(node))
         if known is None:
-            n_parts = 0
-            for part in walk(node):
-                n_parts += 1
-                if type(part) is TensorLeaf:
-                    n_parts = 0
-                    break
-            known = self._opaque[id(node)] = (node, n_parts > _MANY)
+            known = self._opaque[id(node)] = (node, self._content(node) if _is_large(node) else None)
         return known[1]
+
+    def _content(self, node: object) -> int:
+        signature = _Signing(_no_array, lambda _: None).signature(node)
+        which = (id(node),) if signature is None else signature  # of a kind that is not described: equal to itself
+        return self._contents.setdefault(which, len(self._contents))
+
+
+def _is_large(node: object) -> bool:
+    """Whether a container holds many things, and no tensor."""
+    n_parts = 0
+    for part in walk(node):
+        if type(part) is TensorLeaf:
+            return False
+        n_parts += 1
+    return n_parts > _MANY
+
+
+def _no_array(key: str) -> StoredArray:
+    raise AssertionError(f"no tensor is called {key}, as there is none")
 
 
 class _Signing:
     """Describes one tree: two with equal signatures have equal pickles, whose storages are ``records`` in order."""
 
     def __init__(
-        self, array_of: Callable[[str], StoredArray | JoinedArray], is_opaque: Callable[[object], bool]
+        self, array_of: Callable[[str], StoredArray | JoinedArray], number_of: Callable[[object], int | None]
     ) -> None:
         self._array_of = array_of
-        self._is_opaque = is_opaque
+        self._number_of = number_of
         self._parts: list[object] = []
         self._seen: dict[int, int] = {}
         self._numbers: dict[str, int] = {}
         self.records: list[StoredArray | JoinedArray] = []
 
     def signature(self, value: object) -> tuple[object, ...] | None:
-        """The signature; None for a tree of a kind that is not described."""
-        return tuple(self._parts) if self._add(value) else None
+        """The signature; None for a tree of a kind that is not described, or nested too deeply."""
+        try:
+            return tuple(self._parts) if self._add(value) else None
+        except RecursionError:
+            return None
 
     def _add(self, node: object) -> bool:
         kind = type(node)
@@ -98,10 +116,10 @@ class _Signing:
             add(())
         else:
             self._seen[id(node)] = len(self._seen)
-            if self._is_opaque(node):
-                add(("same", id(node)))
-            else:
+            number = self._number_of(node)
+            if number is None:
                 return self._add_container(node)
+            add(("content", number))
         return True
 
     def _add_leaf(self, leaf: TensorLeaf) -> None:
