@@ -272,6 +272,15 @@ class TransferOptions:
             help="Megatron's module names to write: local or transformer_engine.",
         ),
     ] = None
+    megatron_version: Annotated[
+        str | None,
+        Option(
+            "--megatron-version",
+            metavar="X.Y",
+            rich_help_panel=LAYOUT,
+            help="The megatron-core that will load the rank files; else they suit the one that wrote SRC.",
+        ),
+    ] = None
     rules: Annotated[
         Path | None,
         Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),

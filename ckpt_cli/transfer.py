@@ -35,6 +35,7 @@ from ckpt_cli.report import explain_lines, plan_lines, report_lines
 from ckpt_cli.terminal import escaped, screen_of
 from core.convert import Job, TopologyChange, prepare, run
 from core.errors import ReplicaMismatchError, UsageError
+from core.megatron_version import parse_version
 from core.pipeline import Pipeline, parse_layout
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         names=names_of(options.names),
         config=options.config,
         transformer_impl=options.transformer_impl,
+        megatron_version=None if options.megatron_version is None else parse_version(options.megatron_version),
         dequantize=options.dequantize,
         include=tuple(options.include or ()),
         exclude=tuple(options.exclude or ()),

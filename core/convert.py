@@ -313,7 +313,15 @@ def _source_and_target(job: Job, catalog: Catalog, format: Format) -> tuple[Cata
     if format.partition == "ranks":
         topology = target_topology(job, catalog, format)
         rules = load_rules(job.rules, unknown=job.unknown)
-        return catalog, shard(catalog, topology, rules=rules, vocab_size=job.vocab_size, rng=job.rng)
+        target = shard(
+            catalog,
+            topology,
+            rules=rules,
+            vocab_size=job.vocab_size,
+            rng=job.rng,
+            version=job.megatron_version,
+        )
+        return catalog, target
     if is_global and format.is_mcore:
         topology = target_topology(job, catalog, format)
         stacked = stack(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from core.megatron_version import MegatronVersion
 from core.pipeline import Pipeline
 
 MIB = 1 << 20
@@ -71,6 +72,8 @@ class Job:
             target format says otherwise.
         transformer_impl: ``local`` or ``transformer_engine``, whose names Megatron's parameters get; None keeps them
             (``core.layout_spec``).
+        megatron_version: the megatron-core that is to load the rank files; None writes the optimizer's groups as the
+            source has them.
         dequantize, include, exclude, strip_prefix, add_prefix, rename, untie, tie, stack_layers, unstack_layers, dtype,
             quantize: see ``core.changes``, which applies them in that order. The first of them go by the names that
             the source has once it is global, as ``ckpt inspect`` shows them, the others by those made until then.
@@ -106,6 +109,7 @@ class Job:
     names: str | None = None
     config: Path | None = None
     transformer_impl: str | None = None
+    megatron_version: MegatronVersion | None = None
     dequantize: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()

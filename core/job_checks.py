@@ -11,6 +11,7 @@ from core.errors import UsageError
 from core.formats import Format
 from core.formats.hf_files import CONFIG
 from core.job import Job
+from core.megatron_version import OPTION
 
 HF_ALIASES = ("hf", "huggingface")
 """Names of the format safetensors that ask for Hugging Face's tensor names as well."""
@@ -38,6 +39,10 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
         raise UsageError(
             f"--max-shard-size has no effect: {why}",
             hint="leave it out, or write a directory: --to safetensors",
+        )
+    if job.megatron_version is not None and format.partition != "ranks":
+        raise UsageError(
+            f"{OPTION} is for rank files; {format.name} is written in one way only", hint=f"leave {OPTION} out"
         )
     if job.stacking is not None and format.partition == "ranks":
         raise UsageError(
@@ -117,6 +122,7 @@ def refuse_layout_options(job: Job) -> None:
         "--unknown": job.unknown != "refuse",
         "--rng": job.rng is not None,
         "--transformer-impl": job.transformer_impl is not None,
+        OPTION: job.megatron_version is not None,
     }
     for name, is_given in given.items():
         if is_given:

@@ -43,13 +43,20 @@ from core.layout_state import (
     with_arrays,
 )
 from core.layout_vocab import rows_of
+from core.megatron_version import MegatronVersion
 from core.optim_files import HeldParam, optimizer_files
 from core.optimizer import Optimizer, state_of
 from core.topology import Rank, Topology, check_rank_files, rank_dir
 
 
 def shard(
-    catalog: Catalog, topology: Topology, *, rules: Rules, vocab_size: int | None = None, rng: str | None = None
+    catalog: Catalog,
+    topology: Topology,
+    *,
+    rules: Rules,
+    vocab_size: int | None = None,
+    rng: str | None = None,
+    version: MegatronVersion | None = None,
 ) -> Catalog:
     """The target catalog of rank files; see the module's docstring.
 
@@ -59,6 +66,7 @@ def shard(
         rules: the layout's table.
         vocab_size: true rows of the vocabulary; None takes what ``unshard`` found.
         rng: ``keep`` refuses to leave random states out (``core.layout_rng``).
+        version: the megatron-core that is to load the files; None writes the optimizer as the source's did.
 
     Raises:
         UnsupportedError: no training arguments, sizes that do not divide, a layout that cannot be written yet, random
@@ -77,7 +85,7 @@ def shard(
     optimizer = catalog.attrs.get(OPTIMIZER)
     optim = None
     if isinstance(optimizer, Optimizer):
-        optim = optimizer_files(catalog, optimizer, topology, facts, rules, cuts)
+        optim = optimizer_files(catalog, optimizer, topology, facts, rules, cuts, version=version)
     states = {key: catalog.tensors[key] for key in cuts if state_of(key) is not None}
     catalog = replace(catalog, tensors={key: meta for key, meta in catalog.tensors.items() if key not in states})
     names = catalog.attrs.get("expert_names") or facts.expert_names
@@ -85,7 +93,9 @@ def shard(
         notes.append("experts of the legacy grouped kind become single ones (local_experts; moe_grouped_gemm is off)")
     pipeline = facts.pipeline_at(topology.pp, topology.vpp) if topology.pipeline is None else topology.pipeline
     notes += pipeline_notes(facts, pipeline)
-    if topology.tp > facts.n_groups:
+    if version is not None:
+        version.check_sizes(tp=topology.tp, n_groups=facts.n_groups, has_layout=pipeline.layout is not None)
+    elif topology.tp > facts.n_groups:
         notes.append(
             f"TP {topology.tp} is above the {facts.n_groups} query groups: megatron-core 0.16 and later load it"
         )

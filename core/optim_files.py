@@ -14,6 +14,7 @@ from core.catalog import Catalog, Coords, Fragment, StoredArray
 from core.layout_cut import Cut
 from core.layout_facts import Facts
 from core.layout_rules import Rules
+from core.megatron_version import MegatronVersion
 from core.optimizer import Optimizer
 from core.topology import Rank, Topology
 
@@ -61,6 +62,8 @@ def optimizer_files(
     facts: Facts,
     rules: Rules,
     cuts: Mapping[str, Cut],
+    *,
+    version: MegatronVersion | None = None,
 ) -> OptimizerFiles:
     """What will hold an optimizer at a destination of rank files.
 
@@ -69,6 +72,7 @@ def optimizer_files(
         topology: sizes of the destination.
         facts: of the source.
         cuts: how every tensor is cut, states included.
+        version: the megatron-core that is to load the files; None for the one that wrote the source.
 
     Raises:
         UnsupportedError: the destination's form of it is not determined.
@@ -77,5 +81,5 @@ def optimizer_files(
     from core.optim_numbered_files import NumberedFiles
 
     if optimizer.kind == "distributed":
-        return FlatFiles(catalog, optimizer, topology, facts, rules, cuts)
-    return NumberedFiles(catalog, optimizer, topology, facts, rules, cuts)
+        return FlatFiles(catalog, optimizer, topology, facts, rules, cuts, version=version)
+    return NumberedFiles(catalog, optimizer, topology, facts, rules, cuts, version=version)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 
 from core.catalog import Catalog, Coords, Fragment, StoredArray
 from core.dtypes import DTYPES
@@ -22,6 +22,7 @@ from core.layout_facts import Facts
 from core.layout_new_args import dp_at
 from core.layout_rules import Rules
 from core.layout_state import with_arrays
+from core.megatron_version import MegatronVersion
 from core.optim_buffers import Layout, bucketing_of, lay_out_buffer
 from core.optim_files import HeldParam
 from core.optim_flat_content import COALESCED, N_ELEMENTS, PARAM, OptimFile
@@ -52,12 +53,15 @@ class FlatFiles:
         facts: Facts,
         rules: Rules,
         cuts: Mapping[str, Cut],
+        *,
+        version: MegatronVersion | None = None,
     ) -> None:
         self.files: dict[Coords, object] = {}
         self.beside: dict[str, list[StoredArray]] = {}
         self.notes: list[str] = []
         self.dropped: list[str] = []
         self._catalog = catalog
+        self._version = version
         self._optimizer = optimizer
         self._topology = topology
         self._facts = facts
@@ -73,8 +77,7 @@ class FlatFiles:
         self._trained = trained(catalog.tensors)
         self._states = (MASTER, *(state for state in optimizer.states if state != MASTER))
         self._check_states()
-        self._groups = target_groups(optimizer, self._trained, topology, facts, rules, catalog.attrs.get("args"))
-        self._has_experts = any(map(self._groups.is_expert, range(len(self._groups.settings))))
+        self._groups = target_groups(optimizer, self._trained, topology, facts, rules, args, version=version)
         self._held: dict[str, list[tuple[Rank, StoredArray]]] = {}
 
     def _check_states(self) -> None:
@@ -96,7 +99,9 @@ class FlatFiles:
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
         """See ``OptimizerFiles``."""
         place = f"{folder}:distrib_optim"
-        members = members_at(self._topology, self._bucketing, has_experts=self._has_experts)
+        listed = self._groups.order(list(dict.fromkeys(param.key for param in params if param.key in self._trained)))
+        has_experts = any(map(self._groups.is_expert, listed))  # without any, only where empty groups are listed
+        members = members_at(self._topology, self._bucketing, has_experts=has_experts)
         joined: dict[str, JoinedArray] = {}
         found: list[object] = []
         for number, member in enumerate(members):
@@ -107,7 +112,7 @@ class FlatFiles:
             found.append(self._member(member, rank, start, coords, params, joined))
         if any(content is not None for content in found):
             self.files[coords] = OptimFile(found[0] if len(found) == 1 else found, joined)
-        return self._entry(f"{folder}:optimizer", coords, params)
+        return self._entry(f"{folder}:optimizer", coords, listed, has_experts=has_experts)
 
     def _is_writer(self, rank: Rank, *, is_expert: bool) -> bool:
         """Whether a rank is the first of those that share its buffers."""
@@ -172,6 +177,8 @@ class FlatFiles:
             bucketing = replace(self._bucketing, has_buckets=has)
             size = bucketing.bucket_size(pp_rank=chunk[1], vp_rank=chunk[0], n_params=n_rank)
             found.append(lay_out_buffer(sizes, bucket_size=size, shared=shared))
+        for layout in found:
+            self._check_old(layout, shared, held)
         if len({layout.slots for layout in found}) > 1:
             raise UnsupportedError(
                 "the training arguments do not say whether the optimizer's buffers are cut into buckets "
@@ -180,6 +187,24 @@ class FlatFiles:
                 hint=_HINT,
             )
         return found[0]
+
+    def _check_old(self, layout: Layout, shared: frozenset[int], held: Sequence[HeldParam]) -> None:
+        """Refuses buffers that a version before 0.15 lays out otherwise.
+
+        Seen in 0.12.1, not in 0.15.0: a shared embedding stands where the bucket before it ends without its padding.
+        """
+        if self._version is None or self._version >= MegatronVersion(0, 15):
+            return
+        unit = lcm(self._bucketing.n_ranks, 128)
+        for place in shared:
+            number = layout.slots[place].bucket
+            if number and layout.buckets[number - 1] % unit:
+                raise UnsupportedError(
+                    f"the bucket before this shared embedding has {layout.buckets[number - 1]} elements, which are no "
+                    f"multiple of {unit}: megatron-core {self._version} lays out its buffers otherwise",
+                    key=held[place].key,
+                    hint=_HINT,
+                )
 
     def _grad_dtype(self, dtype: str) -> str:
         """torch's name of the dtype of gradients."""
@@ -206,11 +231,10 @@ class FlatFiles:
             parts.append((slot.start, array))
         return JoinedArray(name, _FP32, layout.n_elements, tuple(parts))
 
-    def _entry(self, place: str, coords: Coords, params: Sequence[HeldParam]) -> object:
+    def _entry(self, place: str, coords: Coords, listed: Sequence[int], *, has_experts: bool) -> object:
         """What model_optim_rng.pt has of the optimizer: groups without their parameters."""
-        listed = self._groups.order(list(dict.fromkeys(param.key for param in params if param.key in self._trained)))
         members = [[number for number in listed if not self._groups.is_expert(number)]]
-        if self._has_experts:
+        if has_experts:
             members.append([number for number in listed if self._groups.is_expert(number)])
         made: list[object] = []
         for i, numbers in enumerate(members):

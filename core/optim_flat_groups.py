@@ -15,6 +15,7 @@ from core.optim_groups import identity
 from core.optimizer import Optimizer, ParamGroup
 
 GROUPS = "param_groups"
+_STEP = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ def shared_groups(entries: Sequence[tuple[str, object]], note: Callable[[str, st
     """The groups and other entries of an optimizer that all ranks describe.
 
     Ranks may list groups in different orders, and before megatron-core 0.14 a rank listed only those that it had
-    parameters of.
+    parameters of. Where a data parallel rank's part of the buffers has no parameter of a group, Apex and Transformer
+    Engine count no steps there: ``step`` is that of the others.
 
     Args:
         entries: (rank directory, entry ``optimizer`` of its file, or that of one of its chained optimizers).
@@ -64,8 +66,11 @@ def shared_groups(entries: Sequence[tuple[str, object]], note: Callable[[str, st
                     name: _renamed(value, f"optimizer.groups.{number}.{name}", note) for name, value in stored.items()
                 }
                 mine.add((*which, n))
-                found = groups.setdefault((*which, n), (rank, ParamGroup(settings)))
-                _check_same(found[1].settings, settings, rank=rank, other=found[0])
+                other, found = groups.setdefault((*which, n), (rank, ParamGroup(settings)))
+                counting = next((one for one in (found.settings, settings) if _STEP in one), {})
+                steps = {name: value for name, value in counting.items() if name == _STEP}
+                _check_same({**steps, **found.settings}, {**steps, **settings}, rank=rank, other=other)
+                groups[(*which, n)] = (other, ParamGroup({**found.settings, **steps}))
             listed.append(mine)
             for name, stored_entry in state.items():
                 if name == "optimizer":

@@ -14,6 +14,7 @@ from core.layout_cut import Cut
 from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import with_arrays
+from core.megatron_version import MegatronVersion
 from core.optim_files import HeldParam
 from core.optim_groups import HALF
 from core.optim_numbered_file import INNER, MASTERS, STEP_NAME
@@ -38,6 +39,8 @@ class NumberedFiles:
         facts: Facts,
         rules: Rules,
         cuts: Mapping[str, Cut],
+        *,
+        version: MegatronVersion | None = None,
     ) -> None:
         self.files: dict[Coords, object] = {}
         self.beside: dict[str, list[StoredArray]] = {}
@@ -48,8 +51,10 @@ class NumberedFiles:
         self._cuts = cuts
         self._moments = [name for name in optimizer.states if name != MASTER]
         self._has_masters = optimizer.kind != "fp32"
+        self._is_asked = version is not None
         params = _trained(catalog, optimizer)
-        self._groups = target_groups(optimizer, params, topology, facts, rules, catalog.attrs.get("args"))
+        args = catalog.attrs.get("args")
+        self._groups = target_groups(optimizer, params, topology, facts, rules, args, version=version)
         self._check_states(params)
         self._held: dict[str, list[tuple[Rank, StoredArray]]] = {}
 
@@ -82,7 +87,7 @@ class NumberedFiles:
 
     def _note_order(self, listed: Sequence[int], held: Sequence[str]) -> None:
         """Notes what makes a rank's param groups those of an older version."""
-        if self._groups.is_sorted:
+        if self._groups.is_sorted or self._is_asked:
             return
         added = []
         if list(listed) != sorted(listed):

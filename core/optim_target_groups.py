@@ -1,9 +1,9 @@
 """The param groups of an optimizer at another layout.
 
 Groups are those of the source. Only experts may come to other ones: with expert parallelism they have groups, and a
-chained optimizer, of their own (``is_expert_parallel``); without, they are in the groups of dense parameters. Every
-rank lists all groups, in one order, also those of which it has no parameter (megatron-core 0.16 and later); of older
-ones, every rank has its groups in the order in which its parameters need them, and before 0.14 no others.
+chained optimizer, of their own (``is_expert_parallel``); without, they are in the groups of dense parameters. Which of
+them a rank lists, and in which order, depends on megatron-core's version (``core.megatron_version``): on the one that
+is to load the result, or, where nobody says, on the one that wrote the source.
 
 Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py`` ``_get_param_groups``,
 ``get_megatron_optimizer``.
@@ -19,6 +19,7 @@ from core.layout_args import fields_of
 from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import same
+from core.megatron_version import OPTION, MegatronVersion
 from core.optim_groups import EXPERT, identity, known, policies_of, traits_of
 from core.optimizer import Optimizer, ParamGroup
 from core.topology import Topology
@@ -60,7 +61,14 @@ class TargetGroups:
 
 
 def target_groups(
-    optimizer: Optimizer, params: Mapping[str, int], topology: Topology, facts: Facts, rules: Rules, args: object
+    optimizer: Optimizer,
+    params: Mapping[str, int],
+    topology: Topology,
+    facts: Facts,
+    rules: Rules,
+    args: object,
+    *,
+    version: MegatronVersion | None = None,
 ) -> TargetGroups:
     """The groups of a destination.
 
@@ -69,10 +77,11 @@ def target_groups(
         topology: sizes of the destination.
         facts: of the source.
         args: the training arguments.
+        version: the megatron-core that is to load the groups; None for the one that wrote them.
 
     Raises:
-        UnsupportedError: no policy tells which parameters the source's groups have, or two groups that become one have
-            different settings.
+        UnsupportedError: no policy tells which parameters the source's groups have, two groups that become one have
+            different settings, or this version would describe them in another way.
         CorruptError: a parameter is in no group.
     """
     sources = _source_groups(optimizer, params, rules, args)
@@ -101,12 +110,69 @@ def target_groups(
             settle(number, group.is_expert if splits in (None, True) else False)
     base = [identity(group.settings, is_expert=False) for group in optimizer.groups]
     order = sorted(wanted, key=lambda which: (bool(which[2]), base.index((*which[:2], False, *which[3:]))))
+    is_sorted, omits_empty = _is_sorted(optimizer), bool(optimizer.omits_empty)
+    if version is not None:
+        wanted = {which: _described(settings, version) for which, settings in wanted.items()}
+        if version.sorts_groups and not is_sorted:
+            order = _in_order(wanted)
+        is_sorted, omits_empty = version.sorts_groups, not version.lists_empty_groups
     return TargetGroups(
         settings=[wanted[which] for which in order],
         group_of={name: order.index(which) for name, which in of_name.items()},
-        is_sorted=all("default_config" in group.settings for group in optimizer.groups),
-        omits_empty=bool(optimizer.omits_empty),
+        is_sorted=is_sorted,
+        omits_empty=omits_empty,
     )
+
+
+def _is_sorted(optimizer: Optimizer) -> bool:
+    return all(_USUAL_RATE in group.settings for group in optimizer.groups)
+
+
+def _described(settings: Mapping[str, object], version: MegatronVersion) -> Mapping[str, object]:
+    """A group's settings as a version has them.
+
+    Raises:
+        UnsupportedError: it finds groups by a setting that this one lacks, or tells another learning rate otherwise.
+    """
+    missing = [name for name in _FOUND_BY if name not in settings and f"pre_{name}" not in settings]
+    if missing:
+        raise UnsupportedError(
+            f"the source's param groups have no {' and no '.join(missing)}, by which megatron-core tells them apart",
+            hint=f"leave {OPTION} out, or leave the optimizer out with --no-optim",
+        )
+    if version.sorts_groups == (_USUAL_RATE in settings):
+        return settings
+    if traits_of(settings).has_own_lr or settings.get("lr_mult", settings.get("pre_lr_mult")) != 1:
+        raise UnsupportedError(
+            f"megatron-core {version} describes param groups with a learning rate of their own in another way than the "
+            "source",
+            hint=f"leave {OPTION} out, or leave the optimizer out with --no-optim",
+        )
+    if version.sorts_groups:
+        return {**settings, _USUAL_RATE: True}
+    return {name: value for name, value in settings.items() if name != _USUAL_RATE}
+
+
+def _in_order(groups: Mapping[tuple[object, ...], Mapping[str, object]]) -> list[tuple[object, ...]]:
+    """Groups with the usual learning rate in the order of 0.16: with weight decay, without; dense ones first.
+
+    Raises:
+        UnsupportedError: two of them are alike in that.
+    """
+    place = {which: (bool(which[2]), traits_of(settings).is_exempt) for which, settings in groups.items()}
+    if len(set(place.values())) < len(place):
+        raise UnsupportedError(
+            "the source's param groups differ in more than weight decay and experts, so that their order in "
+            "megatron-core 0.16 is not known",
+            hint="leave the optimizer out with --no-optim",
+        )
+    return sorted(place, key=lambda which: place[which])
+
+
+_USUAL_RATE = "default_config"
+"""Setting of a group's, since megatron-core 0.16: whether its learning rate is the usual one."""
+_FOUND_BY = ("wd_mult", "lr_mult", EXPERT, "is_decoupled_lr")
+"""The settings by which megatron-core 0.15 and later find a group."""
 
 
 def _splits(groups: Sequence[ParamGroup], topology: Topology, facts: Facts) -> bool | None:

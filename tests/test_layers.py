@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "core.catalog",
             "core.topology",
             "core.pipeline",
+            "core.megatron_version",
             "core.stages",
             "core.optimizer",
             "core.store",

@@ -122,9 +122,7 @@ def load_distributed(training: Training, folder: Path, *, sharding: str | None, 
     Without ``optim`` the optimizer starts anew, as with ``--no-load-optim``.
     """
     place = folder / f"iter_{ITERATION:07d}"
-    state = _sharded_state(training, sharding=sharding, is_loading=True)
-    if not optim:
-        del state["optimizer"]
+    state = _sharded_state(training, sharding=sharding, is_loading=True, optim=optim)
     found, left, absent = dist_checkpointing.load(state, str(place), strict=StrictHandling.RETURN_ALL)
     left = {key for key in left if key != "rng_state"}
     assert not left and not absent, f"not asked for: {sorted(left)[:6]}, not stored: {sorted(absent)[:6]}"
@@ -142,7 +140,7 @@ def _content_metadata(sharding: str | None) -> dict[str, Any]:
     return found if sharding is None else {**found, "distrib_optim_sharding_type": sharding}
 
 
-def _sharded_state(training: Training, *, sharding: str | None, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(training: Training, *, sharding: str | None, is_loading: bool, optim: bool = True) -> dict[str, Any]:
     """What ``generate_state_dict`` makes for the distributed formats."""
     metadata = _content_metadata(sharding)
     state: dict[str, Any] = {"args": arguments(training.run), "checkpoint_version": 3.0, "iteration": ITERATION}
@@ -153,10 +151,11 @@ def _sharded_state(training: Training, *, sharding: str | None, is_loading: bool
         name = "model" if len(training.chunks) == 1 else f"model{number}"
         models[name] = sharded_state(model, **metadata)
     state |= models
-    options: dict[str, Any] = {"metadata": metadata}
-    if _takes_sharding_type():
-        options = {} if sharding is None else {"sharding_type": sharding}
-    state["optimizer"] = called(training.optimizer.sharded_state_dict, models, is_loading, **options)
+    if optim:
+        options: dict[str, Any] = {"metadata": metadata}
+        if _takes_sharding_type():
+            options = {} if sharding is None else {"sharding_type": sharding}
+        state["optimizer"] = called(training.optimizer.sharded_state_dict, models, is_loading, **options)
     state["opt_param_scheduler"] = training.scheduler.state_dict()
     tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     layout = training.run.layout

@@ -8,6 +8,7 @@ import torch
 
 from core.convert import run as convert
 from core.job import Job, TopologyChange
+from core.megatron_version import parse_version
 from core.pipeline import Pipeline, parse_layout
 from tests.megatron.megatron import Form, Megatron, Result
 from tests.megatron.setting import BATCH, Layout, Run, padded_rows
@@ -51,6 +52,7 @@ def prove(
     target_form: Form = RANK_FILES,
     saver: Megatron | None = None,
     optim: bool = True,
+    version: str | None = None,
 ) -> None:
     """Saves a run, reshards it, loads it elsewhere, and compares everything.
 
@@ -62,11 +64,12 @@ def prove(
         source_form, target_form: how it is stored, before and after.
         saver: another megatron-core that saves.
         optim: with the optimizer; otherwise only the weights and the losses that they give are compared.
+        version: of the megatron-core that loads, where it is not that of the one that saves.
     """
     more = MORE if optim else 1
     wanted = (saver or worker).save(run, [(source_form, folder / "saved")], out=folder / "source", more=more)
     change = change_to(target, run.layout)
-    reshard(folder / "saved", folder / "resharded", target_form, change, optim=optim)
+    reshard(folder / "saved", folder / "resharded", target_form, change, optim=optim, version=version)
     found = worker.load(
         run.at(target), target_form, folder / "resharded", out=folder / "target", more=more, optim=optim
     )
@@ -79,7 +82,9 @@ def _weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in tensors.items() if "/" not in key}
 
 
-def reshard(src: Path, dst: Path, form: Form, change: TopologyChange, *, optim: bool) -> None:
+def reshard(
+    src: Path, dst: Path, form: Form, change: TopologyChange, *, optim: bool, version: str | None = None
+) -> None:
     """The library's part; sizes that nobody names stay what they are."""
     convert(
         Job(
@@ -89,6 +94,7 @@ def reshard(src: Path, dst: Path, form: Form, change: TopologyChange, *, optim: 
             topology=change,
             keeps_layout=True,
             optim="carry" if optim else "drop",
+            megatron_version=None if version is None else parse_version(version),
             fsync=False,
         )
     )
@@ -100,8 +106,8 @@ def assert_same(run: Run, target: Layout, wanted: Result, found: Result) -> None
     The first step's loss comes from the same numbers in the same order, unless TP is another one: partial sums of
     products are then added in another order, in float32 with 24 bits or in bfloat16 with 8. Gradients are added in
     another order with other TP, PP (of tied embeddings) and DP sizes; they tell in the second step, where in bfloat16
-    a weight may round to the next number and a token go to another expert. A fresh optimizer would change that step's
-    losses by more than a tenth.
+    a weight may round to the next number and a token go to another expert. What the optimizer remembers
+    was compared bit for bit before.
     """
     rows = None if padded_rows(run) == padded_rows(run.at(target)) else run.model.vocab
     assert_equal(wanted.before, found.before, rows=rows)

@@ -79,9 +79,9 @@ class Optimizer:
     Args:
         kind: ``fp32``, ``float16`` (bf16 model, fp32 masters) or ``distributed`` (the same, sharded over DP).
         overlap: gradients are reduced while the rest is computed, in buckets of ``bucket_size`` elements or more.
-            Where parameters or buckets do not end at multiples of 128 elements, megatron-core 0.16.1 stores wrong
-            states in torch_dist (``fully_reshardable``) or cannot store them (``dp_reshardable``): only rank files
-            will do.
+            Where parameters or buckets do not end at multiples of 128 elements, megatron-core 0.16.1 warns that it
+            pads states with zeros when it saves torch_dist (``fully_reshardable``), or fails to save
+            (``dp_reshardable``): the tests save such ones as rank files.
         adam: ``fused``, which counts steps like Apex and Transformer Engine, or ``torch``.
     """
 

@@ -1,6 +1,7 @@
 """megatron-core 0.12.1 saves in forms that newer ones no longer load; 0.16.1 loads what this project makes of them.
 
-Rank files are loaded by 0.12.1 again: their param groups stand in its order, in which 0.16.1 does not load them.
+Rank files are loaded by 0.12.1 again: their param groups stand in its order. For another megatron-core to load them,
+``--megatron-version`` says which; both ways are tested, from 0.12.1 to 0.16.1 and back.
 """
 
 from __future__ import annotations
@@ -50,6 +51,39 @@ OLD_FORMS = {
     "zarr": Form("zarr", "fully_sharded_model_space"),
     "rank_files": RANK_FILES,
 }
+
+WIDE_FIRST_DENSE = Model(hidden=128, ffn=64, experts=4, first_dense=2)
+GELU = Model(hidden=128, ffn=64, is_gated=False, has_bias=True, normalization="LayerNorm", position="learned_absolute")
+PP2EP2 = Layout(pp=2, ep=2, dp=2)
+
+VERSION_CASES = {
+    "dense_tp2_to_pp2": (WIDE, TP2, PP2),
+    "dense_pp2_to_tp2": (WIDE, PP2, TP2),
+    "gelu_one_to_pp3": (GELU, ONE, Layout(pp=3, first=1, last=1)),
+    "gelu_pp2_to_one": (GELU, PP2, ONE),
+    "tied_one_to_pp2": (WIDE_TIED, ONE, PP2),
+    "moe_one_to_pp2ep2": (WIDE_MOE, ONE, PP2EP2),
+    "moe_pp2ep2_to_one": (WIDE_MOE, PP2EP2, ONE),
+}
+"""To and from stages whose parameters need the groups in different orders, or not all of them."""
+VERSION_WAYS = {
+    "0.12_to_0.16": {**VERSION_CASES, "first_dense_ep2_to_pp2ep2": (WIDE_FIRST_DENSE, EP2, PP2EP2)},
+    "0.16_to_0.12": {**VERSION_CASES, "first_dense_pp2ep2_to_ep2": (WIDE_FIRST_DENSE, PP2EP2, EP2)},
+}
+"""A stage without experts only in 0.16.1: training in 0.12.1 was seen to hang there."""
+VERSION_OPTIMIZERS = {"fp32": FP32, "float16": FLOAT16, "distributed": ONE_BUCKET, "buckets": BUCKETS}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("way", "name"), [(way, name) for way, cases in VERSION_WAYS.items() for name in cases])
+@pytest.mark.parametrize("kind", VERSION_OPTIMIZERS)
+def test_rank_files_for_another_megatron_load_there(
+    old_worker: Megatron, worker: Megatron, tmp_path: Path, name: str, kind: str, way: str
+) -> None:
+    model, layout, other = VERSION_WAYS[way][name]
+    run = Run(model=model, optimizer=VERSION_OPTIMIZERS[kind], layout=layout)
+    saver, loader = (old_worker, worker) if way == "0.12_to_0.16" else (worker, old_worker)
+    prove(loader, run, other, tmp_path, saver=saver, version=way.rpartition("_")[2])
 
 
 @pytest.mark.long

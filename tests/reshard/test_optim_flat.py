@@ -260,6 +260,18 @@ def test_ranks_of_different_steps_are_refused() -> None:
         unshard(catalog, rules=RULES, store=store)
 
 
+def test_steps_are_taken_from_ranks_that_count_them() -> None:
+    for which in (0, 1):
+        store, catalog = with_optimizer(DENSE, Topology(2, 1), Run())
+        ranks: Mapping[object, tuple[str, dict[str, dict[str, dict[str, list[dict[str, object]]]]]]]
+        ranks = catalog.attrs["ranks"]  # type: ignore[assignment]
+        groups = [root["optimizer"]["optimizer"]["param_groups"][0] for _, root in ranks.values()]
+        groups[1 - which]["step"] = 3
+        groups[which].pop("step", None)
+        found = unshard(catalog, rules=RULES, store=store).attrs["optimizer"]
+        assert isinstance(found, Optimizer) and found.groups[0].settings["step"] == 3
+
+
 def test_groups_that_some_ranks_leave_out_are_left_out_again() -> None:
     store, catalog = with_optimizer(DENSE, Topology(1, 2), Run())
     found = unshard(catalog, rules=RULES, store=store).attrs["optimizer"]

@@ -1,0 +1,97 @@
+"""The megatron-core that is to load rank files, and what its version decides.
+
+::
+
+    since    param groups that a rank lists                                            TP above the query groups
+             those of its own parameters, in the order in which these need them        no
+    0.14     after them those that only other ranks have parameters of, empty          no
+    0.16     all, in one order; each says whether its learning rate is the usual one   yes
+
+A loader takes the states of its first group out of a file's first group: in another order, or with a group more or
+less, it fails or trains with states of other parameters.
+
+Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py`` ``_get_param_groups``,
+``core/transformer/transformer_config.py``; that 0.14 was the first to list empty groups, its tag in Megatron-LM.
+tests/megatron loads what is written for 0.12 and 0.16 into 0.12.1 and 0.16.1.
+
+Not supported: versions before 0.12.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from core.errors import UnsupportedError, UsageError
+
+OPTION = "--megatron-version"
+_TEXT = re.compile(r"(\d{1,4})\.(\d{1,4})(\.\d+\w*)?")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MegatronVersion:
+    """A version of megatron-core; the third number of a version decides nothing here."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+    @property
+    def lists_empty_groups(self) -> bool:
+        """Whether a rank lists param groups of which it has no parameter."""
+        return self >= MegatronVersion(0, 14)
+
+    @property
+    def sorts_groups(self) -> bool:
+        """Whether all ranks list their param groups in one order."""
+        return self >= MegatronVersion(0, 16)
+
+    @property
+    def shares_query_groups(self) -> bool:
+        """Whether several TP ranks may have one query group."""
+        return self >= MegatronVersion(0, 16)
+
+    @property
+    def has_layout_strings(self) -> bool:
+        """Whether a string may say how layers are distributed over pipeline stages."""
+        return self > MegatronVersion(0, 12)
+
+    def check_sizes(self, *, tp: int, n_groups: int, has_layout: bool) -> None:
+        """Refuses what this version cannot run.
+
+        Args:
+            tp: tensor parallel size of the destination.
+            n_groups: the model's query groups.
+            has_layout: layers are distributed as a string says.
+
+        Raises:
+            UnsupportedError: it needs a newer one.
+        """
+        if tp > n_groups and not self.shares_query_groups:
+            raise UnsupportedError(
+                f"megatron-core {self} cannot load TP {tp}, above the model's {n_groups} query groups; 0.16 and later "
+                "can",
+                hint=f"say --tp-new {n_groups} or less, or {OPTION} 0.16",
+            )
+        if has_layout and not self.has_layout_strings:
+            raise UnsupportedError(
+                f"megatron-core {self} knows no pipeline_model_parallel_layout",
+                hint="distribute the layers in another way (--pp-new), or say a newer version",
+            )
+
+
+def parse_version(text: str) -> MegatronVersion:
+    """The version that a text such as ``0.16`` or ``0.16.1`` names.
+
+    Raises:
+        UsageError: it names none, or one before 0.12.
+    """
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        raise UsageError(f"{OPTION}: {text!r} is no version of megatron-core", hint="write it as 0.16")
+    version = MegatronVersion(int(found[1]), int(found[2]))
+    if version < MegatronVersion(0, 12):
+        raise UsageError(f"{OPTION}: megatron-core {version} is not known; 0.12 and later are")
+    return version
