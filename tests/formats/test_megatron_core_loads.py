@@ -7,9 +7,6 @@ as JSON, so that this process never imports megatron-core.
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from core.formats.torch_file import load_object
 from core.objects import loaded
 from core.store import LocalStore
 from core.target import partitioned
+from tests.asked import asked
 from tests.materialize import materialized, write_files
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
@@ -158,16 +156,7 @@ def answers(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         }
         for case, (folder, with_common) in folders.items():
             cases[case] = {"dir": str(folder), "objects": objects, "has_common": with_common}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, dict[str, object]] = json.loads(done.stdout)
+    found: dict[str, dict[str, object]] = asked("-c", SCRIPT, question=cases)
     return found
 
 

@@ -12,9 +12,6 @@ plain softmax of the same arguments stands in for it.
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from core.hf import to_megatron
+from tests.asked import told
 from tests.hf.models import (
     MODELS,
     arguments,
@@ -165,15 +163,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 "out": str(root / f"{name}.logits"),
             }
         )
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-1500:]
+    told("-c", SCRIPT, question=cases)
     return found
 
 

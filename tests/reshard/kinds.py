@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,6 +16,7 @@ from core.inert import TensorLeaf, namespace, ordered_dict
 from core.pipeline import Pipeline, parse_layout
 from core.store import MemoryStore
 from core.topology import Topology, rank_dir
+from tests.asked import told
 
 Arrays = dict[str, np.ndarray]
 SCRIPT = Path(__file__).with_name("kinds_oracle.py")
@@ -132,15 +131,7 @@ PAIRS = [(name, a, b) for name, kind in KINDS.items() for a in kind.layouts for 
 def built(folder: Path, names: Iterable[str] = tuple(KINDS), *, kinds: Mapping[str, Kind] = KINDS) -> None:
     """Lets megatron-core build kinds in every layout."""
     cases = [kinds[name].case(name, sizes) for name in names for sizes in kinds[name].layouts]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-1500:]
+    told(SCRIPT, folder, question=cases, timeout=600)
 
 
 def topology_of(sizes: tuple[int, int, int], name: str | None = None) -> Topology:
@@ -158,11 +149,11 @@ def files(folder: Path, name: str, sizes: tuple[int, int, int]) -> dict[str, dic
     case = f"{name}.{'.'.join(map(str, sizes))}"
     topology = topology_of(sizes)
     found = {}
-    for number, told in enumerate(json.loads((folder / f"{case}.json").read_text())):
+    for number, rank in enumerate(json.loads((folder / f"{case}.json").read_text())):
         arrays = load_file(folder / f"{case}.{number}.safetensors")
-        coords = tuple((key, told[key]) for key in ("tp", "pp", "ep"))
+        coords = tuple((key, rank[key]) for key in ("tp", "pp", "ep"))
         found[rank_dir(topology, topology.rank_at(coords))] = {
-            key: arrays[key] if has_value else None for key, has_value in told["names"]
+            key: arrays[key] if has_value else None for key, has_value in rank["names"]
         }
     return found
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from itertools import product
 from math import lcm
 from pathlib import Path
@@ -16,6 +13,7 @@ from ckpt_cli.app import main
 from core.layout_args import fields_of
 from core.open import open_checkpoint
 from core.topology import Rank, Topology, rank_dir, rank_dirs
+from tests.asked import asked
 from tests.rank_files import assert_same_weights
 from tests.rank_files import rank_dirs as found_dirs
 
@@ -40,13 +38,11 @@ def runs() -> list[dict[str, int | str]]:
 
 def test_written_and_expected_directories_are_those_of_megatrons_ranks() -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    asked = runs()
+    questions = runs()
     script = Path(__file__).with_name("megatron_ranks.py")
-    result = subprocess.run(
-        [sys.executable, script], input=json.dumps(asked), capture_output=True, text=True, timeout=300, check=True
-    )
+    answers = asked(script, question=questions)
     n_runs = n_other_order = 0
-    for run, answer in zip(asked, json.loads(result.stdout), strict=True):
+    for run, answer in zip(questions, answers, strict=True):
         if answer is None:
             continue  # refused by Megatron: with this order dense and expert ranks are of different stages
         tp, pp, ep, etp = (int(run[name]) for name in ("tp", "pp", "ep", "etp"))

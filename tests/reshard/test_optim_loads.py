@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 
 from core.convert import run
 from core.job import Job, TopologyChange
+from tests.asked import asked
 from tests.formats.test_megatron_core_loads import SCRIPT, catalog_of
 from tests.real_readers import read_zarr
 
@@ -48,16 +46,7 @@ def answers(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         folder = made / "iter_0000010"
         has_common = "mcore0121" in source  # the arguments of HEAD name enums that 0.16.1 does not have
         cases[source] = {"dir": str(folder), "objects": sorted(catalog_of(folder).objects), "has_common": has_common}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    found: dict[str, dict[str, Any]] = asked("-c", SCRIPT, question=cases)
     return found
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -16,6 +13,7 @@ from core.errors import CorruptError, UnsupportedError, UsageError
 from core.inert import Global, Inert
 from core.layout_pipeline import changes_for, layout_of, pipeline_of
 from core.pipeline import LayerSplit, Pipeline, layout_text, parse_layout, split_layers
+from tests.asked import asked
 
 Options = dict[str, object]
 
@@ -240,14 +238,11 @@ def ours(options: Mapping[str, object]) -> tuple[LayerSplit, list[int]]:
 
 def test_counts_and_offsets_are_those_of_megatron_core() -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    asked = configurations()
+    questions = configurations()
     script = Path(__file__).with_name("megatron_stages.py")
-    result = subprocess.run(
-        [sys.executable, script], input=json.dumps(asked), capture_output=True, text=True, timeout=300, check=True
-    )
-    answers = json.loads(result.stdout)
+    answers = asked(script, question=questions)
     n_equal = n_refused = n_ours = 0
-    for options, answer in zip(asked, answers, strict=True):
+    for options, answer in zip(questions, answers, strict=True):
         try:
             split, mtp = ours(options)
         except (UsageError, UnsupportedError, CorruptError):
