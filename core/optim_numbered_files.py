@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from core.catalog import Catalog, Coords, Fragment, StoredArray
-from core.errors import MissingShardError
+from core.errors import MissingShardError, UnsupportedError
 from core.inert import TensorLeaf
 from core.layout_cut import Cut
 from core.layout_facts import Facts
@@ -62,6 +62,13 @@ class NumberedFiles:
         """Every parameter has every state, and a master if it is of 16 bits."""
         for name in params:
             masters = [MASTER] if self._has_master(name) else []
+            if self._has_masters and not masters and state_key(MASTER, name) in self._catalog.tensors:
+                raise UnsupportedError(
+                    f"it has a master in fp32, but is {self._catalog.tensors[name].dtype}: rank files have masters of "
+                    "16-bit parameters only",
+                    key=name,
+                    hint="leave the cast out, or the optimizer with --no-optim",
+                )
             for state in (*masters, *self._moments):
                 if state_key(state, name) not in self._catalog.tensors:
                     raise MissingShardError(f"the optimizer has no {state} of this parameter", key=name)

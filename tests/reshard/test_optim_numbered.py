@@ -239,6 +239,14 @@ def test_a_number_that_a_group_lists_twice_is_an_error(tmp_path: Path) -> None:
     assert err.rank == "mp_rank_00"
 
 
+def test_masters_of_weights_that_are_cast_to_fp32_are_refused(tmp_path: Path) -> None:
+    source = save(DENSE, Topology(), tmp_path / "a")
+    err = refusal(source, tmp_path, dtype=((None, "float32"),))
+    assert isinstance(err, UnsupportedError)
+    assert "it has a master in fp32, but is float32" in err.message
+    assert "--no-optim" in (err.hint or "")
+
+
 def test_a_distributed_optimizer_whose_files_were_not_copied_is_named(golden: Path, tmp_path: Path) -> None:
     source = tmp_path / "a"
     shutil.copytree(golden / "mcore_legacy" / "dense_gqa" / "tp2_pp1_dp2_distopt", source)
