@@ -179,7 +179,7 @@ def in_turn(
 
 def table(cases: Sequence[Case]) -> str:
     """The cases as aligned text."""
-    rows = [("work", "result", "spread", "reach", "aim", "met", "ours", "other", "peak RSS")]
+    rows = [("work", "result", "spread", "reach", "aim", "met", "ours", "CPU", "other", "peak RSS")]
     for case in cases:
         ratios = case.ratios if case.value is None else []
         rss = case.rss_bytes
@@ -192,6 +192,7 @@ def table(cases: Sequence[Case]) -> str:
                 "" if case.aim is None else f"{case.aim:g}",
                 {None: "", True: "yes", False: "NO"}[case.is_met],
                 f"{statistics.median(run.wall_s for run in case.ours):.2f} s" if case.ours else "",
+                f"{statistics.median(run.cpu_s for run in case.ours):.2f} s" if case.ours else "",
                 f"{statistics.median(case.copies):.2f} s" if case.copies else "",
                 "" if rss is None else f"{rss / 1e6:.0f} MB",
             )
