@@ -33,6 +33,7 @@ from core.job_checks import (
     check_target,
     check_vocabulary,
     is_cut,
+    refuse_broken_optimizer,
     refuse_layout_options,
     refuse_quantizing,
 )
@@ -148,7 +149,10 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     made = _changed(catalog, job, notes, config)
     if format.carries_files:
         notes += made.config_notes
-    if catalog.attrs.get("family") == "megatron" and is_cut(format) and (made.left_out or made.renamed):
+    is_global = catalog.attrs.get("family") == "megatron"
+    if is_cut(format) and (is_global or is_mcore(catalog)) and not made.renamed:
+        refuse_broken_optimizer(catalog, made.catalog)
+    if is_cut(format) and is_global and (made.left_out or made.renamed):
         _refuse_incomplete(made.catalog, rules)
     return GlobalForm(made.catalog, made.renamed, tuple(notes), tuple(dropped))
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from core.catalog import Catalog
 from core.errors import UsageError
 from core.formats import Format
 from core.formats.hf_files import CONFIG
 from core.job import Job
 from core.megatron_version import OPTION
+from core.optimizer import MASTER, state_of
 
 HF_ALIASES = ("hf", "huggingface")
 """Names of the format safetensors that ask for Hugging Face's tensor names as well."""
@@ -127,3 +129,32 @@ def refuse_layout_options(job: Job) -> None:
     for name, is_given in given.items():
         if is_given:
             raise UsageError(f"{name} has no effect: this conversion changes no parallel layout", hint="leave it out")
+
+
+def refuse_broken_optimizer(before: Catalog, after: Catalog) -> None:
+    """An optimizer that could not go on: states that are gone, or weights that its masters no longer round to.
+
+    Args:
+        before, after: the global per-layer form without and with the user's changes.
+
+    Raises:
+        UsageError: some states of parameters that stay were left out, or weights with masters are cast.
+    """
+    has_states = any(state_of(key) is not None for key in after.tensors)
+    for key, meta in before.tensors.items() if has_states else ():
+        found = state_of(key)
+        if found is None or found[1] not in after.tensors:
+            continue
+        if key not in after.tensors:
+            raise UsageError(
+                "--include and --exclude leave an optimizer without this state of a parameter that stays",
+                key=key,
+                hint="leave the whole optimizer out with --no-optim, or the parameter as well",
+            )
+        weight = after.tensors[found[1]].dtype
+        if found[0] == MASTER and key in after.tensors and weight not in (before.tensors[found[1]].dtype, meta.dtype):
+            raise UsageError(
+                f"--dtype makes it {weight}, but the optimizer's master in {meta.dtype} rounds to what it was before",
+                key=found[1],
+                hint="leave the cast out, or the optimizer with --no-optim",
+            )

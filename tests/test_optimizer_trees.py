@@ -6,6 +6,7 @@ Two forms: FSDP2's (``app.optim.state.<parameter>.exp_avg``), written by torch, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,20 @@ def test_group_names_come_back_into_the_global_form(golden: Path, tmp_path: Path
     optimizer = unshard(loaded(found.catalog, found.store, load_object), rules=load_rules()).attrs["optimizer"]
     assert isinstance(optimizer, Optimizer)
     assert "decoder.layers.1.mlp.linear_fc1.weight" in (optimizer.groups[0].params or ())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"to": "megatron", "topology": TopologyChange(tp=1)}, {"topology": TopologyChange(tp=1)}, {}],
+    ids=["ranks", "cut", "as it is"],
+)
+def test_an_optimizer_that_could_not_go_on_is_not_written(
+    golden: Path, tmp_path: Path, options: dict[str, object]
+) -> None:
+    src = golden / "mcore_torch_dist/dense_gqa/tp2_pp2_optim"
+    job = Job(src=src, dst=tmp_path / "out", keeps_layout=True, fsync=False, **options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"without this state .*--no-optim"):
+        run(replace(job, exclude=("optimizer.state.exp_avg.*",)))
+    with pytest.raises(UsageError, match=r"--dtype makes it float16, but the optimizer's master"):
+        run(replace(job, dtype=((None, "float16"),)))
+    run(replace(job, dtype=((None, "float16"),), optim="drop"))
