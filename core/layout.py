@@ -62,30 +62,20 @@ def unshard(
         CorruptError: ranks, shapes and arguments contradict each other.
         UsageError: ``vocab_size`` does not fit.
     """
-    if catalog.attrs.get("is_rank_local"):
-        made = unshard_ranks(
-            catalog,
-            rules=rules,
-            vocab_size=vocab_size,
-            optim=optim,
-            keep_padded_vocab=keep_padded_vocab,
-            target_tp=target_tp,
-            store=store,
-        )
-    else:
-        made = unshard_global(
-            catalog,
-            rules=rules,
-            vocab_size=vocab_size,
-            optim=optim,
-            keep_padded_vocab=keep_padded_vocab,
-            target_tp=target_tp,
-            store=store,
-        )
-        strange = [] if store is None else strange_masters(made, store)
-        if strange:
-            what = "do not round to their weights: were the weights changed after the optimizer's last step?"
-            made = made.noted([f"masters of {listed(strange)} {what}"])
+    is_rank_local = bool(catalog.attrs.get("is_rank_local"))
+    made = (unshard_ranks if is_rank_local else unshard_global)(
+        catalog,
+        rules=rules,
+        vocab_size=vocab_size,
+        optim=optim,
+        keep_padded_vocab=keep_padded_vocab,
+        target_tp=target_tp,
+        store=store,
+    )
+    strange = [] if store is None or is_rank_local else strange_masters(made, store)
+    if strange:
+        what = "do not round to their weights: were the weights changed after the optimizer's last step?"
+        made = made.noted([f"masters of {listed(strange)} {what}"])
     unknown = [key for key in made.tensors if state_of(key) is None and rules.is_unknown(key)]
     if unknown:
         made = made.noted([f"no rule fits {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"])

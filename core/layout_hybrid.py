@@ -61,7 +61,7 @@ class Pattern:
         return frozenset(number for number, symbol in enumerate(self.layers) if symbol == "E")
 
 
-def pattern_of(fields: Mapping[str, object], *, file: str | None = None) -> Pattern | None:
+def pattern_of(fields: Mapping[str, object]) -> Pattern | None:
     """The pattern in the training arguments, or None.
 
     Raises:
@@ -73,20 +73,19 @@ def pattern_of(fields: Mapping[str, object], *, file: str | None = None) -> Patt
         return None
     text = fields[name]
     if not isinstance(text, str):
-        raise CorruptError(f"argument {name} is {text!r}, not text", file=file)
+        raise CorruptError(f"argument {name} is {text!r}, not text")
     main, *predictions = text.split("/")
     for symbol in text:
         if symbol not in SYMBOLS and symbol not in "|/":
             raise UnsupportedError(
                 f"layers of the kind {symbol!r} cannot be resharded (argument {name} is {text!r})",
-                file=file,
                 hint=f"kinds that can: {' '.join(SYMBOLS)}",
             )
     chunks = main.split("|")
     layers = "".join(chunks)
     n_layers = fields.get("num_layers")
     if n_layers not in (None, len(layers)):
-        raise CorruptError(f"argument {name} has {len(layers)} layers, but num_layers is {n_layers}", file=file)
+        raise CorruptError(f"argument {name} has {len(layers)} layers, but num_layers is {n_layers}")
     cuts = tuple(map(len, chunks)) if len(chunks) > 1 else ()
     own = fields.get("mtp_hybrid_override_pattern")
     prediction = own if isinstance(own, str) else "".join(predictions[:1])

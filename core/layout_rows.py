@@ -23,8 +23,8 @@ _RULE_FIELDS = {
 _SIZE_FIELDS = {"name", "pattern", "axis", "args", "source"}
 
 
-def load_rules(extra: Path | None = None, *, family: str = "megatron", unknown: str = "refuse") -> Rules:
-    """The table of a family, with a user's rows before it.
+def load_rules(extra: Path | None = None, *, unknown: str = "refuse") -> Rules:
+    """The table of ``layouts/megatron.toml``, with a user's rows before it.
 
     Args:
         unknown: ``refuse`` tensors without a rule, or ``replicate`` them: every rank holds the whole tensor, and what
@@ -34,8 +34,8 @@ def load_rules(extra: Path | None = None, *, family: str = "megatron", unknown: 
         UsageError: the user's file is not TOML, or a row in it makes no sense; names the file and the row.
         MissingShardError, StorageError: it cannot be read.
     """
-    label = f"layouts/{family}.toml"
-    table = tomllib.loads(files("core").joinpath("layouts", f"{family}.toml").read_text(encoding="utf-8"))
+    label = "layouts/megatron.toml"
+    table = tomllib.loads(files("core").joinpath(label).read_text(encoding="utf-8"))
     rules, stages = _rows(table, label=label)
     buffers = _buffers(table, label=label)
     sizes = _sizes(table, label=label)
