@@ -1,0 +1,102 @@
+"""What ranks tell each other: small Python objects, and whether all of them succeeded.
+
+Everything works in one process without torch.distributed, too: it is then a world of one rank. ``group`` is always a
+process group of torch.distributed, None for the default one; ranks are counted within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from core.errors import CheckpointingException, WorkerError
+
+T = TypeVar("T")
+
+_MAX_NAMED = 8
+
+
+def is_distributed() -> bool:
+    """Whether there is a default process group."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def rank(group: Any = None) -> int:
+    """This process's rank in the group; 0 without torch.distributed."""
+    return dist.get_rank(group) if is_distributed() else 0
+
+
+def world_size(group: Any = None) -> int:
+    """Ranks in the group; 1 without torch.distributed."""
+    return dist.get_world_size(group) if is_distributed() else 1
+
+
+def barrier(group: Any = None) -> None:
+    """Waits for all ranks of the group."""
+    if world_size(group) > 1:
+        dist.barrier(group=group)
+
+
+def all_gather(value: T, group: Any = None) -> list[T]:
+    """Every rank's value, by rank, on every rank. Values are pickled between the processes of this job."""
+    if world_size(group) == 1:
+        return [value]
+    found: list[Any] = [None] * world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def gather(value: T, dst: int = 0, group: Any = None) -> list[T] | None:
+    """Every rank's value, by rank, on rank ``dst`` of the group; None elsewhere."""
+    if world_size(group) == 1:
+        return [value]
+    found: list[Any] | None = [None] * world_size(group) if rank(group) == dst else None
+    dist.gather_object(value, found, dst=_global_rank(dst, group), group=group)
+    return found
+
+
+def broadcast(value: T, src: int = 0, group: Any = None) -> T:
+    """The value that rank ``src`` of the group has, on every rank."""
+    if world_size(group) == 1:
+        return value
+    box: list[Any] = [value if rank(group) == src else None]
+    dist.broadcast_object_list(box, src=_global_rank(src, group), group=group)
+    return box[0]  # type: ignore[no-any-return]
+
+
+def together(work: Callable[[], T], group: Any = None) -> T:
+    """This rank's ``work()``, if it succeeded on all ranks of the group.
+
+    A collective call, however the work ends: so no rank waits for one that has failed.
+
+    Raises:
+        CheckpointingException: the work failed somewhere. A rank whose own work failed raises what it raised (other
+            errors than the project's included); the others raise a WorkerError that names the ranks and the first of
+            their errors.
+    """
+    result: Any = None
+    error: BaseException | None = None
+    try:
+        result = work()
+    except Exception as err:
+        error = err
+    texts = all_gather(None if error is None else _text(error), group)
+    if error is not None:
+        raise error
+    failed = [number for number, text in enumerate(texts) if text is not None]
+    if failed:
+        named = ", ".join(map(str, failed[:_MAX_NAMED])) + (" …" if len(failed) > _MAX_NAMED else "")
+        raise WorkerError(
+            f"{'ranks' if len(failed) > 1 else 'rank'} {named} failed: {texts[failed[0]]}", rank=str(failed[0])
+        )
+    return result  # type: ignore[no-any-return]
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
+
+
+def _global_rank(number: int, group: Any) -> int:
+    return number if group is None else dist.get_global_rank(group, number)

@@ -1,0 +1,1 @@
+"""How sharded and common states are stored: one module a backend."""

@@ -1,0 +1,50 @@
+"""Ranks agree on values and on failures."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.dist_checkpointing import comm
+from core.errors import CorruptError, WorkerError
+from tests.dist_checkpointing.ranks import run_ranks
+
+
+def test_one_process_needs_no_process_group():
+    assert (comm.rank(), comm.world_size()) == (0, 1)
+    assert comm.all_gather("a") == comm.gather("a") == ["a"]
+    assert comm.broadcast(3) == comm.together(lambda: 3) == 3
+    comm.barrier()
+
+
+def _exchange(rank: int, world: int) -> object:
+    return comm.all_gather(rank), comm.gather(rank * 2, dst=1), comm.broadcast(rank, src=1), comm.together(lambda: rank)
+
+
+@pytest.mark.dist
+def test_values_are_exchanged_by_rank():
+    assert run_ranks(3, _exchange) == [
+        ([0, 1, 2], None, 1, 0),
+        ([0, 1, 2], [0, 2, 4], 1, 1),
+        ([0, 1, 2], None, 1, 2),
+    ]
+
+
+def _failing(rank: int, world: int) -> str:
+    def work() -> None:
+        if rank == 1:
+            raise CorruptError("this shard is bad", key="w")
+
+    try:
+        comm.together(work)
+    except CorruptError as err:
+        return f"own: {err}"
+    except WorkerError as err:
+        return f"other: {err}"
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_a_failure_of_one_rank_is_raised_on_every_rank():
+    other, own, _ = found = run_ranks(3, _failing)
+    assert own.startswith("own: this shard is bad")
+    assert other == found[2] and "rank 1 failed: this shard is bad" in other and "tensor w" in other
