@@ -6,6 +6,7 @@ process group of torch.distributed, None for the default one; ranks are counted 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -76,13 +77,36 @@ def together(work: Callable[[], T], group: Any = None) -> T:
             errors than the project's included); the others raise a WorkerError that names the ranks and the first of
             their errors.
     """
-    result: Any = None
-    error: BaseException | None = None
+    result, error = _attempt(work)
+    _raise_failures(error, all_gather(None if error is None else _text(error), group))
+    return result  # type: ignore[no-any-return]
+
+
+def collect(work: Callable[[], T], group: Any = None) -> list[T]:
+    """Every rank's ``work()``, by rank, on every rank, if it succeeded on all of them.
+
+    One collective call, however the work ends. A result that cannot be pickled is a failure of its rank.
+
+    Raises:
+        CheckpointingException: as :func:`together` does.
+    """
+    if world_size(group) == 1:
+        return [work()]
+    packed, error = _attempt(lambda: pickle.dumps(work()))
+    found = all_gather((None if error is None else _text(error), packed), group)
+    _raise_failures(error, [text for text, _ in found])
+    return [pickle.loads(result) for _, result in found]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[Any, Exception | None]:
     try:
-        result = work()
+        return work(), None
     except Exception as err:
-        error = err
-    texts = all_gather(None if error is None else _text(error), group)
+        return None, err
+
+
+def _raise_failures(error: Exception | None, texts: list[str | None]) -> None:
+    """Raises if a rank failed: this rank's own error, or one that names the others' (``texts``, by rank)."""
     if error is not None:
         raise error
     failed = [number for number, text in enumerate(texts) if text is not None]
@@ -91,10 +115,9 @@ def together(work: Callable[[], T], group: Any = None) -> T:
         raise WorkerError(
             f"{'ranks' if len(failed) > 1 else 'rank'} {named} failed: {texts[failed[0]]}", rank=str(failed[0])
         )
-    return result  # type: ignore[no-any-return]
 
 
-def _text(error: BaseException) -> str:
+def _text(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
 
 

@@ -13,6 +13,7 @@ def test_one_process_needs_no_process_group():
     assert (comm.rank(), comm.world_size()) == (0, 1)
     assert comm.all_gather("a") == comm.gather("a") == ["a"]
     assert comm.broadcast(3) == comm.together(lambda: 3) == 3
+    assert comm.collect(lambda: 3) == [3]
     comm.barrier()
 
 
@@ -48,3 +49,18 @@ def test_a_failure_of_one_rank_is_raised_on_every_rank():
     other, own, _ = found = run_ranks(3, _failing)
     assert own.startswith("own: this shard is bad")
     assert other == found[2] and "rank 1 failed: this shard is bad" in other and "tensor w" in other
+
+
+def _collecting(rank: int, world: int) -> object:
+    try:
+        comm.collect(lambda: (lambda: 0) if rank == 1 else rank)
+    except Exception as err:
+        return comm.collect(lambda: rank * 2), type(err).__name__
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_results_are_collected_and_one_that_cannot_be_pickled_fails_on_every_rank():
+    found = run_ranks(3, _collecting)
+    assert [values for values, _ in found] == [[0, 2, 4]] * 3
+    assert (found[0][1], found[2][1]) == ("WorkerError", "WorkerError") and found[1][1] != "WorkerError"
