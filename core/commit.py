@@ -14,8 +14,6 @@ removes it, or continues it.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -25,6 +23,7 @@ from types import TracebackType
 from typing import Self
 
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
+from core.folder_lock import NO_LOCKS, lock_folder
 from core.journal import BATCH_BYTES, FileJournal, is_journal_of
 from core.linux import exchange, rename_new
 from core.manifest import manifest_name
@@ -177,41 +176,10 @@ class Stage:
 
     def _acquire(self) -> None:
         """Makes or opens the stage directory, and locks it."""
-        with translated(str(self.stage_dir), doing="create"):
-            while self._lock_fd < 0:
-                with suppress(FileExistsError):
-                    self.stage_dir.mkdir()
-                try:
-                    fd = os.open(self.stage_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                except FileNotFoundError:  # its owner has just finished
-                    continue
-                if self._is_locked(fd) and self._is_current(fd):
-                    self._lock_fd = fd
-                else:
-                    os.close(fd)
-
-    def _is_locked(self, fd: int) -> bool:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as err:
-            os.close(fd)
-            raise StorageError(
-                "another process is writing this destination",
-                file=str(self.dst),
-                hint=f"wait for it; it holds {self.stage_dir.name}",
-            ) from err
-        except OSError as err:
-            if err.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL):
-                raise
-            self.notes.append("the file system has no locks: make sure that nobody else writes this destination")
-        return True
-
-    def _is_current(self, fd: int) -> bool:
-        """Whether the locked directory still has its name."""
-        try:
-            return os.path.samestat(os.fstat(fd), os.lstat(self.stage_dir))
-        except FileNotFoundError:
-            return False
+        lock = lock_folder(self.stage_dir, dst=self.dst)
+        self._lock_fd = lock.fd
+        if not lock.is_sure:
+            self.notes.append(NO_LOCKS)
 
     def _check_space(self) -> None:
         if self._needed_bytes:
