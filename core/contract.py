@@ -337,7 +337,7 @@ def _contents(
     ]
     made = MemoryStore()
     execute(make_plan(catalog, target, images), store, made)
-    return {key: made.contents[f"t{number}"] for number, key in enumerate(arrays)}
+    return {key: bytearray(made.contents[f"t{number}"]) for number, key in enumerate(arrays)}
 
 
 def _check_fragments(catalog: Catalog) -> None:

@@ -34,8 +34,11 @@ class Match:
     pairs: Sequence[tuple[int, int, Box]]
 
 
-def match(source: Catalog, target: Catalog, key: str, *, zeros: Sequence[Box] = ()) -> Match:
+def match(source: Catalog, target: Catalog, key: str, *, zeros: Sequence[Box] = (), covers: bool = True) -> Match:
     """Who fills what of one tensor, proven.
+
+    Args:
+        covers: whether the target's fragments must cover the tensor; they need not if others fill the rest.
 
     Raises:
         MissingShardError, CorruptError, UnsupportedError: see ``make_plan``.
@@ -58,7 +61,7 @@ def match(source: Catalog, target: Catalog, key: str, *, zeros: Sequence[Box] = 
         return Match(meta, dtype, [(box, offered[0])], copies, targets, [(0, n, box) for n in range(len(targets))])
     pieces, copies = _primaries(offered)
     pairs = _pairs(key, [box for box, _ in pieces], targets, meta)
-    if not _is_covered(meta, [fragment.box for fragment in targets]):
+    if covers and not _is_covered(meta, [fragment.box for fragment in targets]):
         hole = first_hole(whole(meta.shape), [fragment.box for fragment in targets])
         raise CorruptError(f"{described(hole)} would not be written anywhere", key=key)
     return Match(meta, dtype, pieces, copies, targets, pairs)

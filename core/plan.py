@@ -66,6 +66,7 @@ class Plan:
         compares: whether copies are compared with the primary; otherwise they are not read.
         n_ignored: copies that are not.
         copy_bytes: how many of ``read_bytes`` are those of copies.
+        is_share: whether the target is only what one of several processes fills.
     """
 
     source: Catalog
@@ -87,6 +88,7 @@ class Plan:
     compares: bool = True
     n_ignored: int = 0
     copy_bytes: int = 0
+    is_share: bool = False
 
     @property
     def least_read_bytes(self) -> int:
@@ -104,7 +106,7 @@ class Plan:
 
     def match(self, key: str) -> Match:
         """The work of one key, derived again."""
-        work = match(self.source, self.target, key, zeros=self.zeros.get(key, ()))
+        work = match(self.source, self.target, key, zeros=self.zeros.get(key, ()), covers=not self.is_share)
         return work if self.compares else replace(work, copies=())
 
 
@@ -130,6 +132,7 @@ def make_plan(
     threads: int = DEFAULT_THREADS,
     memory_bytes: int | None = None,
     compares: bool = True,
+    is_share: bool = False,
 ) -> Plan:
     """The plan that fills the target's arrays from the source.
 
@@ -142,6 +145,8 @@ def make_plan(
         threads: copying threads.
         memory_bytes: most bytes the process may use, imports included; None for no limit.
         compares: whether copies are compared with the primary; otherwise they are not read.
+        is_share: the target is only what this process holds or wants (``core.share``, ``core.live``): its fragments
+            need not cover their tensors, nor fill the arrays.
 
     Raises:
         MissingShardError: the source lacks a tensor, or a region that the target asks for.
@@ -156,13 +161,14 @@ def make_plan(
     totals = _Totals()
     coverage = ArrayCoverage(places)
     for key in _keys(target, places):
-        work = match(source, target, key, zeros=zeros.get(key, ()))
+        work = match(source, target, key, zeros=zeros.get(key, ()), covers=not is_share)
         coverage.add(target.fragments(key))
         if not compares:
             totals.n_ignored += len(work.copies)
             work = replace(work, copies=())
         _count(totals, work)
-    coverage.finish()
+    if not is_share:
+        coverage.finish()
     n_tensors = len(target.tensors) + len(target.hidden)
     metadata = _Metadata(n_tensors, len(places), totals.n_fragments, totals.most_fragments)
     memory = _memory(threads, metadata, totals.decode_bytes, memory_bytes)
@@ -186,6 +192,7 @@ def make_plan(
         compares=compares,
         n_ignored=totals.n_ignored,
         copy_bytes=totals.copy_bytes,
+        is_share=is_share,
     )
 
 

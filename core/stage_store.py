@@ -49,8 +49,10 @@ class StageStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, _FLAGS | os.O_CREAT, 0o666))
             with self._file(name) as fd:
-                if os.fstat(fd).st_size != n_bytes:
-                    os.ftruncate(fd, 0)
+                size = os.fstat(fd).st_size
+                if size != n_bytes:
+                    if size:  # an empty one may be getting its bytes from another process at this moment
+                        os.ftruncate(fd, 0)
                     allocate(fd, n_bytes)
         self._names.add(name)
 
@@ -116,8 +118,8 @@ class StageStore:
         with self._file(name) as fd, translated(name, doing="sync"):
             os.fsync(fd)
 
-    def sync_all(self) -> None:
-        """Syncs every file that was created, and the directories, the innermost first.
+    def sync_files(self) -> None:
+        """Syncs every file that was created here.
 
         Raises:
             StorageError: the system could not write.
@@ -125,6 +127,14 @@ class StageStore:
         with ThreadPoolExecutor(_SYNC_THREADS) as pool:
             for _ in pool.map(self.sync, sorted(self._names)):
                 pass
+
+    def sync_all(self) -> None:
+        """Syncs every file that was created, and the directories, the innermost first.
+
+        Raises:
+            StorageError: the system could not write.
+        """
+        self.sync_files()
         sync_folders(self.root)
 
     def close(self) -> None:

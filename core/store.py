@@ -340,11 +340,15 @@ class MemoryStore:
     """Files in memory, for tests and for live tensors: read and write.
 
     Args:
-        contents: name → bytes.
+        contents: name → bytes; a memoryview is used in place, other bytes are copied.
     """
 
-    def __init__(self, contents: dict[str, bytes | bytearray] | None = None, *, entry: str | None = None) -> None:
-        self.contents: dict[str, bytearray] = {name: bytearray(data) for name, data in (contents or {}).items()}
+    def __init__(
+        self, contents: Mapping[str, bytes | bytearray | memoryview] | None = None, *, entry: str | None = None
+    ) -> None:
+        self.contents: dict[str, bytearray | memoryview] = {
+            name: data if isinstance(data, memoryview) else bytearray(data) for name, data in (contents or {}).items()
+        }
         self.entry = entry
         self.label = "memory"
 
@@ -382,7 +386,10 @@ class MemoryStore:
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """See ReadStore."""
-        buffer[:] = self.read(name, offset, len(buffer))
+        found = memoryview(self._content(name))[offset : offset + len(buffer)]
+        if len(found) != len(buffer):
+            raise TruncatedError(f"the file ends at byte {offset + len(found)}", file=name)
+        buffer[:] = found
 
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """See ReadStore."""
@@ -409,7 +416,7 @@ class MemoryStore:
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
         """See ``core.output.Stage``; memory needs nothing."""
 
-    def _content(self, name: str) -> bytearray:
+    def _content(self, name: str) -> bytearray | memoryview:
         try:
             return self.contents[checked_name(name)]
         except KeyError as err:

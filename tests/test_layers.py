@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         ),
         *("core.encoding", "core.decoded", "core.json_object"),
         *("core.safe_pickle", "core.pickle_*"),
+        *("core.live", "core.share"),
         *("core.skeleton", "core.plain", "core.cast", "core.checksum", "core.coverage", "core.gather"),
     ),
     (
@@ -49,6 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.changes", "core.job_checks", "core.job_sizes", "core.global_form"),
         *("core.convert", "core.contract", "core.summary"),
         *("core.explain", "core.verify", "core.relink"),
+        *("core.live_load", "core.live_save"),
     ),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
 )

@@ -1,0 +1,65 @@
+"""Fills memory from a checkpoint: a conversion whose destination is the running process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.box import whole
+from core.catalog import Catalog
+from core.checksum import BLOCK_BYTES
+from core.copy import execute
+from core.errors import MissingShardError
+from core.live import LiveTensor, live_target
+from core.plan import make_plan
+from core.store import ReadStore
+
+DEFAULT_THREADS = 2
+
+
+def fill(
+    tensors: Sequence[LiveTensor],
+    catalog: Catalog,
+    store: ReadStore,
+    *,
+    threads: int = DEFAULT_THREADS,
+    checks_crc: bool = True,
+) -> int:
+    """Reads live tensors out of a checkpoint, whatever the layout there is; casts where dtypes differ.
+
+    Args:
+        tensors: dense ones; those that are flexible are zero where the checkpoint has nothing for them.
+        catalog, store: the checkpoint, with global tensors under the same keys.
+        threads: that copy.
+        checks_crc: compare the CRC-32 of records that are read whole, where the checkpoint states them.
+
+    Returns:
+        Bytes that were read.
+
+    Raises:
+        MissingShardError: the checkpoint lacks a tensor, or a region of one.
+        CorruptError: shapes differ, or bytes do not have their CRC.
+        UnsupportedError: a cast that is not made.
+        CheckpointingException: any other, from reading.
+    """
+    target, images, memory = live_target(tensors)
+    for key in target.tensors:
+        if key not in catalog.tensors:
+            raise MissingShardError("the checkpoint has no such tensor", key=key, file=store.label)
+    zeros = {
+        key: whole(meta.shape).subtract(whole(catalog.tensors[key].shape))
+        for key, meta in target.tensors.items()
+        if meta.flexible and len(meta.shape) == len(catalog.tensors[key].shape)
+    }
+    plan = make_plan(catalog, target, images, zeros=zeros, threads=threads, compares=False, is_share=True)
+    for tensor in tensors:
+        if zeros.get(tensor.chunk.key):  # the engine takes it for granted that what it creates is zero
+            _clear(tensor.memory)
+    result = execute(plan, store, memory, crc=checks_crc, digest=False)
+    return result.read_bytes
+
+
+def _clear(memory: memoryview) -> None:
+    zeros = bytes(min(len(memory), BLOCK_BYTES))
+    for start in range(0, len(memory), BLOCK_BYTES):
+        piece = memory[start : start + BLOCK_BYTES]
+        piece[:] = zeros[: len(piece)]
