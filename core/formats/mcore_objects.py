@@ -10,9 +10,20 @@ from __future__ import annotations
 
 import re
 
-_SHARDED_OBJECT = re.compile(r".+/shard_\d+(\.\d+)*_\d+(\.\d+)*$")
+_SHARDED_OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(-?\d+(?:\.-?\d+)*)", re.DOTALL)
+_UNKNOWN = -1
+"""The last number of a shape in the first checkpoints of this kind, whose names lacked it."""
+
+
+def parts_of_sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
+    """Name, offset and shape in shards, of a key ``<name>/shard_<offset>_<shape>``; None for another key."""
+    found = _SHARDED_OBJECT.fullmatch(key)
+    if found is None:
+        return None
+    offset, shape = (tuple(map(int, numbers.split("."))) for numbers in found.groups()[1:])
+    return found[1], offset, shape
 
 
 def is_sharded_object(key: str) -> bool:
     """Whether a key is ``<name>/shard_<offset>_<shape>``, dots inside offset and shape."""
-    return _SHARDED_OBJECT.search(key) is not None
+    return parts_of_sharded_object(key) is not None
