@@ -1,0 +1,116 @@
+"""ShardedTensors on the engine: saved by several ranks, loaded by others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.dist_checkpointing import bridge, comm
+from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError, WorkerError
+from tests.dist_checkpointing.ranks import run_ranks
+
+VALUES = torch.arange(6 * 8, dtype=torch.float32).reshape(6, 8) + 0.25
+
+
+def _write(tensors: list[ShardedTensor], root: str, *, format: str) -> None:
+    work = bridge.prepare_save(tensors, (), root, format=format)
+    comm.together(work.write)
+    if comm.rank() == 0:
+        work.finish()
+    comm.barrier()
+
+
+def _save_columns(rank: int, world: int, root: str, format: str) -> None:
+    width = 8 // world
+    local = VALUES[:, rank * width : (rank + 1) * width]  # a view: it is not contiguous
+    stacked = torch.full((3,), float(rank), dtype=torch.bfloat16)
+    _write(
+        [
+            ShardedTensor.from_rank_offsets("w", local, (1, rank, world)),
+            ShardedTensor.from_rank_offsets("layers.w", stacked, (0, rank, world), prepend_axis_num=1),
+        ],
+        root,
+        format=format,
+    )
+
+
+def _loaded(root: Path, tensor: ShardedTensor) -> torch.Tensor:
+    if tensor.data is None:
+        tensor.init_data("cpu")
+    bridge.load_tensors([tensor], root)
+    return tensor.data
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("format", ["torch_dist", "zarr", "dcp"])
+def test_what_ranks_save_is_loaded_in_another_layout(tmp_path, format):
+    run_ranks(2, _save_columns, str(tmp_path), format)
+    if format != "dcp":
+        _complete(tmp_path, format)
+    for row in range(2):
+        tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(3, 8), (0, row, 2))
+        assert torch.equal(_loaded(tmp_path, tensor), VALUES[3 * row : 3 * row + 3])
+    flat = ShardedTensor("w", None, torch.float32, (6, 4), (6, 8), (0, 4), (1, 2), flattened_range=slice(3, 17))
+    assert torch.equal(_loaded(tmp_path, flat), VALUES[:, 4:].reshape(-1)[3:17])
+    strided = torch.zeros(8, 6).t()
+    assert torch.equal(_loaded(tmp_path, ShardedTensor.from_rank_offsets("w", strided)), VALUES)
+    layer = ShardedTensor.from_rank_offsets("layers.w", torch.zeros(3), (0, 1, 2), prepend_axis_num=1)
+    assert torch.equal(_loaded(tmp_path, layer), torch.ones(3)), "cast from bfloat16"
+
+
+def _complete(root: Path, backend: str) -> None:
+    """What the common strategy and ``save`` write."""
+    torch.save({"iteration": 3}, root / "common.pt")
+    (root / "metadata.json").write_text(f'{{"sharded_backend": "{backend}", "sharded_backend_version": 1}}')
+
+
+def test_metadata_tells_global_shapes(tmp_path):
+    _save_columns(0, 1, str(tmp_path), "torch_dist")
+    _complete(tmp_path, "torch_dist")
+    found = bridge.sharded_metadata(tmp_path)
+    assert {key: (item.global_shape, item.dtype) for key, item in found.items()} == {
+        "w": ((6, 8), torch.float32),
+        "layers.w": ((1, 3), torch.bfloat16),
+    }
+    assert bridge.load_common(tmp_path) == {"iteration": 3}
+
+
+def test_a_missing_tensor_and_another_shape_are_named(tmp_path):
+    _save_columns(0, 1, str(tmp_path), "dcp")
+    with pytest.raises(MissingShardError, match="v"):
+        _loaded(tmp_path, ShardedTensor.from_rank_offsets("v", torch.zeros(6, 8)))
+    with pytest.raises(CorruptError, match=r"\(6, 8\).*\(7, 8\)"):
+        _loaded(tmp_path, ShardedTensor.from_rank_offsets("w", torch.zeros(7, 8)))
+
+
+def test_objects_come_back(tmp_path):
+    item = ShardedObject("rng", {"seed": [1, 2]}, (2,), (1,))
+    work = bridge.prepare_save((), (item,), tmp_path, format="torch_dist")
+    work.write()
+    work.finish()
+    _complete(tmp_path, "torch_dist")
+    assert bridge.load_objects([item.without_data()], tmp_path) == {"rng/shard_1_2": {"seed": [1, 2]}}
+    with pytest.raises(MissingShardError, match=r"there are: rng/shard_1_2"):
+        bridge.load_objects([ShardedObject("rng", None, (2,), (0,))], tmp_path)
+
+
+def _disagreeing(rank: int, world: int, root: str) -> str:
+    tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 4 + rank), (0, rank, world))
+    try:
+        bridge.prepare_save([tensor], (), root, format="dcp")
+    except (UsageError, WorkerError) as err:
+        return str(err)
+    return ""
+
+
+@pytest.mark.dist
+def test_ranks_that_disagree_hear_of_it(tmp_path):
+    assert all("(4, 4)" in text and "(4, 5)" in text for text in run_ranks(2, _disagreeing, str(tmp_path)))
+
+
+def test_what_cannot_be_stored_is_named():
+    with pytest.raises(UnsupportedError, match="qint8"):
+        bridge.dtype_name(torch.qint8, key="w")
