@@ -130,13 +130,13 @@ class CheckpointableShardedTensor(torch.Tensor):
         return _found(self._pieces, index)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         """Refuses every operation."""
         raise NotImplementedError(
             f"{cls.__name__} only carries a shard into a checkpoint; {func} cannot be called on it"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:
         return f"{type(self).__name__}({self._sh_ten!r})"
 
 
@@ -202,7 +202,7 @@ class LocalShardsContainer(torch.Tensor):
             f"{cls.__name__} only carries shards into a checkpoint; {func} cannot be called on it"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:
         return f"{type(self).__name__}({self._local_shards!r})"
 
 
