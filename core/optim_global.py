@@ -140,7 +140,7 @@ def _read_by_parameter(
             "handled",
             hint="leave the optimizer out with --no-optim",
         )
-    catalog = _in_true_shapes(catalog, [key for keys in stored.values() for key in keys])
+    catalog = in_true_shapes(catalog, [key for keys in stored.values() for key in keys])
     origins: dict[str, Origin] = {}
     for state, keys in stored.items():
         names = {key: name.removeprefix(prefix) for key, name in keys.items()}
@@ -203,8 +203,11 @@ def _is_flattened(catalog: Catalog) -> bool:
     return any(isinstance(fact, dict) and _TRUE_SHAPE in fact for fact in _facts_of(catalog).values())
 
 
-def _in_true_shapes(catalog: Catalog, keys: Sequence[str]) -> Catalog:
-    """The catalog without reformulated tensors.
+def in_true_shapes(catalog: Catalog, keys: Iterable[str]) -> Catalog:
+    """The catalog with the true shapes of the tensors that megatron-core up to 0.15 stored reformulated.
+
+    Args:
+        keys: tensors to look at.
 
     Raises:
         CorruptError: a true shape is none, or not that of the stored tensor.

@@ -33,6 +33,7 @@ from core.formats.mcore_config import CONFIG
 from core.live import Chunk, LiveTensor
 from core.live_load import fill
 from core.live_save import Held, LiveSave
+from core.optim_global import in_true_shapes
 from core.store import LocalStore
 
 FILL_BYTES = 512 << 20
@@ -108,7 +109,7 @@ def memory_of(data: torch.Tensor) -> memoryview:
 
 @contextmanager
 def opened(checkpoint_dir: str | Path, *, format: Format | None = None) -> Iterator[tuple[Catalog, LocalStore]]:
-    """The catalog and the files of one checkpoint's directory.
+    """The catalog and the files of one checkpoint's directory, tensors in their true shapes.
 
     Args:
         checkpoint_dir: the directory itself, no training root.
@@ -119,7 +120,8 @@ def opened(checkpoint_dir: str | Path, *, format: Format | None = None) -> Itera
     """
     store = LocalStore(Path(checkpoint_dir))
     try:
-        yield (format or sniffed(store)).read(store), store
+        catalog = (format or sniffed(store)).read(store)
+        yield in_true_shapes(catalog, catalog.tensors), store
     finally:
         store.close()
 

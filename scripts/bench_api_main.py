@@ -1,0 +1,75 @@
+"""scripts/bench_api: save and load of a sharded state dict by several ranks, as ratios to torch's and megatron-core's.
+
+Every rank holds an equal part of every tensor. All tools run in the same processes, in turn, and write the same format
+(torch_dist, which is DCP with files beside it); files are synced, and what was written before has reached the disk
+when a measurement begins. A load reads what the same tool saved, from a warm page cache, into tensors that exist. The
+slowest rank counts. Peak memory is the resident set's high-water mark above what the process had before the load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+MIB = 1 << 20
+LOAD_EXTRA_BYTES = 128 * MIB
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=float, default=2.0, help="GiB of the whole state dict (default 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--runs", type=int, default=3, help="measurements of each (default 3)")
+    parser.add_argument("--dir", type=Path, help="where to write (default: a temporary directory)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    scratch_dir = Path(tempfile.mkdtemp(prefix="ckpt-bench-", dir=args.dir))
+    try:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        worker = Path(__file__).with_name("bench_api_worker.py")
+        command += [str(worker), str(scratch_dir), str(args.size), str(args.runs)]
+        root = str(Path(__file__).resolve().parent.parent)
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
+        if done.returncode != 0:
+            sys.stderr.write(done.stderr[-6000:])
+            return 1
+        found = json.loads((scratch_dir / "result.json").read_text())
+    finally:
+        shutil.rmtree(scratch_dir, ignore_errors=True)
+    print(json.dumps(found) if args.json else _table(found))
+    return 0
+
+
+def _table(found: dict[str, dict[str, list[dict[str, float]]]]) -> str:
+    lines = [f"{'':24}{'seconds (median)':>18}{'× ckpt (median, range)':>28}{'memory above':>16}"]
+    for verb, tools in found.items():
+        ours = [run["seconds"] for run in tools["ckpt"]]
+        for name, runs in tools.items():
+            seconds = [run["seconds"] for run in runs]
+            ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=True)]
+            extra = max(run["extra_bytes"] for run in runs) / MIB
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+            lines.append(f"{verb} {name:<19}{statistics.median(seconds):>18.2f}{spread:>28}{f'{extra:.0f} MiB':>16}")
+    extra = max(run["extra_bytes"] for run in found["load"]["ckpt"])
+    verdict = "met" if extra <= LOAD_EXTRA_BYTES else "NOT met"
+    lines.append(f"load of ckpt takes at most 128 MiB beside the state dict: {verdict}")
+    for verb, tools in found.items():
+        ours = [run["seconds"] for run in tools["ckpt"]]
+        worst = min(
+            statistics.median(run["seconds"] / mine for run, mine in zip(runs, ours, strict=True))
+            for name, runs in tools.items()
+            if name != "ckpt"
+        )
+        lines.append(f"{verb}: at least as fast as the others: {'met' if worst >= 1 else 'NOT met'} ({worst:.2f})")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
