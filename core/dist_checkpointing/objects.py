@@ -1,45 +1,150 @@
-"""Live Python values and the streams that store them (a first version: helper for the seams; the whole one follows)."""
+"""Objects in checkpoints: a live value as a stream of ``torch.save``, and a live value out of such a stream, safely.
+
+::
+
+    live value ── LivePickle ──▶ inert tree ── plan_tree ──▶ stream       saving: this program's own objects
+    live value ◀── live_object ── inert tree ◀── load_shared ── stream    loading: no name of the file is called
+
+A saved stream loads with ``torch.load``; its bytes are a function of the value (sets sorted, no addresses), the same
+that ``ckpt convert`` writes for what it reads. Each tensor is stored dense, without the rest of the storage that
+it views; tensors that are the same bytes are stored once. On loading, what was shared is shared.
+
+What is made on loading: plain containers, what the tables name (``constructors``, ``numpy_values``, ``torch_values``),
+members of enumerations whose module this program has imported, and what it registered with
+``torch.serialization.add_safe_globals``. Everything else becomes a ``StandIn``, with one warning in the log for each
+stream: the ``args`` of a Megatron checkpoint are loadable without Megatron, and nothing is looked up. Names that are
+known as attacks are refused, registered or not.
+
+Source: torch 2.13 ``torch/serialization.py``; CPython 3.11 ``pickle``.
+"""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.errors import UnsupportedError
+from core.catalog import Extent, StoredArray
+from core.checksum import crc32
+from core.dist_checkpointing.live_pickle import LivePickle
+from core.dist_checkpointing.live_tree import LiveTree
+from core.dist_checkpointing.stored_tensors import StoredTensors
+from core.formats.torch_tree import load_shared
+from core.formats.torch_tree_plan import TreePlan, plan_tree
+from core.store import MemoryStore
+
+if TYPE_CHECKING:
+    from core.store import ReadStore
+
+PREFIX = "archive"
 
 
-def stream_of(value: object) -> bytes:
-    """The torch.save stream of a live value."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A ``torch.save`` stream that has not been put together yet.
+
+    Args:
+        plan: where everything lies.
+        tensors: name of an array → its tensor; it must not change until the stream is written.
+    """
+
+    plan: TreePlan
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the stream."""
+        return self.plan.size
+
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """The bytes of the stream, in order; those of CPU tensors without gaps are not copied."""
+        crcs: dict[str, int] = {}
+        placed = [(one.offset, one.array.name) for one in self.plan.arrays if one.array.n_bytes]
+        views = {name: _bytes_of(self.tensors[name]) for _, name in placed}
+        crcs = {name: crc32(view) for name, view in views.items()}
+        parts: list[tuple[int, bytes | memoryview]] = [(offset, views[name]) for offset, name in placed]
+        parts += self.plan.literals(lambda name: crcs.get(name, 0))
+        at = 0
+        for offset, data in sorted(parts, key=lambda part: part[0]):
+            if offset > at:
+                yield bytes(offset - at)
+            yield data
+            at = offset + len(data)
+        if at < self.size:
+            yield bytes(self.size - at)
 
 
-def live_object(value: object, tensor_of: Callable[[str], torch.Tensor]) -> Any:
+def stream(value: object, *, prefix: str = PREFIX) -> Stream:
+    """The stream of a live value, to be written piece by piece.
+
+    Args:
+        value: whatever pickle can describe; tensors on any device.
+        prefix: directory inside the zip; torch takes the stem of the file's name.
+
+    Raises:
+        UnsupportedError: it holds something that cannot be saved, see ``live_pickle``.
+    """
+    pickled = LivePickle(value)
+    plan = plan_tree(pickled.tree, lambda key: pickled.arrays[key], prefix=prefix)
+    return Stream(plan, pickled.tensors)
+
+
+def stream_of(value: object, *, prefix: str = PREFIX) -> bytes:
+    """The stream of a live value; arguments and errors are those of ``stream``."""
+    return b"".join(stream(value, prefix=prefix).pieces())
+
+
+def load_stream(source: ReadStore | bytes, array: StoredArray | None = None, *, key: str = "object") -> Any:
+    """The live value of a stream of ``torch.save``, or of a bare pickle.
+
+    Args:
+        source: the store that holds it, or the stream itself.
+        array: where it lies in the store (uint8, one axis).
+        key: the object's name, for errors.
+
+    Raises:
+        CorruptError, TruncatedError: the stream is damaged.
+        UnsupportedError: it holds a tensor that is no plain dense one, or a tuple that contains itself.
+        UnsafeError: it names what runs code, or asks for too much.
+    """
+    store: Any = source
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        store = MemoryStore({key: bytes(source)})
+        array = StoredArray(key, "uint8", (len(source),), Extent(key, 0))
+    assert array is not None, "a store needs the place in it"
+    inert, arrays = load_shared(store, array, key=key, hooks={("torch", "Size"): lambda *args: NotImplemented})
+    return live_object(inert, StoredTensors(store, arrays).read, key=key)
+
+
+def load_file(store: ReadStore, file: str) -> Any:
+    """The live value of a whole file; errors as for ``load_stream``.
+
+    Raises:
+        MissingShardError: it does not exist.
+    """
+    return load_stream(store, StoredArray(file, "uint8", (store.size(file),), Extent(file, 0)), key=file)
+
+
+def live_object(inert: object, tensor_of: Callable[[str], torch.Tensor], *, key: str | None = None) -> Any:
     """The live value of an inert one.
 
-    Raises:
-        UnsupportedError: not yet.
-    """
-    if isinstance(value, dict):
-        return {key: live_object(item, tensor_of) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(live_object(item, tensor_of) for item in value)
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
-    raise UnsupportedError(f"a {type(value).__name__} is not made live yet")
-
-
-def load_stream(store: Any, array: Any, *, key: str) -> Any:
-    """The live value of a stream in a checkpoint.
+    Args:
+        inert: as ``core.safe_pickle`` makes it.
+        tensor_of: the tensor of a leaf's key; asked once for each.
+        key: the object's name, for errors.
 
     Raises:
-        UnsupportedError: not yet.
+        CorruptError, UnsupportedError, UnsafeError: as ``load_stream``.
     """
-    from core.formats.torch_file import load_object
+    tree = LiveTree(tensor_of, key=key)
+    value = tree.value_of(inert)
+    tree.warn()
+    return value
 
-    value, _ = load_object(store, array, key=key)
-    return live_object(value, lambda name: torch.empty(0))
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a dense tensor, in C order, on the CPU."""
+    numbers: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)

@@ -72,13 +72,14 @@ class TensorReader:
 
     Args:
         label: begin of the keys.
+        hooks: more of them, for other names.
 
     Attributes:
         locations: key → where it lies.
         attributes: key → names of the Python attributes that the tensor carries, for those that have some.
     """
 
-    def __init__(self, label: str = "#") -> None:
+    def __init__(self, label: str = "#", hooks: Mapping[tuple[str, str], Hook] | None = None) -> None:
         self._label = label
         self._count = 0
         self.locations: dict[str, Location] = {}
@@ -91,6 +92,7 @@ class TensorReader:
             ("torch._utils", "_rebuild_parameter_with_state"): self._parameter,
             ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): self._device_tensor,
             ("torch._tensor", "_rebuild_from_type_v2"): self._from_type,
+            **(hooks or {}),
         }
 
     def _leaf(self, location: Location, requires_grad: object, *, wrapper: str | None = None) -> TensorLeaf:

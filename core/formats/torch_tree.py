@@ -17,9 +17,10 @@ from core.errors import CheckpointingException, CorruptError, UnsafeError, Unsup
 from core.formats.torch_aside import put_back
 from core.formats.torch_legacy import MAGIC, VERSION, read_legacy
 from core.formats.torch_record import encoded, is_big_endian, pickle_limits, read_pickle, read_record
-from core.formats.torch_tensor import Location, TensorReader, unsupported_kind
+from core.formats.torch_tensor import Hook, Location, TensorReader, unsupported_kind
 from core.formats.torch_zip import Record, check_kind, read_archive
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.pickle_reduce import Name
 from core.safe_pickle import gc_paused, load
 from core.skeleton import MAX_DEPTH, Entry, entries, mapped
 
@@ -144,6 +145,45 @@ def load_object(store: ReadStore, array: StoredArray, *, key: str) -> tuple[obje
     return value, {**tree.arrays, **tree.hidden}
 
 
+def load_shared(
+    store: ReadStore, array: StoredArray, *, key: str, hooks: Mapping[Name, Hook] | None = None
+) -> tuple[object, dict[str, StoredArray]]:
+    """The value of an object that is stored as a stream of its own, its shared and cyclic parts as they are.
+
+    ``load_object`` makes every container anew for each place of it, and gives every place of a tensor a key; here one
+    leaf object, and one key, stand for what was one tensor.
+
+    Args:
+        array, key: as for ``load_object``.
+        hooks: more of them, see ``core.safe_pickle.load``.
+
+    Returns:
+        The inert value, and the arrays of the tensors in it by the keys of their leaves.
+
+    Raises:
+        CorruptError, UnsupportedError, UnsafeError: as ``load_object``.
+    """
+    extent = array.extent
+    assert extent is not None and extent.encoding is None and len(array.shape) == 1
+    file, start, n_bytes = extent.file, extent.offset, array.shape[0]
+    reader = TensorReader(f"{key}:#", hooks)
+    try:
+        kind = stream_kind(store, file, start, n_bytes)
+        if kind == "pickle":
+            return load(store.read(file, start, n_bytes), label=file, hooks=hooks), {}
+        refuse_other_streams(store, file, start, n_bytes)
+        with _in_file(file), gc_paused():
+            content = (_legacy if kind == "legacy" else _zip)(store, file, start, n_bytes, reader)
+            reading = _Reading(content, reader, "", array.coords)
+            value = put_back(content.value)
+            arrays = {name: reading.array(name, location) for name, location in reader.locations.items()}
+    except CheckpointingException as err:
+        err.key = err.key or key
+        err.span = err.span or (start, start + n_bytes)
+        raise
+    return value, arrays
+
+
 def _inlined(tree: TorchTree, entry: Entry) -> object:
     return tree.objects[entry.leaf.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
 
@@ -216,7 +256,7 @@ class _Reading:
             key = self._prefix + path_key
             leaf = entry.leaf
             if isinstance(leaf, TensorLeaf):
-                arrays[key] = self._array(key, self._reader.locations[leaf.key])
+                arrays[key] = self.array(key, self._reader.locations[leaf.key])
                 if leaf.key in self._reader.attributes:
                     attributes[key] = self._reader.attributes[leaf.key]
                 return TensorLeaf(key, leaf.wrapper, leaf.requires_grad)
@@ -228,7 +268,7 @@ class _Reading:
 
         value = mapped(root, named)
         inside = {
-            node.key: self._array(node.key, self._reader.locations[node.key])
+            node.key: self.array(node.key, self._reader.locations[node.key])
             for node in walk([value, [item.value for item in objects.values()]])
             if isinstance(node, TensorLeaf) and node.key in self._reader.locations
         }
@@ -243,7 +283,7 @@ class _Reading:
             version=self._content.version,
         )
 
-    def _array(self, key: str, location: Location) -> StoredArray:
+    def array(self, key: str, location: Location) -> StoredArray:
         """The stored array of a tensor, once its record is known to hold it.
 
         Raises:

@@ -1,0 +1,112 @@
+"""What a loaded state dict holds in the place of an object whose class is not known here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.inert import NO_STATE, Global, Inert
+
+NAME = "name"
+"""``StandIn.how`` of a class or function that was saved as such."""
+
+
+class StandIn:
+    """An object of a class that this program has not imported, as the checkpoint describes it. It does nothing.
+
+    Megatron's ``args`` hold enumerations of Megatron's own; a checkpoint must be loadable without it. A stand-in can be
+    printed, compared and saved again: then the file says what the first one said.
+
+    Attributes:
+        how: ``name`` (a class or function itself), or how the object was made: ``reduce``, ``newobj``, ``newobj_ex``
+            (see ``core.inert.Inert``).
+        name: dotted name of the class or function, ``module:qualified.name`` without ambiguity in ``module``.
+        module: the module's part of it.
+        args, kwargs: what the class or function was given.
+        state: what ``__setstate__`` would get, or ``core.inert.NO_STATE``.
+        items, entries: what was appended, and the pairs that were set.
+    """
+
+    __slots__ = ("args", "entries", "how", "items", "kwargs", "module", "name", "state")
+
+    def __init__(
+        self,
+        how: str,
+        module: str,
+        name: str,
+        *,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+        state: object = NO_STATE,
+        items: list[object] | None = None,
+        entries: list[tuple[object, object]] | None = None,
+    ) -> None:
+        self.how = how
+        self.module = module
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs
+        self.state = state
+        self.items = items or []
+        self.entries = entries or []
+
+    def __repr__(self) -> str:
+        shown = "" if self.how == NAME else f"({', '.join(f'{part!r:.40}' for part in self.args[:4])})"
+        return f"<stand-in for {self.module}.{self.name}{shown}>"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is StandIn and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash((self.how, self.module, self.name))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = () if self.state is NO_STATE else (self.state,)
+        return stood_in, (
+            self.how,
+            self.module,
+            self.name,
+            self.args,
+            self.kwargs,
+            state,
+            list(self.items),
+            list(self.entries),
+        )
+
+    def _parts(self) -> tuple[object, ...]:
+        return self.how, self.module, self.name, self.args, self.kwargs, self.state, self.items, self.entries
+
+
+def stood_in(
+    how: str,
+    module: str,
+    name: str,
+    args: tuple[object, ...],
+    kwargs: dict[str, object] | None,
+    state: tuple[object, ...],
+    items: list[object],
+    entries: list[tuple[object, object]],
+) -> StandIn:
+    """The stand-in that was pickled, between processes of one job."""
+    found = state[0] if state else NO_STATE
+    return StandIn(how, module, name, args=args, kwargs=kwargs, state=found, items=items, entries=entries)
+
+
+def inert_again(
+    how: str,
+    module: str,
+    name: str,
+    args: tuple[object, ...],
+    kwargs: dict[str, object] | None,
+    state: tuple[object, ...],
+    items: list[object],
+    entries: list[tuple[object, object]],
+) -> object:
+    """What the stand-in stands for, inert, out of the arguments of ``stood_in``."""
+    fn = Global(module, name)
+    if how == NAME:
+        return fn
+    made = Inert(how, fn, args, kwargs=kwargs)
+    made.items, made.entries = list(items), list(entries)
+    if state:
+        made.state = state[0]
+    return made
