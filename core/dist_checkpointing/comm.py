@@ -54,7 +54,7 @@ def gather(value: T, dst: int = 0, group: Any = None) -> list[T] | None:
     if world_size(group) == 1:
         return [value]
     found: list[Any] | None = [None] * world_size(group) if rank(group) == dst else None
-    dist.gather_object(value, found, dst=_global_rank(dst, group), group=group)
+    dist.gather_object(value, found, dst=global_rank(dst, group), group=group)
     return found
 
 
@@ -63,7 +63,7 @@ def broadcast(value: T, src: int = 0, group: Any = None) -> T:
     if world_size(group) == 1:
         return value
     box: list[Any] = [value if rank(group) == src else None]
-    dist.broadcast_object_list(box, src=_global_rank(src, group), group=group)
+    dist.broadcast_object_list(box, src=global_rank(src, group), group=group)
     return box[0]  # type: ignore[no-any-return]
 
 
@@ -121,5 +121,6 @@ def _text(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
 
 
-def _global_rank(number: int, group: Any) -> int:
+def global_rank(number: int, group: Any = None) -> int:
+    """The rank in the world of rank ``number`` of the group."""
     return number if group is None else dist.get_global_rank(group, number)
