@@ -81,7 +81,8 @@ def live(chunk: Chunk, data: torch.Tensor) -> LiveTensor:
 
     Args:
         chunk: says how many elements there are.
-        data: strided. Its shape is the chunk's box without leading axes of extent 1, or one axis for a flat range.
+        data: strided, and dense for a flat range. Its shape is the chunk's box without leading axes of extent 1, or one
+            axis for a flat range.
 
     Raises:
         UsageError: data and chunk disagree.
@@ -92,10 +93,10 @@ def live(chunk: Chunk, data: torch.Tensor) -> LiveTensor:
             f"{chunk.n_elements}",
             key=chunk.key,
         )
-    extra = chunk.box.rank - data.dim()
-    if chunk.flat is not None or data.is_contiguous() or extra < 0:
-        return LiveTensor(chunk, memory_of(data.contiguous() if chunk.flat is not None else data))
-    return LiveTensor(chunk, memory_of(data), (0,) * extra + tuple(data.stride()))
+    if data.is_contiguous():
+        return LiveTensor(chunk, memory_of(data))
+    assert chunk.flat is None, "flat ranges are made dense by the caller, who keeps the copy"
+    return LiveTensor(chunk, memory_of(data), (0,) * (chunk.box.rank - data.dim()) + tuple(data.stride()))
 
 
 def memory_of(data: torch.Tensor) -> memoryview:
@@ -175,7 +176,7 @@ def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path, *
             if tensor.data is None:
                 raise UsageError("the tensor has no data to be filled", key=tensor.key, hint="call init_data first")
             chunk, data = chunk_of(tensor), tensor.data.detach()
-            if data.device.type == "cpu" and data.is_contiguous():
+            if data.device.type == "cpu" and data.is_contiguous() and not (data.is_conj() or data.is_neg()):
                 direct.append(live(chunk, data))
             else:
                 aside.append((chunk, data))
@@ -332,7 +333,8 @@ def prepare_save(
             if tensor.data is None:
                 raise UsageError("the tensor has no data to be saved", key=tensor.key)
             chunks.append(chunk_of(tensor))
-            kept.append(_on_host(tensor.data))
+            host = _on_host(tensor.data)
+            kept.append(host if tensor.flattened_range is None else host.contiguous())
         return chunks, kept, [(item.unique_key, stream_of([item.data])) for item in objects]
 
     chunks, kept, streams = comm.together(mine, group)
@@ -356,4 +358,4 @@ def _on_host(data: torch.Tensor) -> torch.Tensor:
     plain = data.detach()
     if plain.layout != torch.strided:
         raise UnsupportedError(f"tensors of layout {plain.layout} are not stored")
-    return plain.cpu()
+    return plain.cpu().resolve_conj().resolve_neg()

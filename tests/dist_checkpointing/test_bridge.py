@@ -67,6 +67,31 @@ def _complete(root: Path, backend: str) -> None:
     (root / "metadata.json").write_text(f'{{"sharded_backend": "{backend}", "sharded_backend_version": 1}}')
 
 
+def test_odd_views_are_saved_as_they_read(tmp_path):
+    base = torch.arange(24, dtype=torch.float32)
+    views = {
+        "scalar": torch.tensor(7, dtype=torch.int64),
+        "empty": torch.empty(0, 3),
+        "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 5),
+        "strided": base[::3],
+        "offset": base[5:17].view(3, 4)[:, 1:3],
+        "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    }
+    flat = ShardedTensor("flat", base[::4], torch.float32, (2, 5), (2, 5), (0, 0), (1, 1), flattened_range=slice(2, 8))
+    rest = [slice(0, 2), slice(8, 10)]
+    others = [
+        ShardedTensor("flat", torch.zeros(2), torch.float32, (2, 5), (2, 5), (0, 0), (1, 1), flattened_range=r)
+        for r in rest
+    ]
+    _write(
+        [*(ShardedTensor.from_rank_offsets(k, v) for k, v in views.items()), flat, *others], str(tmp_path), format="dcp"
+    )
+    for key, view in views.items():
+        assert torch.equal(_loaded(tmp_path, ShardedTensor.from_rank_offsets(key, torch.zeros_like(view))), view), key
+    whole = _loaded(tmp_path, ShardedTensor.from_rank_offsets("flat", torch.ones(2, 5)))
+    assert whole.reshape(-1).tolist() == [0, 0, *base[::4].tolist(), 0, 0]
+
+
 def test_metadata_tells_global_shapes(tmp_path):
     _save_columns(0, 1, str(tmp_path), "torch_dist")
     _complete(tmp_path, "torch_dist")
