@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _SYNC_FILE_RANGE_WRITE = 2
+_PR_SET_PDEATHSIG = 1
 _MISSING = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -54,6 +56,15 @@ def start_writeback(fd: int, offset: int, n_bytes: int) -> None:
     sync_file_range = getattr(_libc(), "sync_file_range", None)
     if sync_file_range is not None:
         sync_file_range(fd, offset, n_bytes, _SYNC_FILE_RANGE_WRITE)  # a hint: errors show up in fsync
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends; kills it now if that is over already."""
+    prctl = getattr(_libc(), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def rename_new(source: Path, target: Path) -> None:

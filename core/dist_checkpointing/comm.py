@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from core.errors import CheckpointingException, WorkerError
@@ -65,6 +66,16 @@ def broadcast(value: T, src: int = 0, group: Any = None) -> T:
     box: list[Any] = [value if rank(group) == src else None]
     dist.broadcast_object_list(box, src=global_rank(src, group), group=group)
     return box[0]  # type: ignore[no-any-return]
+
+
+def any_of_all(is_so: bool, group: Any = None) -> bool:
+    """Whether it is so on any rank of the group; cheap enough to be asked in every training step."""
+    if world_size(group) == 1:
+        return is_so
+    device = torch.cuda.current_device() if dist.get_backend(group) == "nccl" else "cpu"
+    flag = torch.tensor([is_so], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
 
 
 def together(work: Callable[[], T], group: Any = None) -> T:
