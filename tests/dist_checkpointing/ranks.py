@@ -37,25 +37,27 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, allow_failure: b
     with tempfile.TemporaryDirectory() as folder:
         results = context.SimpleQueue()
         processes = [
-            context.Process(target=_rank, args=(number, n, folder, results, function, args), daemon=True)
-            for number in range(n)
+            context.Process(target=_rank, args=(number, n, folder, results, function, args)) for number in range(n)
         ]
         for process in processes:
             process.start()
         found: dict[int, tuple[str, Any, str]] = {}
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=TIMEOUT_S)
-        while len(found) < n and datetime.datetime.now() < deadline:
-            if not results.empty():
-                number, *outcome = results.get()
-                found[number] = tuple(outcome)
-            elif all(not process.is_alive() for process in processes) and results.empty():
-                break
-            else:
-                processes[min(set(range(n)) - set(found))].join(0.02)
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+        try:
+            while len(found) < n and datetime.datetime.now() < deadline:
+                if not results.empty():
+                    number, *outcome = results.get()
+                    found[number] = tuple(outcome)
+                elif all(not process.is_alive() for process in processes) and results.empty():
+                    break
+                else:
+                    processes[min(set(range(n)) - set(found))].join(0.02)
+            for process in processes:
+                process.join(5)
+        finally:
+            for process in processes:  # they are no daemons, for these may not start writers
+                if process.is_alive():
+                    process.kill()
     missing = sorted(set(range(n)) - set(found))
     failed = {number: outcome for number, outcome in found.items() if outcome[0] == "raised"}
     if missing or (failed and not allow_failure):
