@@ -171,7 +171,7 @@ class ShardedTensor(ShardedBase):
             CheckpointingException: it is not flattened.
         """
         local = self.local_coordinates()
-        first = [np.zeros_like(local[0])] * self.prepend_axis_num
+        first = [np.zeros(self.data_shape, dtype=np.int64)] * self.prepend_axis_num
         return tuple(index + offset for index, offset in zip((*first, *local), self.global_offset, strict=True))
 
     def local_coordinates(self) -> tuple[np.ndarray, ...]:
