@@ -1,0 +1,330 @@
+"""Ranks that hold the same shards share the work on them, whatever the strategy, and end up with all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.dist_checkpointing import comm
+from core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from core.dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+)
+from core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+    distribute_main_replicas_with_precomputed_distribution,
+)
+from core.errors import CheckpointingException, StorageError, UnsupportedError, UsageError
+from tests.dist_checkpointing.ranks import run_ranks
+
+ALGORITHMS = ["broadcast", "gather_rounds", "gather_object"]
+
+
+class PieceSave(SaveShardedStrategy):
+    """Writes each main replica to a file of its own, whose name says which rank did."""
+
+    can_handle_sharded_objects = True
+
+    def __init__(self) -> None:
+        super().__init__("pieces", 1)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        for leaf in nested_values(sharded_state_dict):
+            if is_main_replica(leaf.replica_id):
+                torch.save(leaf.data, Path(checkpoint_dir, f"{file_of(leaf)}@{comm.rank()}"))
+
+
+class AsyncPieceSave(AsyncSaveShardedStrategy):
+    """The same, in the background."""
+
+    def __init__(self) -> None:
+        super().__init__("pieces", 1)
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+        return AsyncRequest(PieceSave().save, (sharded_state_dict, checkpoint_dir), [])
+
+
+class PieceLoad(LoadShardedStrategy):
+    """Reads those files, and remembers which."""
+
+    can_handle_sharded_objects = True
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+        self.cached_global_metadata = "metadata"
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        return dict_list_map_outplace(lambda leaf: self._value(leaf, Path(checkpoint_dir)), sharded_state_dict)
+
+    def _value(self, leaf: Any, checkpoint_dir: Path) -> Any:
+        found = list(checkpoint_dir.glob(f"{file_of(leaf)}@*"))
+        if len(found) != 1:
+            raise StorageError(f"{len(found)} files", file=file_of(leaf))
+        self.read.append(leaf.key)
+        value = torch.load(found[0])
+        if isinstance(leaf, ShardedObject):
+            return value
+        if leaf.data is None:
+            leaf.init_data("cpu")
+        leaf.data.copy_(value)
+        return leaf.data
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> Any:
+        return {"metadata": checkpoint_dir}
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        self.read.append(f"removed {key_prefix}")
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
+        return {"sharded": checkpoint_dir}
+
+    def check_backend_compatibility(self, loaded_backend: Any) -> None:
+        if loaded_backend != "pieces":
+            raise UnsupportedError("not pieces")
+
+    def check_version_compatibility(self, loaded_version: Any) -> None:
+        if loaded_version != 1:
+            raise UnsupportedError("not version 1")
+
+
+def file_of(leaf: Any) -> str:
+    return f"{leaf.key}~{'.'.join(map(str, leaf.global_offset))}"
+
+
+def state(rank: int, world: int, *, tp: int = 1, data: bool = True, n_tensors: int = 12) -> dict[str, Any]:
+    """Tensors cut over ``tp`` and replicated over the rest, nested in lists, beside objects; all elements differ."""
+    tp_rank, dp_rank = rank % tp, rank // tp
+    tensors = []
+    for index in range(n_tensors):
+        n = 8 * (index + 1)
+        part = torch.arange(n, dtype=torch.float64) + 1e6 * index + 1e3 * tp_rank
+        tensor = ShardedTensor.from_rank_offsets(f"w{index}", part, (0, tp_rank, tp), replica_id=(0, dp_rank))
+        tensor.data = part if data else None
+        tensors.append(tensor)
+    objects = [
+        ShardedObject(f"o{index}", {"index": index, "tp": tp_rank} if data else None, (tp,), (tp_rank,), dp_rank)
+        for index in range(3)
+    ]
+    return {"mixed": [*tensors[:2], objects[0], {"deep": [objects[1], tensors[2:]]}], "last": objects[2]}
+
+
+def expected(rank: int, world: int, **options: Any) -> Any:
+    return dict_list_map_outplace(lambda leaf: leaf.data, state(rank, world, **options))
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def group_of(rank: int, world: int, tp: int) -> Any:
+    """The data-parallel group: the ranks with the same part of each tensor."""
+    if tp == 1:
+        return None
+    groups = [dist.new_group(list(range(tp_rank, world, tp))) for tp_rank in range(tp)]
+    return groups[rank % tp]
+
+
+def test_in_one_process_the_wrapped_strategy_does_everything(tmp_path):
+    held = state(0, 1)
+    save = FullyParallelSaveStrategyWrapper(PieceSave(), do_cache_distribution=True)
+    save.save(held, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 15
+    base = PieceLoad()
+    load = FullyParallelLoadStrategyWrapper(base)
+    assert equal(load.load(state(0, 1, data=False), tmp_path), expected(0, 1))
+    assert len(base.read) == 15 and load.apply_loading_parallelization(held) is None
+
+
+def test_the_wrappers_answer_for_what_they_wrap():
+    base = PieceLoad()
+    load = FullyParallelLoadStrategyWrapper(base)
+    assert load.can_handle_sharded_objects and FullyParallelSaveStrategyWrapper(PieceSave()).can_handle_sharded_objects
+    assert not FullyParallelSaveStrategyWrapper(AsyncPieceSave()).can_handle_sharded_objects
+    assert (load.load_tensors_metadata("d"), load.load_sharded_metadata("d")) == ({"metadata": "d"}, {"sharded": "d"})
+    load.remove_sharded_tensors("d", "w")
+    assert base.read == ["removed w"]
+    load.check_backend_compatibility("pieces")
+    load.check_version_compatibility(1)
+    with pytest.raises(UnsupportedError, match="not pieces"):
+        load.check_backend_compatibility("zarr")
+    with pytest.raises(UnsupportedError, match="not version 1"):
+        load.check_version_compatibility(2)
+    save = FullyParallelSaveStrategyWrapper(PieceSave())
+    assert (save.backend, save.version) == ("pieces", 1)
+
+
+def test_asynchronous_saving_needs_a_strategy_that_can(tmp_path):
+    with pytest.raises(UsageError, match="cannot save asynchronously"):
+        FullyParallelSaveStrategyWrapper(PieceSave()).async_save(state(0, 1), tmp_path)
+    FullyParallelSaveStrategyWrapper(AsyncPieceSave()).async_save(state(0, 1), tmp_path).execute_sync()
+    assert len(list(tmp_path.iterdir())) == 15
+
+
+def _saved_and_loaded(rank: int, world: int, folder: str, tp: int, algorithm: str, has_memory: bool) -> Any:
+    group = group_of(rank, world, tp)
+    FullyParallelSaveStrategyWrapper(AsyncPieceSave(), group).save(state(rank, world, tp=tp), folder)
+    comm.barrier()
+    base = PieceLoad()
+    wanted = state(rank, world, tp=tp, data=False)
+    tensors = [leaf for leaf in nested_values(wanted) if isinstance(leaf, ShardedTensor)]
+    places = [torch.zeros(leaf.local_shape, dtype=leaf.dtype) for leaf in tensors] if has_memory else []
+    for leaf, place in zip(tensors, places, strict=False):
+        leaf.data = place
+    load = FullyParallelLoadStrategyWrapper(base, group, exchange_algo=algorithm)
+    loaded = load.load(wanted, folder)
+    assert load.cached_global_metadata == ("metadata" if comm.world_size(group) > 1 else None)
+    assert load.cached_distribution is None
+    in_place = all(leaf.data.data_ptr() == place.data_ptr() for leaf, place in zip(tensors, places, strict=False))
+    return equal(loaded, expected(rank, world, tp=tp)) and in_place, base.read
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4)])
+def test_everything_is_written_once_read_once_and_reaches_all_ranks(tmp_path, world, tp, algorithm):
+    found = run_ranks(world, _saved_and_loaded, str(tmp_path), tp, algorithm, tp > 1)
+    assert all(is_right for is_right, _ in found)
+    names = sorted(path.name.split("@")[0] for path in tmp_path.iterdir())
+    assert names == sorted(f"{kind}~{tp_rank}" for kind in _kinds(12) for tp_rank in _offsets(kind, tp))
+    for tp_rank in range(tp):
+        reads = [key for rank in range(tp_rank, world, tp) for key in found[rank][1]]
+        assert sorted(reads) == sorted(_kinds(12))
+
+
+def _kinds(n_tensors: int) -> list[str]:
+    return [f"w{index}" for index in range(n_tensors)] + ["o0", "o1", "o2"]
+
+
+def _offsets(kind: str, tp: int) -> list[int]:
+    step = 8 * (int(kind[1:]) + 1) if kind[0] == "w" else 1
+    return [tp_rank * step for tp_rank in range(tp)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world", "tp"), [(2, 1), (4, 1), (8, 2), (8, 1)])
+def test_ranks_write_and_read_about_the_same_number_of_bytes(tmp_path, world, tp):
+    found = run_ranks(world, _saved_and_loaded, str(tmp_path), tp, "broadcast", False)
+    sizes = {f"w{index}": 64 * (index + 1) for index in range(12)}
+    written = [0] * world
+    for path in tmp_path.iterdir():
+        key, rank = path.name.split("~")[0], int(path.name.split("@")[1])
+        written[rank] += sizes.get(key, 0)
+    read = [sum(sizes.get(key, 0) for key in keys) for _, keys in found]
+    fair = sum(sizes.values()) * tp / world
+    for n_bytes in (*written, *read):
+        assert n_bytes <= max(4 / 3 * fair, max(sizes.values()))
+    assert min(written) > 0 and min(read) > 0
+
+
+def _cached(rank: int, world: int, folder: str) -> Any:
+    base = PieceLoad()
+    save = FullyParallelSaveStrategyWrapper(PieceSave(), do_cache_distribution=True)
+    load = FullyParallelLoadStrategyWrapper(base, do_cache_distribution=True)
+    seen = []
+    for step in range(3):
+        path = Path(folder, str(step))
+        if rank == 0:
+            path.mkdir()
+        comm.barrier()
+        make = _with_more if (rank, step) == (1, 2) else state
+        save.save(make(rank, world), path)
+        comm.barrier()
+        loaded = load.load(make(rank, world, data=False), path)
+        assert equal(loaded, dict_list_map_outplace(lambda leaf: leaf.data, make(rank, world)))
+        seen.append((save.cached_distribution, load.cached_distribution))
+    assert seen[0][0] is seen[1][0] and seen[0][1] is seen[1][1]
+    assert seen[2][0] is not seen[1][0] and seen[2][1] is not seen[1][1]
+    return sorted(shard[0] for shard in seen[2][0].main_rank_for_shard)
+
+
+def _with_more(rank: int, world: int, *, data: bool = True) -> dict[str, Any]:
+    found = state(rank, world, data=data)
+    tensor = ShardedTensor.from_rank_offsets("more", torch.arange(5.0))
+    tensor.data = tensor.data if data else None
+    return {**found, "more": tensor}
+
+
+@pytest.mark.dist
+def test_a_cached_distribution_is_used_again_until_a_rank_changes_its_structure(tmp_path):
+    everything = sorted(["more", *(f"w{index}" for index in range(12))])
+    assert run_ranks(3, _cached, str(tmp_path)) == [everything] * 3
+
+
+def _foreign_distribution(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="needs a distribution"):
+        distribute_main_replicas_with_precomputed_distribution(state(rank, world), None, None)
+    save = FullyParallelSaveStrategyWrapper(PieceSave(), do_cache_distribution=True)
+    held = state(rank, world)
+    save.apply_saving_parallelization(held)
+    assert {leaf.replica_id for leaf in nested_values(held) if isinstance(leaf, ShardedTensor)} == {0, 1}
+    with pytest.raises(ValueError, match="another state dict: it has no more"):
+        distribute_main_replicas_with_precomputed_distribution(_with_more(rank, world), None, save.cached_distribution)
+
+
+@pytest.mark.dist
+def test_a_distribution_of_another_state_dict_would_lose_tensors_and_is_refused():
+    run_ranks(2, _foreign_distribution)
+
+
+class Failing(PieceLoad):
+    """Fails on rank 1: says that it did not find something, or leaves it out."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        if comm.rank() == 1 and self.how == "raises":
+            raise StorageError("the disk is gone")
+        loaded = super().load(sharded_state_dict, checkpoint_dir)
+        if comm.rank() == 1 and self.how == "leaves out":
+            loaded.popitem()
+        return loaded
+
+
+class FailingSave(PieceSave):
+    """Fails on rank 1."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        if comm.rank() == 1:
+            raise StorageError("the disk is full")
+
+
+def _failing(rank: int, world: int, folder: str, tp: int, how: str) -> str:
+    group = group_of(rank, world, tp)
+    FullyParallelSaveStrategyWrapper(PieceSave(), group).save(state(rank, world, tp=tp), folder)
+    comm.barrier()
+    try:
+        if how == "save":
+            FullyParallelSaveStrategyWrapper(FailingSave(), group).save(state(rank, world, tp=tp), folder)
+        wanted = state(rank, world, tp=tp, data=False)
+        FullyParallelLoadStrategyWrapper(Failing(how), group).load(wanted, folder)
+    except CheckpointingException as err:
+        return str(err)
+    return "loaded"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("how", "text"), [("raises", "the disk is gone"), ("leaves out", "did not load a shard")])
+def test_a_failure_of_loading_is_raised_on_all_ranks_of_the_group(tmp_path, how, text):
+    found = run_ranks(4, _failing, str(tmp_path), 2, how)
+    assert [found[0], found[2]] == ["loaded", "loaded"]
+    assert text in found[1] and text in found[3]
+
+
+@pytest.mark.dist
+def test_a_failure_of_saving_is_raised_on_all_ranks(tmp_path):
+    assert all("the disk is full" in text for text in run_ranks(4, _failing, str(tmp_path), 2, "save"))
