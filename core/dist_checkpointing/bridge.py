@@ -169,24 +169,43 @@ def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path, *
     Raises:
         CheckpointingException: a tensor or a region of it is not there, a shape differs, or bytes are damaged.
     """
+    pairs = []
+    for tensor in tensors:
+        if tensor.data is None:
+            raise UsageError("the tensor has no data to be filled", key=tensor.key, hint="call init_data first")
+        pairs.append((chunk_of(tensor), tensor.data))
     with opened(checkpoint_dir) as (catalog, store):
-        direct: list[LiveTensor] = []
-        aside: list[tuple[Chunk, torch.Tensor]] = []
-        for tensor in tensors:
-            if tensor.data is None:
-                raise UsageError("the tensor has no data to be filled", key=tensor.key, hint="call init_data first")
-            chunk, data = chunk_of(tensor), tensor.data.detach()
-            if data.device.type == "cpu" and data.is_contiguous() and not (data.is_conj() or data.is_neg()):
-                direct.append(live(chunk, data))
-            else:
-                aside.append((chunk, data))
-        fill(direct, catalog, store, checks_crc=checks_crc)
-        for batch in _batches(aside):
-            hosts = [torch.empty(data.shape, dtype=data.dtype) for _, data in batch]
-            made = [live(chunk, host) for (chunk, _), host in zip(batch, hosts, strict=True)]
-            fill(made, catalog, store, checks_crc=checks_crc)
-            for (_, data), host in zip(batch, hosts, strict=True):
-                data.copy_(host)
+        fill_tensors(pairs, catalog, store, checks_crc=checks_crc)
+
+
+def fill_tensors(
+    pairs: Iterable[tuple[Chunk, torch.Tensor]], catalog: Catalog, store: LocalStore, *, checks_crc: bool = True
+) -> None:
+    """Fills tensors with regions of an opened checkpoint, by way of host memory if they lie on a device or not dense.
+
+    Args:
+        pairs: the regions, each with the tensor that gets it; chunks of one key are of one dtype.
+        catalog, store: the checkpoint, with global tensors under the same keys.
+        checks_crc: see ``load_tensors``.
+
+    Raises:
+        CheckpointingException: as ``core.live_load.fill``.
+    """
+    direct: list[LiveTensor] = []
+    aside: list[tuple[Chunk, torch.Tensor]] = []
+    for chunk, tensor in pairs:
+        data = tensor.detach()
+        if data.device.type == "cpu" and data.is_contiguous() and not (data.is_conj() or data.is_neg()):
+            direct.append(live(chunk, data))
+        else:
+            aside.append((chunk, data))
+    fill(direct, catalog, store, checks_crc=checks_crc)
+    for batch in _batches(aside):
+        hosts = [torch.empty(data.shape, dtype=data.dtype) for _, data in batch]
+        made = [live(chunk, host) for (chunk, _), host in zip(batch, hosts, strict=True)]
+        fill(made, catalog, store, checks_crc=checks_crc)
+        for (_, data), host in zip(batch, hosts, strict=True):
+            data.copy_(host)
 
 
 def _batches(pairs: Sequence[tuple[Chunk, torch.Tensor]]) -> Iterator[list[tuple[Chunk, torch.Tensor]]]:
@@ -233,7 +252,7 @@ def _value(catalog: Catalog, store: LocalStore, item: Any) -> object:
         array = catalog.fragments(item.raw_key)[0].array
         value = load_stream(store, array, key=item.key)
     else:
-        value = live_object(item.value, lambda key: _hidden(catalog, store, key))
+        value = live_object(item.value, lambda key: hidden_tensor(catalog, store, key))
     if not isinstance(value, list) or len(value) != 1:
         raise UnsupportedError("the object is not a list of one value, as that of a ShardedObject is", key=item.key)
     return value[0]
@@ -245,7 +264,7 @@ def _others(catalog: Catalog, key: str) -> str | None:
     return f"of {key} there are: {', '.join(there[:8])}" if there else None
 
 
-def _hidden(catalog: Catalog, store: LocalStore, key: str) -> torch.Tensor:
+def hidden_tensor(catalog: Catalog, store: LocalStore, key: str) -> torch.Tensor:
     """A tensor inside an object."""
     meta = catalog.meta(key)
     data = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
@@ -269,7 +288,7 @@ def load_common(checkpoint_dir: str | Path) -> dict[Any, Any]:
                 file=str(checkpoint_dir),
                 hint="ckpt convert --to torch_dist makes one that has",
             )
-        value = live_object(catalog.attrs["common"], lambda key: _hidden(catalog, store, key))
+        value = live_object(catalog.attrs["common"], lambda key: hidden_tensor(catalog, store, key))
         assert isinstance(value, dict), "the format has checked it"
         return value
 

@@ -292,7 +292,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     """
     objects = [_loadable(item) for item in target.objects.values()]
     layout = lay_out_items(target, objects, max_file_bytes=max_file_bytes(target))
-    return (*layout.files, metadata_image(target, layout, planner_data=_planner_data(target)))
+    return (*layout.files, metadata_image(target, layout, planner_data=paths_of(target)))
 
 
 def _loadable(item: StoredObject) -> StoredObject:
@@ -308,15 +308,15 @@ def max_file_bytes(target: Catalog) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _planner_data(target: Catalog) -> dict[str, tuple[str | int, ...]]:
+def paths_of(catalog: Catalog) -> dict[str, tuple[str | int, ...]]:
     """Key → path, for every tensor and object; a key that is not its path, dot-joined, stands at the root."""
     paths: dict[str, tuple[str | int, ...]] = {}
-    if target.skeleton is not None:
-        for entry in entries(target.skeleton):
+    if catalog.skeleton is not None:
+        for entry in entries(catalog.skeleton):
             path = tuple(int(part) if isinstance(part, Index) else str(part) for part in entry.path)
-            if ".".join(map(str, path)) == entry.key and (entry.key in target.tensors or entry.key in target.objects):
+            if ".".join(map(str, path)) == entry.key and (entry.key in catalog.tensors or entry.key in catalog.objects):
                 paths[entry.key] = path
-    for key in (*target.tensors, *target.objects):
+    for key in (*catalog.tensors, *catalog.objects):
         paths.setdefault(key, (key,))
     return paths
 
@@ -351,7 +351,7 @@ def linked_metadata(catalog: Catalog) -> FileImage:
     Raises:
         UnsupportedError: an entry is no item of its own, so that ``.metadata`` cannot point at it.
     """
-    planner_data = _planner_data(catalog)
+    planner_data = paths_of(catalog)
     data = write_metadata((_linked_row(catalog, key) for key in planner_data), planner_data=planner_data)
     return literal_file(METADATA, data, is_metadata=True)
 
