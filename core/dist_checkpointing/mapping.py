@@ -171,7 +171,7 @@ class ShardedTensor(ShardedBase):
             CheckpointingException: it is not flattened.
         """
         local = self.local_coordinates()
-        first = [np.zeros(self.data_shape, dtype=np.int64)] * self.prepend_axis_num
+        first: list[np.ndarray] = [np.zeros(self.data_shape, dtype=np.int64)] * self.prepend_axis_num
         return tuple(index + offset for index, offset in zip((*first, *local), self.global_offset, strict=True))
 
     def local_coordinates(self) -> tuple[np.ndarray, ...]:
@@ -183,6 +183,8 @@ class ShardedTensor(ShardedBase):
         if self.flattened_range is None:
             raise self._error("coordinates are for flattened tensors, and this one has no flattened range")
         held = np.arange(self.flattened_range.start, self.flattened_range.stop)
+        if not self.local_shape:
+            return ()
         coordinates: tuple[Any, ...] = np.unravel_index(held, self.local_shape)
         return coordinates
 
