@@ -1,0 +1,350 @@
+"""Checks around saving and loading: does the state dict fit together on all ranks, and does it fit the checkpoint.
+
+The documented names of ``megatron.core.dist_checkpointing.validation``. *Unexpected* keys are requested and not in the
+checkpoint; this rank alone can tell. *Missing* keys are in the checkpoint and no rank requests them; that takes the
+metadata of all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.dist_checkpointing import comm
+from core.dist_checkpointing.core import maybe_load_config
+from core.dist_checkpointing.dict_utils import (
+    dict_list_map_outplace,
+    diff,
+    extract_matching_values,
+    nested_values,
+)
+from core.dist_checkpointing.integrity import check_sharding
+from core.dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
+from core.dist_checkpointing.refusal import refusal_of
+from core.dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from core.errors import MissingShardError, UnsupportedError, UsageError
+
+logger = logging.getLogger(__name__)
+
+_LocalMetadata = list[ShardedTensor | ShardedObject]
+"""What one rank holds or requests, without data."""
+_GlobalMetadata = list[_LocalMetadata]
+"""The same for every rank, by rank."""
+CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
+"""What a checkpoint holds, without data: by key, for objects by unique key."""
+
+_MAX_NAMED = 20
+
+
+class StrictHandling(Enum):
+    """What ``load`` does where state dict and checkpoint have different keys.
+
+    All but the first one read the checkpoint's metadata before anything else and leave unexpected keys out of the load.
+    Those that end in ``_all`` also look for missing keys, for which ranks exchange their metadata; with
+    ``validate_access_integrity`` they do so anyway.
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    """Nothing is compared; the load strategy raises if a key is not there."""
+    LOG_UNEXPECTED = "log_unexpected"
+    """A warning for unexpected keys."""
+    LOG_ALL = "log_all"
+    """A warning for unexpected and for missing keys."""
+    RAISE_UNEXPECTED = "raise_unexpected"
+    """An error for unexpected keys, before data is read."""
+    RAISE_ALL = "raise_all"
+    """An error for unexpected and for missing keys, before data is read."""
+    RETURN_UNEXPECTED = "return_unexpected"
+    """``load`` returns the unexpected keys beside the state dict."""
+    RETURN_ALL = "return_all"
+    """``load`` returns the missing and the unexpected keys beside the state dict."""
+    IGNORE_ALL = "ignore_all"
+    """Unexpected keys are left out without a word."""
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Whether the checkpoint's keys have to be known."""
+        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Whether the keys that other ranks request have to be known."""
+        return val in _ALL
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Whether ``load`` returns missing and unexpected keys beside the state dict."""
+        return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+
+_ALL = (StrictHandling.IGNORE_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL, StrictHandling.LOG_ALL)
+_RAISING = (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL)
+_LOGGING = (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL)
+
+
+def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
+    """The StrictHandling of that value, or the one given.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(strict, StrictHandling):
+        return strict
+    values = [flag.value for flag in StrictHandling]
+    if strict not in values:
+        raise ValueError(f"strict is {strict!r}, not one of {', '.join(values)}")
+    return StrictHandling(strict)
+
+
+def validate_integrity_and_strict_load(
+    sharded_state_dict: ShardedStateDict,
+    strict: StrictHandling,
+    validate_access_integrity: bool,
+    local_metadata: _LocalMetadata | None = None,
+    global_metadata: _GlobalMetadata | None = None,
+    ckpt_sharded_metadata: CkptShardedMetadata | None = None,
+) -> tuple[ShardedStateDict, set[str], set[str]]:
+    """Compares what is requested with the checkpoint, and what the ranks request with each other.
+
+    Collective where the answer may differ by rank: with a ``strict`` that raises.
+
+    Args:
+        sharded_state_dict: only ShardedBase leaves.
+        strict: what to do about differences.
+        validate_access_integrity: check that the ranks' shards make whole tensors; needs ``global_metadata``.
+        local_metadata: what this rank requests; None takes it from the state dict.
+        global_metadata: what all ranks request; without it no key counts as missing.
+        ckpt_sharded_metadata: what the checkpoint holds; needed for every ``strict`` but ASSUME_OK_UNEXPECTED.
+
+    Returns:
+        The state dict without unexpected keys; missing keys, the same on all ranks; unexpected keys of this rank.
+
+    Raises:
+        UsageError: an argument that is needed is None, or shards do not fit together; then on every rank.
+        MissingShardError: ``strict`` forbids the differences that there are; on every rank.
+    """
+    missing_keys: set[str] = set()
+    unexpected_keys: set[str] = set()
+    if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
+        if ckpt_sharded_metadata is None:
+            raise UsageError(f"strict={strict.value!r} needs the checkpoint's metadata (ckpt_sharded_metadata)")
+        requested = local_metadata if local_metadata is not None else list(nested_values(sharded_state_dict))
+        missing_keys, unexpected_keys = _determine_missing_and_unexpected_keys(
+            ckpt_sharded_metadata,
+            requested,
+            global_metadata if StrictHandling.requires_global_app_metadata(strict) else None,
+        )
+        sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected_keys)
+        if strict is StrictHandling.IGNORE_ALL:
+            missing_keys, unexpected_keys = set(), set()
+        elif strict in _RAISING:
+            comm.together(lambda: maybe_report_missing_and_unexpected_keys(missing_keys, unexpected_keys, True))
+        elif strict in _LOGGING:
+            maybe_report_missing_and_unexpected_keys(missing_keys, unexpected_keys, False)
+    if validate_access_integrity:
+        if global_metadata is None:
+            raise UsageError("the integrity of the access cannot be checked without global_metadata")
+        validate_sharding_integrity(global_metadata)
+    return sharded_state_dict, missing_keys, unexpected_keys
+
+
+def verify_checkpoint_and_load_strategy(
+    checkpoint_dir: str | Path,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
+    """The strategies to load a checkpoint with, checked against its ``metadata.json``.
+
+    Args:
+        checkpoint_dir: of a distributed checkpoint.
+        sharded_strategy: a strategy, or (backend, version) of a registered one; None takes what the checkpoint names.
+        common_strategy: likewise.
+
+    Raises:
+        UsageError: there is no such directory.
+        MissingShardError: the save did not finish.
+        UnsupportedError: not a distributed checkpoint.
+        CheckpointingException: there is no such strategy, or it does not handle this checkpoint.
+    """
+    if not str(checkpoint_dir):
+        raise UsageError("no checkpoint directory was given")
+    config = maybe_load_config(checkpoint_dir)
+    if config is None:
+        raise refusal_of(Path(checkpoint_dir))
+    sharded: LoadShardedStrategy = chosen_strategy(
+        StrategyAction.LOAD_SHARDED, sharded_strategy, (config.sharded_backend, config.sharded_backend_version)
+    )
+    common: LoadCommonStrategy = chosen_strategy(
+        StrategyAction.LOAD_COMMON, common_strategy, (config.common_backend, config.common_backend_version)
+    )
+    sharded.check_backend_compatibility(config.sharded_backend)
+    sharded.check_version_compatibility(config.sharded_backend_version)
+    common.check_backend_compatibility(config.common_backend)
+    common.check_version_compatibility(config.common_backend_version)
+    return sharded, common
+
+
+def chosen_strategy(action: StrategyAction, strategy: Any, default: tuple[str, int]) -> Any:
+    """The strategy itself, the registered one that a (backend, version) stands for, or the default one.
+
+    Raises:
+        CheckpointingException: none is registered for it.
+    """
+    if strategy is None:
+        return get_default_strategy(action, *default)
+    return get_default_strategy(action, *strategy) if isinstance(strategy, tuple) else strategy
+
+
+def adjust_non_strict_load(sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]) -> ShardedStateDict:
+    """The state dict without the ShardedBase leaves of those keys.
+
+    Raises:
+        UsageError: a leaf is no ShardedBase.
+    """
+
+    def is_removed(leaf: Any) -> bool:
+        if not isinstance(leaf, ShardedBase):
+            raise UsageError(f"a {type(leaf).__name__} is among the sharded leaves of a state dict")
+        return leaf.key in sharded_keys_to_remove
+
+    _, rest = extract_matching_values(sharded_state_dict, is_removed)
+    return rest  # type: ignore[no-any-return]
+
+
+def _determine_missing_and_unexpected_keys(
+    ckpt_sharded_metadata: Mapping[str, ShardedBase],
+    local_metadata: Iterable[ShardedBase],
+    global_metadata: Iterable[Iterable[ShardedBase]] | None = None,
+) -> tuple[set[str], set[str]]:
+    """Keys of the checkpoint that no rank requests (none without global metadata), and those only this rank has."""
+    stored = {held.key for held in ckpt_sharded_metadata.values()}
+    unexpected = {requested.key for requested in local_metadata} - stored
+    if global_metadata is None:
+        return set(), unexpected
+    return stored - {requested.key for of_rank in global_metadata for requested in of_rank}, unexpected
+
+
+def maybe_report_missing_and_unexpected_keys(
+    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
+) -> None:
+    """Raises or logs (WARNING) if there are such keys.
+
+    Raises:
+        MissingShardError: there are, and ``raise_error``.
+    """
+    parts = []
+    if missing_keys:
+        parts.append(f"keys of the checkpoint that no rank requests (missing): {_listed(missing_keys)}")
+    if unexpected_keys:
+        parts.append(f"requested keys that the checkpoint does not have (unexpected): {_listed(unexpected_keys)}")
+    if not parts:
+        return
+    if raise_error:
+        raise MissingShardError(
+            f"the state dict and the checkpoint differ; {'; '.join(parts)}",
+            hint="load with strict='log_all' to go on without them",
+        )
+    logger.warning("The state dict and the checkpoint differ; %s.", "; ".join(parts))
+
+
+def _listed(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    return ", ".join(names[:_MAX_NAMED]) + (f" … ({len(names)} in all)" if len(names) > _MAX_NAMED else "")
+
+
+def validate_sharding_integrity(
+    global_metadata: Sequence[Iterable[ShardedBase]], common_state_dict: CommonStateDict | None = None
+) -> None:
+    """Checks that the ranks' shards make whole tensors and objects, and logs where their common states differ.
+
+    Collective only with a common state. Every rank with the same metadata comes to the same verdict.
+
+    Args:
+        global_metadata: by rank, what it holds.
+        common_state_dict: what this rank holds besides; given when saving.
+
+    Raises:
+        UsageError: dtypes, shapes or grids of a key differ, or a shard has no main replica or several of them; the
+            message names the key, the shard and the ranks.
+    """
+    if common_state_dict is not None:
+        _compare_common_states(common_state_dict)
+    check_sharding(global_metadata)
+
+
+def _compare_common_states(common_state_dict: CommonStateDict) -> None:
+    """Logs (WARNING) on every rank what distinguishes its common state from that of rank 0, which is saved.
+
+    Raises:
+        UsageError: rank 0's cannot be pickled.
+    """
+    if comm.world_size() == 1:
+        return
+    is_saved = comm.rank() == 0
+    problem, packed = comm.broadcast(_packed(common_state_dict) if is_saved else (None, b""))
+    if problem is not None:
+        raise UsageError(f"the common state of rank 0 cannot be pickled: {problem}", rank="0")
+    if is_saved:
+        return
+    try:
+        only_there, only_here, unequal = diff(pickle.loads(packed), common_state_dict)
+    except Exception as err:  # whatever somebody's class raises when it is unpickled or compared
+        logger.warning("The common state of rank %d could not be compared with rank 0's: %s", comm.rank(), err)
+        return
+    if only_there or only_here or unequal:
+        logger.warning(
+            "The common state of rank %d differs from that of rank 0, which is the one saved: only on rank 0 %s, "
+            "only on rank %d %s, unequal %s.",
+            *(comm.rank(), only_there[:_MAX_NAMED], comm.rank(), only_here[:_MAX_NAMED], unequal[:_MAX_NAMED]),
+        )
+
+
+def _packed(common_state_dict: CommonStateDict) -> tuple[str | None, bytes]:
+    """Why a common state cannot be pickled, and its pickle; tensors go as copies in host memory."""
+
+    def on_host(leaf: Any) -> Any:
+        return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+    try:
+        return None, pickle.dumps(dict_list_map_outplace(on_host, common_state_dict))
+    except Exception as err:  # pickle lets every error through
+        return f"{type(err).__name__}: {err}", b""
+
+
+def determine_global_metadata(sharded_state_dict: ShardedStateDict) -> tuple[_LocalMetadata, _GlobalMetadata]:
+    """What this rank holds, and what every rank holds, without data; collective.
+
+    Args:
+        sharded_state_dict: only ShardedTensors and ShardedObjects.
+    """
+    local = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
+    return local, comm.all_gather(local)
+
+
+def validate_sharded_objects_handling(
+    sharded_strategy: SaveShardedStrategy | LoadShardedStrategy,
+    common_strategy: SaveCommonStrategy | LoadCommonStrategy,
+) -> None:
+    """Raises unless one of the strategies handles ShardedObjects.
+
+    Raises:
+        UnsupportedError: neither does.
+    """
+    if not (sharded_strategy.can_handle_sharded_objects or common_strategy.can_handle_sharded_objects):
+        raise UnsupportedError(
+            f"neither {sharded_strategy} nor {common_strategy} handles ShardedObjects",
+            hint="choose a strategy with can_handle_sharded_objects",
+        )
