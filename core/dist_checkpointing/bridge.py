@@ -30,9 +30,10 @@ from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.formats import Format, format_called, sniffed
 from core.formats.mcore_common import COMMON_FILE
 from core.formats.mcore_config import CONFIG
+from core.image import FileImage
 from core.live import Chunk, LiveTensor
 from core.live_load import fill
-from core.live_save import Held, LiveSave
+from core.live_save import DEFAULT_THREADS, Held, LiveSave
 from core.optim_global import in_true_shapes
 from core.store import LocalStore
 
@@ -293,6 +294,30 @@ def load_common(checkpoint_dir: str | Path) -> dict[Any, Any]:
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the ranks agreed on in a save; it holds for every save in which nothing but the data is new.
+
+    Args:
+        format, attrs: of the target.
+        held: what every rank contributed, by rank.
+        made: the target catalog and its file images.
+    """
+
+    format: Format
+    attrs: Mapping[str, object]
+    held: Sequence[Held]
+    made: tuple[Catalog, tuple[FileImage, ...]]
+
+    def fits(self, format: Format, attrs: Mapping[str, object], held: Held, *, number: int, n_ranks: int) -> bool:
+        """Whether rank ``number`` of ``n_ranks`` contributes the same to the same target."""
+        return (
+            (format.name, n_ranks) == (self.format.name, len(self.held))
+            and attrs == self.attrs
+            and held == self.held[number]
+        )
+
+
 @dataclass(slots=True)
 class PreparedSave:
     """A save that every rank has agreed on; ``write`` and ``finish`` talk to nobody.
@@ -304,6 +329,11 @@ class PreparedSave:
 
     work: LiveSave
     kept: list[torch.Tensor]
+
+    @property
+    def agreement(self) -> Agreement:
+        """For ``previous`` of the next save."""
+        return Agreement(self.work.format, self.work.attrs, self.work.held, self.work.laid_out())
 
     def write(self) -> int:
         """Writes this rank's share into the directory; returns bytes of tensors.
@@ -330,6 +360,8 @@ def prepare_save(
     format: str,
     attrs: Mapping[str, object] | None = None,
     group: Any = None,
+    threads: int = DEFAULT_THREADS,
+    previous: Agreement | None = None,
 ) -> PreparedSave:
     """Tells all ranks what every one holds, and decides where everything goes; collective.
 
@@ -340,13 +372,16 @@ def prepare_save(
         format: name of a writable format.
         attrs: of the target catalog.
         group: the ranks that save; None for all.
+        threads: that copy, on each rank.
+        previous: of an earlier save; if it still fits on all ranks, metadata are neither exchanged nor computed. All
+            ranks give one, or none does.
 
     Raises:
         CheckpointingException: ranks disagree on a tensor, or the format cannot hold it; on every rank.
     """
     kind = format_called(format)
 
-    def mine() -> tuple[list[Chunk], list[torch.Tensor], list[tuple[str, bytes]]]:
+    def on_host() -> tuple[list[Chunk], list[torch.Tensor], list[tuple[str, bytes]]]:
         chunks, kept = [], []
         for tensor in tensors:
             if tensor.data is None:
@@ -356,20 +391,34 @@ def prepare_save(
             kept.append(host if tensor.flattened_range is None else host.contiguous())
         return chunks, kept, [(item.unique_key, stream_of([item.data])) for item in objects]
 
-    chunks, kept, streams = comm.together(mine, group)
-    held = Held(tuple(chunks), tuple((key, len(data)) for key, data in streams))
+    chunks, kept, streams = comm.together(on_host, group)
+    mine = Held(tuple(chunks), tuple((key, len(data)) for key, data in streams))
+    agreed = previous if _still_fits(previous, kind, attrs or {}, mine, group) else None
     work = LiveSave(
         format=kind,
         root=Path(checkpoint_dir),
         number=comm.rank(group),
-        held=comm.all_gather(held, group),
+        held=agreed.held if agreed is not None else comm.all_gather(mine, group),
         tensors=[live(chunk, data) for chunk, data in zip(chunks, kept, strict=True)],
         streams=streams,
         attrs=attrs or {},
         without=(CONFIG, COMMON_FILE) if kind.is_mcore else (),
+        threads=threads,
+        _made=agreed.made if agreed is not None else None,
     )
     comm.together(work.laid_out, group)
     return PreparedSave(work, kept)
+
+
+def _still_fits(
+    previous: Agreement | None, format: Format, attrs: Mapping[str, object], mine: Held, group: Any
+) -> bool:
+    """Whether all ranks can go on with what they agreed on before; collective, unless there is nothing such."""
+    if previous is None:
+        return False
+    n_ranks = comm.world_size(group)
+    fits = previous.fits(format, attrs, mine, number=comm.rank(group), n_ranks=n_ranks)
+    return all(comm.all_gather(fits, group))
 
 
 def _on_host(data: torch.Tensor) -> torch.Tensor:

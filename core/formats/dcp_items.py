@@ -143,7 +143,9 @@ class ItemLayout:
     objects: dict[str, Item]
 
 
-def lay_out_items(target: Catalog, objects: Iterable[StoredObject], *, max_file_bytes: int | None = None) -> ItemLayout:
+def lay_out_items(
+    target: Catalog, objects: Iterable[StoredObject], *, max_file_bytes: int | None = None, apart: str | None = None
+) -> ItemLayout:
     """Places every tensor of a target catalog and the given objects in ``.distcp`` files.
 
     Which file: the array's (or object's) coords ``(("file", n),)`` name it; other coords get one file each, in order of
@@ -155,6 +157,7 @@ def lay_out_items(target: Catalog, objects: Iterable[StoredObject], *, max_file_
         objects: with a value, or with a raw stream among the target's hidden tensors.
         max_file_bytes: where a file ends, unless one item alone is larger; None for 5 GB, and no end to files that
             coords name.
+        apart: items whose keys begin so go to files of their own, whose names begin so, too; None for no such files.
 
     Raises:
         UnsupportedError: a chunk does not fit its tensor, or two chunks of a tensor begin at the same element, which
@@ -162,7 +165,7 @@ def lay_out_items(target: Catalog, objects: Iterable[StoredObject], *, max_file_
     """
     of_objects = {item.key: item for item in _object_items(target, objects)}
     of_tensors = _chunk_items(target)
-    groups = _grouped(of_objects.values(), of_tensors, max_file_bytes)
+    groups = _grouped(of_objects.values(), of_tensors, max_file_bytes, apart)
     files = []
     for file, (name, members) in enumerate(groups):
         end = 0
@@ -218,7 +221,7 @@ def _chunk_items(target: Catalog) -> dict[str, list[Item]]:
 
 
 def _grouped(
-    objects: Iterable[Item], chunks: Mapping[str, Iterable[Item]], max_file_bytes: int | None
+    objects: Iterable[Item], chunks: Mapping[str, Iterable[Item]], max_file_bytes: int | None, apart: str | None
 ) -> Iterator[tuple[str, list[Item]]]:
     """File names and their items, objects first."""
     named: dict[int, list[Item]] = defaultdict(list)
@@ -241,9 +244,21 @@ def _grouped(
     groups += enumerate(_split(free, max_file_bytes or DEFAULT_MAX_FILE_BYTES), first_free)
     for number, members in groups:
         members.sort(key=lambda item: item.box is not None)
-        parts = [members] if max_file_bytes is None else _split(members, max_file_bytes)
-        for part, items in enumerate(parts):
-            yield f"__{number}_{part}.distcp", items
+        for prefix, some in _set_apart(members, apart):
+            parts = [some] if max_file_bytes is None else _split(some, max_file_bytes)
+            for part, items in enumerate(parts):
+                yield f"{prefix}__{number}_{part}.distcp", items
+
+
+def _set_apart(items: list[Item], prefix: str | None) -> Iterator[tuple[str, list[Item]]]:
+    """The beginning of file names, and the items whose keys begin so; "" for the other items."""
+    if prefix is None:
+        yield "", items
+        return
+    for name, is_apart in (("", False), (prefix, True)):
+        some = [item for item in items if item.key.startswith(prefix) == is_apart]
+        if some:
+            yield name, some
 
 
 def _split(items: Iterable[Item], max_file_bytes: int) -> Iterator[list[Item]]:

@@ -112,7 +112,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     Args:
         target: every array becomes a chunk. An object whose key is a ShardedObject's becomes an item; any other goes
             into the common state, nested as the skeleton says. Honoured attrs: ``dialect``, ``common``,
-            ``mcore_data``, ``max_file_bytes``.
+            ``mcore_data``, ``max_file_bytes``, ``separation_hint`` (``apart`` of ``lay_out_items``).
 
     Raises:
         UnsupportedError: the arrays are no chunks of their tensors, the dialect is not known, or an object for the
@@ -128,7 +128,13 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
         objects.append(StoredObject(COMMON_OBJECT, value=[common]))
     else:
         beside.append(common_image(target, common))
-    layout = lay_out_items(target, objects, max_file_bytes=dcp.max_file_bytes(target))
+    apart = target.attrs.get("separation_hint")
+    layout = lay_out_items(
+        target,
+        objects,
+        max_file_bytes=dcp.max_file_bytes(target),
+        apart=apart if isinstance(apart, str) else None,
+    )
     return (
         *layout.files,
         config_image(backend=_BACKEND, has_common_file=bool(beside)),
