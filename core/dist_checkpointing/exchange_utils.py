@@ -6,13 +6,14 @@ gets the same one. After a distributed load the ranks exchange tensors by one of
 memory beside the tensors that it keeps:
 
 ============== =========================================================================================
-broadcast      one shard, the largest that it passes on but does not keep (0 if it keeps all of them)
-gather_rounds  as many shards as there are ranks, and one, each as large as the largest of the round
+broadcast      one parcel: the largest shard that it passes on but does not keep, or 4 MiB of small ones
+gather_rounds  as many parcels as there are ranks, and one, each as large as the largest of the round
 gather_object  everything that the whole group loads, twice (in pickles, and out of them)
 ============== =========================================================================================
 
-A shard travels as bytes, so every dtype does. Tensors received lie in the memory that their ShardedTensor has already;
-without any, on the CPU. Groups whose backend moves only device memory (NCCL) are served through the current device.
+A parcel is a shard, or several small ones together. It travels as bytes, so every dtype does. Tensors received lie in
+the memory that their ShardedTensor has already; without any, on the CPU. Groups whose backend moves only device memory
+(NCCL) are served through the current device.
 
 All functions with a group are collective. They fail on all of its ranks or on none: what can fail on one rank (a shard
 that is not there, no memory) is done before the first exchange, and agreed on.
@@ -32,6 +33,7 @@ from core.dist_checkpointing import comm
 from core.dist_checkpointing.dict_utils import nested_values
 from core.dist_checkpointing.float8 import is_float8tensor
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from core.dist_checkpointing.parcels import Parcel, comparable, in_place, pack, parcels_of, row_bytes, unpack
 from core.dist_checkpointing.shard_bytes import (
     buffer,
     copy_bytes,
@@ -41,7 +43,6 @@ from core.dist_checkpointing.shard_bytes import (
     n_bytes,
     n_elements,
     nominal,
-    own_bytes,
 )
 from core.dist_checkpointing.utils import _sharded_tensor_shard_id, _ShardId
 from core.errors import CheckpointingException, CorruptError, MissingShardError
@@ -116,18 +117,13 @@ def distribute_shards_to_ranks(
             shard in cross_parallelization_group_loads,
             len(shard_to_ranks[shard]),
             -shard_to_size[shard],
-            _comparable(shard),
+            comparable(shard),
         ),
     ):
         rank = min(shard_to_ranks[shard], key=lambda rank: (loads[rank], rank))
         loads[rank] += shard_to_size[shard]
         found[shard] = rank
     return found
-
-
-def _comparable(shard: Any) -> Any:
-    """A shard's id as something that can be ordered: a part that is None (no flattened range) before all tuples."""
-    return tuple(() if part is None else part for part in shard) if isinstance(shard, tuple) else shard
 
 
 def determine_main_replica_uniform_distribution(
@@ -191,38 +187,35 @@ def exchange_loaded_tensors_gather_rounds(
     shard_distribution: ShardDistribution | None = None,
     parallelization_group: Any = None,
 ) -> dict[_ShardId, torch.Tensor]:
-    """Exchanges tensors in rounds, in each of which every rank gives one shard to all the others.
+    """Exchanges tensors in rounds, in each of which every rank gives one parcel to all the others.
 
-    The largest of each rank go first, so that the shards of a round are of similar size: the smaller ones are padded.
+    The largest of each rank go first, so that the parcels of a round are of similar size: the smaller ones are padded.
 
     Args, returns, raises: see :func:`exchange_by_distribution`.
     """
     group = parallelization_group
-    shards = _exchanged(_given(shard_distribution))
-    found = comm.together(lambda: _prepared(loaded_tensors, unloaded_shards, _given(shard_distribution), group), group)
-    by_rank: list[list[_Exchanged]] = [[] for _ in range(comm.world_size(group))]
-    for shard in sorted(shards, key=lambda shard: (-shard.n_bytes, _comparable(shard.shard_id))):
-        by_rank[shard.main_rank].append(shard)
+    by_rank: list[list[Parcel]] = [[] for _ in range(comm.world_size(group))]
+    for parcel in _parcels(_given(shard_distribution)):
+        by_rank[parcel.main_rank].append(parcel)
     rounds = list(zip_longest(*by_rank))
-    width = _row_bytes(shards)
     device = exchange_device(group)
-    given, taken = comm.together(lambda: (buffer(width, device), buffer(width * len(by_rank), device)), group)
+
+    def prepared() -> tuple[dict[_ShardId, torch.Tensor], torch.Tensor, torch.Tensor]:
+        width = max(map(row_bytes, rounds), default=0)
+        found = _prepared(loaded_tensors, unloaded_shards, _given(shard_distribution), group)
+        return found, buffer(width, device), buffer(width * len(by_rank), device)
+
+    found, given, taken = comm.together(prepared, group)
     rank = comm.rank(group)
     for row in rounds:
-        width = _row_bytes(shard for shard in row if shard is not None)
-        flat = taken[: width * len(row)]
+        width = row_bytes(row)
         if row[rank] is not None:
-            copy_bytes(found[row[rank].shard_id], given, is_received=False)
-        gather_bytes(flat, given[:width], group)
-        for source, shard in enumerate(row):
-            if shard is not None and source != rank and shard.shard_id in found:
-                copy_bytes(found[shard.shard_id], flat[source * width :], is_received=True)
+            pack(row[rank], found, given)
+        gather_bytes(taken[: width * len(row)], given[:width], group)
+        for source, parcel in enumerate(row):
+            if parcel is not None and source != rank:
+                unpack(parcel, found, taken[source * width :])
     return found
-
-
-def _row_bytes(shards: Iterable[_Exchanged]) -> int:
-    """Bytes of the largest shard, up to a multiple that every dtype may begin at."""
-    return -(-max((shard.n_bytes for shard in shards), default=0) // 16) * 16
 
 
 def exchange_loaded_tensors_gather_object(
@@ -297,30 +290,29 @@ def exchange_loaded_tensors_broadcast(
     shard_distribution: ShardDistribution | None,
     parallelization_group: Any = None,
 ) -> dict[_ShardId, torch.Tensor]:
-    """Exchanges tensors one at a time, each from the rank that loaded it to the whole group.
+    """Exchanges tensors one after another, each from the rank that loaded it to the whole group.
 
     Args, returns, raises: see :func:`exchange_by_distribution`.
     """
     group = parallelization_group
-    shards = _exchanged(_given(shard_distribution))
+    parcels = _parcels(_given(shard_distribution))
     device = exchange_device(group)
 
     def prepared() -> tuple[dict[_ShardId, torch.Tensor], torch.Tensor]:
         found = _prepared(loaded_tensors, unloaded_shards, _given(shard_distribution), group)
-        staged = [shard.n_bytes for shard in shards if own_bytes(found.get(shard.shard_id), device) is None]
+        staged = [parcel.n_bytes for parcel in parcels if in_place(parcel, found, device) is None]
         return found, buffer(max(staged, default=0), device)
 
     found, scratch = comm.together(prepared, group)
-    for shard in shards:
-        tensor = found.get(shard.shard_id)
-        own = own_bytes(tensor, device)
-        moved = scratch[: shard.n_bytes] if own is None else own
-        is_source = shard.main_rank == comm.rank(group)
+    for parcel in parcels:
+        own = in_place(parcel, found, device)
+        moved = scratch[: parcel.n_bytes] if own is None else own
+        is_source = parcel.main_rank == comm.rank(group)
         if own is None and is_source:
-            copy_bytes(tensor, moved, is_received=False)
-        dist.broadcast(moved, src=comm.global_rank(shard.main_rank, group), group=group)
-        if own is None and tensor is not None and not is_source:
-            copy_bytes(tensor, moved, is_received=True)
+            pack(parcel, found, moved)
+        dist.broadcast(moved, src=comm.global_rank(parcel.main_rank, group), group=group)
+        if own is None and not is_source:
+            unpack(parcel, found, moved)
     return found
 
 
@@ -360,28 +352,24 @@ def exchange_by_distribution(
     return exchange(loaded_tensors, unloaded_shards, _given(shard_distribution), parallelization_group)
 
 
-class _Exchanged(NamedTuple):
-    """A shard that moves: its bytes, and the rank of the group that has loaded it."""
-
-    shard_id: _ShardId
-    n_bytes: int
-    main_rank: int
-
-
 def _given(distribution: ShardDistribution | None) -> ShardDistribution:
     if distribution is None:
         raise ValueError("an exchange needs the distribution by which the tensors were loaded")
     return distribution
 
 
-def _exchanged(distribution: ShardDistribution) -> list[_Exchanged]:
-    """The shards that some rank needs beside the one that loads it, in the same order on all ranks; no empty ones."""
-    found = (
-        _Exchanged(shard, n_bytes(distribution.shard_to_metadata[shard]), rank)
+def _exchanged(distribution: ShardDistribution) -> list[_ShardId]:
+    """The shards that some rank needs beside the one that loads it."""
+    return [
+        shard
         for shard, rank in distribution.main_rank_for_shard.items()
         if any(other != rank for other in distribution.all_ranks_for_shard[shard])
-    )
-    return [shard for shard in found if shard.n_bytes]
+    ]
+
+
+def _parcels(distribution: ShardDistribution) -> list[Parcel]:
+    sizes = {shard: n_bytes(distribution.shard_to_metadata[shard]) for shard in _exchanged(distribution)}
+    return parcels_of(sizes, distribution.main_rank_for_shard)
 
 
 def _prepared(
@@ -398,10 +386,10 @@ def _prepared(
     rank = comm.rank(group)
     found = {shard: nominal(tensor) for shard, tensor in loaded.items()}
     for shard in _exchanged(distribution):
-        if shard.main_rank == rank:
-            if shard.shard_id not in found:
-                raise _missing([shard.shard_id])
-            _check_loaded(found[shard.shard_id], distribution.shard_to_metadata[shard.shard_id])
+        if distribution.main_rank_for_shard[shard] == rank:
+            if shard not in found:
+                raise _missing([shard])
+            _check_loaded(found[shard], distribution.shard_to_metadata[shard])
     missing = [shard for shard in unloaded if rank not in distribution.all_ranks_for_shard.get(shard, ())]
     if missing:
         raise _missing(missing)

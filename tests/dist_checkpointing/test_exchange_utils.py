@@ -21,6 +21,7 @@ from core.dist_checkpointing.exchange_utils import (
     exchange_loaded_objects_gather_object,
 )
 from core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from core.dist_checkpointing.parcels import PARCEL_BYTES
 from core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from core.errors import CheckpointingException
 from tests.dist_checkpointing.ranks import run_ranks
@@ -161,7 +162,8 @@ def _shards(rank: int, world: int) -> dict[str, ShardedTensor]:
     """What a rank holds: tensors of all ranks, of some, of itself only; all dtypes, empty, 0-d, flat, strided."""
     found = {f"all.{dtype}": _tensor(f"all.{dtype}", 3 + index, dtype) for index, dtype in enumerate(DTYPES)}
     found["empty"] = _tensor("empty", 0)
-    found["large"] = _tensor("large", 1000)
+    found["large"] = _tensor("large", PARCEL_BYTES // 4 + 3)
+    found["wide"] = ShardedTensor.from_rank_offsets("wide", found["large"].data[:-3].view(8, -1).t())
     found["scalar"] = ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5))
     matrix = torch.arange(35.0).view(7, 5).t()
     found["strided"] = ShardedTensor.from_rank_offsets("strided", matrix)
@@ -171,6 +173,7 @@ def _shards(rank: int, world: int) -> dict[str, ShardedTensor]:
     found["flat"] = flat
     if rank % 2 == 0:
         found["even"] = _tensor("even", 17)
+        found["even.large"] = _tensor("even.large", PARCEL_BYTES + 3, torch.uint8)
     found[f"own.{rank}"] = _tensor(f"own.{rank}", 11)
     for index, tensor in enumerate(found.values()):
         tensor.replica_id = (0, rank) if index % 3 else 0 if rank == 0 else rank
