@@ -1,0 +1,129 @@
+"""Removes entries from a finished torch_dist (or DCP) checkpoint.
+
+What stays is not touched: only ``.metadata`` is written again, beside the old one, which it then replaces at once;
+files in which nothing is left are deleted afterwards. So whoever reads in between finds one state or the other. The
+bytes of an entry in a file that has others, too, stay there, unused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from core.errors import UnsupportedError, UsageError
+from core.formats.dcp import METADATA, metadata_of
+from core.formats.dcp_columns import DcpMetadata
+from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
+from core.manifest import MANIFEST
+from core.stage_store import sync_folder
+from core.store import LocalStore, translated
+
+logger = logging.getLogger(__name__)
+
+
+def remove_entries(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
+    """Removes the tensors and objects whose keys begin with a prefix.
+
+    For one process. A manifest is deleted, as its sums would no longer be true.
+
+    Args:
+        checkpoint_dir: holds ``.metadata``.
+        key_prefix: not empty.
+
+    Returns:
+        The keys that were removed.
+
+    Raises:
+        UsageError: the prefix is empty.
+        UnsupportedError: what stays is stored in a way that new metadata cannot say.
+        CheckpointingException: the metadata cannot be read, or the system refuses.
+    """
+    if not key_prefix:
+        raise UsageError(
+            "an empty prefix would remove the whole checkpoint", hint="delete its directory, if that is meant"
+        )
+    folder = Path(checkpoint_dir)
+    store = LocalStore(folder)
+    try:
+        metadata = metadata_of(store)
+        is_whole = store.exists(METADATA)
+    finally:
+        store.close()
+    gone = [key for key in (*metadata.tensors, *metadata.objects) if key.startswith(key_prefix)]
+    if not gone:
+        logger.warning("nothing in %s has a key that begins with %r", folder, key_prefix)
+        return []
+    _check_can_be_said(metadata, is_whole=is_whole)
+    kept = {row.key: row for row in _rows(metadata) if not row.key.startswith(key_prefix)}
+    _replace(folder / METADATA, _written(metadata, kept))
+    _delete(folder / MANIFEST)
+    for name in sorted(set(metadata.files) - _files_of(metadata, kept)):
+        _delete(folder / name)
+    sync_folder(folder)
+    return gone
+
+
+def _check_can_be_said(metadata: DcpMetadata, *, is_whole: bool) -> None:
+    if metadata.descriptors or metadata.object_descriptors or metadata.raw_files or not is_whole:
+        raise UnsupportedError(
+            "entries cannot be removed where items are compressed or safetensors, or where every rank has its metadata",
+            hint="ckpt convert --to torch_dist --exclude leaves tensors out of a copy",
+        )
+
+
+def _rows(metadata: DcpMetadata) -> Iterator[TensorRow | ObjectRow]:
+    for key, tensor in metadata.tensors.items():
+        chunks = (ChunkRow(box.offset, box.shape, *item) for box, item in metadata.chunks(key))
+        yield TensorRow(key, tensor.dtype, tensor.shape, chunks, tensor.requires_grad)
+    for key, item in metadata.objects.items():
+        yield ObjectRow(key, *item)
+
+
+def _files_of(metadata: DcpMetadata, kept: dict[str, TensorRow | ObjectRow]) -> set[str]:
+    """Files in which something is left."""
+    found = {item.file for key, item in metadata.objects.items() if key in kept}
+    for key, tensor in metadata.tensors.items():
+        if key in kept:
+            rows = metadata.file_index[tensor.first : tensor.first + tensor.n_chunks]
+            found.update(metadata.files[number] for number in set(rows))
+    return found
+
+
+def _written(metadata: DcpMetadata, kept: dict[str, TensorRow | ObjectRow]) -> bytes:
+    paths, facts = metadata.planner_data, metadata.mcore_data
+    attributes: dict[str, object] = {}
+    if isinstance(facts, dict):
+        attributes["mcore_data"] = {key: fact for key, fact in facts.items() if key in kept}
+    return write_metadata(
+        kept.values(),
+        planner_data=None if paths is None else {key: path for key, path in paths.items() if key in kept},
+        version=metadata.version or "1.0.0",
+        attributes=attributes,
+    )
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Gives a file new content at once.
+
+    Raises:
+        StorageError: the system refuses; the old content stays.
+    """
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with translated(str(path), doing="write"):
+        try:
+            with open(beside, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+    sync_folder(path.parent)
+
+
+def _delete(path: Path) -> None:
+    with translated(str(path), doing="delete"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,328 @@
+"""The strategies of torch_dist, with the real readers and writers of the same files on the other end."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from core.dist_checkpointing.strategies.torch import (
+    MCoreMetadata,
+    MCoreSavePlan,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from core.errors import CheckpointingException
+from tests.dist_checkpointing.ranks import run_ranks
+from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
+from tests.real_readers import read_dcp
+
+SHAPES = {
+    "column": ((8, 6), torch.float32),
+    "row": ((6, 8), torch.bfloat16),
+    "grid": ((4, 8), torch.float16),
+    "layers": ((4, 3, 5), torch.float32),
+    "optimizer.flat": ((4, 6), torch.float32),
+    "optimizer.step": ((), torch.int64),
+    "same": ((3,), torch.uint8),
+}
+
+
+def saves(**options: object) -> TorchDistSaveShardedStrategy:
+    return TorchDistSaveShardedStrategy("torch_dist", 1, **options)
+
+
+def state_of(rank: int, world: int, *, is_filled: bool = True) -> dict[str, object]:
+    """A state of tensors and objects, cut otherwise for every number of ranks; ``same`` is replicated."""
+    n_cells, layers = 24, 4 // world
+    rows = 2 if world == 4 else 1
+    start, stop = (round(n_cells * at / world) + (0 < at < world) for at in (rank, rank + 1))
+
+    def part(key: str, *offsets: tuple[int, int, int], **more: object) -> ShardedTensor:
+        shape, dtype = SHAPES[key]
+        return part_of(key, shape, *offsets, dtype=dtype, is_filled=is_filled, **more)
+
+    flat = flat_part_of("optimizer.flat", SHAPES["optimizer.flat"][0], start, stop, is_filled=is_filled)
+    return {
+        "model": {
+            "column": part("column", (0, rank, world)),
+            "row": part("row", (1, rank, world)),
+            "grid": part("grid", (0, rank % rows, rows), (1, rank // rows, world // rows)),
+            "layers": [part("layers", (0, rank * layers + n, 4), prepended=1) for n in range(layers)],
+            "same": part("same", replica_id=(0, rank)),
+        },
+        "optimizer": {"flat": flat, 0: {"step": part("optimizer.step", replica_id=rank)}},
+        "rng": ShardedObject("rng", {"seed": 7 + rank, "pair": (1, 2.5)} if is_filled else None, (world,), (rank,)),
+        "once": ShardedObject("optimizer.once", ["a", None] if is_filled else None, (1,), (0,), replica_id=rank),
+    }
+
+
+def differences(found: object, wanted: object, path: str = "") -> list[str]:
+    """Where what was loaded is not what was saved."""
+    if isinstance(wanted, dict):
+        return [d for key in wanted for d in differences(found[key], wanted[key], f"{path}/{key}")]
+    if isinstance(wanted, list):
+        assert isinstance(found, list) and len(found) == len(wanted)
+        return [d for n, (a, b) in enumerate(zip(found, wanted, strict=True)) for d in differences(a, b, f"{path}/{n}")]
+    if isinstance(wanted, ShardedObject):
+        return [] if found == wanted.data else [path]
+    same = torch.equal(found, wanted.data) and found.dtype == wanted.dtype and found.shape == wanted.data.shape
+    return [] if same else [path]
+
+
+def _save(rank: int, world: int, folder: Path, options: dict[str, object]) -> None:
+    saves(**options).save(state_of(rank, world), folder)
+
+
+def _load(rank: int, world: int, folder: Path, with_objects: bool) -> list[str]:
+    asked, wanted = state_of(rank, world, is_filled=False), state_of(rank, world)
+    if not with_objects:
+        del asked["rng"], wanted["rng"]
+    return differences(TorchDistLoadShardedStrategy().load(asked, folder), wanted)
+
+
+def on_ranks(n: int, function, *args: object) -> list:
+    return [function(0, 1, *args)] if n == 1 else run_ranks(n, function, *args)
+
+
+def check_tensors(found: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+    assert found.keys() == SHAPES.keys()
+    for key, (shape, dtype) in SHAPES.items():
+        want = global_tensor(key, shape, dtype)
+        data = want.flatten().view(torch.uint8).numpy().tobytes()
+        assert found[key] == (str(dtype).removeprefix("torch."), shape, data), key
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("n_saved", [1, 2, 4])
+def test_what_is_saved_is_loaded_at_any_number_of_ranks_and_read_by_torch(n_saved, tmp_path):
+    on_ranks(n_saved, _save, tmp_path, {})
+    assert {file.name for file in tmp_path.iterdir()} == {".metadata", *(f"__{n}_0.distcp" for n in range(n_saved))}
+    for n_loaded in (1, 2, 4):
+        assert on_ranks(n_loaded, _load, tmp_path, n_loaded == n_saved) == [[]] * n_loaded
+    check_tensors(read_dcp(tmp_path))
+
+
+def test_loading_fills_given_data_in_place_and_makes_what_is_missing(tmp_path):
+    saves().save({"w": part_of("w", (4, 3)), "b": part_of("b", (4,))}, tmp_path)
+    given = torch.nn.Parameter(torch.zeros(3, 4).t())
+    asked = {"w": ShardedTensor.from_rank_offsets("w", given), "b": part_of("b", (4,)).without_data()}
+    found = TorchDistLoadShardedStrategy().load(asked, tmp_path)
+    assert found["w"].data_ptr() == given.data_ptr() and not found["w"].requires_grad
+    assert torch.equal(given.data, global_tensor("w", (4, 3)))
+    assert torch.equal(found["b"], global_tensor("b", (4,)))
+
+
+def test_a_tensor_of_another_shape_is_an_error_unless_a_mismatch_is_allowed(tmp_path):
+    saves().save({"w": part_of("w", (4, 3))}, tmp_path)
+    load = TorchDistLoadShardedStrategy().load
+    with pytest.raises(CheckpointingException, match="tensor w"):
+        load({"w": part_of("w", (6, 3))}, tmp_path)
+    for rows in (2, 6):
+        asked = part_of("w", (rows, 3), is_filled=False, allow_shape_mismatch=True)
+        want = torch.zeros(rows, 3)
+        want[:4] = global_tensor("w", (4, 3))[:rows]
+        assert torch.equal(load({"w": asked}, tmp_path)["w"], want)
+
+
+def test_what_the_checkpoint_lacks_is_named(tmp_path):
+    saves().save({"w": part_of("w", (4,)), "o": ShardedObject("o", 1, (2,), (0,))}, tmp_path)
+    load = TorchDistLoadShardedStrategy().load
+    with pytest.raises(CheckpointingException, match="no such tensor.*tensor v"):
+        load({"v": part_of("v", (4,))}, tmp_path)
+    with pytest.raises(CheckpointingException, match="o/shard_1_2"):
+        load({"o": ShardedObject("o", None, (2,), (1,))}, tmp_path)
+
+
+def test_metadata_are_listed_by_key(tmp_path):
+    saves().save(state_of(0, 1), tmp_path)
+    strategy = TorchDistLoadShardedStrategy()
+    tensors = strategy.load_tensors_metadata(tmp_path)
+    assert {key: (item.global_shape, item.dtype, item.data) for key, item in tensors.items()} == {
+        key: (shape, dtype, None) for key, (shape, dtype) in SHAPES.items()
+    }
+    assert all(item.local_shape == item.global_shape for item in tensors.values())
+    found = strategy.load_sharded_metadata(tmp_path)
+    objects = {key: item for key, item in found.items() if isinstance(item, ShardedObject)}
+    assert set(objects) == {"rng/shard_0_1", "optimizer.once/shard_0_1"} == {o.unique_key for o in objects.values()}
+    assert found.keys() - objects.keys() == SHAPES.keys()
+    assert strategy.cached_global_metadata is None
+    strategy.load({"same": part_of("same", (3,), dtype=torch.uint8)}, tmp_path)
+    metadata = strategy.cached_global_metadata
+    assert set(metadata.state_dict_metadata) == set(found)
+    again = strategy.load_tensors_metadata(tmp_path, metadata)
+    assert {key: (item.global_shape, item.dtype) for key, item in again.items()} == dict(SHAPES)
+
+
+def test_another_backend_or_version_is_refused():
+    strategy = TorchDistLoadShardedStrategy()
+    strategy.check_backend_compatibility("torch_dist")
+    strategy.check_version_compatibility(1)
+    with pytest.raises(CheckpointingException, match="reads the backend 'torch_dist', but the checkpoint has 'zarr'"):
+        strategy.check_backend_compatibility("zarr")
+    with pytest.raises(
+        CheckpointingException, match="reads version 1 of its backend, but the checkpoint has version 2"
+    ):
+        strategy.check_version_compatibility(2)
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+    for state, reason in (
+        ({"w": torch.zeros(3)}, "with a Tensor cannot be saved"),
+        ({"w": part_of("w", (4,)).without_data()}, "no data.*tensor w"),
+        ({"a": part_of("w", (4,)), "b": part_of("w", (4,))}, "two main replicas of one shard.*tensor w"),
+        ({"a": ShardedObject("o", 1, (1,), (0,)), "b": ShardedObject("o", 2, (1,), (0,))}, "two main replicas"),
+    ):
+        with pytest.raises(CheckpointingException, match=reason):
+            saves().save(state, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointingException, match="0 threads"):
+        saves(thread_count=0)
+    for hint in ("", "a/b"):
+        with pytest.raises(CheckpointingException, match="separation hint"):
+            saves(separation_hint=hint)
+
+
+def _fail(rank: int, world: int, folder: Path) -> str:
+    state = state_of(rank, world)
+    if rank == 1:
+        state["model"]["column"].data = None
+    try:
+        saves().save(state, folder)
+    except CheckpointingException as err:
+        return str(err)
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_what_one_rank_cannot_save_fails_on_every_rank(tmp_path):
+    found = run_ranks(3 - 1, _fail, tmp_path)
+    assert all("the tensor has no data to be saved" in text for text in found), found
+    assert list(tmp_path.iterdir()) == []
+
+
+def _load_missing(rank: int, world: int, folder: Path) -> str:
+    asked = {"w": part_of("w" if rank == 0 else "v", (4,))}
+    try:
+        TorchDistLoadShardedStrategy().load(asked, folder)
+    except CheckpointingException as err:
+        return str(err)
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_what_one_rank_cannot_load_fails_on_every_rank(tmp_path):
+    saves().save({"w": part_of("w", (4,))}, tmp_path)
+    assert all("no such tensor" in text for text in run_ranks(2, _load_missing, tmp_path))
+
+
+def _save_replicas(rank: int, world: int, folder: Path) -> None:
+    """Every rank holds all of ``w``, none of them as the main replica, and two parts of ``v``."""
+    state = {"w": part_of("w", (4, 2), replica_id=rank + 1), "o": ShardedObject("o", "x", (1,), (0,), replica_id=1)}
+    state["v"] = [part_of("v", (6,), (0, (rank + n) % 3, 3), replica_id=n) for n in range(2)]
+    saves(keep_only_main_replica=False).save(state, folder)
+
+
+@pytest.mark.dist
+def test_without_main_replicas_only_each_shard_is_written_once(tmp_path):
+    run_ranks(3, _save_replicas, tmp_path)
+    found = read_dcp(tmp_path)
+    assert found["w"][2] == global_tensor("w", (4, 2)).numpy().tobytes()
+    assert found["v"][2] == global_tensor("v", (6,)).numpy().tobytes()
+    assert TorchDistLoadShardedStrategy().load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path) == {"o": "x"}
+
+
+def _save_often(rank: int, world: int, folder: Path) -> list[bool]:
+    """Three saves of one structure, then one of another; whether each used what was agreed on before."""
+    strategy = saves(cached_metadata=True)
+    made, reused = [], []
+    for number, more in enumerate(((), (), (), ("extra",))):
+        target = folder / str(number)
+        if rank == 0:
+            target.mkdir()
+        dist.barrier()
+        state = state_of(rank, world)
+        for key in more:
+            state[key] = part_of(key, (world * 2,), (0, rank, world))
+        strategy.save(state, target)
+        images = strategy._agreement.made
+        reused.append(any(images is earlier for earlier in made))
+        made.append(images)
+    return reused
+
+
+@pytest.mark.dist
+def test_saves_of_one_structure_share_what_was_agreed_on(tmp_path):
+    assert run_ranks(2, _save_often, tmp_path) == [[False, True, True, False]] * 2
+    for number in range(4):
+        found = read_dcp(tmp_path / str(number))
+        assert ("extra" in found) == (number == 3)
+        found.pop("extra", None)
+        check_tensors(found)
+
+
+def test_a_later_save_of_other_values_with_the_same_strategy_has_these(tmp_path):
+    strategy = saves(cached_metadata=True)
+    for value in (1.0, 2.0):
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        strategy.save({"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), value))}, folder)
+        assert torch.equal(
+            torch.frombuffer(bytearray(read_dcp(folder)["w"][2]), dtype=torch.float32), torch.full((4,), value)
+        )
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_separation_hint_keeps_files_apart_and_they_can_be_removed(n, tmp_path):
+    on_ranks(n, _save, tmp_path, {"separation_hint": "optimizer", "thread_count": 4})
+    apart = {f"optimizer__{number}_0.distcp" for number in range(n)}
+    others = {file.name: file.read_bytes() for file in tmp_path.glob("__*")}
+    assert {file.name for file in tmp_path.iterdir()} == {".metadata", *apart, *(f"__{n}_0.distcp" for n in range(n))}
+    assert on_ranks(n, _load, tmp_path, True) == [[]] * n
+    TorchDistLoadShardedStrategy().remove_sharded_tensors(tmp_path, "optimizer")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != ".metadata"} == others
+    found = TorchDistLoadShardedStrategy().load_sharded_metadata(tmp_path)
+    kept = {key for key in SHAPES if not key.startswith("optimizer")}
+    assert found.keys() == {*kept, *(f"rng/shard_{number}_{n}" for number in range(n))}
+    assert read_dcp(tmp_path).keys() == kept
+
+
+def test_removing_leaves_other_entries_of_the_same_file_as_they_are(tmp_path, caplog):
+    saves().save(state_of(0, 1), tmp_path)
+    before = read_dcp(tmp_path)
+    data = (tmp_path / "__0_0.distcp").read_bytes()
+    load = TorchDistLoadShardedStrategy()
+    load.remove_sharded_tensors(str(tmp_path), "layers")
+    assert (tmp_path / "__0_0.distcp").read_bytes() == data
+    before.pop("layers")
+    assert read_dcp(tmp_path) == before
+    stated = (tmp_path / ".metadata").read_bytes()
+    with caplog.at_level(logging.WARNING):
+        load.remove_sharded_tensors(tmp_path, "nothing")
+    assert "'nothing'" in caplog.text and (tmp_path / ".metadata").read_bytes() == stated
+    with pytest.raises(CheckpointingException, match="empty prefix"):
+        load.remove_sharded_tensors(tmp_path, "")
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".metadata", "__0_0.distcp"]
+
+
+def test_the_old_metadata_stay_where_new_ones_cannot_be_written(tmp_path, monkeypatch):
+    saves(separation_hint="optimizer").save(state_of(0, 1), tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def refuse(*names: object) -> None:
+        raise OSError(5, "no")
+
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(CheckpointingException, match="cannot write"):
+        TorchDistLoadShardedStrategy().remove_sharded_tensors(tmp_path, "optimizer")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_the_names_of_old_classes_are_there():
+    assert MCoreMetadata() is not None
+    assert MCoreSavePlan() is not None
