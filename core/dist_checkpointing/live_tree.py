@@ -196,13 +196,14 @@ class LiveTree:
 
     def _of_registered(self, node: Inert, fn: Global, args: tuple[Any, ...]) -> _Steps:
         """An instance of a class, or the result of a function, that the program registered; else NotImplemented."""
-        function = self._registered.get((fn.module, fn.name))
-        if function is None or _is_attack(fn):
+        name = fn.module, fn.name
+        function = self._registered.get(name)
+        if function is None or name in _CLASSES or _is_attack(fn):
             return NotImplemented
         kwargs = (yield node.kwargs) or {}
         if node.how == "reduce":
-            return function(*args)
-        return function.__new__(function, *args, **kwargs)
+            return _checked(node, partial(function, *args))
+        return _checked(node, partial(function.__new__, function, *args, **kwargs))
 
     def _member(self, fn: Global, args: tuple[Any, ...]) -> Any:
         """The member of an enumeration that a value belongs to, or NotImplemented."""
@@ -288,7 +289,7 @@ def _checked(node: object, make: Callable[[], Any]) -> Any:
         return make()
     except CheckpointingException:
         raise
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as err:
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError, MemoryError) as err:
         raise CorruptError(f"a {_kind_of(node)} is malformed: {type(err).__name__}: {str(err)[:200]}") from err
 
 
