@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 from core.box import Box
 from core.coverage import first_hole, first_overlap
@@ -44,13 +44,12 @@ def check_sharding(global_metadata: Sequence[Iterable[ShardedBase]]) -> None:
         UsageError: they do not; it names the key, the shard and the ranks.
     """
     for key, held in _by_key(global_metadata).items():
-        tensors, objects = _of_kind(held, ShardedTensor), _of_kind(held, ShardedObject)
-        if len(held) not in (len(tensors), len(objects)):
-            _refuse_mixture(key, held)
-        if objects:
-            _check_object(key, objects)
+        if _are(held, ShardedTensor):
+            _check_tensor(key, held)
+        elif _are(held, ShardedObject):
+            _check_object(key, held)
         else:
-            _check_tensor(key, tensors)
+            _refuse_mixture(key, held)
 
 
 def check_irregular(global_metadata: Sequence[Iterable[ShardedBase]]) -> None:
@@ -62,9 +61,10 @@ def check_irregular(global_metadata: Sequence[Iterable[ShardedBase]]) -> None:
         UsageError: shards overlap, or leave a hole.
     """
     for key, held in _by_key(global_metadata).items():
-        tensors = _of_kind(held, ShardedTensor)
-        if tensors and not tensors[0].shard.has_regular_grid and not tensors[0].shard.allow_shape_mismatch:
-            _check_tiling(key, tensors[0].shard, _main_chunks(tensors))
+        if _are(held, ShardedTensor):
+            first = held[0].shard
+            if not first.has_regular_grid and not first.allow_shape_mismatch:
+                _check_tiling(key, first, _main_chunks(held))
 
 
 def _by_key(global_metadata: Sequence[Iterable[ShardedBase]]) -> dict[str, list[Held[ShardedBase]]]:
@@ -75,8 +75,8 @@ def _by_key(global_metadata: Sequence[Iterable[ShardedBase]]) -> dict[str, list[
     return found
 
 
-def _of_kind(held: Iterable[Held[ShardedBase]], kind: type[S]) -> list[Held[S]]:
-    return [Held(rank, shard) for rank, shard in held if isinstance(shard, kind)]
+def _are(held: list[Held[Any]], kind: type[S]) -> TypeGuard[list[Held[S]]]:
+    return all(isinstance(shard, kind) for _, shard in held)
 
 
 def _refuse_mixture(key: str, held: list[Held[ShardedBase]]) -> None:
@@ -123,14 +123,12 @@ def _check_agreement(key: str, held: list[Held[ShardedTensor]]) -> None:
                 )
 
 
-class _Chunk(NamedTuple):
-    """A shard before flattening: where it begins in the global tensor, and its local shape."""
+_Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+"""A shard before flattening: where it begins in the global tensor, and its local shape."""
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"of shape {self.shape} at {self.offset}"
+def _named(chunk: _Chunk) -> str:
+    return f"shard of shape {chunk[1]} at {chunk[0]}"
 
 
 def _main_chunks(held: Iterable[Held[ShardedTensor]]) -> dict[_Chunk, list[Held[ShardedTensor]]]:
@@ -139,7 +137,7 @@ def _main_chunks(held: Iterable[Held[ShardedTensor]]) -> dict[_Chunk, list[Held[
     for one in held:
         flat = one.shard.flattened_range
         if is_main_replica(one.shard.replica_id) and (flat is None or flat.start < flat.stop):
-            chunk = _Chunk(tuple(one.shard.global_offset), tuple(one.shard.local_shape))
+            chunk = tuple(one.shard.global_offset), tuple(one.shard.local_shape)
             found.setdefault(chunk, []).append(one)
     return found
 
@@ -150,7 +148,7 @@ def _check_chunk(key: str, chunk: _Chunk, holders: list[Held[ShardedTensor]]) ->
         _check_ranges(key, chunk, holders)
     elif len(holders) > 1:
         raise UsageError(
-            f"the shard {chunk} has {len(holders)} main replicas, on ranks {_ranks(holders)}",
+            f"the {_named(chunk)} has {len(holders)} main replicas, on ranks {_ranks(holders)}",
             key=key,
             rank=_ranks(holders),
             hint=_TWICE,
@@ -163,8 +161,8 @@ def _check_ranges(key: str, chunk: _Chunk, holders: list[Held[ShardedTensor]]) -
     for start, stop, rank in ranges:
         if start < reached:
             raise UsageError(
-                f"the flattened ranges of the shard {chunk} overlap: elements {start}–{min(stop, reached)} are held by "
-                f"ranks {last} and {rank}",
+                f"the flattened ranges of the {_named(chunk)} overlap: elements {start}–{min(stop, reached)} are held "
+                f"by ranks {last} and {rank}",
                 key=key,
                 rank=f"{last}, {rank}",
                 hint=_TWICE,
@@ -172,11 +170,11 @@ def _check_ranges(key: str, chunk: _Chunk, holders: list[Held[ShardedTensor]]) -
         if start > reached:
             break
         reached, last = stop, rank
-    size = prod(chunk.shape)
+    size = prod(chunk[1])
     if reached < size:
         until = next((start for start, _, _ in ranges if start > reached), size)
         raise UsageError(
-            f"no main replica holds elements {reached}–{until} of the flattened shard {chunk} of {size} elements; "
+            f"no main replica holds elements {reached}–{until} of the flattened {_named(chunk)} of {size} elements; "
             f"ranks {_ranks(holders)} hold others",
             key=key,
             hint="the flattened ranges of all ranks have to tile the shard",
@@ -197,7 +195,7 @@ def _check_grid(key: str, held: list[Held[ShardedTensor]], chunks: list[_Chunk])
             key=key,
             hint="correct the shapes, or set allow_shape_mismatch where the tensor is padded",
         )
-    places = sorted(tuple(o // n if n else o for o, n in zip(chunk.offset, local, strict=True)) for chunk in chunks)
+    places = sorted(tuple(o // n if n else o for o, n in zip(chunk[0], local, strict=True)) for chunk in chunks)
     outside = next((place for place in places if any(i >= n for i, n in zip(place, grid, strict=True))), None)
     if outside is not None:
         raise UsageError(f"shard {outside} is outside the grid of {grid} shards", key=key, hint="check the offsets")
@@ -236,7 +234,7 @@ def _copies(held: list[Held[ShardedTensor]], place: tuple[int, ...]) -> str:
 
 def _check_tiling(key: str, first: ShardedTensor, chunks: dict[_Chunk, list[Held[ShardedTensor]]]) -> None:
     leading = (1,) * first.prepend_axis_num
-    held = [(Box(chunk.offset, leading + chunk.shape), holders[0].rank) for chunk, holders in chunks.items()]
+    held = [(Box(chunk[0], leading + chunk[1]), holders[0].rank) for chunk, holders in chunks.items()]
     held = [(box, rank) for box, rank in held if not box.is_empty]
     boxes = [box for box, _ in held]
     region = Box((0,) * len(first.global_shape), tuple(first.global_shape))
