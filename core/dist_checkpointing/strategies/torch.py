@@ -203,7 +203,7 @@ def _once(
     tensors: list[ShardedTensor], objects: list[ShardedObject]
 ) -> tuple[list[ShardedTensor], list[ShardedObject]]:
     """What of it no lower rank has, too; collective."""
-    shards = comm.all_gather([_shard_id(leaf) for leaf in (*tensors, *objects)])
+    shards = comm.all_gather([*map(_shard_id, tensors), *map(_shard_id, objects)])
     taken = {shard for lower in shards[: comm.rank()] for shard in lower}
     return (
         [tensor for tensor in tensors if _shard_id(tensor) not in taken],
