@@ -107,6 +107,7 @@ def save(
     target = Path(checkpoint_dir)
     publication = comm.together(lambda: Publication(target, overwrite=overwrite) if comm.rank() == 0 else None)
     try:
+        comm.together(lambda: _check_is_shared(data_dir_of(target)))
         tensors = comm.together(lambda: _save_common(*tree, sharded, common, data_dir_of(target)))
         publish = _Publish(
             publication, CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version)
@@ -157,6 +158,20 @@ def _check_kinds(sharded: Any, common: Any, *, is_async: bool) -> None:
         )
 
 
+def _check_is_shared(data_dir: Path) -> None:
+    """Returns if this rank sees the stage.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if not data_dir.is_dir():
+        raise UsageError(
+            "this rank does not see the directory that rank 0 has made",
+            file=str(data_dir),
+            hint="save into a file system that all ranks share",
+        )
+
+
 def _save_common(
     tree: ShardedStateDict,
     state: StateDict,
@@ -164,13 +179,10 @@ def _save_common(
     common: SaveCommonStrategy,
     data_dir: Path,
 ) -> ShardedStateDict:
-    """Saves the common state, and objects that the sharded strategy does not handle; returns what is left for that."""
-    if not data_dir.is_dir():
-        raise UsageError(
-            "this rank does not see the directory that rank 0 has made",
-            file=str(data_dir),
-            hint="save into a file system that all ranks share",
-        )
+    """Saves the common state, and objects that the sharded strategy does not handle; returns what is left for that.
+
+    The strategies may talk to other ranks, so nothing in here may fail on some ranks only before they do.
+    """
     common.save_common(state, data_dir)
     if sharded.can_handle_sharded_objects:
         return tree
