@@ -175,7 +175,11 @@ def test_asynchronous_saving_needs_a_strategy_that_can(tmp_path):
 
 def _saved_and_loaded(rank: int, world: int, folder: str, tp: int, algorithm: str, has_memory: bool) -> Any:
     group = group_of(rank, world, tp)
-    FullyParallelSaveStrategyWrapper(AsyncPieceSave(), group).save(state(rank, world, tp=tp), folder)
+    held = state(rank, world, tp=tp)
+    FullyParallelSaveStrategyWrapper(AsyncPieceSave(), group).save(held, folder)
+    assert [leaf.replica_id for leaf in nested_values(held)] == [
+        leaf.replica_id for leaf in nested_values(state(rank, world, tp=tp))
+    ]
     comm.barrier()
     base = PieceLoad()
     wanted = state(rank, world, tp=tp, data=False)
@@ -328,3 +332,16 @@ def test_a_failure_of_loading_is_raised_on_all_ranks_of_the_group(tmp_path, how,
 @pytest.mark.dist
 def test_a_failure_of_saving_is_raised_on_all_ranks(tmp_path):
     assert all("the disk is full" in text for text in run_ranks(4, _failing, str(tmp_path), 2, "save"))
+
+
+def _holey(rank: int, world: int, folder: str) -> str:
+    held = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=1 + rank)}
+    with pytest.raises(CheckpointingException) as caught:
+        FullyParallelSaveStrategyWrapper(PieceSave()).save(held, folder)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_shards_without_a_main_replica_are_an_error_of_the_first_save(tmp_path):
+    one, other = run_ranks(2, _holey, str(tmp_path))
+    assert one == other and "tensor w" in one

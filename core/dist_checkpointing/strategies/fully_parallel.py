@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,21 +40,34 @@ from core.dist_checkpointing.exchange_utils import (
     exchange_objects,
 )
 from core.dist_checkpointing.kept import Kept
-from core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict, is_main_replica
+from core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+    is_main_replica,
+)
 from core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from core.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
     SaveShardedStrategy,
 )
-from core.dist_checkpointing.utils import _sharded_object_id, _sharded_tensor_shard_id, _ShardId
+from core.dist_checkpointing.utils import (
+    _sharded_object_id,
+    _sharded_tensor_shard_id,
+    _ShardId,
+    extract_sharded_base,
+)
+from core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from core.errors import MissingShardError, UsageError
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     """Shares the saving of replicated ShardedTensors among the ranks of a group; no data is sent.
 
-    The wrapped strategy is expected to write what has a main ``replica_id``: these are set anew, in place, see
+    The wrapped strategy is expected to write what has a main ``replica_id``: these are set anew, see
     :func:`distribute_main_replicas_with_precomputed_distribution`. ShardedObjects stay where they are.
 
     Args:
@@ -72,6 +85,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         self.parallelization_group = _group_or_world(parallelization_group)
         self.do_cache_distribution = do_cache_distribution
         self._cached: Kept[ShardDistribution | None] = Kept(self.parallelization_group)
+        self._is_validated = False
 
     @property
     def cached_distribution(self) -> ShardDistribution | None:
@@ -89,13 +103,15 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             raise UsageError(
                 f"{self.base_strategy} cannot save asynchronously", hint="call save in place of async_save"
             )
-        self.apply_saving_parallelization(sharded_state_dict)
-        return comm.together(partial(self.base_strategy.async_save, sharded_state_dict, checkpoint_dir))
+        shared = _with_own_leaves(sharded_state_dict)
+        self.apply_saving_parallelization(shared)
+        return comm.together(partial(self.base_strategy.async_save, shared, checkpoint_dir))
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Shares the work out, then does what the wrapped strategy's ``save`` does; raises as :meth:`async_save`."""
-        self.apply_saving_parallelization(sharded_state_dict)
-        comm.together(lambda: self.base_strategy.save(sharded_state_dict, checkpoint_dir))
+        shared = _with_own_leaves(sharded_state_dict)
+        self.apply_saving_parallelization(shared)
+        comm.together(lambda: self.base_strategy.save(shared, checkpoint_dir))
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
         """Sets the replica ids so that every shard has its one main replica on the rank that shall save it.
@@ -106,8 +122,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             sharded_state_dict: changed in place.
 
         Raises:
-            CheckpointingException: ranks of the group disagree about a shard, or (checked over all ranks of the world,
-                for the first save only if the distribution is kept) the shards do not make whole tensors.
+            CheckpointingException: ranks of the group disagree about a shard, or (checked before the first save only)
+                the shards of all ranks of the world do not make whole tensors.
         """
         group = self.parallelization_group
 
@@ -120,6 +136,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, distribution)
 
         comm.together(share_out)
+        if not self._is_validated:
+            validate_sharding_integrity(determine_global_metadata(extract_sharded_base(sharded_state_dict)[0])[1])
+            self._is_validated = True
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -166,7 +185,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         is none. A shard that stands at two places of a state dict is one tensor at both.
 
         Args:
-            sharded_state_dict: ShardedTensors and ShardedObjects, nested; their replica ids are changed.
+            sharded_state_dict: ShardedTensors and ShardedObjects, nested.
             checkpoint_dir: directory of the checkpoint.
 
         Returns:
@@ -180,16 +199,16 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         group = self.parallelization_group
         if comm.world_size(group) <= 1:
             return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
-        distribution = self.apply_loading_parallelization(sharded_state_dict)
-        own, others, own_objects = self._parts(sharded_state_dict)
+        wanted = _with_own_leaves(sharded_state_dict)
+        distribution = self.apply_loading_parallelization(wanted)
+        own, others, own_objects = self._parts(wanted)
         tensors, objects = comm.together(lambda: self._load_own(own, own_objects, checkpoint_dir), group)
         self.cached_global_metadata = getattr(self.base_strategy, "cached_global_metadata", None)
         tensors = exchange_by_distribution(tensors, others, distribution, group, self.exchange_algo)
         objects = exchange_objects(objects, group)
-        found = dict_list_map_outplace(lambda leaf: leaf, sharded_state_dict)
-        self.fill_in_deferred_sharded_tensors(found, tensors)
-        self.fill_in_deferred_sharded_objects(found, objects)
-        return found  # type: ignore[no-any-return]
+        self.fill_in_deferred_sharded_tensors(wanted, tensors)
+        self.fill_in_deferred_sharded_objects(wanted, objects)
+        return wanted
 
     def _parts(
         self, sharded_state_dict: ShardedStateDict
@@ -204,7 +223,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             elif isinstance(leaf, ShardedObject):
                 shard = _sharded_object_id(leaf)
                 if self._objects_ranks[shard] == comm.rank(self.parallelization_group):
-                    objects[shard] = replace(leaf, replica_id=0)
+                    leaf.replica_id = 0
+                    objects[shard] = leaf
         return own, others, objects
 
     def _load_own(
@@ -340,6 +360,14 @@ def distribute_main_replicas_with_precomputed_distribution(
 def _group_or_world(group: Any) -> Any:
     """The group; that of all ranks in place of None, where torch.distributed is in use."""
     return dist.group.WORLD if group is None and comm.is_distributed() else group
+
+
+def _with_own_leaves(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """The same nesting with ShardedBase leaves of its own (the data shared), so that the caller's stay as they are."""
+    found: ShardedStateDict = dict_list_map_outplace(
+        lambda leaf: copy(leaf) if isinstance(leaf, ShardedBase) else leaf, sharded_state_dict
+    )
+    return found
 
 
 def _object_ranks(sharded_state_dict: ShardedStateDict, group: Any) -> dict[_ShardId, int]:
