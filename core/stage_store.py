@@ -53,6 +53,7 @@ class StageStore:
                 if size != n_bytes:
                     if size:  # an empty one may be getting its bytes from another process at this moment
                         os.ftruncate(fd, 0)
+                    os.ftruncate(fd, n_bytes)  # at once; reserving space may lengthen the file step by step
                     allocate(fd, n_bytes)
         self._names.add(name)
 

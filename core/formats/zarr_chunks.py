@@ -8,10 +8,10 @@ from __future__ import annotations
 from array import array as columns
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import TYPE_CHECKING
 
-from core.box import Shape
+from core.box import Shape, whole
 from core.catalog import Extent, Fragment, StoredArray, whole_fragment
 from core.errors import CorruptError, MissingShardError, TruncatedError
 from core.formats.zarr_chunk_names import is_like_a_chunk
@@ -72,11 +72,8 @@ def folder_places(
             )
     if len(found) != grid.n_chunks:
         missing = grid.index_at(next(number for number in range(grid.n_chunks) if number not in found))
-        raise MissingShardError(
-            f"a chunk is missing: {len(found)} of {grid.n_chunks} are there",
-            file=_joined(folder, names.name(missing)),
-            key=key,
-            hint=f"{_COPY_AGAIN}; where the writer left out chunks of zeros, write them too (write_empty_chunks)",
+        raise _missing(
+            f"a chunk is missing: {len(found)} of {grid.n_chunks} are there", _joined(folder, names.name(missing)), key
         )
     sizes = None if _is_plain(array) else columns("q", (found[number] for number in range(grid.n_chunks)))
     chunk_bytes = array.coding.n_bytes
@@ -85,6 +82,44 @@ def folder_places(
         return Place(_joined(folder, names.name(index)), 0, chunk_bytes if sizes is None else sizes[number])
 
     return place_of
+
+
+def check_chunks(store: ReadStore, folder: str, array: ZarrArray, box: Box, *, key: str) -> None:
+    """Returns if every chunk (or shard) that holds a part of a box is there, and of the right length.
+
+    For readers that would take the fill value for a chunk that is absent.
+
+    Args:
+        folder: the array's directory, "" for the root.
+        box: a region of the array, in elements; what lies beyond the array does not count.
+        key: the tensor, for messages.
+
+    Raises:
+        MissingShardError: a chunk is absent; names its file.
+        TruncatedError, CorruptError: a chunk has the wrong length.
+    """
+    grid = array.grid
+    inside = box.intersect(whole(grid.shape))
+    if inside is None:
+        return
+    spans = (
+        range(start // step, (start + extent - 1) // step + 1)
+        for start, extent, step in zip(inside.offset, inside.shape, grid.chunk_shape, strict=True)
+    )
+    for index in product(*spans):
+        file = _joined(folder, array.names.name(index))
+        if not store.exists(file):
+            raise _missing("a chunk is missing", file, key)
+        _check_size(array, store.size(file), file=file, key=key)
+
+
+def _missing(message: str, file: str, key: str) -> MissingShardError:
+    return MissingShardError(
+        message,
+        file=file,
+        key=key,
+        hint=f"{_COPY_AGAIN}; where the writer left out chunks of zeros, write them too (write_empty_chunks)",
+    )
 
 
 def _is_plain(array: ZarrArray) -> bool:
