@@ -1,0 +1,177 @@
+"""The element types that zarr-python lacks, for its arrays of zarr 2: bfloat16 and the floats of 8 bits.
+
+zarr-python 3.1.6 knows numpy's own types only; it refuses ``"dtype": "bfloat16"``. Of the two ways around that (serve
+such arrays by tensorstore, or tell zarr of the types) this is the second: importing this module enters one data type
+for all of them in ``zarr.dtype.data_type_registry``. In memory the elements are those of ml_dtypes; in ``.zarray`` they
+have the bare name (``bfloat16``, ``float8_e4m3fn``), as Megatron-Core 0.12 and tensorstore write it. A type that
+zarr-python has already, being newer or told by another package, is left as it is.
+
+Also the way between such arrays and torch's tensors: bit for bit, through no other type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+import torch
+from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
+
+from core.cast import cast_of, check_cast
+from core.dtypes import DTYPES
+from core.errors import UnsupportedError
+from core.formats.zarr_dtypes import v2_dtype
+
+_RAW = {1: torch.uint8, 2: torch.int16}
+"""By itemsize: the type as which elements that numpy lacks pass between torch and numpy."""
+_NATIVE: dict[str, np.dtype[Any]] = {
+    name: np.dtype(getattr(ml_dtypes, name)) for name in DTYPES if hasattr(ml_dtypes, name) and v2_dtype(name)
+}
+"""The types that ml_dtypes adds to numpy and zarr arrays may have, by canonical name."""
+
+
+def _known_to_zarr(name: str) -> bool:
+    try:
+        data_type_registry.match_dtype(_NATIVE[name])
+        data_type_registry.match_json({"name": name, "object_codec_id": None}, zarr_format=2)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedFloat(ZDType):  # type: ignore[type-arg,unused-ignore]
+    """A floating-point type of ml_dtypes, which zarr 2 and 3 spell by its name; see ``zarr.dtype.ZDType``.
+
+    Args:
+        name: canonical dtype name.
+    """
+
+    dtype_cls: ClassVar[type] = np.dtype
+    _zarr_v3_name: ClassVar[str] = "ml_dtypes"
+    taught: ClassVar[frozenset[str]] = frozenset(name for name in _NATIVE if not _known_to_zarr(name))
+
+    name: str
+
+    @classmethod
+    def from_native_dtype(cls, dtype: np.dtype[Any]) -> NamedFloat:
+        """The type of a numpy type.
+
+        Raises:
+            DataTypeValidationError: it is another's.
+        """
+        name = getattr(dtype, "name", None)
+        if name not in cls.taught or dtype != _NATIVE[name]:
+            raise DataTypeValidationError(f"{dtype} is none of {sorted(cls.taught)}")
+        return cls(name=name)
+
+    def to_native_dtype(self) -> np.dtype[Any]:
+        """The numpy type."""
+        return _NATIVE[self.name]
+
+    @classmethod
+    def _from_json_v2(cls, data: Any) -> NamedFloat:
+        return cls._from_json_v3(data.get("name") if isinstance(data, dict) else data)
+
+    @classmethod
+    def _from_json_v3(cls, data: Any) -> NamedFloat:
+        if not isinstance(data, str) or data not in cls.taught:
+            raise DataTypeValidationError(f"{data!r} is none of {sorted(cls.taught)}")
+        return cls(name=data)
+
+    def to_json(self, zarr_format: int) -> Any:
+        """The name, as a ``.zarray`` or a ``zarr.json`` has it."""
+        return {"name": self.name, "object_codec_id": None} if zarr_format == 2 else self.name
+
+    def _check_scalar(self, data: object) -> bool:
+        return isinstance(data, (int, float, np.floating, np.integer, _NATIVE[self.name].type))
+
+    def cast_scalar(self, data: object) -> Any:
+        """A number as an element.
+
+        Raises:
+            TypeError: it is no number.
+        """
+        if not self._check_scalar(data):
+            raise TypeError(f"{data!r} is no number that {self.name} could hold")
+        return _NATIVE[self.name].type(data)
+
+    def default_scalar(self) -> Any:
+        """Zero."""
+        return _NATIVE[self.name].type(0)
+
+    def from_json_scalar(self, data: object, *, zarr_format: int) -> Any:
+        """A fill value: a number, or one of ``NaN``, ``Infinity``, ``-Infinity``."""
+        return self.cast_scalar(float(data) if isinstance(data, str) else data)
+
+    def to_json_scalar(self, data: object, *, zarr_format: int) -> float | str:
+        """A fill value for JSON."""
+        number = float(self.cast_scalar(data))
+        if np.isfinite(number):
+            return number
+        return "NaN" if np.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+data_type_registry.register(NamedFloat._zarr_v3_name, NamedFloat)
+
+numpy_to_torch_dtype_dict: dict[np.dtype[Any], torch.dtype] = {
+    _NATIVE.get(name) or np.dtype(dtype.numpy): getattr(torch, name)
+    for name, dtype in DTYPES.items()
+    if dtype.numpy is not None and hasattr(torch, name)
+}
+torch_to_numpy_dtype_dict = {torch_dtype: dtype for dtype, torch_dtype in numpy_to_torch_dtype_dict.items()}
+
+
+def numpy_of(tensor: torch.Tensor, *, key: str) -> Any:
+    """A tensor's elements as an array, in host memory, which is shared if they lie there in C order.
+
+    Raises:
+        UnsupportedError: numpy and zarr have no such type.
+    """
+    dtype = torch_to_numpy_dtype_dict.get(tensor.dtype)
+    if dtype is None:
+        raise UnsupportedError(f"zarr has no element type for {tensor.dtype}", key=key, hint="cast the tensor first")
+    dense = tensor.detach().cpu().contiguous()
+    return (dense.view(_RAW[dtype.itemsize]) if dtype.name in _NATIVE else dense).numpy().view(dtype)
+
+
+def tensor_of(array: Any, *, key: str) -> torch.Tensor:
+    """The tensor of an array's elements; shares its memory if it is writable, in C order and not byte-swapped.
+
+    Raises:
+        UnsupportedError: torch has no such type.
+    """
+    dense: Any = np.asarray(array)
+    dense = np.require(dense.astype(dense.dtype.newbyteorder("="), copy=False), requirements=["C", "W"])
+    dtype = numpy_to_torch_dtype_dict.get(dense.dtype)
+    if dtype is None:
+        raise UnsupportedError(f"torch has no element type for numpy's {dense.dtype}", key=key)
+    if dense.dtype.name not in _NATIVE:
+        return torch.from_numpy(dense)
+    raw = dense.reshape(-1).view(np.uint8 if dense.itemsize == 1 else np.int16)
+    return torch.from_numpy(raw).view(dtype).reshape(dense.shape)
+
+
+def cast_array(array: Any, dtype: torch.dtype, *, key: str) -> Any:
+    """An array's elements in the type of a torch type, rounded as everywhere in this project (``core.cast``).
+
+    Raises:
+        UnsupportedError: that cast would lose more than precision, or there is no such type.
+    """
+    dense: Any = np.asarray(array)
+    dense = np.ascontiguousarray(dense.astype(dense.dtype.newbyteorder("="), copy=False)).reshape(dense.shape)
+    target = torch_to_numpy_dtype_dict.get(dtype)
+    if target is None:
+        raise UnsupportedError(f"numpy has no element type for {dtype}", key=key)
+    if dense.dtype == target:
+        return dense
+    check_cast(dense.dtype.name, target.name, key=key)
+    out: Any = np.empty(dense.shape, target)
+    cast_of(dense.dtype.name, target.name)(_bytes_of(dense), _bytes_of(out))
+    return out
+
+
+def _bytes_of(dense: Any) -> memoryview:
+    return memoryview(dense.reshape(-1).view(np.uint8))

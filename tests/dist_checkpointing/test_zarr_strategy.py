@@ -1,0 +1,421 @@
+"""The backend zarr: saved by ranks, read by the engine, zarr and TensorStore; its documented helpers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+import torch
+import zarr
+
+from core.convert import run
+from core.dist_checkpointing import bridge, comm
+from core.dist_checkpointing.dict_utils import nested_values
+from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from core.dist_checkpointing.strategies import zarr as strategy
+from core.dist_checkpointing.strategies import zarr_types
+from core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+from core.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from core.dist_checkpointing.strategies.zarr_types import cast_array, numpy_of, tensor_of
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    TruncatedError,
+    UnsupportedError,
+    UsageError,
+    WorkerError,
+)
+from core.job import Job
+from tests.dist_checkpointing.ranks import run_ranks
+from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
+from tests.dist_checkpointing.zarr_states import SHAPES, bits, check_loaded, global_bits, save, state
+from tests.zarr_files import files_of
+
+LOADER = ZarrLoadShardedStrategy("zarr", 1)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state as four ranks save it; to be read only."""
+    root = tmp_path_factory.mktemp("saved")
+    run_ranks(4, save, str(root))
+    return root
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """One tensor ``w`` of shape (6, 8), in two chunks of columns."""
+    for rank in range(2):
+        part = part_of("w", (6, 8), (1, rank, 2))
+        if rank == 0:
+            array = strategy._create_zarr_array(part, tmp_path)
+        strategy._save_to_existing_array(part, array)
+    return tmp_path
+
+
+def _load(rank: int, world: int, root: str) -> None:
+    check_loaded(LOADER.load(state(rank, world, is_filled=False), root), rank, world)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("savers", "loaders"), [(1, 2), (2, 4), (4, 1), (4, 4)])
+def test_what_ranks_save_other_ranks_load(tmp_path: Path, savers: int, loaders: int) -> None:
+    run_ranks(savers, save, str(tmp_path))
+    run_ranks(loaders, _load, str(tmp_path))
+
+
+@pytest.mark.dist
+def test_every_shard_is_a_chunk_of_plain_bytes_and_nothing_else_is_written(saved: Path) -> None:
+    expected: dict[str, bytes] = {}
+    for rank in range(4):
+        for part in nested_values(state(rank, 4)):
+            if not is_main_replica(part.replica_id) or not part.data.numel():
+                continue
+            name = ".".join(map(str, part.local_chunk_offset_in_global())) or "0"
+            before = expected.get(f"{part.key}/{name}", b"")
+            expected[f"{part.key}/{name}"] = before + bits(part.data)
+    found = files_of(saved)
+    metadata = {name: json.loads(found.pop(name)) for name in list(found) if name.endswith(".zarray")}
+    assert found == expected
+    assert set(metadata) == {f"{key}/.zarray" for key in SHAPES}
+    assert metadata["layers.fc1/.zarray"] == {
+        "chunks": [1, 4, 6],
+        "compressor": None,
+        "dtype": "bfloat16",
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": [4, 8, 6],
+        "zarr_format": 2,
+    }
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("key", SHAPES)
+def test_zarr_and_tensorstore_open_what_ranks_saved(saved: Path, key: str) -> None:
+    by_zarr = zarr.open_array(saved / key, mode="r")
+    by_tensorstore = ts.open({"driver": "zarr", "kvstore": f"file://{saved / key}/"}, open=True).result()
+    assert by_zarr.shape == tuple(by_tensorstore.shape) == SHAPES[key][0]
+    assert bits(tensor_of(by_zarr[...], key=key)) == global_bits(key)
+    assert bits(tensor_of(by_tensorstore.read().result(), key=key)) == global_bits(key)
+
+
+def _save_torch_dist(rank: int, world: int, root: str) -> None:
+    tensors = [part for part in nested_values(state(rank, world)) if is_main_replica(part.replica_id)]
+    work = bridge.prepare_save(tensors, (), root, format="torch_dist")
+    comm.together(work.write)
+    comm.together(lambda: work.finish() if rank == 0 else None)
+
+
+def _complete(root: Path, backend: str) -> None:
+    """What the common strategy and ``save`` write."""
+    torch.save({"iteration": 3}, root / "common.pt")
+    (root / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
+
+
+@pytest.mark.dist
+def test_a_strategy_saves_what_ckpt_convert_makes_of_torch_dist(tmp_path: Path) -> None:
+    direct, other, converted = tmp_path / "direct", tmp_path / "torch_dist", tmp_path / "converted/iter_0000003"
+    direct.mkdir()
+    other.mkdir()
+    run_ranks(4, save, str(direct))
+    run_ranks(4, _save_torch_dist, str(other))
+    _complete(direct, "zarr")
+    _complete(other, "torch_dist")
+    run(Job(src=other, dst=converted.parent, to="zarr", fsync=False))
+    with bridge.opened(direct) as (mine, _), bridge.opened(converted) as (theirs, _):
+        assert mine.tensors == theirs.tensors
+        for key in SHAPES:
+            assert sorted(mine.fragments(key), key=str) == sorted(theirs.fragments(key), key=str)
+    expected, found = files_of(converted), files_of(direct)
+    del expected["common.pt"], found["common.pt"], expected["metadata.json"], found["metadata.json"]
+    assert found == expected
+
+
+@pytest.mark.parametrize("how", ["strategy", "helper"])
+def test_a_missing_chunk_is_named_not_zeros(small: Path, how: str) -> None:
+    (small / "w/0.1").unlink()
+    part = part_of("w", (6, 8), is_filled=False)
+    with pytest.raises(MissingShardError, match=r"w/0\.1"):
+        LOADER.load({"w": part}, small) if how == "strategy" else strategy._load_from_array(part, small)
+
+
+def test_a_helper_needs_only_the_chunks_of_its_region(small: Path) -> None:
+    (small / "w/0.1").unlink()
+    part = part_of("w", (6, 8), (1, 0, 2), is_filled=False)
+    assert bits(strategy._load_from_array(part, small)) == bits(part_of("w", (6, 8), (1, 0, 2)).data)
+
+
+@pytest.mark.parametrize("how", ["strategy", "helper"])
+def test_a_chunk_cut_short_is_named(small: Path, how: str) -> None:
+    (small / "w/0.0").write_bytes(bytes(7))
+    part = part_of("w", (6, 8), is_filled=False)
+    with pytest.raises(TruncatedError, match=r"w/0\.0"):
+        LOADER.load({"w": part}, small) if how == "strategy" else strategy._load_from_array(part, small)
+
+
+@pytest.mark.parametrize("how", ["strategy", "helper"])
+def test_another_shape_is_an_error_unless_it_may_differ(small: Path, how: str) -> None:
+    def load(part: ShardedTensor) -> torch.Tensor:
+        part = part.without_data()
+        return LOADER.load({"w": part}, small)["w"] if how == "strategy" else strategy._load_from_array(part, small)
+
+    values = global_tensor("w", (6, 8))
+    with pytest.raises(CheckpointingException, match=r"\(6, 8\).*\(4, 8\)|\(4, 8\).*\(6, 8\)"):
+        load(part_of("w", (4, 8)))
+    smaller = load(part_of("w", (4, 6), allow_shape_mismatch=True))
+    assert torch.equal(smaller, values[:4, :6])
+    padded = load(part_of("w", (8, 8), (0, 1, 2), allow_shape_mismatch=True))
+    assert torch.equal(padded, torch.cat([values[4:], torch.zeros(2, 8)]))
+    beyond = load(part_of("w", (12, 8), (0, 1, 2), allow_shape_mismatch=True))
+    assert torch.equal(beyond, torch.zeros(6, 8))
+
+
+@pytest.mark.parametrize("how", ["strategy", "helper"])
+def test_a_tensor_arrives_in_the_type_that_is_asked_for(small: Path, how: str) -> None:
+    part = ShardedTensor.from_rank_offsets("w", torch.zeros(6, 8, dtype=torch.bfloat16))
+    found = LOADER.load({"w": part}, small)["w"] if how == "strategy" else strategy._load_from_array(part, small)
+    assert bits(found) == bits(global_tensor("w", (6, 8)).bfloat16())
+
+
+@pytest.mark.parametrize("how", ["strategy", "helper"])
+def test_a_flattened_range_is_cut_last(small: Path, how: str) -> None:
+    part = flat_part_of("w", (6, 8), 3, 11, offsets=((1, 1, 2),), is_filled=False)
+    found = LOADER.load({"w": part}, small)["w"] if how == "strategy" else strategy._load_from_array(part, small)
+    assert torch.equal(found, global_tensor("w", (6, 8))[:, 4:].flatten()[3:11])
+
+
+def test_tensors_with_data_are_loaded_in_place(small: Path) -> None:
+    part = part_of("w", (6, 8), is_filled=False)
+    data = part.data
+    assert LOADER.load({"w": part}, small)["w"] is data
+    assert torch.equal(data, global_tensor("w", (6, 8)))
+
+
+def test_arrays_are_not_written_over(small: Path) -> None:
+    with pytest.raises(UsageError, match="there is an array already"):
+        ZarrSaveShardedStrategy("zarr", 1).save({"w": part_of("w", (6, 8))}, small)
+    with pytest.raises(UsageError, match="there is an array already"):
+        strategy._create_zarr_array(part_of("w", (6, 8)), small)
+
+
+def test_sharded_objects_are_refused(small: Path) -> None:
+    tree = {"rng": ShardedObject("rng", [1], (1,), (0,))}
+    assert not LOADER.can_handle_sharded_objects
+    with pytest.raises(UsageError, match=r"ShardedObject.*rng"):
+        LOADER.load(tree, small)
+    with pytest.raises(UsageError, match=r"ShardedObject.*rng"):
+        ZarrSaveShardedStrategy("zarr", 1).save(tree, small)
+
+
+def _fails(rank: int, world: int, root: str) -> str:
+    key = "w" if rank == 0 else "v"
+    try:
+        LOADER.load({"w": part_of(key, (6, 8), is_filled=False)}, root)
+    except MissingShardError as err:
+        return f"own {err}"
+    except WorkerError as err:
+        return f"other {err}"
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_a_failed_load_is_raised_on_every_rank(small: Path) -> None:
+    other, own = run_ranks(2, _fails, str(small))
+    assert own.startswith("own") and "v" in own
+    assert other.startswith("other") and "rank 1" in other
+
+
+def _save_irregular(rank: int, world: int, root: str) -> str:
+    shape, offset = ((2, 4), (0, 0)) if rank == 0 else ((3, 4), (3, 0))
+    part = ShardedTensor("w", torch.zeros(shape), torch.float32, shape, (6, 4), offset, (2, 1))
+    try:
+        ZarrSaveShardedStrategy("zarr", 1).save({"w": part}, root)
+    except CheckpointingException as err:
+        return str(err)
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_shards_that_are_no_grid_are_refused_on_every_rank_before_anything_is_written(tmp_path: Path) -> None:
+    texts = run_ranks(2, _save_irregular, str(tmp_path))
+    assert all("grid" in text for text in texts)
+    assert not list(tmp_path.rglob("*"))
+
+
+def _save_by_helpers(rank: int, world: int, root: str) -> None:
+    parts = list(nested_values(state(rank, world)))
+    arrays = strategy._create_or_open_zarr_arrays(parts, Path(root))
+    assert [array is None for array in arrays] == [not is_main_replica(part.replica_id) for part in parts]
+    for part, array in zip(parts, arrays, strict=True):
+        strategy._save_to_existing_array(part, array)
+
+
+@pytest.mark.dist
+def test_the_documented_helpers_write_the_same_files(tmp_path: Path, saved: Path) -> None:
+    run_ranks(4, _save_by_helpers, str(tmp_path))
+    assert files_of(tmp_path) == files_of(saved)
+
+
+@pytest.mark.dist
+def test_the_documented_helper_reads_the_same_tensors(saved: Path) -> None:
+    for rank in range(4):
+        found = [strategy._load_from_array(part, saved) for part in nested_values(state(rank, 4, is_filled=False))]
+        check_loaded(found, rank, 4)
+
+
+def test_chunks_of_zeros_are_written(tmp_path: Path) -> None:
+    part = ShardedTensor.from_rank_offsets("w", torch.zeros(4))
+    strategy._save_to_existing_array(part, strategy._create_zarr_array(part, tmp_path))
+    assert (tmp_path / "w/0").read_bytes() == bytes(16)
+
+
+def test_the_first_shard_of_the_main_replica_creates_the_array() -> None:
+    assert strategy._should_create_array(part_of("w", (6, 8), (1, 0, 2)))
+    assert strategy._should_create_array(part_of("step", ()))
+    assert strategy._should_create_array(flat_part_of("w", (6, 8), 0, 5))
+    assert not strategy._should_create_array(flat_part_of("w", (6, 8), 5, 9))
+    assert not strategy._should_create_array(part_of("w", (6, 8), (1, 1, 2)))
+    assert not strategy._should_create_array(part_of("w", (6, 8), (1, 0, 2), replica_id=(0, 1)))
+
+
+def test_replicas_are_not_written_and_main_ones_need_an_array(tmp_path: Path) -> None:
+    strategy._save_to_existing_array(part_of("w", (6, 8), replica_id=1), None)
+    with pytest.raises(UsageError, match="no array"):
+        strategy._save_to_existing_array(part_of("w", (6, 8)), None)
+
+
+def test_a_flattened_shard_that_is_no_chunk_is_refused(small: Path) -> None:
+    array = strategy._open_zarr_array_verbose(small / "w", "r+")
+    with pytest.raises(UnsupportedError, match="no chunk"):
+        strategy._save_to_existing_array(flat_part_of("w", (6, 8), 0, 5), array)
+
+
+def test_an_array_that_is_not_there_or_broken_is_named(small: Path) -> None:
+    with pytest.raises(MissingShardError, match="there is no zarr array .*v"):
+        strategy._open_zarr_array_verbose(small / "v", "r")
+    with pytest.raises(MissingShardError, match="does not exist"):
+        strategy._open_zarr_array_verbose(small / "no" / "v", "r")
+    (small / "w/.zarray").write_text('{"zarr_format": 2}')
+    with pytest.raises(CorruptError, match="cannot open"):
+        strategy._open_zarr_array_verbose(small / "w", "r")
+
+
+def test_postprocessing_pads_and_cuts_only_where_that_is_allowed() -> None:
+    part = part_of("w", (6, 8))
+    array = global_tensor("w", (6, 8)).numpy()
+    assert torch.equal(strategy.postprocess_numpy_array(array, part), part.data)
+    with pytest.raises(CheckpointingException, match=r"\(5, 8\).*\(6, 8\)"):
+        strategy.postprocess_numpy_array(array[:5], part)
+    flexible = part_of("w", (6, 8), allow_shape_mismatch=True)
+    padded = strategy.postprocess_numpy_array(array[:5, :7], flexible)
+    assert torch.equal(padded[:5, :7], part.data[:5, :7]) and not padded[5].any() and not padded[:, 7].any()
+    with pytest.raises(CheckpointingException, match=r"\(6, 8\).*\(5, 8\)"):
+        strategy.pad_to_expected_shape(part.data, part_of("w", (5, 8), allow_shape_mismatch=True))
+    with pytest.raises(CheckpointingException, match=r"\(6,\)"):
+        strategy.pad_to_expected_shape(torch.zeros(6), flexible)
+
+
+def test_postprocessing_can_leave_the_flattened_range_for_later() -> None:
+    part = flat_part_of("w", (6, 8), 3, 11)
+    array = global_tensor("w", (6, 8)).numpy()
+    assert torch.equal(strategy.postprocess_numpy_array(array, part), part.data)
+    whole = strategy.postprocess_numpy_array(array, part, apply_flattened_range=False)
+    assert torch.equal(whole, torch.from_numpy(array))
+    assert torch.equal(strategy.flatten_range(part, whole), part.data)
+
+
+@pytest.mark.dist
+def test_metadata_lists_all_arrays_and_passes_over_locks(saved: Path) -> None:
+    lock = saved / "step.sync"
+    lock.mkdir()
+    (lock / ".zarray").touch()
+    try:
+        found = LOADER.load_tensors_metadata(saved)
+    finally:
+        (lock / ".zarray").unlink()
+        lock.rmdir()
+    assert {key: (part.global_shape, part.dtype) for key, part in found.items()} == SHAPES
+    assert all(part.data is None and part.local_shape == part.global_shape for part in found.values())
+    assert LOADER.load_sharded_metadata(saved) == LOADER.load_tensors_metadata(saved)
+
+
+def test_tensors_are_removed_by_prefix(small: Path) -> None:
+    ZarrSaveShardedStrategy("zarr", 1).save({"x": part_of("x.a", (2,)), "y": part_of("y", (2,))}, small)
+    LOADER.remove_sharded_tensors(small, "x.")
+    assert sorted(path.name for path in small.iterdir()) == ["w", "y"]
+
+
+def test_only_backend_zarr_of_version_1_is_loaded() -> None:
+    LOADER.check_backend_compatibility("zarr")
+    LOADER.check_version_compatibility(1)
+    with pytest.raises(UnsupportedError, match="torch_dist"):
+        LOADER.check_backend_compatibility("torch_dist")
+    with pytest.raises(UnsupportedError, match="2"):
+        LOADER.check_version_compatibility(2)
+
+
+def test_these_strategies_are_the_default_ones() -> None:
+    assert type(get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1)) is ZarrSaveShardedStrategy
+    assert type(get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1)) is ZarrLoadShardedStrategy
+
+
+@pytest.mark.parametrize("dtype", strategy.torch_to_numpy_dtype_dict, ids=str)
+def test_every_type_goes_through_zarr_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    raw = np.random.default_rng(7).integers(0, 2 if dtype == torch.bool else 256, 24 * dtype.itemsize, np.uint8)
+    values = torch.from_numpy(raw).view(dtype).reshape(4, 6)
+    part = ShardedTensor.from_rank_offsets("w", values)
+    strategy._save_to_existing_array(part, strategy._create_zarr_array(part, tmp_path))
+    found = zarr.open_array(tmp_path / "w", mode="r")
+    assert found.dtype == strategy.torch_to_numpy_dtype_dict[dtype]
+    assert bits(strategy._load_from_array(part.without_data(), tmp_path)) == bits(values) == raw.tobytes()
+    assert bits(tensor_of(found[1:3, 2:], key="w")) == bits(values[1:3, 2:])
+
+
+def test_registered_types_have_fill_values_and_can_be_made_by_zarr(tmp_path: Path) -> None:
+    dtype = zarr_types.torch_to_numpy_dtype_dict[torch.bfloat16]
+    for number, fill in enumerate([0, 1.5, float("inf"), float("-inf"), float("nan")]):
+        made = zarr.create_array(
+            tmp_path / str(number), shape=(2,), chunks=(2,), dtype=dtype, zarr_format=2, fill_value=fill
+        )
+        found = zarr.open_array(tmp_path / str(number), mode="r")
+        assert found.metadata == made.metadata or fill != fill
+        assert bits(tensor_of(found[:], key="w")) == bits(torch.full((2,), fill, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="bfloat16"):
+        found.metadata.dtype.cast_scalar("abc")
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_arrays_of_other_byte_orders_and_layouts_become_tensors(order: Any) -> None:
+    array = np.asarray(np.arange(12).reshape(3, 4).astype(">i4"), order=order)
+    array.setflags(write=False)
+    assert torch.equal(tensor_of(array, key="w"), torch.arange(12, dtype=torch.int32).reshape(3, 4))
+    strided = torch.arange(12.0).reshape(3, 4).t()
+    assert numpy_of(strided, key="w").tolist() == strided.tolist()
+    assert cast_array(array, torch.int64, key="w").dtype == np.int64
+
+
+def test_types_that_zarr_or_torch_lack_and_casts_that_lose_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="bits8"):
+        numpy_of(torch.empty(2, dtype=torch.bits8), key="w")
+    with pytest.raises(UnsupportedError, match="bits8"):
+        cast_array(np.zeros(2), torch.bits8, key="w")
+    with pytest.raises(UnsupportedError, match="U3"):
+        tensor_of(np.array(["abc"]), key="w")
+    with pytest.raises(UnsupportedError, match="float64 is not cast to int64"):
+        cast_array(np.zeros(2), torch.int64, key="w")
+
+
+@pytest.mark.parametrize("case", ["dense_gqa/tp2_pp2", "moe_seq"])
+def test_checkpoints_of_old_megatron_are_read_alike_by_engine_and_helpers(golden: Path, case: str) -> None:
+    roots = sorted(path.parent for path in (golden / "mcore0121_zarr").rglob("metadata.json") if case in str(path))
+    assert roots
+    metadata = LOADER.load_tensors_metadata(roots[0])
+    found = LOADER.load({key: part.without_data() for key, part in metadata.items()}, roots[0])
+    for key, part in metadata.items():
+        assert bits(found[key]) == bits(strategy._load_from_array(part, roots[0])), key
