@@ -33,7 +33,7 @@ from core.errors import (
 from core.job import Job
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
-from tests.dist_checkpointing.zarr_states import SHAPES, bits, check_loaded, global_bits, save, state
+from tests.dist_checkpointing.zarr_states import SHAPES, bits, check_loaded, global_bits, save, save_columns, state
 from tests.zarr_files import files_of
 
 LOADER = ZarrLoadShardedStrategy("zarr", 1)
@@ -50,11 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """One tensor ``w`` of shape (6, 8), in two chunks of columns."""
-    for rank in range(2):
-        part = part_of("w", (6, 8), (1, rank, 2))
-        if rank == 0:
-            array = strategy._create_zarr_array(part, tmp_path)
-        strategy._save_to_existing_array(part, array)
+    save_columns(tmp_path)
     return tmp_path
 
 

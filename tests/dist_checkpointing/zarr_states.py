@@ -9,7 +9,11 @@ import torch
 
 from core.dist_checkpointing.dict_utils import nested_values
 from core.dist_checkpointing.mapping import ShardedTensor
-from core.dist_checkpointing.strategies.zarr import ZarrSaveShardedStrategy
+from core.dist_checkpointing.strategies.zarr import (
+    ZarrSaveShardedStrategy,
+    _create_zarr_array,
+    _save_to_existing_array,
+)
 from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
 
 SHAPES = {
@@ -59,6 +63,14 @@ def _part(key: str, *offsets: tuple[int, int, int], **options: Any) -> ShardedTe
 def save(rank: int, world: int, root: str) -> None:
     """One rank's part of saving the state."""
     ZarrSaveShardedStrategy("zarr", 1).save(state(rank, world), Path(root))
+
+
+def save_columns(root: Path) -> None:
+    """One tensor ``w`` of shape (6, 8), in two chunks of columns, by one process."""
+    parts = [part_of("w", (6, 8), (1, column, 2)) for column in range(2)]
+    array = _create_zarr_array(parts[0], root)
+    for part in parts:
+        _save_to_existing_array(part, array)
 
 
 def check_loaded(loaded: Any, rank: int, world: int) -> None:
