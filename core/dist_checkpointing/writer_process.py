@@ -14,13 +14,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from core.dist_checkpointing import comm
 from core.errors import CheckpointingException, WorkerError
 from core.linux import die_with_parent
+
+LOOK_AGAIN_S = 0.5
+"""How often a blocking wait asks whether the process lives, for when its pipes are kept open by a fork of the rank."""
 
 
 @contextmanager
@@ -118,3 +121,15 @@ def receive_failure(receiver: Connection) -> CheckpointingException | None:
     except Exception as err:
         return failed(f"failed with an error that could not be read here: {type(err).__name__}: {err}")
     return of_this_rank(found)
+
+
+def no_answer() -> NoReturn:
+    """Takes the place of an answer that will not come."""
+    raise EOFError
+
+
+def exit_code_of(process: Any) -> int | None:
+    """The exit code of a process that is ending; see ``how_it_ended``."""
+    process.join()
+    code: int | None = process.exitcode
+    return code

@@ -1,0 +1,156 @@
+"""Host memory for copies of tensors that another process writes: kept between saves, and shared with other processes.
+
+::
+
+    tensors of training ── copied ──▶ tensors over one Block ── pickled by reference ──▶ the writing process
+
+The memory is an anonymous file (memfd): a forked writer sees it without copy-on-write, a spawned one maps it by its
+descriptor. It is not bounded by the size of /dev/shm. A block is free again as soon as no tensor over it is left, and
+then serves the next save: the first touch of new memory takes several times as long as the copy itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+ALIGNMENT = 64
+"""Of every copy, in bytes: enough for any element type and for vector instructions."""
+N_KEPT = 2
+"""Free blocks that are kept: as many as there are usually saves in flight."""
+
+
+class Block:
+    """Memory that other processes can map, pinned if there is an accelerator to copy from.
+
+    Args:
+        n_bytes: >= 1.
+        fd: of the memory, owned by the block; None makes new memory.
+
+    Raises:
+        OSError: there is no memory left.
+    """
+
+    def __init__(self, n_bytes: int, *, fd: int | None = None) -> None:
+        if fd is None:
+            fd = os.memfd_create("ckpt-staging", os.MFD_CLOEXEC)
+            os.ftruncate(fd, n_bytes)
+        weakref.finalize(self, os.close, fd)
+        self.fd = fd
+        self.n_bytes = n_bytes
+        self.memory = mmap.mmap(fd, n_bytes)
+        self.address = int(torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr())
+        self._is_pinned = False
+
+    def pin(self) -> None:
+        """Lets CUDA copy to the memory without a detour; does nothing the second time."""
+        if not self._is_pinned:
+            cudart = torch.cuda.cudart()
+            torch.cuda.check_error(cudart.cudaHostRegister(self.address, self.n_bytes, 0))
+            weakref.finalize(self, cudart.cudaHostUnregister, self.address)
+            self._is_pinned = True
+
+    def tensor(self, lease: Any, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """A dense tensor over the memory.
+
+        Args:
+            lease: a memoryview of ``memory``, which lives as long as the tensor.
+            offset: in bytes.
+            dtype, shape: of the tensor.
+        """
+        count = torch.Size(shape).numel()
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.frombuffer(lease, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+
+class StagingPool:
+    """Blocks in use and free ones.
+
+    Args:
+        n_kept: free blocks that are kept.
+    """
+
+    def __init__(self, n_kept: int = N_KEPT) -> None:
+        self._n_kept = n_kept
+        self._free: list[Block] = []  # the one used last comes last
+        self._used: dict[int, Block] = {}
+        self._lock = threading.RLock()  # a block may come back while garbage is collected inside
+
+    def copied(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Dense copies of tensors, in host memory; they may be changed when this returns.
+
+        Args:
+            tensors: strided, on any device.
+
+        Raises:
+            OSError: there is no memory left.
+        """
+        offsets, end = [], 0
+        for tensor in tensors:
+            offsets.append(end)
+            end += -(-tensor.numel() * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        block, lease = self.leased(max(end, 1))
+        copies = [
+            block.tensor(lease, offset, tensor.dtype, tensor.shape)
+            for tensor, offset in zip(tensors, offsets, strict=True)
+        ]
+        on_cuda = any(tensor.is_cuda for tensor in tensors)
+        if on_cuda:
+            block.pin()
+        for tensor, copy in zip(tensors, copies, strict=True):
+            copy.copy_(tensor.detach(), non_blocking=True)
+        if on_cuda:
+            torch.cuda.synchronize()
+        return copies
+
+    def leased(self, n_bytes: int) -> tuple[Block, memoryview]:
+        """A block of at least ``n_bytes``, and the view of it that keeps it from being used again while it lives."""
+        with self._lock:
+            fitting = [block for block in self._free if block.n_bytes >= n_bytes]
+            if fitting:
+                block = min(fitting, key=lambda block: block.n_bytes)
+                self._free.remove(block)
+            else:
+                block = Block(n_bytes)
+            self._used[block.address] = block
+        lease = memoryview(block.memory)
+        weakref.finalize(lease, self._take_back, block)
+        return block, lease
+
+    def _take_back(self, block: Block) -> None:
+        with self._lock:
+            self._used.pop(block.address, None)
+            self._free.append(block)
+            del self._free[: -self._n_kept]
+
+    def located(self, tensor: torch.Tensor) -> tuple[Block, int] | None:
+        """The block that a dense tensor lies in, and the offset in bytes; None if it lies elsewhere."""
+        if tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg()):
+            address = tensor.data_ptr()
+            with self._lock:
+                for block in self._used.values():
+                    if block.address <= address < block.address + block.n_bytes:
+                        return block, address - block.address
+        return None
+
+    def clear(self) -> None:
+        """Gives the free blocks back to the system."""
+        with self._lock:
+            self._free.clear()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the blocks that are kept for the next save."""
+        with self._lock:
+            return sum(block.n_bytes for block in self._free)
+
+
+POOL = StagingPool()
+"""The memory of this process's saves."""
