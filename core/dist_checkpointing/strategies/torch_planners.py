@@ -7,7 +7,8 @@ Source: the documented classes of ``core.dist_checkpointing.strategies.torch``; 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from core.dist_checkpointing.float8 import is_float8tensor
 from core.dist_checkpointing.mapping import ShardedTensor
@@ -97,6 +97,8 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         kwargs: as of torch's DefaultLoadPlanner.
     """
 
+    metadata: Metadata | None
+
     def __init__(
         self,
         *args: Any,
@@ -107,7 +109,6 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         super().__init__(*args, **kwargs)
         self.shapes_validation_sharded_tensors = shapes_validation_sharded_tensors
         self.allow_shape_mismatch_sharded_tensors = allow_shape_mismatch_sharded_tensors
-        self.state_dict: dict[str, Any] = {}
         self._aside: dict[int, torch.Tensor] = {}
 
     def create_local_plan(self) -> LoadPlan:
@@ -119,19 +120,12 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         """
         assert self.metadata is not None, "torch sets the planner up first"
         _check_shapes(self.metadata, self.shapes_validation_sharded_tensors)
-        flexible = set(self.allow_shape_mismatch_sharded_tensors or ()) & set(self.metadata.state_dict_metadata)
-        if not flexible:
-            return super().create_local_plan()
-        whole = self.state_dict
-        self.state_dict = {key: value for key, value in whole.items() if key not in flexible}
+        stored = self.metadata
+        self.metadata = _with_sizes(stored, self.allow_shape_mismatch_sharded_tensors or {})
         try:
-            plan = super().create_local_plan()
+            return super().create_local_plan()
         finally:
-            self.state_dict = whole
-        for key in flexible & set(whole):
-            stored, chunks = self.metadata.state_dict_metadata[key], whole[key].__create_chunk_list__()
-            plan.items.extend(create_read_items_for_chunk_list(key, stored, chunks))
-        return plan
+            self.metadata = stored
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Puts the value of an object into the state dict.
@@ -188,3 +182,12 @@ def _check_shapes(metadata: Metadata, tensors: Iterable[ShardedTensor]) -> None:
                 "asked for",
                 key=tensor.key,
             )
+
+
+def _with_sizes(metadata: Metadata, tensors: Mapping[str, ShardedTensor]) -> Metadata:
+    """The same chunks in tensors of the sizes that are asked for, which torch then takes for the stored ones."""
+    entries = dict(metadata.state_dict_metadata)
+    for key, tensor in tensors.items():
+        if isinstance(entries.get(key), TensorStorageMetadata):
+            entries[key] = replace(entries[key], size=torch.Size(tensor.global_shape))
+    return replace(metadata, state_dict_metadata=entries)
