@@ -15,7 +15,7 @@ holder's; ``grid``: every chunk is one, whoever holds parts of it; ``whole``: ev
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from core.box import Box, whole
@@ -68,13 +68,17 @@ class LiveSave:
     root: Path
     number: int
     held: Sequence[Held]
-    tensors: Sequence[LiveTensor]
+    tensors: Sequence[LiveTensor] = ()
     streams: Sequence[tuple[str, bytes]] = ()
     attrs: Mapping[str, object] = field(default_factory=dict)
     without: Collection[str] = ()
     fsync: bool = True
     threads: int = DEFAULT_THREADS
     _made: tuple[Catalog, tuple[FileImage, ...]] | None = None
+
+    def __getstate__(self) -> tuple[None, dict[str, object]]:
+        """For another process of this rank, without what it can compute itself."""
+        return None, {one.name: None if one.name == "_made" else getattr(self, one.name) for one in fields(self)}
 
     def laid_out(self) -> tuple[Catalog, tuple[FileImage, ...]]:
         """The whole target and its file images; the same in every process.

@@ -79,6 +79,7 @@ class TemporalAsyncCaller(AsyncCaller):
         self.process: Any = None
         self.failure = None
         self._receiver: Connection | None = None
+        self._kept: object = None
         self._is_over = True
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
@@ -95,6 +96,7 @@ class TemporalAsyncCaller(AsyncCaller):
         with sender, collection_paused():
             process.start()
         self.process, self._is_over = process, False
+        self._kept = call  # the process reads memory that would be used again
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """See AsyncCaller."""
@@ -132,7 +134,7 @@ class TemporalAsyncCaller(AsyncCaller):
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
-        self._is_over = True
+        self._is_over, self._kept = True, None
 
 
 def _write_once(sender: Connection, call: Callable[[], object], parent_pid: int, dies_with_parent: bool) -> None:

@@ -25,6 +25,7 @@ from core.catalog import Catalog
 from core.dist_checkpointing import comm
 from core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from core.dist_checkpointing.objects import live_object, load_stream, stream_of
+from core.dist_checkpointing.staging import POOL
 from core.dtypes import DTYPES
 from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.formats import Format, format_called, sniffed
@@ -88,16 +89,22 @@ def live(chunk: Chunk, data: torch.Tensor) -> LiveTensor:
     Raises:
         UsageError: data and chunk disagree.
     """
+    _check_data(chunk, data)
+    if data.is_contiguous():
+        return LiveTensor(chunk, memory_of(data))
+    assert chunk.flat is None, "flat ranges are made dense by the caller, who keeps the copy"
+    return LiveTensor(chunk, memory_of(data), (0,) * (chunk.box.rank - data.dim()) + tuple(data.stride()))
+
+
+def _check_data(chunk: Chunk, data: torch.Tensor) -> None:
     if data.numel() != chunk.n_elements or dtype_name(data.dtype, key=chunk.key) != chunk.dtype:
         raise UsageError(
             f"the data is {data.dtype} of {data.numel()} elements, the metadata says {chunk.dtype} of "
             f"{chunk.n_elements}",
             key=chunk.key,
         )
-    if data.is_contiguous():
-        return LiveTensor(chunk, memory_of(data))
-    assert chunk.flat is None, "flat ranges are made dense by the caller, who keeps the copy"
-    return LiveTensor(chunk, memory_of(data), (0,) * (chunk.box.rank - data.dim()) + tuple(data.stride()))
+    if data.layout != torch.strided:
+        raise UnsupportedError(f"tensors of layout {data.layout} are not stored", key=chunk.key)
 
 
 def memory_of(data: torch.Tensor) -> memoryview:
@@ -320,20 +327,29 @@ class Agreement:
 
 @dataclass(slots=True)
 class PreparedSave:
-    """A save that every rank has agreed on; ``write`` and ``finish`` talk to nobody.
+    """A save that every rank has agreed on; ``write`` and ``finish`` talk to nobody, so another process may do them.
 
     Args:
-        work: the engine's part.
-        kept: the tensors whose memory ``work`` uses.
+        work: the engine's part, still without this rank's tensors.
+        tensors: what this rank writes, on any device, each with its chunk.
     """
 
     work: LiveSave
-    kept: list[torch.Tensor]
+    tensors: list[tuple[Chunk, torch.Tensor]]
 
     @property
     def agreement(self) -> Agreement:
         """For ``previous`` of the next save."""
         return Agreement(self.work.format, self.work.attrs, self.work.held, self.work.laid_out())
+
+    def staged(self) -> PreparedSave:
+        """The same with copies of the tensors, in host memory; the tensors may then be changed.
+
+        Raises:
+            OSError: there is no memory left.
+        """
+        copies = POOL.copied([data for _, data in self.tensors])
+        return replace(self, tensors=[(chunk, data) for (chunk, _), data in zip(self.tensors, copies, strict=True)])
 
     def write(self) -> int:
         """Writes this rank's share into the directory; returns bytes of tensors.
@@ -341,7 +357,8 @@ class PreparedSave:
         Raises:
             CheckpointingException: the system refuses; files that were begun stay.
         """
-        return self.work.write()
+        hosts = [(chunk, _on_host(chunk, data)) for chunk, data in self.tensors]
+        return replace(self.work, tensors=[live(chunk, host) for chunk, host in hosts]).write()
 
     def finish(self) -> None:
         """Writes metadata; for one rank, when all have written.
@@ -381,25 +398,23 @@ def prepare_save(
     """
     kind = format_called(format)
 
-    def on_host() -> tuple[list[Chunk], list[torch.Tensor], list[tuple[str, bytes]]]:
-        chunks, kept = [], []
+    def own() -> tuple[list[tuple[Chunk, torch.Tensor]], list[tuple[str, bytes]]]:
+        found = []
         for tensor in tensors:
             if tensor.data is None:
                 raise UsageError("the tensor has no data to be saved", key=tensor.key)
-            chunks.append(chunk_of(tensor))
-            host = _on_host(tensor.data)
-            kept.append(host if tensor.flattened_range is None else host.contiguous())
-        return chunks, kept, [(item.unique_key, stream_of([item.data])) for item in objects]
+            found.append((chunk_of(tensor), tensor.data.detach()))
+            _check_data(*found[-1])
+        return found, [(item.unique_key, stream_of([item.data])) for item in objects]
 
-    chunks, kept, streams = comm.together(on_host, group)
-    mine = Held(tuple(chunks), tuple((key, len(data)) for key, data in streams))
+    held, streams = comm.together(own, group)
+    mine = Held(tuple(chunk for chunk, _ in held), tuple((key, len(data)) for key, data in streams))
     agreed = previous if _still_fits(previous, kind, attrs or {}, mine, group) else None
     work = LiveSave(
         format=kind,
         root=Path(checkpoint_dir),
         number=comm.rank(group),
         held=agreed.held if agreed is not None else comm.all_gather(mine, group),
-        tensors=[live(chunk, data) for chunk, data in zip(chunks, kept, strict=True)],
         streams=streams,
         attrs=attrs or {},
         without=(CONFIG, COMMON_FILE) if kind.is_mcore else (),
@@ -407,7 +422,7 @@ def prepare_save(
         _made=agreed.made if agreed is not None else None,
     )
     comm.together(work.laid_out, group)
-    return PreparedSave(work, kept)
+    return PreparedSave(work, held)
 
 
 def _still_fits(
@@ -421,9 +436,7 @@ def _still_fits(
     return all(comm.all_gather(fits, group))
 
 
-def _on_host(data: torch.Tensor) -> torch.Tensor:
-    """The tensor in host memory, as it is if it lies there."""
-    plain = data.detach()
-    if plain.layout != torch.strided:
-        raise UnsupportedError(f"tensors of layout {plain.layout} are not stored")
-    return plain.cpu().resolve_conj().resolve_neg()
+def _on_host(chunk: Chunk, data: torch.Tensor) -> torch.Tensor:
+    """The tensor in host memory, as it is if it lies there in a way that ``live`` takes."""
+    host = data.cpu().resolve_conj().resolve_neg()
+    return host if chunk.flat is None else host.contiguous()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from core.dist_checkpointing import comm
 from core.dist_checkpointing.async_caller import AsyncCaller
 from core.dist_checkpointing.async_request import AsyncRequest, call_now, check, loaded_args
-from core.dist_checkpointing.parcel import Parcel, packed, receive, send
+from core.dist_checkpointing.handover import Handover, packed, receive, send
 from core.dist_checkpointing.writer_process import (
     LOOK_AGAIN_S,
     be_writer,
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Sent:
-    """A call of the persistent process, until it is reported as done; one without a parcel needs no process."""
+    """A call of the persistent process, until it is reported as done; one without a handover needs no process."""
 
-    parcel: Parcel | None = None
+    handover: Handover | None = None
     failure: CheckpointingException | None = None
     is_over: bool = False
 
@@ -72,7 +72,7 @@ class PersistentAsyncCaller(AsyncCaller):
         sent = _Sent()
         if async_req.async_fn is not None:
             sent.failure = of_this_rank(reported(partial(self._send, sent, async_req)))
-        sent.is_over = sent.parcel is None or sent.failure is not None
+        sent.is_over = sent.handover is None or sent.failure is not None
         self._calls.append(sent)
 
     def _send(self, sent: _Sent, request: AsyncRequest) -> None:
@@ -82,8 +82,8 @@ class PersistentAsyncCaller(AsyncCaller):
             self._spawn()
         assert self._pipes is not None
         loaded = request._replace(async_fn_args=loaded_args(request), finalize_fns=[], preload_fn=None)
-        sent.parcel = packed(loaded)
-        send(sent.parcel, self._pipes.preload_q, self.process.pid)
+        sent.handover = packed(loaded)
+        send(sent.handover, self._pipes.preload_q, self.process.pid)
         self._pipes.queue.send(request.call_idx)
 
     def _spawn(self) -> None:
@@ -121,7 +121,7 @@ class PersistentAsyncCaller(AsyncCaller):
             except EOFError:
                 self._bury()
             else:
-                first.parcel, first.failure, first.is_over = None, failure, True
+                first.handover, first.failure, first.is_over = None, failure, True
         return True
 
     def _bury(self) -> None:
@@ -131,7 +131,7 @@ class PersistentAsyncCaller(AsyncCaller):
         self._forget()
         for sent in self._calls:
             if not sent.is_over:
-                sent.parcel, sent.failure, sent.is_over = None, failed(death), True
+                sent.handover, sent.failure, sent.is_over = None, failed(death), True
 
     def _forget(self) -> None:
         for pipe in self._pipes or ():
@@ -164,7 +164,7 @@ class PersistentAsyncCaller(AsyncCaller):
         Args:
             rank: whose calls these are, for messages.
             queue: tells the number of the next call; None ends the process.
-            preload_q: brings the parcel of that call.
+            preload_q: brings the handover of that call.
             comp_q: is told how each call ended, see ``send_failure``.
             log_level: of this module's logger.
         """

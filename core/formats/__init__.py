@@ -67,6 +67,10 @@ class Format:
     sample: Callable[[ReadStore], Catalog] | None = None
     check: Callable[[Catalog], None] | None = None
 
+    def __reduce__(self) -> tuple[Callable[[str], Format], tuple[str]]:
+        """Another process has the same formats, by their names."""
+        return format_called, (self.name,)
+
 
 _BUILT_IN = (
     *("megatron", "torch_dist", "dcp", "ocdbt", "zarr", "zarr3"),

@@ -26,7 +26,7 @@ class _ActiveAsyncRequest(NamedTuple):
     Args:
         idx: its number in the queue.
         async_caller: who executes it.
-        async_request: the request, frozen.
+        async_request: the request, frozen, without the arguments of its function.
     """
 
     idx: int
@@ -64,7 +64,8 @@ class AsyncCallsQueue:
         caller = self._caller()
         request = async_request.freeze()._replace(call_idx=self.call_idx)
         caller.schedule_async_call(request._replace(finalize_fns=[]))
-        self.async_calls.append(_ActiveAsyncRequest(self.call_idx, caller, request))
+        kept = request._replace(async_fn_args=(), async_fn_kwargs={}, preload_fn=None)  # no tensors of training
+        self.async_calls.append(_ActiveAsyncRequest(self.call_idx, caller, kept))
         return self.call_idx
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:

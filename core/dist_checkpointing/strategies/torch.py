@@ -50,6 +50,7 @@ from core.dist_checkpointing.strategies.torch_state import (
     sharded_tensor_to_torch_sharded_tensor,
 )
 from core.errors import UsageError
+from core.live_save import LiveSave
 
 __all__ = [
     "MCoreLoadPlanner",
@@ -137,7 +138,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             CheckpointingException: something cannot be saved, or ranks disagree; on every rank.
         """
         prepared = self._prepared(sharded_state_dict, checkpoint_dir)
-        return AsyncRequest(_write, (checkpoint_dir, prepared), [partial(_finish, prepared)])
+        return AsyncRequest(
+            _write, (checkpoint_dir, prepared), [partial(_finish, prepared.work)], preload_fn=prepared.staged
+        )
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Writes this rank's part, and the metadata once all ranks have written; collective.
@@ -151,7 +154,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         """
         prepared = self._prepared(sharded_state_dict, checkpoint_dir)
         comm.together(prepared.write)
-        comm.together(partial(_finish, prepared))
+        comm.together(partial(_finish, prepared.work))
 
     def _prepared(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> PreparedSave:
         tensors, objects = comm.together(partial(self._own, sharded_state_dict))
@@ -216,10 +219,10 @@ def _write(checkpoint_dir: str | Path, prepared: PreparedSave) -> None:
     prepared.write()
 
 
-def _finish(prepared: PreparedSave) -> None:
+def _finish(work: LiveSave) -> None:
     """Writes the metadata on rank 0."""
     if comm.rank() == 0:
-        prepared.finish()
+        work.finish()
 
 
 def _loaded(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:

@@ -1,8 +1,8 @@
-"""A Python object on its way to another process of this job, its tensors by reference to shared memory.
+"""A Python object on its way to another process of this rank, its tensors by reference to shared memory.
 
 ::
 
-    value ─ packed ─▶ Parcel: blocks of shared memory [pickle | tensors …] ── sent: descriptors and sizes ──▶ received
+    value ─ packed ─▶ Handover: blocks of shared memory [pickle | tensors …] ── send: descriptors, sizes ──▶ receive
 
 Tensors that lie in staging memory travel as they are; others are copied there, so the sender may change them at once.
 What goes through the socket is small whatever the value is, so that sending does not wait for the receiver.
@@ -26,7 +26,7 @@ _Place = tuple[int, int, torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Handover:
     """What is sent.
 
     Args:
@@ -40,8 +40,8 @@ class Parcel:
     kept: list[Any]
 
 
-def packed(value: object) -> Parcel:
-    """A parcel of a value.
+def packed(value: object) -> Handover:
+    """A value, ready to be sent.
 
     Raises:
         pickle.PicklingError, TypeError, AttributeError: something in it cannot be pickled.
@@ -66,22 +66,22 @@ def packed(value: object) -> Parcel:
     data = pickle.dumps(places) + stream.getvalue()
     first, lease = POOL.leased(len(data))
     lease[: len(data)] = data
-    return Parcel([first, *blocks], len(data), [*kept, lease])
+    return Handover([first, *blocks], len(data), [*kept, lease])
 
 
-def send(parcel: Parcel, connection: Connection, pid: int) -> None:
-    """Sends a parcel through a socket to process ``pid``.
+def send(handover: Handover, connection: Connection, pid: int) -> None:
+    """Sends what was packed through a socket to process ``pid``.
 
     Raises:
         OSError: nobody listens any more.
     """
-    connection.send((parcel.n_bytes, [block.n_bytes for block in parcel.blocks]))
-    for block in parcel.blocks:
+    connection.send((handover.n_bytes, [block.n_bytes for block in handover.blocks]))
+    for block in handover.blocks:
         reduction.send_handle(connection, block.fd, pid)
 
 
 def receive(connection: Connection) -> Any:
-    """The value of the next parcel; its tensors lie in the sender's memory.
+    """The value of the next handover; its tensors lie in the sender's memory.
 
     Raises:
         EOFError: the sender is gone.
