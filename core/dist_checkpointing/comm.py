@@ -1,13 +1,15 @@
 """What ranks tell each other: small Python objects, and whether all of them succeeded.
 
 Everything works in one process without torch.distributed, too: it is then a world of one rank. ``group`` is always a
-process group of torch.distributed, None for the default one; ranks are counted within it.
+process group of torch.distributed, None for the default one; ranks are counted within it. A rank that died or does not
+answer in time makes every call here a WorkerError.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -35,10 +37,23 @@ def world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if is_distributed() else 1
 
 
+@contextmanager
+def _contact() -> Iterator[None]:
+    """Around a collective call."""
+    try:
+        yield
+    except RuntimeError as err:  # torch has no class of its own for gloo's closed connections and timeouts
+        raise WorkerError(
+            f"lost contact with another rank: {str(err).splitlines()[0]}",
+            hint="see that rank's own output; it may have been killed for want of memory",
+        ) from err
+
+
 def barrier(group: Any = None) -> None:
     """Waits for all ranks of the group."""
     if world_size(group) > 1:
-        dist.barrier(group=group)
+        with _contact():
+            dist.barrier(group=group)
 
 
 def all_gather(value: T, group: Any = None) -> list[T]:
@@ -46,7 +61,8 @@ def all_gather(value: T, group: Any = None) -> list[T]:
     if world_size(group) == 1:
         return [value]
     found: list[Any] = [None] * world_size(group)
-    dist.all_gather_object(found, value, group=group)
+    with _contact():
+        dist.all_gather_object(found, value, group=group)
     return found
 
 
@@ -55,7 +71,8 @@ def gather(value: T, dst: int = 0, group: Any = None) -> list[T] | None:
     if world_size(group) == 1:
         return [value]
     found: list[Any] | None = [None] * world_size(group) if rank(group) == dst else None
-    dist.gather_object(value, found, dst=global_rank(dst, group), group=group)
+    with _contact():
+        dist.gather_object(value, found, dst=global_rank(dst, group), group=group)
     return found
 
 
@@ -64,7 +81,8 @@ def broadcast(value: T, src: int = 0, group: Any = None) -> T:
     if world_size(group) == 1:
         return value
     box: list[Any] = [value if rank(group) == src else None]
-    dist.broadcast_object_list(box, src=global_rank(src, group), group=group)
+    with _contact():
+        dist.broadcast_object_list(box, src=global_rank(src, group), group=group)
     return box[0]  # type: ignore[no-any-return]
 
 
@@ -74,7 +92,8 @@ def any_of_all(is_so: bool, group: Any = None) -> bool:
         return is_so
     device = torch.cuda.current_device() if dist.get_backend(group) == "nccl" else "cpu"
     flag = torch.tensor([is_so], dtype=torch.int32, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    with _contact():
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
 
 

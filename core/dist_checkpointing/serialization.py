@@ -94,9 +94,9 @@ def save(
             cannot save asynchronously, or a rank failed. On every rank; the directory then is as it was before.
         ValueError: an argument is no strategy.
     """
-    sharded = chosen_strategy(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
-    common = chosen_strategy(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
-    _check_kinds(sharded, common, is_async=async_sharded_save)
+    sharded, common = comm.together(
+        lambda: _save_strategies(sharded_strategy, common_strategy, is_async=async_sharded_save)
+    )
     if content_metadata is not None:
         sharded_state_dict = sharded_state_dict | {_CONTENT_METADATA_KEY: _without_groups(content_metadata)}
     tree = comm.together(
@@ -107,8 +107,7 @@ def save(
     target = Path(checkpoint_dir)
     publication = comm.together(lambda: Publication(target, overwrite=overwrite) if comm.rank() == 0 else None)
     try:
-        comm.together(lambda: _check_is_shared(data_dir_of(target)))
-        tensors = comm.together(lambda: _save_common(*tree, sharded, common, data_dir_of(target)))
+        tensors = _save_common(*tree, sharded, common, data_dir_of(target))
         publish = _Publish(
             publication, CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version)
         )
@@ -147,7 +146,11 @@ class _Publish:
             self.publication.abandon()
 
 
-def _check_kinds(sharded: Any, common: Any, *, is_async: bool) -> None:
+def _save_strategies(
+    sharded_strategy: Any, common_strategy: Any, *, is_async: bool
+) -> tuple[SaveShardedStrategy, SaveCommonStrategy]:
+    sharded = chosen_strategy(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
+    common = chosen_strategy(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
     if not isinstance(sharded, SaveShardedStrategy):
         raise ValueError(f"sharded_strategy is a {type(sharded).__name__}, no SaveShardedStrategy")
     if not isinstance(common, SaveCommonStrategy):
@@ -156,20 +159,7 @@ def _check_kinds(sharded: Any, common: Any, *, is_async: bool) -> None:
         raise UnsupportedError(
             f"{sharded} cannot save asynchronously", hint="choose a strategy that can, such as ('torch_dist', 1)"
         )
-
-
-def _check_is_shared(data_dir: Path) -> None:
-    """Returns if this rank sees the stage.
-
-    Raises:
-        UsageError: it does not.
-    """
-    if not data_dir.is_dir():
-        raise UsageError(
-            "this rank does not see the directory that rank 0 has made",
-            file=str(data_dir),
-            hint="save into a file system that all ranks share",
-        )
+    return sharded, common
 
 
 def _save_common(
@@ -181,15 +171,25 @@ def _save_common(
 ) -> ShardedStateDict:
     """Saves the common state, and objects that the sharded strategy does not handle; returns what is left for that.
 
-    The strategies may talk to other ranks, so nothing in here may fail on some ranks only before they do.
+    Collective, as strategies may be: so each call of one is a step of its own, which all ranks begin.
     """
-    common.save_common(state, data_dir)
+    comm.together(lambda: _check_seen(data_dir))
+    comm.together(lambda: common.save_common(state, data_dir))
     if sharded.can_handle_sharded_objects:
         return tree
     validate_sharded_objects_handling(sharded, common)
     objects, tensors = _split_objects(tree)
-    common.save_sharded_objects(objects, data_dir)
+    comm.together(lambda: common.save_sharded_objects(objects, data_dir))
     return tensors
+
+
+def _check_seen(data_dir: Path) -> None:
+    if not data_dir.is_dir():
+        raise UsageError(
+            "this rank does not see the directory that rank 0 has made",
+            file=str(data_dir),
+            hint="save into a file system that all ranks share",
+        )
 
 
 def _split_objects(tree: ShardedStateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
@@ -236,75 +236,45 @@ def load(
         ValueError: ``strict`` is none of the values, or a loaded value and one of the common state are at one place.
     """
     handling = parse_strict_flag(strict)
-    begun = comm.together(lambda: _Load.begin(sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy))
-    stored = None
-    if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
-        stored = comm.together(lambda: load_sharded_metadata(checkpoint_dir, begun.sharded, begun.common))
-    local = everyone = None
-    if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
-        local, everyone = determine_global_metadata(begun.wanted)
-    wanted, missing, unexpected = validate_integrity_and_strict_load(
-        begun.wanted, handling, validate_access_integrity, local, everyone, stored
+    where = Path(checkpoint_dir)
+    sharded, common = comm.together(
+        lambda: verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy, common_strategy)
     )
-    objects, tensors = {}, wanted
-    if not begun.sharded.can_handle_sharded_objects:
-        requested, tensors = _split_objects(wanted)
-        objects = comm.together(lambda: begun.objects(requested))
-    loaded = comm.together(lambda: begun.sharded.load(tensors, begun.checkpoint_dir))
-    state = comm.together(lambda: begun.finished(wanted, objects, loaded))
+    state = comm.together(lambda: common.load_common(where))
+    requested, factories = comm.together(lambda: _begin_load(sharded_state_dict, state))
+    stored = local = everyone = None
+    if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
+        stored = comm.together(lambda: load_sharded_metadata(checkpoint_dir, sharded, common))
+    if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
+        local, everyone = determine_global_metadata(requested)
+    wanted, missing, unexpected = validate_integrity_and_strict_load(
+        requested, handling, validate_access_integrity, local, everyone, stored
+    )
+    objects: StateDict = {}
+    tensors = wanted
+    if not sharded.can_handle_sharded_objects:
+        validate_sharded_objects_handling(sharded, common)
+        held, tensors = _split_objects(wanted)
+        objects = comm.together(lambda: common.load_sharded_objects(held, where))
+    loaded = comm.together(lambda: sharded.load(tensors, where))
+
+    def finish() -> StateDict:
+        merge(merge(state, objects), loaded)
+        return apply_factory_merges(state, remaining_factories(factories, requested, wanted))
+
+    comm.together(finish)
     return (state, missing, unexpected) if StrictHandling.requires_returning_mismatch_keys(handling) else state
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """A load whose tensors and objects are still to come.
+def _begin_load(sharded_state_dict: ShardedStateDict, state: StateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
+    """The ShardedTensors and ShardedObjects to load, and the factories that made some of them.
 
-    Args:
-        checkpoint_dir: the checkpoint.
-        sharded, common: its strategies.
-        state: the common state and what LocalNonpersistentObjects wrapped.
-        wanted: ShardedTensors and ShardedObjects to load, at their places.
-        factories: those that made some of them.
+    What LocalNonpersistentObjects wrapped is merged into ``state``.
     """
-
-    checkpoint_dir: Path
-    sharded: LoadShardedStrategy
-    common: LoadCommonStrategy
-    state: StateDict
-    wanted: ShardedStateDict
-    factories: ShardedStateDict
-
-    @classmethod
-    def begin(
-        cls,
-        sharded_state_dict: ShardedStateDict,
-        checkpoint_dir: str | Path,
-        sharded_strategy: LoadShardedStrategy | tuple[str, int] | None,
-        common_strategy: LoadCommonStrategy | tuple[str, int] | None,
-    ) -> _Load:
-        sharded, common = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy, common_strategy)
-        force_all_tensors_to_non_fp8(sharded_state_dict)
-        where = Path(checkpoint_dir)
-        state = common.load_common(where)
-        wanted, local, factories = load_preprocess(sharded_state_dict)
-        merge(state, local)
-        return cls(where, sharded, common, state, extract_sharded_base(wanted)[0], factories)
-
-    def objects(self, objects: ShardedStateDict) -> StateDict:
-        """ShardedObjects, loaded by the common strategy."""
-        validate_sharded_objects_handling(self.sharded, self.common)
-        return self.common.load_sharded_objects(objects, self.checkpoint_dir)
-
-    def finished(self, wanted: ShardedStateDict, *loaded: StateDict) -> StateDict:
-        """The whole state.
-
-        Args:
-            wanted: what of ``self.wanted`` has been loaded.
-            loaded: plain values at its places.
-        """
-        for part in loaded:
-            merge(self.state, part)
-        return apply_factory_merges(self.state, remaining_factories(self.factories, self.wanted, wanted))
+    force_all_tensors_to_non_fp8(sharded_state_dict)
+    wanted, local, factories = load_preprocess(sharded_state_dict)
+    merge(state, local)
+    return extract_sharded_base(wanted)[0], factories
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
