@@ -2,10 +2,26 @@
 
 from core.dist_checkpointing.core import check_is_distributed_checkpoint
 from core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from core.dist_checkpointing.serialization import (
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_tensors_metadata,
+    remove_sharded_tensors,
+    save,
+)
 
 __all__ = [
     "LocalNonpersistentObject",
     "ShardedObject",
     "ShardedTensor",
     "check_is_distributed_checkpoint",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_tensors_metadata",
+    "remove_sharded_tensors",
+    "save",
 ]
