@@ -10,8 +10,8 @@ Around any strategy for loading: each rank reads a part, as above, and the ranks
 (:mod:`core.dist_checkpointing.exchange_utils`), so that storage is read once for the whole group.
 
 The *parallelization group* is a part of the world whose ranks replicate shards, in practice a data-parallel group. All
-ranks of the world save together, each with its group; to load, the ranks of one group suffice. What fails on one of
-them fails on all of them. In a group of one rank, and without torch.distributed, the wrapped strategy does everything.
+ranks of the world save and load together, each with its group, and what fails on one of them fails on all. In a group
+of one rank, and without torch.distributed, the wrapped strategy does everything.
 
 Source: the documented package; megatron-core 0.16.1 for what the documents leave open. Different here: a cached
 distribution is recomputed when the structure of a state dict changes, at the price of one flag from each rank; objects
@@ -168,7 +168,6 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self.parallelization_group = _group_or_world(parallelization_group)
         self.do_cache_distribution = do_cache_distribution
         self.exchange_algo = exchange_algo
-        self.cached_global_metadata: Any = None
         self._cached: Kept[tuple[ShardDistribution | None, dict[_ShardId, int]]] = Kept(self.parallelization_group)
         self._objects_ranks: dict[_ShardId, int] = {}
 
@@ -177,8 +176,13 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         """The distribution of tensors that the next load may use again."""
         return None if self._cached.value is None else self._cached.value[0]
 
+    @property
+    def cached_global_metadata(self) -> Any:
+        """As the wrapped strategy; None if it has nothing of that name."""
+        return getattr(self.base_strategy, "cached_global_metadata", None)
+
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-        """What the wrapped strategy would load, read once for the whole group. Collective within the group.
+        """What the wrapped strategy would load, read once for the whole group. Collective over the world.
 
         The wrapped strategy is called once, with a part of the ShardedTensors and ShardedObjects by their ids. Tensors
         from other ranks are received into the data of their ShardedTensors, which is allocated on the CPU where there
@@ -193,17 +197,16 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
         Raises:
             CheckpointingException: what was asked for is not in the checkpoint, or a rank failed otherwise; on all
-                ranks of the group.
+                ranks, if only in the exchange then on those of the group.
             ValueError: no such exchange_algo.
         """
         group = self.parallelization_group
-        if comm.world_size(group) <= 1:
-            return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         wanted = _with_own_leaves(sharded_state_dict)
-        distribution = self.apply_loading_parallelization(wanted)
+        distribution = comm.together(lambda: self.apply_loading_parallelization(wanted))
+        if distribution is None:
+            return comm.together(lambda: self.base_strategy.load(sharded_state_dict, checkpoint_dir))
         own, others, own_objects = self._parts(wanted)
-        tensors, objects = comm.together(lambda: self._load_own(own, own_objects, checkpoint_dir), group)
-        self.cached_global_metadata = getattr(self.base_strategy, "cached_global_metadata", None)
+        tensors, objects = comm.together(lambda: self._load_own(own, own_objects, checkpoint_dir))
         tensors = exchange_by_distribution(tensors, others, distribution, group, self.exchange_algo)
         objects = exchange_objects(objects, group)
         self.fill_in_deferred_sharded_tensors(wanted, tensors)
