@@ -1,0 +1,35 @@
+"""The example under scripts/examples: training that was killed goes on in another layout, with the same losses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "begins"),
+    [
+        (["--kill-after=10"], "step_000008"),
+        (["--kill-after=8", "--async-save"], "step_00000[48]"),  # in the save of step 8
+    ],
+    ids=["between-saves", "in-an-asynchronous-save"],
+)
+def test_training_that_was_killed_goes_on_in_another_layout(repo_dir: Path, options: list[str], begins: str):
+    done = subprocess.run(
+        [sys.executable, "scripts/examples/kill_and_resume.py", "--steps=12", "--save-every=4", *options],
+        cwd=repo_dir,
+        env=os.environ | {"PYTHONPATH": str(repo_dir)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(f"resumed, tp 1, pp 4: goes on from {begins}\n", done.stdout)
