@@ -13,7 +13,7 @@ import torch
 import zarr
 
 from core.convert import run
-from core.dist_checkpointing import bridge, comm
+from core.dist_checkpointing import bridge, comm, serialization
 from core.dist_checkpointing.dict_utils import nested_values
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from core.dist_checkpointing.strategies import zarr as strategy
@@ -341,10 +341,36 @@ def test_metadata_lists_all_arrays_and_passes_over_locks(saved: Path) -> None:
     assert LOADER.load_sharded_metadata(saved) == LOADER.load_tensors_metadata(saved)
 
 
-def test_tensors_are_removed_by_prefix(small: Path) -> None:
-    ZarrSaveShardedStrategy("zarr", 1).save({"x": part_of("x.a", (2,)), "y": part_of("y", (2,))}, small)
-    LOADER.remove_sharded_tensors(small, "x.")
-    assert sorted(path.name for path in small.iterdir()) == ["w", "y"]
+def test_tensors_and_objects_are_removed_by_prefix(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tree = {
+        "w": part_of("w", (2,)),
+        "x": part_of("x.a", (2,)),
+        "y": part_of("x.b/c", (2,)),
+        "rng": ShardedObject("x.rng", [1], (1,), (0,)),
+        "kept": ShardedObject("rng", [2], (1,), (0,)),
+    }
+    serialization.save(tree, tmp_path, ("zarr", 1))
+    serialization.remove_sharded_tensors(tmp_path, "x.")
+    assert set(serialization.load_sharded_metadata(tmp_path)) == {"w", "rng/shard_0_1"}
+    assert not list(tmp_path.glob("x.*"))
+    wanted = {"w": part_of("w", (2,), is_filled=False), "kept": ShardedObject("rng", None, (1,), (0,))}
+    assert serialization.load(wanted, tmp_path)["kept"] == [2]
+    LOADER.remove_sharded_tensors(tmp_path, "x.")
+    assert "nothing in" in caplog.text
+    with pytest.raises(UsageError, match="empty prefix"):
+        LOADER.remove_sharded_tensors(tmp_path, "")
+
+
+def test_a_whole_state_is_saved_and_loaded_by_the_documented_functions(tmp_path: Path) -> None:
+    objects = {"rng": ShardedObject("rng", {"seed": [1, 2]}, (1,), (0,)), "iteration": 7}
+    serialization.save({**state(0, 1), **objects}, tmp_path, ("zarr", 1))
+    wanted = {**state(0, 1, is_filled=False), "rng": ShardedObject("rng", None, (1,), (0,))}
+    found = serialization.load(wanted, tmp_path)
+    assert (found.pop("rng"), found.pop("iteration")) == ({"seed": [1, 2]}, 7)
+    check_loaded(found, 0, 1)
+    assert {key: bits(tensor) for key, tensor in serialization.load_plain_tensors(tmp_path).items()} == {
+        key: global_bits(key) for key in SHAPES
+    }
 
 
 def test_only_backend_zarr_of_version_1_is_loaded() -> None:

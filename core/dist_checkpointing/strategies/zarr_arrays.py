@@ -6,22 +6,28 @@ begin with a dot or end with ``.sync`` are passed over.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from core.box import Box, Shape
 from core.errors import CheckpointingException, UnsupportedError, UsageError
+from core.formats.mcore_objects import is_sharded_object
 from core.formats.zarr_array import ZarrArray
 from core.formats.zarr_chunk_names import is_like_a_chunk
 from core.formats.zarr_chunks import check_chunks
 from core.formats.zarr_grid import ChunkGrid
-from core.formats.zarr_tree import ROOT_KEY, folders_of
+from core.formats.zarr_tree import folders_of
 from core.formats.zarr_v2 import ARRAY_FILE, parse_zarray, zarray
 from core.json_object import small_file
+from core.manifest import MANIFEST
 from core.stage_store import sync_folder
 from core.store import LocalStore, translated
+
+logger = logging.getLogger(__name__)
 
 _MAX_ZARRAY_BYTES = 1 << 20
 _REMOVED = ".removed-array"
@@ -35,8 +41,8 @@ def array_keys(checkpoint_dir: Path) -> Iterator[str]:
     """
     store = LocalStore(checkpoint_dir)
     for folder, _, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing):
-        if is_array:
-            yield folder or ROOT_KEY
+        if is_array and folder:
+            yield folder
 
 
 def array_metadata(array_dir: Path, *, key: str) -> ZarrArray:
@@ -150,24 +156,52 @@ def write_in_chunk(array_dir: Path, index: Sequence[int], offset: int, data: mem
             os.close(fd)
 
 
-def remove_arrays(checkpoint_dir: Path, key_prefix: str) -> list[str]:
-    """Removes every array whose key begins with a prefix; one process does so, no other may read meanwhile.
+def remove_entries(checkpoint_dir: Path, key_prefix: str) -> list[str]:
+    """Removes the arrays and ShardedObjects whose keys begin with a prefix; nobody may read meanwhile.
 
-    An array is renamed to a name that readers pass over before its files go: cut short, it is there or not.
+    For one process. A directory is renamed to a name that readers pass over before its files go: cut short, it is there
+    or not. A manifest is deleted, as its sums would no longer be true.
 
     Returns:
-        The removed keys.
+        The keys that were removed.
 
     Raises:
+        UsageError: the prefix is empty.
         StorageError: the system refuses.
     """
-    keys = [key for key in array_keys(checkpoint_dir) if key.startswith(key_prefix)]
+    if not key_prefix:
+        raise UsageError(
+            "an empty prefix would remove the whole checkpoint", hint="delete its directory, if that is meant"
+        )
+    keys = [key for key in _entry_keys(checkpoint_dir) if key.startswith(key_prefix)]
+    if not keys:
+        logger.warning("nothing in %s has a key that begins with %r", checkpoint_dir, key_prefix)
+        return keys
+    with translated(str(checkpoint_dir / MANIFEST), doing="remove"):
+        (checkpoint_dir / MANIFEST).unlink(missing_ok=True)
     for key in keys:
-        array_dir = checkpoint_dir / key
-        removed_dir = array_dir.with_name(_REMOVED)
-        with translated(str(array_dir), doing="remove"):
-            shutil.rmtree(removed_dir, ignore_errors=True)
-            array_dir.rename(removed_dir)
-            sync_folder(array_dir.parent)
-            shutil.rmtree(removed_dir)
+        _remove_folder(checkpoint_dir / key)
+        for folder in (checkpoint_dir / key).relative_to(checkpoint_dir).parents[:-1]:
+            with suppress(OSError):  # something is left in it
+                (checkpoint_dir / folder).rmdir()
     return keys
+
+
+def _entry_keys(checkpoint_dir: Path) -> list[str]:
+    """Directories of arrays and ShardedObjects, those inside others first."""
+    store = LocalStore(checkpoint_dir)
+    found = [
+        folder
+        for folder, listing, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing)
+        if folder and (is_array or any(is_sharded_object(f"{folder}/{Path(name).stem}") for name in listing))
+    ]
+    return found[::-1]
+
+
+def _remove_folder(folder: Path) -> None:
+    removed_dir = folder.with_name(_REMOVED)
+    with translated(str(folder), doing="remove"):
+        shutil.rmtree(removed_dir, ignore_errors=True)
+        folder.rename(removed_dir)
+        sync_folder(folder.parent)
+        shutil.rmtree(removed_dir)

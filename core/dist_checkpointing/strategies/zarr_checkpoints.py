@@ -9,7 +9,7 @@ from core.dist_checkpointing import comm
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from core.dist_checkpointing.strategies.base import require_backend, require_version
-from core.dist_checkpointing.strategies.zarr_arrays import remove_arrays
+from core.dist_checkpointing.strategies.zarr_arrays import remove_entries
 from core.errors import UsageError
 
 BACKEND, VERSION = "zarr", 1
@@ -19,13 +19,14 @@ class ZarrCheckpoints:
     """What all strategies share that load checkpoints of backend ``zarr``, version 1."""
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Removes the arrays whose keys begin with a prefix, by rank 0; every rank calls this.
+        """Removes the arrays and ShardedObjects whose keys begin with a prefix, by rank 0; every rank calls this.
 
         Raises:
+            UsageError: the prefix is empty.
             StorageError: the system refuses; raised on every rank.
         """
         comm.barrier()
-        comm.together(lambda: remove_arrays(Path(checkpoint_dir), key_prefix) if comm.rank() == 0 else [])
+        comm.together(lambda: remove_entries(Path(checkpoint_dir), key_prefix) if comm.rank() == 0 else [])
 
     def check_backend_compatibility(self, loaded_version: str) -> None:
         """Returns if a checkpoint's backend (so it is, despite the name) is ``zarr``.
