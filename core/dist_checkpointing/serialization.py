@@ -146,9 +146,7 @@ class _Publish:
             self.publication.abandon()
 
 
-def _save_strategies(
-    sharded_strategy: Any, common_strategy: Any, *, is_async: bool
-) -> tuple[Any, SaveCommonStrategy]:
+def _save_strategies(sharded_strategy: Any, common_strategy: Any, *, is_async: bool) -> tuple[Any, SaveCommonStrategy]:
     sharded = chosen_strategy(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
     common = chosen_strategy(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
     if not isinstance(sharded, SaveShardedStrategy):

@@ -1,16 +1,14 @@
 """Checks around saving and loading: does the state dict fit together on all ranks, and does it fit the checkpoint.
 
-The documented names of ``megatron.core.dist_checkpointing.validation``. *Unexpected* keys are requested and not in the
-checkpoint; this rank alone can tell. *Missing* keys are in the checkpoint and no rank requests them; that takes the
-metadata of all ranks.
+The documented names of ``megatron.core.dist_checkpointing.validation``; what is done about keys that differ is in
+``strictness``, and found here, too.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,7 @@ import torch
 
 from core.dist_checkpointing import comm
 from core.dist_checkpointing.core import maybe_load_config
-from core.dist_checkpointing.dict_utils import (
-    dict_list_map_outplace,
-    diff,
-    extract_matching_values,
-    nested_values,
-)
+from core.dist_checkpointing.dict_utils import dict_list_map_outplace, diff, nested_values
 from core.dist_checkpointing.integrity import check_sharding
 from core.dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
 from core.dist_checkpointing.refusal import refusal_of
@@ -35,7 +28,30 @@ from core.dist_checkpointing.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from core.errors import MissingShardError, UnsupportedError, UsageError
+from core.dist_checkpointing.strictness import (
+    LOGGING,
+    RAISING,
+    StrictHandling,
+    adjust_non_strict_load,
+    maybe_report_missing_and_unexpected_keys,
+    missing_and_unexpected_keys,
+    parse_strict_flag,
+)
+from core.errors import UnsupportedError, UsageError
+
+__all__ = [
+    "CkptShardedMetadata",
+    "StrictHandling",
+    "adjust_non_strict_load",
+    "chosen_strategy",
+    "determine_global_metadata",
+    "maybe_report_missing_and_unexpected_keys",
+    "parse_strict_flag",
+    "validate_integrity_and_strict_load",
+    "validate_sharded_objects_handling",
+    "validate_sharding_integrity",
+    "verify_checkpoint_and_load_strategy",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -47,66 +63,6 @@ CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
 """What a checkpoint holds, without data: by key, for objects by unique key."""
 
 _MAX_NAMED = 20
-
-
-class StrictHandling(Enum):
-    """What ``load`` does where state dict and checkpoint have different keys.
-
-    All but the first one read the checkpoint's metadata before anything else and leave unexpected keys out of the load.
-    Those that end in ``_all`` also look for missing keys, for which ranks exchange their metadata; with
-    ``validate_access_integrity`` they do so anyway.
-    """
-
-    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Nothing is compared; the load strategy raises if a key is not there."""
-    LOG_UNEXPECTED = "log_unexpected"
-    """A warning for unexpected keys."""
-    LOG_ALL = "log_all"
-    """A warning for unexpected and for missing keys."""
-    RAISE_UNEXPECTED = "raise_unexpected"
-    """An error for unexpected keys, before data is read."""
-    RAISE_ALL = "raise_all"
-    """An error for unexpected and for missing keys, before data is read."""
-    RETURN_UNEXPECTED = "return_unexpected"
-    """``load`` returns the unexpected keys beside the state dict."""
-    RETURN_ALL = "return_all"
-    """``load`` returns the missing and the unexpected keys beside the state dict."""
-    IGNORE_ALL = "ignore_all"
-    """Unexpected keys are left out without a word."""
-
-    @staticmethod
-    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Whether the checkpoint's keys have to be known."""
-        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
-
-    @staticmethod
-    def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Whether the keys that other ranks request have to be known."""
-        return val in _ALL
-
-    @staticmethod
-    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Whether ``load`` returns missing and unexpected keys beside the state dict."""
-        return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
-
-
-_ALL = (StrictHandling.IGNORE_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL, StrictHandling.LOG_ALL)
-_RAISING = (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL)
-_LOGGING = (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL)
-
-
-def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
-    """The StrictHandling of that value, or the one given.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if isinstance(strict, StrictHandling):
-        return strict
-    values = [flag.value for flag in StrictHandling]
-    if strict not in values:
-        raise ValueError(f"strict is {strict!r}, not one of {', '.join(values)}")
-    return StrictHandling(strict)
 
 
 def validate_integrity_and_strict_load(
@@ -142,7 +98,7 @@ def validate_integrity_and_strict_load(
         if ckpt_sharded_metadata is None:
             raise UsageError(f"strict={strict.value!r} needs the checkpoint's metadata (ckpt_sharded_metadata)")
         requested = local_metadata if local_metadata is not None else list(nested_values(sharded_state_dict))
-        missing_keys, unexpected_keys = _determine_missing_and_unexpected_keys(
+        missing_keys, unexpected_keys = missing_and_unexpected_keys(
             ckpt_sharded_metadata,
             requested,
             global_metadata if StrictHandling.requires_global_app_metadata(strict) else None,
@@ -150,9 +106,9 @@ def validate_integrity_and_strict_load(
         sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected_keys)
         if strict is StrictHandling.IGNORE_ALL:
             missing_keys, unexpected_keys = set(), set()
-        elif strict in _RAISING:
+        elif strict in RAISING:
             comm.together(lambda: maybe_report_missing_and_unexpected_keys(missing_keys, unexpected_keys, True))
-        elif strict in _LOGGING:
+        elif strict in LOGGING:
             maybe_report_missing_and_unexpected_keys(missing_keys, unexpected_keys, False)
     if validate_access_integrity:
         if global_metadata is None:
@@ -206,63 +162,6 @@ def chosen_strategy(action: StrategyAction, strategy: Any, default: tuple[str, i
     if strategy is None:
         return get_default_strategy(action, *default)
     return get_default_strategy(action, *strategy) if isinstance(strategy, tuple) else strategy
-
-
-def adjust_non_strict_load(sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]) -> ShardedStateDict:
-    """The state dict without the ShardedBase leaves of those keys.
-
-    Raises:
-        UsageError: a leaf is no ShardedBase.
-    """
-
-    def is_removed(leaf: Any) -> bool:
-        if not isinstance(leaf, ShardedBase):
-            raise UsageError(f"a {type(leaf).__name__} is among the sharded leaves of a state dict")
-        return leaf.key in sharded_keys_to_remove
-
-    _, rest = extract_matching_values(sharded_state_dict, is_removed)
-    return rest  # type: ignore[no-any-return]
-
-
-def _determine_missing_and_unexpected_keys(
-    ckpt_sharded_metadata: Mapping[str, ShardedBase],
-    local_metadata: Iterable[ShardedBase],
-    global_metadata: Iterable[Iterable[ShardedBase]] | None = None,
-) -> tuple[set[str], set[str]]:
-    """Keys of the checkpoint that no rank requests (none without global metadata), and those only this rank has."""
-    stored = {held.key for held in ckpt_sharded_metadata.values()}
-    unexpected = {requested.key for requested in local_metadata} - stored
-    if global_metadata is None:
-        return set(), unexpected
-    return stored - {requested.key for of_rank in global_metadata for requested in of_rank}, unexpected
-
-
-def maybe_report_missing_and_unexpected_keys(
-    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
-) -> None:
-    """Raises or logs (WARNING) if there are such keys.
-
-    Raises:
-        MissingShardError: there are, and ``raise_error``.
-    """
-    parts = []
-    if missing_keys:
-        parts.append(f"keys of the checkpoint that no rank requests (missing): {_listed(missing_keys)}")
-    if unexpected_keys:
-        parts.append(f"requested keys that the checkpoint does not have (unexpected): {_listed(unexpected_keys)}")
-    if not parts:
-        return
-    if raise_error:
-        raise MissingShardError(
-            f"the state dict and the checkpoint differ; {'; '.join(parts)}",
-            hint="load with strict='log_all' to go on without them",
-        )
-    logger.warning("The state dict and the checkpoint differ; %s.", "; ".join(parts))
-
-
-def _listed(keys: Iterable[str]) -> str:
-    names = sorted(keys)
-    return ", ".join(names[:_MAX_NAMED]) + (f" … ({len(names)} in all)" if len(names) > _MAX_NAMED else "")
 
 
 def validate_sharding_integrity(

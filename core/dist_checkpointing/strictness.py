@@ -1,0 +1,137 @@
+"""Keys that are requested and keys that a checkpoint has: what ``load`` does where they differ.
+
+*Unexpected* keys are requested and not in the checkpoint; a rank alone can tell. *Missing* keys are in the checkpoint
+and no rank requests them; that takes the metadata of all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+from core.dist_checkpointing.dict_utils import extract_matching_values
+from core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict
+from core.errors import MissingShardError, UsageError
+
+logger = logging.getLogger("core.dist_checkpointing.validation")
+
+_MAX_NAMED = 20
+
+
+class StrictHandling(Enum):
+    """What ``load`` does where state dict and checkpoint have different keys.
+
+    All but the first one read the checkpoint's metadata before anything else and leave unexpected keys out of the load.
+    Those that end in ``_all`` also look for missing keys, for which ranks exchange their metadata; with
+    ``validate_access_integrity`` they do so anyway.
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    """Nothing is compared; the load strategy raises if a key is not there."""
+    LOG_UNEXPECTED = "log_unexpected"
+    """A warning for unexpected keys."""
+    LOG_ALL = "log_all"
+    """A warning for unexpected and for missing keys."""
+    RAISE_UNEXPECTED = "raise_unexpected"
+    """An error for unexpected keys, before data is read."""
+    RAISE_ALL = "raise_all"
+    """An error for unexpected and for missing keys, before data is read."""
+    RETURN_UNEXPECTED = "return_unexpected"
+    """``load`` returns the unexpected keys beside the state dict."""
+    RETURN_ALL = "return_all"
+    """``load`` returns the missing and the unexpected keys beside the state dict."""
+    IGNORE_ALL = "ignore_all"
+    """Unexpected keys are left out without a word."""
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Whether the checkpoint's keys have to be known."""
+        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Whether the keys that other ranks request have to be known."""
+        return val in _ALL
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Whether ``load`` returns missing and unexpected keys beside the state dict."""
+        return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+
+_ALL = (StrictHandling.IGNORE_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL, StrictHandling.LOG_ALL)
+RAISING = (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL)
+LOGGING = (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL)
+
+
+def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
+    """The StrictHandling of that value, or the one given.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(strict, StrictHandling):
+        return strict
+    values = [flag.value for flag in StrictHandling]
+    if strict not in values:
+        raise ValueError(f"strict is {strict!r}, not one of {', '.join(values)}")
+    return StrictHandling(strict)
+
+
+def adjust_non_strict_load(sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]) -> ShardedStateDict:
+    """The state dict without the ShardedBase leaves of those keys.
+
+    Raises:
+        UsageError: a leaf is no ShardedBase.
+    """
+
+    def is_removed(leaf: Any) -> bool:
+        if not isinstance(leaf, ShardedBase):
+            raise UsageError(f"a {type(leaf).__name__} is among the sharded leaves of a state dict")
+        return leaf.key in sharded_keys_to_remove
+
+    _, rest = extract_matching_values(sharded_state_dict, is_removed)
+    return rest  # type: ignore[no-any-return]
+
+
+def missing_and_unexpected_keys(
+    ckpt_sharded_metadata: Mapping[str, ShardedBase],
+    local_metadata: Iterable[ShardedBase],
+    global_metadata: Iterable[Iterable[ShardedBase]] | None = None,
+) -> tuple[set[str], set[str]]:
+    """Keys of the checkpoint that no rank requests (none without global metadata), and those only this rank has."""
+    stored = {held.key for held in ckpt_sharded_metadata.values()}
+    unexpected = {requested.key for requested in local_metadata} - stored
+    if global_metadata is None:
+        return set(), unexpected
+    return stored - {requested.key for of_rank in global_metadata for requested in of_rank}, unexpected
+
+
+def maybe_report_missing_and_unexpected_keys(
+    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
+) -> None:
+    """Raises or logs (WARNING) if there are such keys.
+
+    Raises:
+        MissingShardError: there are, and ``raise_error``.
+    """
+    parts = []
+    if missing_keys:
+        parts.append(f"keys of the checkpoint that no rank requests (missing): {_listed(missing_keys)}")
+    if unexpected_keys:
+        parts.append(f"requested keys that the checkpoint does not have (unexpected): {_listed(unexpected_keys)}")
+    if not parts:
+        return
+    if raise_error:
+        raise MissingShardError(
+            f"the state dict and the checkpoint differ; {'; '.join(parts)}",
+            hint="load with strict='log_all' to go on without them",
+        )
+    logger.warning("The state dict and the checkpoint differ; %s.", "; ".join(parts))
+
+
+def _listed(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    return ", ".join(names[:_MAX_NAMED]) + (f" … ({len(names)} in all)" if len(names) > _MAX_NAMED else "")
