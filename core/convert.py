@@ -87,7 +87,7 @@ class Prepared:
     @property
     def is_file(self) -> bool:
         """Whether the destination is one file."""
-        return _is_file(self.target_format, self.dst)
+        return is_file_of(self.target_format, self.dst)
 
     @property
     def files(self) -> list[tuple[str, int]]:
@@ -195,7 +195,7 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     dropped = [*form.dropped, *checked.dropped]
     catalog = checked.catalog
     dst = job.dst or _proposed_dst(job, source, format)
-    is_file = _is_file(format, dst)
+    is_file = is_file_of(format, dst)
     notes += _nesting_lost(catalog, format, is_file=is_file)
     dropped += _left_behind(catalog, format, is_file=is_file)
     catalog, target = _source_and_target(job, catalog, format)
@@ -271,7 +271,7 @@ def _check_loads_at(job: Job, source: Checkpoint, format: Format) -> None:
         _source_and_target(planned, global_form(planned, source, format).catalog, format)
 
 
-def _is_file(format: Format, dst: Path) -> bool:
+def is_file_of(format: Format, dst: Path) -> bool:
     """Whether the destination is one file, and no directory."""
     if not format.is_single_file:
         return False

@@ -128,25 +128,13 @@ class LiveSave:
             for image in rest:
                 if image.is_metadata and self.fsync:
                     stage.sync_files()
-                self._finish_file(image, stage)
+                finish_file(image, stage)
             if self.fsync:
                 stage.sync_files()
         finally:
             stage.close()
         if self.fsync:
             sync_folders(self.root)
-
-    def _finish_file(self, image: FileImage, stage: StageStore) -> None:
-        stage.create(image.path, image.size)
-        places = Places([image])
-
-        def crc_of(name: str) -> int:
-            number = places.number_of(name)
-            assert number is not None, "a literal states the CRC of an array of its own file"
-            return _crc_of_range(stage, image.path, places.offset_of(number), places.bytes_of(number))
-
-        for offset, data in image.literals(crc_of):
-            stage.write(image.path, offset, data)
 
     def _share(self) -> Share:
         target, images = self.laid_out()
@@ -156,6 +144,24 @@ class LiveSave:
         for key, n_bytes in self.held[self.number].streams:
             boxes[stream_key(key)] = [whole((n_bytes,))]
         return share_of(target, images, boxes)
+
+
+def finish_file(image: FileImage, stage: StageStore) -> None:
+    """Writes what a file holds beside its arrays, which processes have filled; makes it if there are none.
+
+    Raises:
+        CheckpointingException: the system refuses.
+    """
+    stage.create(image.path, image.size)
+    places = Places([image])
+
+    def crc_of(name: str) -> int:
+        number = places.number_of(name)
+        assert number is not None, "a literal states the CRC of an array of its own file"
+        return _crc_of_range(stage, image.path, places.offset_of(number), places.bytes_of(number))
+
+    for offset, data in image.literals(crc_of):
+        stage.write(image.path, offset, data)
 
 
 def target_of(held: Sequence[Held], format: Format, attrs: Mapping[str, object]) -> Catalog:

@@ -38,13 +38,13 @@ def share_of(target: Catalog, images: Sequence[FileImage], held: Mapping[str, Se
         images: all files.
         held: key → disjoint boxes of the tensor that the process writes, in elements.
     """
-    fragments = {key: _filled(target, key, boxes) for key, boxes in held.items()}
+    fragments = {key: filled(target, key, boxes) for key, boxes in held.items()}
     names = {fragment.array.name for found in fragments.values() for fragment in found if fragment.array is not None}
     mine: list[FileImage] = []
     for image in images:
-        filled = [placed for placed in image.arrays if placed.array.name in names]
-        if filled:
-            mine.append(image if is_own(image) else replace(image, arrays=filled, literals=no_literals))
+        arrays = [placed for placed in image.arrays if placed.array.name in names]
+        if arrays:
+            mine.append(image if is_own(image) else replace(image, arrays=arrays, literals=no_literals))
     share = replace(
         target,
         tensors={key: meta for key, meta in target.tensors.items() if fragments.get(key)},
@@ -60,7 +60,7 @@ def is_own(image: FileImage) -> bool:
     return len(holders) == 1 and all(coords and coords[0][0] == HOLDER for coords in holders)
 
 
-def _filled(target: Catalog, key: str, boxes: Sequence[Box]) -> tuple[Fragment, ...]:
+def filled(target: Catalog, key: str, boxes: Sequence[Box]) -> tuple[Fragment, ...]:
     """The parts of a tensor's target fragments that lie in boxes."""
     found = []
     for fragment in target.fragments(key):

@@ -89,14 +89,20 @@ def live(chunk: Chunk, data: torch.Tensor) -> LiveTensor:
     Raises:
         UsageError: data and chunk disagree.
     """
-    _check_data(chunk, data)
+    check_data(chunk, data)
     if data.is_contiguous():
         return LiveTensor(chunk, memory_of(data))
     assert chunk.flat is None, "flat ranges are made dense by the caller, who keeps the copy"
     return LiveTensor(chunk, memory_of(data), (0,) * (chunk.box.rank - data.dim()) + tuple(data.stride()))
 
 
-def _check_data(chunk: Chunk, data: torch.Tensor) -> None:
+def check_data(chunk: Chunk, data: torch.Tensor) -> None:
+    """Returns if a tensor can be what a chunk says.
+
+    Raises:
+        UsageError: another type, or another number of elements.
+        UnsupportedError: it is sparse.
+    """
     if data.numel() != chunk.n_elements or dtype_name(data.dtype, key=chunk.key) != chunk.dtype:
         raise UsageError(
             f"the data is {data.dtype} of {data.numel()} elements, the metadata says {chunk.dtype} of "
@@ -357,7 +363,7 @@ class PreparedSave:
         Raises:
             CheckpointingException: the system refuses; files that were begun stay.
         """
-        hosts = [(chunk, _on_host(chunk, data)) for chunk, data in self.tensors]
+        hosts = [(chunk, on_host(chunk, data)) for chunk, data in self.tensors]
         return replace(self.work, tensors=[live(chunk, host) for chunk, host in hosts]).write()
 
     def finish(self) -> None:
@@ -404,7 +410,7 @@ def prepare_save(
             if tensor.data is None:
                 raise UsageError("the tensor has no data to be saved", key=tensor.key)
             found.append((chunk_of(tensor), tensor.data.detach()))
-            _check_data(*found[-1])
+            check_data(*found[-1])
         return found, [(item.unique_key, stream_of([item.data])) for item in objects]
 
     held, streams = comm.together(own, group)
@@ -436,7 +442,7 @@ def _still_fits(
     return all(comm.all_gather(fits, group))
 
 
-def _on_host(chunk: Chunk, data: torch.Tensor) -> torch.Tensor:
+def on_host(chunk: Chunk, data: torch.Tensor) -> torch.Tensor:
     """The tensor in host memory, as it is if it lies there in a way that ``live`` takes."""
     host = data.cpu().resolve_conj().resolve_neg()
     return host if chunk.flat is None else host.contiguous()

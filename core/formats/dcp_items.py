@@ -295,22 +295,27 @@ class _Arrays(Sequence[PlacedArray]):
         return PlacedArray(self.offsets[index], self.arrays[index])
 
 
-def _image(name: str, items: Sequence[Item], size: int) -> FileImage:
-    """The image of one file; it keeps no item."""
-    placed = _Arrays(array("q"), [])
-    begins = array("q")
-    plans: list[ChunkPlan | TreePlan | None] = []
-    for item in items:
-        begins.append(item.offset)
-        plans.append(item.plan)
-        for one in item.placed():
-            placed.offsets.append(one.offset)
-            placed.arrays.append(one.array)
+@dataclass(frozen=True, slots=True)
+class _Literals:
+    """What lies around the arrays of a file; a value, so that processes can hand it to each other.
 
-    def pieces(crc_of: CrcOf) -> Iterator[Literal]:
-        arrays = iter(placed.arrays)
+    Args:
+        begins: byte of the file at which each item begins.
+        plans: of the items' zips; None for a stream that is copied verbatim.
+        arrays: of all items, in order.
+    """
+
+    begins: array[int]
+    plans: list[ChunkPlan | TreePlan | None]
+    arrays: list[StoredArray]
+
+    def __call__(self, crc_of: CrcOf) -> Iterator[Literal]:
+        return _joined(self._pieces(crc_of))
+
+    def _pieces(self, crc_of: CrcOf) -> Iterator[Literal]:
+        arrays = iter(self.arrays)
         end = 0
-        for begin, plan in zip(begins, plans, strict=True):
+        for begin, plan in zip(self.begins, self.plans, strict=True):
             yield end, bytes(begin - end)
             if plan is None:
                 end = begin + next(arrays).n_bytes
@@ -325,7 +330,19 @@ def _image(name: str, items: Sequence[Item], size: int) -> FileImage:
                 yield begin + offset, data
             end = begin + plan.size
 
-    return FileImage(name, size, placed, lambda crc_of: _joined(pieces(crc_of)))
+
+def _image(name: str, items: Sequence[Item], size: int) -> FileImage:
+    """The image of one file; it keeps no item."""
+    placed = _Arrays(array("q"), [])
+    begins = array("q")
+    plans: list[ChunkPlan | TreePlan | None] = []
+    for item in items:
+        begins.append(item.offset)
+        plans.append(item.plan)
+        for one in item.placed():
+            placed.offsets.append(one.offset)
+            placed.arrays.append(one.array)
+    return FileImage(name, size, placed, _Literals(begins, plans, placed.arrays))
 
 
 def _joined(literals: Iterable[Literal], most: int = 1 << 16) -> Iterator[Literal]:
