@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_mai
 from core.dist_checkpointing.strategies import zarr as strategy
 from core.dist_checkpointing.strategies import zarr_types
 from core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+from core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from core.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from core.dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from core.dist_checkpointing.strategies.zarr_types import cast_array, numpy_of, tensor_of
 from core.errors import (
@@ -276,8 +282,38 @@ def test_the_first_shard_of_the_main_replica_creates_the_array() -> None:
     assert strategy._should_create_array(part_of("step", ()))
     assert strategy._should_create_array(flat_part_of("w", (6, 8), 0, 5))
     assert not strategy._should_create_array(flat_part_of("w", (6, 8), 5, 9))
+    assert not strategy._should_create_array(flat_part_of("w", (6, 8), 0, 0)), "another piece begins there, too"
     assert not strategy._should_create_array(part_of("w", (6, 8), (1, 1, 2)))
     assert not strategy._should_create_array(part_of("w", (6, 8), (1, 0, 2), replica_id=(0, 1)))
+
+
+def test_no_file_stays_open(small: Path) -> None:
+    part = part_of("w", (6, 8), is_filled=False)
+    loaders = [LOADER, TensorStoreLoadShardedStrategy()]
+
+    def load_all() -> None:
+        strategy._load_from_array(part, small)
+        for loader in loaders:
+            loader.load({"w": part}, small)
+            loader.load_tensors_metadata(small)
+
+    load_all()
+    before = len(os.listdir("/proc/self/fd"))
+    load_all()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _save_and_load_in_parallel(rank: int, world: int, root: str) -> None:
+    saver = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy("zarr", 1))
+    saver.save(state(rank, world), root)
+    loader = FullyParallelLoadStrategyWrapper(LOADER)
+    check_loaded(loader.load(state(rank, world, is_filled=False), root), rank, world)
+
+
+@pytest.mark.dist
+def test_saving_and_loading_can_be_shared_among_replicas(tmp_path: Path, saved: Path) -> None:
+    run_ranks(4, _save_and_load_in_parallel, str(tmp_path))
+    assert files_of(tmp_path) == files_of(saved)
 
 
 def test_replicas_are_not_written_and_main_ones_need_an_array(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,8 @@ def _create_or_open_zarr_arrays(sharded_tensors: list[ShardedTensor], checkpoint
 
 def _should_create_array(ten: ShardedTensor) -> bool:
     """Whether a tensor is the main replica of the part that begins with the global tensor's first element."""
-    is_first = ten.flattened_range is None or ten.flattened_range.start == 0
+    held = ten.flattened_range
+    is_first = held is None or (held.start == 0 and (held.stop > 0 or not prod(ten.local_shape)))
     return is_main_replica(ten.replica_id) and not any(ten.global_offset) and is_first
 
 

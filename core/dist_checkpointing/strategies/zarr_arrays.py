@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from core.box import Box, Shape
@@ -52,7 +52,8 @@ def array_metadata(array_dir: Path, *, key: str) -> ZarrArray:
         MissingShardError: there is none.
         CorruptError, UnsupportedError: it is malformed, or of a kind that is not handled.
     """
-    data = small_file(LocalStore(array_dir), ARRAY_FILE, max_bytes=_MAX_ZARRAY_BYTES, key=key)
+    with closing(LocalStore(array_dir)) as store:
+        data = small_file(store, ARRAY_FILE, max_bytes=_MAX_ZARRAY_BYTES, key=key)
     return parse_zarray(data, file=str(array_dir / ARRAY_FILE), key=key)
 
 
@@ -89,7 +90,8 @@ def check_region(checkpoint_dir: Path, key: str, region: Sequence[int | slice]) 
     """
     spans = [(part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in region]
     box = Box(tuple(start for start, _ in spans), tuple(max(stop - start, 0) for start, stop in spans))
-    check_chunks(LocalStore(checkpoint_dir), key, array_metadata(checkpoint_dir / key, key=key), box, key=key)
+    with closing(LocalStore(checkpoint_dir)) as store:
+        check_chunks(store, key, array_metadata(checkpoint_dir / key, key=key), box, key=key)
 
 
 def check_no_array(array_dir: Path, *, key: str) -> None:
