@@ -694,3 +694,45 @@ def test_megatron_core_loads_what_is_saved_here_and_the_other_way_round(tmp_path
             *(state, state, {"kind": 1}, {"kind": 1})
         ] * 2
         assert all(found[index][1:] == (set(), set()) for index in (0, 1, 4, 5))
+
+
+def _strict_with_megatron(rank: int, world: int, folder: str) -> list[Any]:
+    """By strictness, what each of the two loaders answers to a request that does not fit."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from megatron.core import dist_checkpointing as theirs
+
+    import core.dist_checkpointing.mapping as ours
+
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    stored = _megatron_state(rank, world, ours) | {"b": part_of("b", (8,), (0, rank, world))}
+    save(stored, folder)
+
+    def answer(kinds: Any, loader: Any, strict: str) -> Any:
+        asked = {
+            "w": _megatron_state(rank, world, kinds, is_filled=False)["w"],
+            "local": kinds.LocalNonpersistentObject(1),
+        }
+        if rank == 1:
+            asked["new"] = {"x": kinds.ShardedTensor.from_rank_offsets("new", torch.zeros(3))}
+        try:
+            found = loader(asked, folder, strict=strict)
+            return [_plain(part) for part in (found if isinstance(found, tuple) else (found,))]
+        except BaseException:  # so is torch's CheckpointException
+            return "raised"
+
+    return [
+        (flag, answer(ours, load, flag), answer(theirs, theirs.load, flag)) for flag in STRICT if "raise" not in flag
+    ]
+
+
+@pytest.mark.dist
+def test_strictness_is_that_of_megatron_core(tmp_path):
+    pytest.importorskip("megatron.core")
+    zero, one = run_ranks(2, _strict_with_megatron, str(tmp_path))
+    for flag, ours, theirs in (*zero, *one):
+        assert ours == theirs, flag
+    answers = {flag: answer for flag, answer, _ in one}
+    assert answers["return_all"][1:] == [{"b", "rng"}, {"new"}] and answers["return_unexpected"][1:] == [set(), {"new"}]
+    assert answers["assume_ok_unexpected"] == "raised" and len(answers["log_all"]) == 1
