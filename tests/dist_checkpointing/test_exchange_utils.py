@@ -189,8 +189,17 @@ def _group(rank: int, world: int, size: int) -> Any:
     return groups[rank // size]
 
 
-def _exchanged(rank: int, world: int, size: int, algorithm: str, has_memory: bool) -> tuple[Any, list[str]]:
+def _exchanged(rank: int, world: int, size: int) -> tuple[Any, list[str]]:
     group = _group(rank, world, size)
+    wrong = []
+    for algorithm in ALGORITHMS:
+        for has_memory in (True, False):
+            distribution, names = _exchanged_by(rank, world, group, algorithm, has_memory)
+            wrong += [f"{algorithm}, {has_memory}: {name}" for name in names]
+    return distribution, wrong
+
+
+def _exchanged_by(rank: int, world: int, group: Any, algorithm: str, has_memory: bool) -> tuple[Any, list[str]]:
     expected = _shards(rank, world)
     held = _shards(rank, world)
     distribution = determine_main_replica_uniform_distribution(held, group, True)
@@ -222,10 +231,9 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4), (8, 4)])
-def test_exchanged_tensors_are_equal_bit_for_bit(world, size, algorithm):
-    found = run_ranks(world, _exchanged, size, algorithm, algorithm != "gather_object")
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (8, 4)])
+def test_exchanged_tensors_are_equal_bit_for_bit(world, size):
+    found = run_ranks(world, _exchanged, size)
     assert [wrong for _, wrong in found] == [[]] * world
     for ranks in _members(world, size):
         one = found[ranks[0]][0]
@@ -236,12 +244,16 @@ def test_exchanged_tensors_are_equal_bit_for_bit(world, size, algorithm):
             assert found[rank][0].shards_in_this_group == one.shards_in_this_group
 
 
-@pytest.mark.dist
-def test_without_memory_of_its_own_a_tensor_is_received_on_the_cpu():
-    assert [wrong for _, wrong in run_ranks(2, _exchanged, 2, "broadcast", False)] == [[], []]
+def _broken(rank: int, world: int) -> dict[str, str]:
+    return {
+        f"{algorithm}, {what}": _error_of(rank, algorithm, what)
+        for algorithm in ALGORITHMS
+        for what in ("not loaded", "wrong dtype", "no memory", "not distributed")
+    }
 
 
-def _broken(rank: int, world: int, algorithm: str, what: str) -> str:
+def _error_of(rank: int, algorithm: str, what: str) -> str:
+    """What a rank raises if rank 1 does what it should not."""
     held = {"a": _tensor("a", 8), "b": _tensor("b", 8), "c": _tensor("c", 2)}
     distribution = determine_main_replica_uniform_distribution(held, None, True)
     loaded, unloaded = {}, {}
@@ -273,25 +285,19 @@ def _out_of_memory(device: object) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("algorithm", ["broadcast", "gather_rounds"])
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("not loaded", "no rank of the group has loaded b at offset (0,)"),
-        ("wrong dtype", "dtype torch.float64, torch.float32 was asked for"),
-        ("no memory", "no memory"),
-        ("not distributed", "no rank of the group has loaded z at offset (0,)"),
-    ],
-)
-def test_what_fails_on_one_rank_fails_on_all_before_anything_is_sent(algorithm, what, text):
-    other, own = run_ranks(2, _broken, algorithm, what)
-    assert text in own and text in other
-    assert other.startswith("WorkerError") and not own.startswith("WorkerError")
-
-
-@pytest.mark.dist
-def test_a_shard_that_nobody_loaded_is_missed_on_all_ranks_by_gather_object():
-    assert all("b at offset (0,)" in text for text in run_ranks(2, _broken, "gather_object", "not loaded"))
+def test_what_fails_on_one_rank_fails_on_all_before_anything_is_sent():
+    texts = {
+        "not loaded": "no rank of the group has loaded b at offset (0,)",
+        "wrong dtype": "dtype torch.float64, torch.float32 was asked for",
+        "no memory": "no memory",
+        "not distributed": "no rank of the group has loaded z at offset (0,)",
+    }
+    found = run_ranks(2, _broken)
+    for what, text in texts.items():
+        for algorithm in ALGORITHMS:
+            other, own = (of_rank[f"{algorithm}, {what}"] for of_rank in found)
+            assert text in own and text in other, (algorithm, what)
+            assert other.startswith("WorkerError") or own.startswith("WorkerError")
 
 
 def _disagreeing(rank: int, world: int) -> str:
