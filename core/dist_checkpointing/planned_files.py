@@ -24,7 +24,7 @@ from core.dist_checkpointing.planned_save import (
     is_tensor,
     lay_out,
 )
-from core.errors import CheckpointingException, UsageError
+from core.errors import CheckpointingException, CorruptError, UsageError
 from core.formats import Format
 from core.formats.torch_file import load_object
 from core.image import FileImage
@@ -33,7 +33,7 @@ from core.live_save import finish_file
 from core.plan import make_plan
 from core.share import HOLDER, share_of
 from core.stage_store import StageStore
-from core.store import MemoryStore
+from core.store import MemoryStore, translated
 
 BATCH_BYTES = 512 << 20
 """About how many bytes of tensors are resolved at once; those on a device are copied to the host for it."""
@@ -123,7 +123,8 @@ def write_rest(
     Raises:
         CheckpointingException: an entry is not handled, or the system refuses.
     """
-    finished = {image.path for image in layout.images if is_finished_here(image)}
+    finished = {image.path: image.size for image in layout.images if is_finished_here(image)}
+    _check_sizes(finished, store)
     if streams:
         objects, arrays, memory = _read(streams, save, is_verbatim=format.name == "dcp")
         whole_layout = lay_out(save, format, dst, objects=objects, arrays=arrays, max_file_bytes=max_file_bytes)
@@ -151,6 +152,21 @@ def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
         n_bytes += size
     if batch:
         yield batch
+
+
+def _check_sizes(sizes: Mapping[str, int], store: StageStore) -> None:
+    """Returns if the files that ranks have finished are here.
+
+    Raises:
+        MissingShardError: one is not.
+        CorruptError: one has another size.
+    """
+    for name, n_bytes in sizes.items():
+        path = store.root / name
+        with translated(str(path), doing="check"):
+            found = path.stat().st_size
+        if found != n_bytes:
+            raise CorruptError(f"a rank has written {found} bytes, and not {n_bytes}", file=name)
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

@@ -224,12 +224,14 @@ class Part:
         tensors: the target's tensors that it writes regions of.
         fragments: those regions, and the arrays that hold them.
         images: the files that it writes to, with only those arrays; literals only where ``is_finished_here`` says so.
+        token: of the save.
         is_converted: whether the files are those of a checkpoint that will be converted.
     """
 
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
     fragments: dict[str, tuple[Fragment, ...]] = field(default_factory=dict)
     images: tuple[FileImage, ...] = ()
+    token: str = ""
     is_converted: bool = False
 
     def catalog(self) -> Catalog:
@@ -242,13 +244,13 @@ def is_finished_here(image: FileImage) -> bool:
     return is_own(image) and is_dataclass(image.literals)
 
 
-def parts(layout: Layout, save: Planned, *, is_converted: bool) -> list[Part]:
+def parts(layout: Layout, save: Planned, *, token: str, is_converted: bool) -> list[Part]:
     """What each rank writes.
 
     Args:
         layout: of the save.
         save: what is saved.
-        is_converted: see ``Part``.
+        token, is_converted: see ``Part``.
     """
     place_of = {placed.array.name: (n, placed) for n, image in enumerate(layout.images) for placed in image.arrays}
     held: list[dict[str, list[Box]]] = [{} for _ in range(save.n_ranks)]
@@ -266,7 +268,7 @@ def parts(layout: Layout, save: Planned, *, is_converted: bool) -> list[Part]:
                 placed.setdefault(number, {})[fragment.array.name] = place
         images = [_part_of(layout.images[number], arrays) for number, arrays in placed.items()]
         tensors = {key: layout.target.meta(key) for key, found in fragments.items() if found}
-        made.append(Part(tensors, {key: fragments[key] for key in tensors}, tuple(images), is_converted))
+        made.append(Part(tensors, {key: fragments[key] for key in tensors}, tuple(images), token, is_converted))
     return made
 
 

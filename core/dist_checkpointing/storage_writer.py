@@ -31,7 +31,7 @@ import os
 import shutil
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ from core.dist_checkpointing.planned_save import (
     parts,
     planned,
 )
-from core.errors import UnsupportedError, UsageError
+from core.errors import StorageError, UnsupportedError, UsageError
 from core.formats import Format, dcp, format_called
 from core.image import FileImage
 from core.job import Job
@@ -70,6 +70,7 @@ class _Running:
         save: what is saved.
         layout: where tensors go.
         stage: where the files are.
+        end: leaves the stage; called by the garbage collector, or at the exit of the process, if not before.
         format: what ranks write.
         dst: of the stage.
         max_file_bytes: of the files that ranks write.
@@ -78,6 +79,7 @@ class _Running:
     save: Planned
     layout: Layout
     stage: Stage
+    end: Callable[[], object]
     format: Format
     dst: Path
     max_file_bytes: int | None
@@ -89,7 +91,7 @@ class CkptStorageWriter(StorageWriter):
     Args:
         path: the destination, a directory; for safetensors and torch also a file.
         format: a writable format or its name: ``dcp``, ``torch_dist``, ``zarr``, ``zarr3``, ``safetensors``, ``torch``,
-            ``megatron`` …
+            ``megatron`` … Keys stay as they are, also with ``hf``; ``names="hf"`` translates Megatron's.
         overwrite: replace a checkpoint that is there, once the new one is complete.
         max_file_bytes: most bytes of a file with tensors, where the format can split; None for its default.
         fsync: wait until the bytes are on the disk.
@@ -190,10 +192,11 @@ class CkptStorageWriter(StorageWriter):
             needed_bytes=layout.n_bytes,
         )
         _enter(stage)
-        weakref.finalize(self, _leave, stage)
-        self._running = _Running(save, layout, stage, format, dst, max_file_bytes)
+        end = weakref.finalize(self, _leave, stage)
+        self._running = _Running(save, layout, stage, end, format, dst, max_file_bytes)
         try:
-            made = parts(layout, save, is_converted=is_converted)
+            _token_path(stage.stage_dir, self.save_id).touch()
+            made = parts(layout, save, token=self.save_id, is_converted=is_converted)
             for image in _shared(made):
                 stage.store.create(image.path, image.size)
         except BaseException:
@@ -208,14 +211,19 @@ class CkptStorageWriter(StorageWriter):
             For every item its size; for an entry that is no tensor also its stream, which the coordinator writes.
 
         Raises:
-            CheckpointingException: the system refuses, or the planner gives another tensor than it planned.
+            StorageError: this rank does not see the coordinator's stage, or the system refuses.
+            UsageError: the planner gives another tensor than it planned.
         """
         part = plan.storage_data
         assert isinstance(part, Part), "prepare_global_plan has put it there"
-        store = StageStore(
-            stage_dir_of(self._converted_path() if part.is_converted else self._dst()) / "data",
-            is_durable=self._fsync,
-        )
+        stage_dir = stage_dir_of(self._converted_path() if part.is_converted else self._dst())
+        if not _token_path(stage_dir, part.token).exists():
+            raise StorageError(
+                "this rank does not see what the coordinator has made there",
+                file=str(stage_dir),
+                hint="give all ranks the same path on a file system that they share",
+            )
+        store = StageStore(stage_dir / "data", is_durable=self._fsync)
         try:
             results = write_part(plan, planner, part, store, threads=self._threads)
             if self._fsync:
@@ -306,7 +314,7 @@ class CkptStorageWriter(StorageWriter):
     def _abandon(self) -> None:
         """Removes the stage, if there is one."""
         if self._running is not None:
-            _leave(self._running.stage)
+            self._running.end()
             self._running = None
 
 
@@ -328,6 +336,11 @@ def _leave(stage: Stage) -> None:
     if _STAGES.get(stage.dst) is stage:
         del _STAGES[stage.dst]
         stage.__exit__(None, None, None)
+
+
+def _token_path(stage_dir: Path, token: str) -> Path:
+    """A file by which ranks know that they see the stage of this save, and not a directory of their own."""
+    return stage_dir / f"save-{token}"
 
 
 def _new_id() -> str:

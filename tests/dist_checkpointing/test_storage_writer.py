@@ -238,6 +238,19 @@ def test_a_rank_that_fails_leaves_nothing_and_the_next_save_succeeds(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == set(FORMATS)
 
 
+def _save_elsewhere(rank: int, world: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    state = {"w": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}
+    dcp.save(state, storage_writer=CkptStorageWriter(f"{folder}/{rank}/out", "safetensors"))
+
+
+@pytest.mark.dist
+def test_ranks_that_share_no_directory_are_told(tmp_path: Path):
+    kind, text = run_ranks(2, _save_elsewhere, str(tmp_path), allow_failure=True)[0]
+    assert kind == "CheckpointException" and "a file system that they share" in text
+    assert not list(tmp_path.glob("*/out"))
+
+
 def test_a_failure_of_the_coordinator_removes_the_stage(tmp_path: Path):
     with pytest.raises(dcp.CheckpointException):
         dcp.save(state_of(), storage_writer=CkptStorageWriter(tmp_path / "out"), planner=Failing())
