@@ -128,7 +128,7 @@ class StagingPool:
         with self._lock:
             self._used.pop(block.address, None)
             self._free.append(block)
-            del self._free[: -self._n_kept]
+            del self._free[: max(0, len(self._free) - self._n_kept)]
 
     def located(self, tensor: torch.Tensor) -> tuple[Block, int] | None:
         """The block that a dense tensor lies in, and the offset in bytes; None if it lies elsewhere."""
