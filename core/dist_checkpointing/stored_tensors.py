@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.box import Shape, c_strides
+from core.checksum import crc32
 from core.decoded import DecodedStore
 from core.dtypes import itemsize
+from core.errors import CorruptError
 
 if TYPE_CHECKING:
     from core.catalog import StoredArray
@@ -38,7 +40,8 @@ class StoredTensors:
         """The tensor of a key, on the CPU, with the strides that it was saved with.
 
         Raises:
-            TruncatedError, CorruptError, StorageError: as the store has it.
+            CorruptError: the bytes do not have the checksum that the file states for a tensor that is a whole record.
+            TruncatedError, StorageError: as the store has it.
         """
         array = self._arrays[key]
         dtype = getattr(torch, array.dtype)
@@ -47,7 +50,7 @@ class StoredTensors:
         run = self._runs[key]
         data = self._storages.get(run)
         if data is None:
-            data = self._storages[run] = self._bytes(run)
+            data = self._storages[run] = self._bytes(run, key)
         assert array.extent is not None
         first, odd = divmod(array.extent.offset - run[1], itemsize(array.dtype))
         if odd:  # views of several element types into one storage
@@ -56,10 +59,29 @@ class StoredTensors:
         made.set_(data.untyped_storage(), first, array.shape, _strides(array))
         return made
 
-    def _bytes(self, run: _Run) -> torch.Tensor:
+    def _bytes(self, run: _Run, key: str) -> torch.Tensor:
         file, start, stop = run
         data = torch.empty(stop - start, dtype=torch.uint8)
-        self._store.read_into(file, start, _view(data))
+        view = _view(data)
+        self._store.read_into(file, start, view)
+        extent = self._arrays[key].extent
+        if (
+            extent is not None
+            and extent.crc is not None
+            and (extent.offset, self._arrays[key].n_bytes)
+            == (
+                start,
+                len(view),
+            )
+        ):
+            found = crc32(view)
+            if found != extent.crc:
+                raise CorruptError(
+                    f"the bytes of a tensor have the CRC-32 {found:08x}, the file says {extent.crc:08x}",
+                    file=file,
+                    span=(start, stop),
+                    hint="copy the checkpoint again, or use an older one",
+                )
         return data
 
 

@@ -184,12 +184,20 @@ def pickle_limits(record: Record) -> Limits:
 
 
 def read_record(store: ReadStore, file: str, record: Record) -> bytes:
-    """All of a record; for small ones.
+    """All of a record, its CRC checked where the directory states one; for small records.
 
     Raises:
         CorruptError, TruncatedError: it is damaged.
     """
-    return bytes(part_of_record(store, file, record, 0, record.n_bytes))
+    data = bytes(part_of_record(store, file, record, 0, record.n_bytes))
+    if record.crc and record.crc != zlib.crc32(data):
+        raise CorruptError(
+            f"a record has the CRC-32 {zlib.crc32(data):08x}, the zip states {record.crc:08x}",
+            file=file,
+            span=record.span,
+            hint="copy the checkpoint again, or use an older one",
+        )
+    return data
 
 
 def part_of_record(store: ReadStore, file: str, record: Record, start: int, n_bytes: int) -> bytes | memoryview:
