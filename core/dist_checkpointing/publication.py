@@ -96,11 +96,12 @@ class Publication:
         with translated(str(self.data_dir), doing="create"):
             self.data_dir.mkdir()
 
-    def publish(self, config: CheckpointingConfig) -> None:
+    def publish(self, config: CheckpointingConfig, *, is_synced: bool = False) -> None:
         """Makes the directory the checkpoint that was written.
 
         Args:
             config: the content of ``metadata.json``.
+            is_synced: all files and directories in ``data_dir`` are on the disk already.
 
         Raises:
             UsageError: a name is taken that was free in the beginning.
@@ -109,8 +110,8 @@ class Publication:
         """
         try:
             with translated(str(self.checkpoint_dir), doing="publish"):
-                save_config(config, str(self.data_dir))
-                _sync_tree(self.data_dir)
+                save_config(config, self.data_dir)
+                sync_folder(self.data_dir) if is_synced else _sync_tree(self.data_dir)
                 self._move()
             self._confirm()
         finally:

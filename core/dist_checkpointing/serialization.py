@@ -109,7 +109,9 @@ def save(
     try:
         tensors = _save_common(*tree, sharded, common, data_dir_of(target))
         publish = _Publish(
-            publication, CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version)
+            publication,
+            CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version),
+            sharded.syncs_files and common.syncs_files,
         )
         if async_sharded_save:
             request: AsyncRequest = comm.together(lambda: sharded.async_save(tensors, data_dir_of(target)))
@@ -131,14 +133,20 @@ class _Publish:
     Args:
         publication: None but on rank 0.
         config: of the new checkpoint.
+        is_synced: the strategies have waited for the disk.
     """
 
     publication: Publication | None
     config: CheckpointingConfig
+    is_synced: bool
 
     def __call__(self) -> None:
         """Makes the checkpoint visible; collective."""
-        comm.together(lambda: self.publication.publish(self.config) if self.publication else None)
+        comm.together(self._on_coordinator)
+
+    def _on_coordinator(self) -> None:
+        if self.publication:
+            self.publication.publish(self.config, is_synced=self.is_synced)
 
     def abandon(self) -> None:
         """Called in place of that if an asynchronous save has failed."""

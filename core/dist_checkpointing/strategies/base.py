@@ -205,6 +205,10 @@ class SaveStrategyBase(ABC):  # noqa: B024 (documented as one, without abstract 
         version: the backend's version, likewise.
     """
 
+    syncs_files = False
+    """Whether files and directories are on the disk when they have been written. Ours; where it is False,
+    ``serialization.save`` syncs them once more, file by file."""
+
     def __init__(self, backend: str, version: int) -> None:
         self.backend = backend
         self.version = version

@@ -57,6 +57,8 @@ def register_default_common_strategies() -> None:
 class TorchCommonSaveStrategy(SaveCommonStrategy):
     """Writes common state and ShardedObjects as files of ``torch.save``."""
 
+    syncs_files = True
+
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
         """Writes ``common.pt``; collective, rank 0 writes.
 

@@ -145,6 +145,11 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         """As the wrapped strategy."""
         return self.base_strategy.can_handle_sharded_objects
 
+    @property
+    def syncs_files(self) -> bool:  # type: ignore[override]
+        """As the wrapped strategy."""
+        return self.base_strategy.syncs_files
+
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     """Shares the loading of replicated shards among the ranks of a group, which then exchange them.

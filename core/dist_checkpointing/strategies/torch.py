@@ -101,6 +101,8 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         UsageError: less than one thread, or a hint that cannot begin the name of a file.
     """
 
+    syncs_files = True
+
     def __init__(
         self,
         backend: str,

@@ -84,6 +84,8 @@ def register_default_zarr_strategies() -> None:
 class ZarrSaveShardedStrategy(SaveShardedStrategy):
     """Saves sharded tensors as zarr 2 arrays."""
 
+    syncs_files = True
+
     def __init__(self, backend: str, version: int) -> None:
         super().__init__(backend, version)
 
