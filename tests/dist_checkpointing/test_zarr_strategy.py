@@ -12,6 +12,7 @@ import pytest
 import tensorstore as ts
 import torch
 import zarr
+from numcodecs import Zlib
 
 from core.convert import run
 from core.dist_checkpointing import bridge, comm, serialization
@@ -326,6 +327,13 @@ def test_a_flattened_shard_that_is_no_chunk_is_refused(small: Path) -> None:
     array = strategy._open_zarr_array_verbose(small / "w", "r+")
     with pytest.raises(UnsupportedError, match="no chunk"):
         strategy._save_to_existing_array(flat_part_of("w", (6, 8), 0, 5), array)
+    in_memory = zarr.create_array({}, shape=(6, 8), chunks=(6, 8), dtype="f4", zarr_format=2)
+    with pytest.raises(UnsupportedError, match="into files"):
+        strategy._save_to_existing_array(flat_part_of("w", (6, 8), 0, 5), in_memory)
+    options = {"shape": (6, 8), "chunks": (6, 8), "dtype": "f4", "zarr_format": 2}
+    compressed = zarr.create_array(small / "z", **options, compressors=Zlib())
+    with pytest.raises(UnsupportedError, match="encoded chunk"):
+        strategy._save_to_existing_array(flat_part_of("w", (6, 8), 0, 5), compressed)
 
 
 def test_an_array_that_is_not_there_or_broken_is_named(small: Path) -> None:

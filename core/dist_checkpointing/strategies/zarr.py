@@ -165,7 +165,7 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: zarr.Array | Non
 
     Raises:
         UsageError: there is no data, or no array for them.
-        UnsupportedError: the tensor is flattened, and its shard is no plain chunk of the array.
+        UnsupportedError: the tensor is flattened, and its shard is no plain chunk of the array, or no file.
     """
     if not is_main_replica(sharded_tensor.replica_id):
         return
@@ -182,6 +182,8 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: zarr.Array | Non
             f"the shard {sharded_tensor.local_shape} of a flattened tensor is no chunk {arr.chunks} of its array",
             key=key,
         )
+    if not isinstance(arr.store, zarr.storage.LocalStore):
+        raise UnsupportedError(f"pieces of a chunk are written into files, not into {arr.store}", key=key)
     if x.size:
         array_dir = Path(arr.store.root) / arr.path
         index = sharded_tensor.local_chunk_offset_in_global()
