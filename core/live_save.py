@@ -22,6 +22,7 @@ from core.box import Box, whole
 from core.catalog import Catalog, Fragment, StoredArray, StoredObject, TensorMeta
 from core.checksum import BLOCK_BYTES, crc32
 from core.copy import execute
+from core.errors import UsageError
 from core.formats import Format
 from core.image import FileImage
 from core.live import Chunk, LiveTensor, live_source, metas_of_chunks
@@ -168,9 +169,10 @@ def target_of(held: Sequence[Held], format: Format, attrs: Mapping[str, object])
     """The target catalog of what several processes hold, see the module's docstring.
 
     Raises:
-        UsageError: two chunks of one key disagree on dtype or shape.
+        UsageError: two chunks of one key disagree on dtype or shape, or two processes contribute one and the same.
     """
     metas = metas_of_chunks(chunk for one in held for chunk in one.chunks)
+    _check_each_is_held_once(held)
     boxes: dict[str, dict[Box, int]] = {key: {} for key in metas}
     for number, one in enumerate(held):
         for chunk in one.chunks:
@@ -212,6 +214,26 @@ def target_of(held: Sequence[Held], format: Format, attrs: Mapping[str, object])
         hidden={key: TensorMeta(key, "uint8", (n_bytes,)) for key, (n_bytes, _) in streams.items()},
         attrs=attrs,
     )
+
+
+def _check_each_is_held_once(held: Sequence[Held]) -> None:
+    """Two processes that fill the same bytes would not agree on the checksum beside them.
+
+    Raises:
+        UsageError: two contribute the same chunk or object.
+    """
+    holders: dict[object, int] = {}
+    for number, one in enumerate(held):
+        names = [(chunk.key, chunk.box, chunk.flat) for chunk in one.chunks if chunk.n_elements]
+        for name in (*names, *((key, None, None) for key, _ in one.streams)):
+            first = holders.setdefault(name, number)
+            if first != number:
+                raise UsageError(
+                    f"ranks {first} and {number} both save the same shard",
+                    key=name[0],
+                    rank=str(number),
+                    hint="give all but one of its replicas a replica_id that is not zero",
+                )
 
 
 def stream_key(key: str) -> str:

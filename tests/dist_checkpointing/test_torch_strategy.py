@@ -205,6 +205,24 @@ def test_what_one_rank_cannot_save_fails_on_every_rank(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def _save_twice(rank: int, world: int, folder: Path, what: str) -> str:
+    state: dict[str, object] = {"x": part_of("x", (4,), (0, rank, world))}
+    state["twice"] = part_of("w", (4,)) if what == "tensor" else ShardedObject("w", rank, (1,), (0,))
+    try:
+        saves().save(state, folder)
+    except CheckpointingException as err:
+        return str(err)
+    return "nothing"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("what", ["tensor", "object"])
+def test_a_shard_with_main_replicas_on_two_ranks_is_refused_on_both(what, tmp_path):
+    found = run_ranks(2, _save_twice, tmp_path, what)
+    assert all("ranks 0 and 1 both save the same shard (tensor w" in text for text in found), found
+    assert list(tmp_path.iterdir()) == []
+
+
 def _load_missing(rank: int, world: int, folder: Path) -> str:
     asked = {"w": part_of("w" if rank == 0 else "v", (4,))}
     try:
