@@ -253,23 +253,24 @@ def parts(layout: Layout, save: Planned, *, token: str, is_converted: bool) -> l
         token, is_converted: see ``Part``.
     """
     place_of = {placed.array.name: (n, placed) for n, image in enumerate(layout.images) for placed in image.arrays}
-    held: list[dict[str, list[Box]]] = [{} for _ in range(save.n_ranks)]
+    made = [Part(token=token, is_converted=is_converted) for _ in range(save.n_ranks)]
+    placed: list[dict[int, dict[str, PlacedArray]]] = [{} for _ in made]
     for key, boxes in save.pieces.items():
+        target_of = {fragment.box: fragment for fragment in layout.target.fragments(key)}
+        meta = layout.target.meta(key)
         for box, rank in boxes.items():
-            held[rank].setdefault(key, []).append(box)
-    made = []
-    for of_rank in held:
-        fragments = {key: filled(layout.target, key, boxes) for key, boxes in of_rank.items()}
-        placed: dict[int, dict[str, PlacedArray]] = {}
-        for found in fragments.values():
+            same = target_of.get(box)
+            found = filled(layout.target, key, [box]) if same is None else (same,)
             for fragment in found:
                 assert fragment.array is not None
                 number, place = place_of[fragment.array.name]
-                placed.setdefault(number, {})[fragment.array.name] = place
-        images = [_part_of(layout.images[number], arrays) for number, arrays in placed.items()]
-        tensors = {key: layout.target.meta(key) for key, found in fragments.items() if found}
-        made.append(Part(tensors, {key: fragments[key] for key in tensors}, tuple(images), token, is_converted))
-    return made
+                placed[rank].setdefault(number, {})[fragment.array.name] = place
+            made[rank].tensors[key] = meta
+            made[rank].fragments[key] = (*made[rank].fragments.get(key, ()), *found)
+    return [
+        replace(part, images=tuple(_part_of(layout.images[number], arrays) for number, arrays in of_rank.items()))
+        for part, of_rank in zip(made, placed, strict=True)
+    ]
 
 
 def _part_of(image: FileImage, arrays: Mapping[str, PlacedArray]) -> FileImage:
