@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 from pathlib import Path
@@ -41,7 +42,7 @@ def common_state() -> dict[str, object]:
         "iteration": 10,
         "args": argparse.Namespace(lr=0.1, dtype=torch.bfloat16, paths=[Path("/data")]),
         "optimizer": {"param_groups": [{"betas": (0.9, 0.95), "step": torch.tensor(3)}]},
-        "rng": [np.random.RandomState(3).get_state(), torch.get_rng_state()],
+        "rng": [np.random.RandomState(3).get_state(), torch.Generator().manual_seed(4).get_state()],
     }
 
 
@@ -184,28 +185,38 @@ def test_megatrons_strategy_reads_what_is_written(tmp_path: Path):
     theirs = pytest.importorskip("megatron.core.dist_checkpointing.strategies.common")
     from megatron.core.dist_checkpointing.mapping import ShardedObject as TheirObject
 
-    SAVE.save_common(common_state() | {"simple": SimpleNamespace(a=1)}, tmp_path)
-    found = torch.load(tmp_path / "common.pt", weights_only=False)
-    assert_alike(found, common_state() | {"simple": SimpleNamespace(a=1)})
-    (tmp_path / "plain").mkdir()
-    plain = {"iteration": 3, "args": argparse.Namespace(lr=0.1), "groups": [{"step": torch.tensor(1)}]}
-    SAVE.save_common(plain, tmp_path / "plain")
-    SAVE.save_sharded_objects([shard(0, 1, {"a": torch.arange(4)})], tmp_path / "plain")
+    state = common_state() | {"simple": SimpleNamespace(a=1), "extra": [io.BytesIO(b"scales")]}
+    SAVE.save_common(state, tmp_path)
+    SAVE.save_sharded_objects([shard(0, 1, {"a": torch.arange(4)})], tmp_path)
     loader = theirs.TorchCommonLoadStrategy()
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        assert_alike(loader.load_common(tmp_path / "plain"), plain)
-        loaded = loader.load_sharded_objects([TheirObject("rng_state", None, (1, 1), (0, 0))], tmp_path / "plain")
+    assert_alike(loader.load_common(tmp_path), state)
+    loaded = loader.load_sharded_objects([TheirObject("rng_state", None, (1, 1), (0, 0))], tmp_path)
     assert_alike(loaded, [{"a": torch.arange(4)}])
-    assert list(loader.load_sharded_metadata(tmp_path / "plain")) == [shard(0, 1).unique_key]
+    assert list(loader.load_sharded_metadata(tmp_path)) == [shard(0, 1).unique_key]
 
 
-def test_what_megatrons_strategy_writes_is_read(tmp_path: Path):
-    theirs = pytest.importorskip("megatron.core.dist_checkpointing.strategies.common")
+def _save_with_megatron(rank: int, world: int, folder: str) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedObject as TheirObject
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy as TheirStrategy
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import OptimizerConfig
 
-    theirs.TorchCommonSaveStrategy("torch", 1).save_sharded_objects(
-        [TheirObject("rng_state", common_state(), (1, 1), (0, 0))], tmp_path
-    )
+    strategy = TheirStrategy("torch", 1)
+    strategy.save_common(common_state() | {"kind": ModelType.encoder_or_decoder, "config": OptimizerConfig()}, folder)
+    strategy.save_sharded_objects([TheirObject("rng_state", common_state(), (1, 1), (0, 0))], folder)
+
+
+@pytest.mark.dist
+def test_what_megatrons_strategy_writes_is_read(tmp_path: Path):
+    pytest.importorskip("megatron.core")
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import OptimizerConfig
+
+    run_ranks(1, _save_with_megatron, str(tmp_path))
+    found = LOAD.load_common(tmp_path)
+    assert found.pop("kind") is ModelType.encoder_or_decoder
+    assert found.pop("config") == OptimizerConfig()
+    assert_alike(found, common_state())
     assert_alike(LOAD.load_sharded_objects([shard(0, 1)], tmp_path), [common_state()])
 
 
