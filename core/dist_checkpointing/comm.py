@@ -86,6 +86,20 @@ def broadcast(value: T, src: int = 0, group: Any = None) -> T:
     return box[0]  # type: ignore[no-any-return]
 
 
+def broadcast_bytes(raw: torch.Tensor, src: int, group: Any = None) -> None:
+    """Fills ``raw``, 1-D uint8 of one size on all ranks, with what rank ``src`` of the group has in it."""
+    with _contact():
+        dist.broadcast(raw, src=global_rank(src, group), group=group)
+
+
+def gather_bytes(all_ranks: torch.Tensor, own: torch.Tensor, group: Any = None) -> None:
+    """Fills ``all_ranks`` with what each rank of the group has in ``own``, by rank; 1-D uint8 tensors."""
+    # all_gather_into_tensor goes by the other name since torch 2.13.
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    with _contact():
+        collective(all_ranks, own, group=group)
+
+
 def any_of_all(is_so: bool, group: Any = None) -> bool:
     """Whether it is so on any rank of the group; cheap enough to be asked in every training step."""
     if world_size(group) == 1:

@@ -27,7 +27,6 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from core.dist_checkpointing import comm
 from core.dist_checkpointing.dict_utils import nested_values
@@ -39,7 +38,6 @@ from core.dist_checkpointing.shard_bytes import (
     copy_bytes,
     destination,
     exchange_device,
-    gather_bytes,
     n_bytes,
     n_elements,
     nominal,
@@ -211,7 +209,7 @@ def exchange_loaded_tensors_gather_rounds(
         width = row_bytes(row)
         if row[rank] is not None:
             pack(row[rank], found, given)
-        gather_bytes(taken[: width * len(row)], given[:width], group)
+        comm.gather_bytes(taken[: width * len(row)], given[:width], group)
         for source, parcel in enumerate(row):
             if parcel is not None and source != rank:
                 unpack(parcel, found, taken[source * width :])
@@ -310,7 +308,7 @@ def exchange_loaded_tensors_broadcast(
         is_source = parcel.main_rank == comm.rank(group)
         if own is None and is_source:
             pack(parcel, found, moved)
-        dist.broadcast(moved, src=comm.global_rank(parcel.main_rank, group), group=group)
+        comm.broadcast_bytes(moved, parcel.main_rank, group)
         if own is None and not is_source:
             unpack(parcel, found, moved)
     return found

@@ -36,7 +36,7 @@ class Kept(Generic[T]):
         if not is_kept:
             return compute()
         structure = [_fingerprint(value) for value in nested_values(sharded_state_dict)]
-        if any(comm.all_gather(structure != self.structure, self.group)):
+        if comm.any_of_all(structure != self.structure, self.group):
             self.value, self.structure = compute(), structure
         return self.value  # type: ignore[return-value]
 

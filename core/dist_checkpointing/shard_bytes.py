@@ -76,10 +76,3 @@ def copy_bytes(tensor: torch.Tensor, raw: torch.Tensor, *, is_received: bool) ->
         tensor.detach().copy_(elements)
     else:
         elements.copy_(tensor.detach())
-
-
-def gather_bytes(all_ranks: torch.Tensor, own: torch.Tensor, group: Any) -> None:
-    """Fills ``all_ranks`` with what each rank of the group has in ``own``, by rank. Collective; 1-D uint8 tensors."""
-    # all_gather_into_tensor goes by the other name since torch 2.13.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(all_ranks, own, group=group)

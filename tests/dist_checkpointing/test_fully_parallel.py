@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
 )
 from core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
-from core.errors import CheckpointingException, StorageError, UnsupportedError, UsageError
+from core.errors import CheckpointingException, StorageError, UnsupportedError, UsageError, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks
 
 ALGORITHMS = ["broadcast", "gather_rounds", "gather_object"]
@@ -331,6 +332,32 @@ def _failing(rank: int, world: int, folder: str, tp: int, how: str) -> str:
 @pytest.mark.parametrize(("how", "text"), [("raises", "the disk is gone"), ("leaves out", "did not load a shard")])
 def test_a_failure_of_loading_is_raised_on_all_ranks(tmp_path, how, text):
     assert all(text in found for found in run_ranks(4, _failing, str(tmp_path), 2, how))
+
+
+class Dying(PieceLoad):
+    """Takes rank 1's process down, as the system does for want of memory."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        if comm.rank() == 1:
+            os._exit(9)
+        return super().load(sharded_state_dict, checkpoint_dir)
+
+
+def _dying(rank: int, world: int, folder: str) -> None:
+    FullyParallelSaveStrategyWrapper(PieceSave()).save(state(rank, world), folder)
+    comm.barrier()
+    try:
+        FullyParallelLoadStrategyWrapper(Dying()).load(state(rank, world, data=False), folder)
+    except WorkerError as err:
+        Path(folder, f"seen_{rank}").write_text(str(err))
+
+
+@pytest.mark.dist
+def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path):
+    with pytest.raises(AssertionError, match="died"):
+        run_ranks(3, _dying, str(tmp_path))
+    for rank in (0, 2):
+        assert "lost contact with another rank" in (tmp_path / f"seen_{rank}").read_text()
 
 
 @pytest.mark.dist
