@@ -23,10 +23,10 @@ def refusal_of(checkpoint_dir: Path) -> CheckpointingException:
     """
     where = str(checkpoint_dir)
     if not checkpoint_dir.exists():
-        return UsageError("the checkpoint directory does not exist", file=where, hint="check the spelling of the path")
+        return UsageError(f"the checkpoint directory {where} does not exist", hint="check the spelling of the path")
     if not checkpoint_dir.is_dir():
         hint = f"pass the directory that it lies in, {checkpoint_dir.parent}, if that is a checkpoint"
-        return UsageError("a distributed checkpoint is a directory, this is a file", file=where, hint=hint)
+        return UsageError(f"{where} is not a distributed checkpoint, which is a directory, but a file", hint=hint)
     if (checkpoint_dir / STAGE).is_dir():
         return MissingShardError(
             f"the save into this directory is not finished: there is {STAGE} in it and no {CONFIG_FNAME}",
@@ -46,19 +46,15 @@ def _other_format(checkpoint_dir: Path) -> CheckpointingException:
         found = open_checkpoint(checkpoint_dir, samples=True)
     except CheckpointingException as err:
         return UnsupportedError(
-            f"not a distributed checkpoint: there is no {CONFIG_FNAME} ({err.message})",
-            file=where,
-            hint=err.hint,
+            f"{where} is not a distributed checkpoint: there is no {CONFIG_FNAME} in it; {err.message}", hint=err.hint
         )
     found.store.close()
     if found.path.resolve() != checkpoint_dir.resolve():
         return UsageError(
-            f"not a distributed checkpoint, but a directory that holds one, {found.path.name}",
-            file=where,
+            f"{where} is not a distributed checkpoint, but a directory that holds one, {found.path.name}",
             hint=f"load {found.path}",
         )
     return UnsupportedError(
-        f"a checkpoint of the format {found.format.name}, not a distributed one: there is no {CONFIG_FNAME}",
-        file=where,
+        f"{where} is not a distributed checkpoint, but one of the format {found.format.name}",
         hint=f"ckpt convert {checkpoint_dir} --to torch_dist makes one",
     )

@@ -12,6 +12,7 @@ An error on one rank is raised on every rank, and a save that failed leaves noth
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ def save(
             sharded_state_dict, validate_access_integrity, preprocess_common_before_consistancy_check
         )
     )
-    target = Path(checkpoint_dir)
+    target = Path(os.path.abspath(checkpoint_dir))
     publication = comm.together(lambda: Publication(target, overwrite=overwrite) if comm.rank() == 0 else None)
     try:
         tensors = _save_common(*tree, sharded, common, data_dir_of(target))

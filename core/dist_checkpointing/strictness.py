@@ -119,17 +119,17 @@ def maybe_report_missing_and_unexpected_keys(
     """
     parts = []
     if missing_keys:
-        parts.append(f"keys of the checkpoint that no rank requests (missing): {_listed(missing_keys)}")
+        parts.append(f"Missing keys (in the checkpoint, and no rank requests them): {_listed(missing_keys)}")
     if unexpected_keys:
-        parts.append(f"requested keys that the checkpoint does not have (unexpected): {_listed(unexpected_keys)}")
+        parts.append(f"Unexpected keys (requested by this rank, and not in the checkpoint): {_listed(unexpected_keys)}")
     if not parts:
         return
     if raise_error:
         raise MissingShardError(
-            f"the state dict and the checkpoint differ; {'; '.join(parts)}",
+            f"the state dict and the checkpoint differ. {'. '.join(parts)}",
             hint="load with strict='log_all' to go on without them",
         )
-    logger.warning("The state dict and the checkpoint differ; %s.", "; ".join(parts))
+    logger.warning("The state dict and the checkpoint differ. %s.", ". ".join(parts))
 
 
 def _listed(keys: Iterable[str]) -> str:

@@ -229,8 +229,13 @@ def determine_global_metadata(sharded_state_dict: ShardedStateDict) -> tuple[_Lo
     Args:
         sharded_state_dict: only ShardedTensors and ShardedObjects.
     """
-    local = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
-    return local, comm.all_gather(local)
+    local: _LocalMetadata = []
+
+    def mine() -> _LocalMetadata:
+        local.extend(leaf.without_data() for leaf in nested_values(sharded_state_dict))
+        return local
+
+    return local, comm.collect(mine)
 
 
 def validate_sharded_objects_handling(

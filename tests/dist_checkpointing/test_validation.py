@@ -359,7 +359,7 @@ def test_several_ranks_agree_on_what_is_wrong():
     assert zero["return_unexpected"] == (["b"], set(), {"new0"}) and two["return_unexpected"] == (["a"], set(), set())
     assert zero["raise_unexpected"].startswith("MissingShardError: ") and "new0" in zero["raise_unexpected"]
     assert one["raise_unexpected"].startswith("WorkerError: rank 0 failed") and "new0" in one["raise_unexpected"]
-    assert all("(missing): c" in one["raise_all"] for one in found)
+    assert all("no rank requests them): c" in one["raise_all"] for one in found)
     assert all(one["equal"] == [] and "cannot be pickled" in one["unpickled"] for one in found)
     assert zero["unequal"] == [] and len(one["unequal"]) == len(two["unequal"]) == 1
     assert "only on rank 1 [('more',)]" in one["unequal"][0] and "('step',)" in one["unequal"][0]
