@@ -8,10 +8,10 @@ bytes of an entry in a file that has others, too, stay there, unused.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from core.dist_checkpointing.durable_file import write_file
 from core.errors import UnsupportedError, UsageError
 from core.formats.dcp import METADATA, metadata_of
 from core.formats.dcp_columns import DcpMetadata
@@ -57,7 +57,7 @@ def remove_entries(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
         return []
     _check_can_be_said(metadata, is_whole=is_whole)
     kept = {row.key: row for row in _rows(metadata) if not row.key.startswith(key_prefix)}
-    _replace(folder / METADATA, _written(metadata, kept))
+    write_file(folder, METADATA, [_written(metadata, kept)])
     _delete(folder / MANIFEST)
     for name in sorted(set(metadata.files) - _files_of(metadata, kept)):
         _delete(folder / name)
@@ -102,26 +102,6 @@ def _written(metadata: DcpMetadata, kept: dict[str, TensorRow | ObjectRow]) -> b
         version=metadata.version or "1.0.0",
         attributes=attributes,
     )
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Gives a file new content at once.
-
-    Raises:
-        StorageError: the system refuses; the old content stays.
-    """
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with translated(str(path), doing="write"):
-        try:
-            with open(beside, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-    sync_folder(path.parent)
 
 
 def _delete(path: Path) -> None:

@@ -147,5 +147,24 @@ def test_saving_with_an_asynchronous_strategy_does_all_of_its_work_at_once(tmp_p
     assert done == ["written", "final"]
 
 
+@pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
+def test_the_backends_bring_strategies_that_read_what_they_write(registry, backend):
+    saves = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, 1)
+    loads = get_default_strategy(StrategyAction.LOAD_SHARDED, backend, 1)
+    assert (saves.backend, saves.version) == (backend, 1)
+    loads.check_backend_compatibility(saves.backend)
+    loads.check_version_compatibility(saves.version)
+    assert get_default_strategy(StrategyAction.SAVE_SHARDED, backend, 1) is saves
+    with pytest.raises(CheckpointingException, match=f"Versions of {backend}: 1"):
+        get_default_strategy(StrategyAction.LOAD_SHARDED, backend, 2)
+
+
+def test_common_state_has_default_strategies(registry):
+    saves = get_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1)
+    loads = get_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1)
+    loads.check_backend_compatibility(saves.backend)
+    loads.check_version_compatibility(saves.version)
+
+
 def test_there_is_one_queue_for_asynchronous_calls():
     assert isinstance(base.async_calls, AsyncCallsQueue)
