@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from core.convert import run as convert
-from core.dist_checkpointing import serialization
+from core.dist_checkpointing import bridge, serialization
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
@@ -171,6 +172,30 @@ def test_checkpoints_of_three_megatrons_are_loaded_whole_and_in_parts(golden, na
             empty = torch.empty(local, dtype=found[key].dtype)
             parts = [ShardedTensor.from_rank_offsets(key, empty.clone(), (0, n, 2)) for n in range(2)]
             assert torch.equal(torch.cat(strategy.load({"p": parts}, folder)["p"]), found[key]), key
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("mcore0161_torch_dist/dense_gqa/tp2_pp2_optim", "optimizer"),
+        ("mcore0121_torch_dist/moe_seq/tp2_pp2_ep2", "decoder.layers.mlp"),
+        ("mcore_torch_dist/dense_gqa/tp2_pp2_optim", "optimizer"),
+    ],
+)
+def test_removing_from_a_checkpoint_of_megatron_leaves_the_rest_as_it_was(golden, tmp_path, name, prefix):
+    (source,) = (path.parent for path in (golden / name).rglob(".metadata"))
+    folder = shutil.copytree(source, tmp_path / "copy")
+    strategy = TorchDistLoadShardedStrategy()
+    before, tensors = strategy.load_sharded_metadata(folder), _read_by_torch(folder)
+    items = _items(folder)
+    strategy.remove_sharded_tensors(folder, prefix)
+    kept = {key for key in before if not key.startswith(prefix)}
+    assert 0 < len(kept) < len(before)
+    found = strategy.load_sharded_metadata(folder)
+    assert {key: repr(item) for key, item in found.items()} == {key: repr(before[key]) for key in kept}
+    assert _read_by_torch(folder) == {key: tensor for key, tensor in tensors.items() if key in kept}
+    assert _items(folder) == {(key, at): data for (key, at), data in items.items() if not key.startswith(prefix)}
+    assert bridge.load_common(folder).keys() == bridge.load_common(source).keys()
 
 
 def _save_whole(rank: int, world: int, folder: Path, with_objects: bool) -> None:

@@ -205,6 +205,22 @@ def test_what_one_rank_cannot_save_fails_on_every_rank(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def _save_into_the_way(rank: int, world: int, folder: Path) -> str:
+    try:
+        saves().save(state_of(rank, world), folder)
+    except CheckpointingException as err:
+        return str(err)
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_what_one_rank_cannot_write_fails_on_every_rank_and_leaves_no_metadata(tmp_path):
+    (tmp_path / "__1_0.distcp").mkdir()
+    found = run_ranks(2, _save_into_the_way, tmp_path)
+    assert "rank 1 failed" in found[0] and all("__1_0.distcp" in text for text in found), found
+    assert not (tmp_path / ".metadata").exists()
+
+
 def _save_twice(rank: int, world: int, folder: Path, what: str) -> str:
     state: dict[str, object] = {"x": part_of("x", (4,), (0, rank, world))}
     state["twice"] = part_of("w", (4,)) if what == "tensor" else ShardedObject("w", rank, (1,), (0,))
