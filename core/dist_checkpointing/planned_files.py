@@ -26,6 +26,7 @@ from core.dist_checkpointing.planned_save import (
 )
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.formats import Format
+from core.formats.dcp_items import BEHIND
 from core.formats.torch_file import load_object
 from core.image import FileImage
 from core.live import LiveTensor, live_source
@@ -194,7 +195,7 @@ def _read(
     Args:
         streams: of ``torch.save``, by key.
         save: what is saved.
-        is_verbatim: whether the streams themselves are stored, in a file behind those of the ranks.
+        is_verbatim: whether the streams themselves are stored, in a further file of the first rank.
 
     Raises:
         UnsupportedError: a stream holds what is not handled.
@@ -206,7 +207,7 @@ def _read(
         stream = StoredArray(f"raw:{key}", "uint8", (len(streams[key]),), Extent(f"stream {key}", 0))
         if is_verbatim:
             arrays[stream.name] = stream
-            objects[key] = StoredObject(key, raw_key=stream.name, coords=((HOLDER, save.n_ranks),))
+            objects[key] = StoredObject(key, raw_key=stream.name, coords=((HOLDER, 0), *BEHIND))
             continue
         try:
             value, inside = load_object(memory, stream, key=key)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 PREFIX = "archive"
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
+BEHIND: Coords = (("behind", 1),)
+"""Ends the coords of what has a file of its own, so that nothing else moves for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +150,10 @@ def lay_out_items(
 ) -> ItemLayout:
     """Places every tensor of a target catalog and the given objects in ``.distcp`` files.
 
-    Which file: the array's (or object's) coords ``(("file", n),)`` name it; other coords get one file each, in order of
-    first appearance; what has none fills further files one after the other, and objects without coords go to the first
-    file. In a file objects come before chunks, as torch writes them.
+    Which file: the array's (or object's) coords ``(("file", n),)`` name it, followed by ``BEHIND`` a file behind those
+    of that number; other coords get one file each, in order of first appearance; what has none fills further files one
+    after the other, and objects without coords go to the first file. In a file objects come before chunks, as torch
+    writes them.
 
     Args:
         target: arrays without extent; each one becomes a chunk.
@@ -228,7 +231,7 @@ def _grouped(
     by_coords: dict[Coords, list[Item]] = defaultdict(list)
     free: list[Item] = []
     for item in chain(objects, chain.from_iterable(chunks.values())):
-        if len(item.coords) == 1 and item.coords[0][0] == "file":
+        if item.coords and item.coords[0][0] == "file":
             named[item.coords[0][1]].append(item)
         elif item.coords:
             by_coords[item.coords].append(item)
@@ -244,16 +247,21 @@ def _grouped(
     groups += enumerate(_split(free, max_file_bytes or DEFAULT_MAX_FILE_BYTES), first_free)
     for number, members in groups:
         members.sort(key=lambda item: item.box is not None)
-        for prefix, some in _set_apart(members, apart):
+        behind = [item for item in members if item.coords[1:] == BEHIND]
+        part = -1
+        for prefix, some in _set_apart([item for item in members if item.coords[1:] != BEHIND], apart):
             parts = [some] if max_file_bytes is None else _split(some, max_file_bytes)
             for part, items in enumerate(parts):
                 yield f"{prefix}__{number}_{part}.distcp", items
+        if behind:
+            yield f"__{number}_{part + 1}.distcp", behind
 
 
 def _set_apart(items: list[Item], prefix: str | None) -> Iterator[tuple[str, list[Item]]]:
     """The beginning of file names, and the items whose keys begin so; "" for the other items."""
     if prefix is None:
-        yield "", items
+        if items:
+            yield "", items
         return
     for name, is_apart in (("", False), (prefix, True)):
         some = [item for item in items if item.key.startswith(prefix) == is_apart]

@@ -155,6 +155,15 @@ def test_torch_loads_objects_of_any_class_from_dcp(tmp_path: Path):
     assert torch.equal(found["nested"]["inside"][0], torch.arange(3)) and found["nested"]["inside"][1] == "x"
 
 
+def test_objects_of_dcp_lie_behind_the_tensors_of_the_first_rank(tmp_path: Path):
+    dcp.save({"w": torch.ones(3), "step": 3}, storage_writer=CkptStorageWriter(tmp_path / "out"))
+    names = [".metadata", "__0_0.distcp", "__0_1.distcp"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    dcp.save({"step": 3}, storage_writer=CkptStorageWriter(tmp_path / "only"))
+    assert sorted(path.name for path in (tmp_path / "only").iterdir()) == names[:2]
+    assert load_all(tmp_path / "only") == {"step": 3}
+
+
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
 def test_one_file_is_written_where_the_destination_says_so(tmp_path: Path, name: str):
     format = "torch" if name.endswith(".pt") else "safetensors"
