@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,32 @@ def tools() -> dict[str, Tool]:
 
 
 def _megatron() -> Tool:
+    install_megatron()
+    return _sharded("megatron.core.dist_checkpointing")
+
+
+def install_megatron() -> None:
+    """Makes megatron-core work without an accelerator."""
     from tests.megatron import cpu
 
     with contextlib.redirect_stdout(io.StringIO()):
         cpu.install()
-        return _sharded("megatron.core.dist_checkpointing")
 
 
-def _sharded(package: str) -> Tool:
-    from importlib import import_module
-
+def sharded(package: str) -> tuple[Any, Any, Callable[[State], dict[str, Any]]]:
+    """A package like ``core.dist_checkpointing``, its async_utils, and what makes its sharded state dicts."""
     library = import_module(package)
     sharded_tensor = import_module(f"{package}.mapping").ShardedTensor
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def wrapped(state: State) -> dict[str, Any]:
         return {key: sharded_tensor.from_rank_offsets(key, data, (0, rank, world)) for key, data in state.items()}
+
+    return library, import_module(f"{package}.strategies.async_utils"), wrapped
+
+
+def _sharded(package: str) -> Tool:
+    library, _, wrapped = sharded(package)
 
     def save(state: State, path: Path) -> None:
         library.save(wrapped(state), str(path))
@@ -56,11 +67,18 @@ def _sharded(package: str) -> Tool:
     return save, load
 
 
-def _torch() -> Tool:
+def torch_state() -> Callable[[State], dict[str, Any]]:
+    """What makes a state dict of DTensors of local tensors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def wrapped(state: State) -> dict[str, Any]:
         return {key: DTensor.from_local(data, mesh, [Shard(0)], run_check=False) for key, data in state.items()}
+
+    return wrapped
+
+
+def _torch() -> Tool:
+    wrapped = torch_state()
 
     def save(state: State, path: Path) -> None:
         dcp.save(wrapped(state), checkpoint_id=path)
