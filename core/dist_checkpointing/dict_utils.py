@@ -76,7 +76,7 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], lis
         left = [(*prefix, key) for key in x1 if key not in x2]
         right = [(*prefix, key) for key in x2 if key not in x1]
         return _diff_of_items(((key, x1[key], x2[key]) for key in x1 if key in x2), prefix, (left, right, []))
-    if isinstance(x1, list | tuple | np.ndarray) and type(x1) is type(x2) and np.ndim(x1) * np.ndim(x2) > 0:
+    if _is_row(x1) and _is_row(x2) and type(x1) is type(x2):
         left = [(*prefix, index) for index in range(len(x2), len(x1))]
         right = [(*prefix, index) for index in range(len(x1), len(x2))]
         pairs = enumerate(zip(x1, x2, strict=False))
@@ -86,6 +86,11 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], lis
     if hasattr(x1, "replica_id") and type(x1) is type(x2):
         return diff(x1.data, x2.data, (*prefix, type(x1)))
     return [], [], [(prefix, type(x1), type(x2))] if _is_unequal(x1, x2) else []
+
+
+def _is_row(x: Any) -> bool:
+    """Whether a value has elements to be walked: an array without axes has none."""
+    return isinstance(x, list | tuple) or (isinstance(x, np.ndarray) and x.ndim > 0)
 
 
 def _diff_of_items(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from core.dist_checkpointing.dict_utils import diff
 from core.inert import NO_STATE, Global, Inert
 
 NAME = "name"
@@ -19,8 +20,7 @@ class StandIn:
     Attributes:
         how: ``name`` (a class or function itself), or how the object was made: ``reduce``, ``newobj``, ``newobj_ex``
             (see ``core.inert.Inert``).
-        name: dotted name of the class or function, ``module:qualified.name`` without ambiguity in ``module``.
-        module: the module's part of it.
+        module, name: of the class or function; the name has dots where it is nested.
         args, kwargs: what the class or function was given.
         state: what ``__setstate__`` would get, or ``core.inert.NO_STATE``.
         items, entries: what was appended, and the pairs that were set.
@@ -54,26 +54,18 @@ class StandIn:
         return f"<stand-in for {self.module}.{self.name}{shown}>"
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is StandIn and self._parts() == other._parts()
+        return type(other) is StandIn and not any(diff(self._parts(), other._parts()))
 
     def __hash__(self) -> int:
         return hash((self.how, self.module, self.name))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = () if self.state is NO_STATE else (self.state,)
-        return stood_in, (
-            self.how,
-            self.module,
-            self.name,
-            self.args,
-            self.kwargs,
-            state,
-            list(self.items),
-            list(self.entries),
-        )
+        return stood_in, self._parts()
 
     def _parts(self) -> tuple[object, ...]:
-        return self.how, self.module, self.name, self.args, self.kwargs, self.state, self.items, self.entries
+        """The arguments of ``stood_in``."""
+        state = () if self.state is NO_STATE else (self.state,)
+        return self.how, self.module, self.name, self.args, self.kwargs, state, self.items, self.entries
 
 
 def stood_in(

@@ -157,3 +157,8 @@ def test_values_are_grouped_by_key(theirs: ModuleType, xs: list[int]) -> None:
 def test_a_leaf_has_no_matching_values() -> None:
     with pytest.raises(ValueError):
         dict_utils.extract_matching_values(3, is_odd)  # type: ignore[arg-type]
+
+
+def test_sequences_whose_elements_have_different_lengths_are_walked() -> None:
+    assert dict_utils.diff([1, [2, 3]], [1, [2, 3]]) == ([], [], [])
+    assert dict_utils.diff({"a": (1, (2, 3), "x")}, {"a": (1, (2, 4), "x")}) == ([], [], [(("a", 1, 1), int, int)])

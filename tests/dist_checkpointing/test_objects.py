@@ -28,6 +28,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.dist_checkpointing.bridge import opened
 from core.dist_checkpointing.objects import load_file, load_stream, stream, stream_of
 from core.dist_checkpointing.stand_in import StandIn
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError, UnsupportedError
@@ -171,6 +172,13 @@ def test_tensors_of_all_types_come_back(dtype: torch.dtype):
         assert_alike(found, tensor)
         assert_alike(torch.load(io.BytesIO(stream_of(tensor)), weights_only=True), tensor)
         assert found.is_contiguous() and found.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_what_is_on_a_gpu_is_saved_and_comes_back_on_the_cpu():
+    tensor = torch.arange(6, device="cuda").reshape(2, 3)
+    assert_alike(load_stream(stream_of([tensor, tensor.t()])), [tensor.cpu(), tensor.t().cpu()])
 
 
 def test_random_states_of_numpy_go_on_alike():
@@ -372,7 +380,8 @@ def test_unknown_classes_become_stand_ins_that_can_be_saved_again(
     assert isinstance(thing, StandIn) and torch.equal(thing.state["weights"], torch.arange(3))
     assert repr(kind) == "<stand-in for their_enums.Thing>"
     again = stream_of(args)
-    assert pickle.loads(pickle.dumps(args.kind)) == args.kind == load_stream(again).kind
+    assert pickle.loads(pickle.dumps(args)) == args == load_stream(again)
+    assert thing != StandIn(thing.how, thing.module, thing.name, state={"weights": torch.zeros(3)})
     monkeypatch.setitem(sys.modules, module.__name__, module)
     found = torch.load(io.BytesIO(again), weights_only=False)
     assert found.kind is Kind.ENCODER and found.things[1] is Thing
@@ -603,6 +612,24 @@ def test_files_of_megatron_come_back_as_torch_loads_them(golden: Path, family: s
         found = load_file(LocalStore(path.parent), path.name)
         assert_alike(found, expected, str(path.relative_to(golden)))
         assert_alike(load_stream(stream_of(found)), expected, str(path.relative_to(golden)))
+
+
+@pytest.mark.parametrize("family", ["mcore_torch_dist", "mcore0121_torch_dist", "torch_dcp"])
+def test_items_of_distributed_checkpoints_come_back_as_torch_loads_them(golden: Path, family: str):
+    pytest.importorskip("megatron.core.transformer.enums")
+    n_items = 0
+    for path in sorted((golden / family).rglob(".metadata")):
+        with opened(path.parent) as (catalog, store):
+            for key, item in catalog.objects.items():
+                if item.raw_key is None:
+                    continue
+                array = catalog.fragments(item.raw_key)[0].array
+                assert array is not None and array.extent is not None
+                raw = io.BytesIO(store.read(array.extent.file, array.extent.offset, array.n_bytes))
+                expected = torch.load(raw, map_location="cpu", weights_only=False, pickle_module=LOOSE)
+                assert_alike(load_stream(store, array, key=key), expected, f"{path}:{key}")
+                n_items += 1
+    assert n_items
 
 
 def test_large_values_are_made_in_one_pass():
