@@ -143,7 +143,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     @property
     def can_handle_sharded_objects(self) -> bool:
         """As the wrapped strategy."""
-        return self.base_strategy.can_handle_sharded_objects
+        return bool(self.base_strategy.can_handle_sharded_objects)
 
     @property
     def syncs_files(self) -> bool:  # type: ignore[override]
@@ -310,7 +310,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     @property
     def can_handle_sharded_objects(self) -> bool:
         """As the wrapped strategy."""
-        return self.base_strategy.can_handle_sharded_objects
+        return bool(self.base_strategy.can_handle_sharded_objects)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """As the wrapped strategy; not collective."""

@@ -17,6 +17,7 @@ written here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -73,8 +74,15 @@ class MCoreMetadata:
     """The name of a class in ``.metadata`` of megatron-core up to 0.15. Files are read without it."""
 
 
+@dataclass
 class MCoreSavePlan:
-    """The name of a class in ``.metadata`` of some megatron-core versions. Files are read without it."""
+    """The name of a class in ``.metadata`` of some megatron-core versions. Files are read without it.
+
+    Args:
+        mcore_data: facts about tensors, by key.
+    """
+
+    mcore_data: dict[str, dict[str, Any]] | None = None
 
 
 def register_default_torch_strategies() -> None:
@@ -124,8 +132,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         self.cached_global_metadata: Metadata | None = None
         self._agreement: Agreement | None = None
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
+    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]  # documented as a method, which is true, too
         """True."""
         return True
 
@@ -259,8 +266,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
             self._global_metadata = read_torch_metadata(self._loaded_dir)
         return self._global_metadata
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
+    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]  # documented as a method, which is true, too
         """True."""
         return True
 
