@@ -18,8 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.errors import MissingShardError, UnsupportedError, UsageError
+from core.job import TopologyChange
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.test_storage_reader import Net, load_all, tensors_of
+from tests.rank_files import assert_same_weights, rank_dirs
 from tests.real_readers import READERS, Tensors, leaves, of_tensor
 
 FORMATS = ["dcp", "torch_dist", "zarr", "zarr3", "safetensors", "torch"]
@@ -319,9 +321,8 @@ def test_a_checkpoint_is_renamed_and_cast_on_the_way(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_rank_files_are_written_of_a_model_with_the_names_and_arguments_of_megatron(tmp_path: Path, golden: Path):
-    source = golden / "mcore_legacy" / "dense_gqa" / "tp2_pp2"
-    state = load_all(source)
+def _nested(state: dict[str, Any]) -> dict[str, Any]:
+    """What a reader shows of rank files, as the nested state dict that a training program would have."""
     nested: dict[str, Any] = {"model": {}}
     for key, value in state.items():
         name, _, rest = key.partition(".")
@@ -329,12 +330,36 @@ def test_rank_files_are_written_of_a_model_with_the_names_and_arguments_of_megat
             nested["model"][rest] = value
         elif not rest:
             nested[name] = value
+    return nested
+
+
+def test_rank_files_are_written_of_a_model_with_the_names_and_arguments_of_megatron(tmp_path: Path, golden: Path):
+    state = load_all(golden / "mcore_legacy" / "dense_gqa" / "tp2_pp2")
+    nested = _nested(state)
     dcp.save(nested, storage_writer=CkptStorageWriter(tmp_path / "out", "megatron"))
     again = load_all(tmp_path / "out", tensors_only=True)
     assert tensors_of(again) == {key: item for key, item in tensors_of(state).items() if key in again}
     names = {key for key, item in nested["model"].items() if isinstance(item, torch.Tensor)}
     assert {key[6:] for key in again if key.startswith("model.")} == names
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def _reshard_live(rank: int, world: int, source: str, path: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    nested = _nested(load_all(Path(source)))
+    for key, item in nested["model"].items():
+        if isinstance(item, torch.Tensor):
+            nested["model"][key] = distribute_tensor(item, mesh, [Shard(0)])
+    writer = CkptStorageWriter(path, "megatron", topology=TopologyChange(tp=4, pp=1))
+    dcp.save(nested, storage_writer=writer)
+
+
+@pytest.mark.dist
+def test_what_fsdp_ranks_hold_becomes_rank_files_of_another_layout(tmp_path: Path, golden: Path):
+    models = golden / "mcore_legacy" / "dense_gqa"
+    run_ranks(2, _reshard_live, str(models / "tp2_pp2"), str(tmp_path / "out"))
+    assert len(rank_dirs(tmp_path / "out")) == 4
+    assert_same_weights(tmp_path / "out", models / "tp4_pp1")
 
 
 def test_rank_files_of_a_model_with_other_names_are_refused(tmp_path: Path):
