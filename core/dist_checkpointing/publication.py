@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from core.dist_checkpointing.core import CONFIG_FNAME, save_config
 from core.errors import CheckpointingException, StorageError, UsageError
-from core.folder_lock import lock_folder
+from core.folder_lock import FolderLock, lock_folder
 from core.json_object import object_of
 from core.linux import rename_new
 from core.manifest import manifest_name
@@ -80,7 +80,7 @@ class Publication:
         self._stage_dir = self.data_dir.parent
         self._overwrite = overwrite
         _check_directory(self.checkpoint_dir)
-        lock = lock_folder(self._stage_dir, dst=self.checkpoint_dir)
+        lock = _locked(self._stage_dir)
         self._end = weakref.finalize(self, _end, self._stage_dir, lock.fd, os.getpid())
         try:
             self._begin()
@@ -185,6 +185,19 @@ class Publication:
         path.write_text(json.dumps({"entries": names}))
         _sync_file(path)
         sync_folder(self._stage_dir)
+
+
+def _locked(stage_dir: Path) -> FolderLock:
+    try:
+        return lock_folder(stage_dir, dst=stage_dir.parent)
+    except StorageError as err:
+        if not isinstance(err.__cause__, BlockingIOError):
+            raise
+        raise StorageError(
+            "another save into this directory is going on",
+            file=str(stage_dir.parent),
+            hint="wait for it; an asynchronous save of this program has to be finalized",
+        ) from err
 
 
 def _check_directory(checkpoint_dir: Path) -> None:

@@ -69,14 +69,14 @@ def test_a_fork_that_ends_does_not_remove_the_stage(tmp_path):
         os._exit(0)
     os.waitpid(pid, 0)
     assert made.data_dir.is_dir()
-    with pytest.raises(StorageError, match="another process"):
+    with pytest.raises(StorageError, match="another save into this directory"):
         Publication(tmp_path)
     made.abandon()
 
 
 def test_a_second_save_into_the_directory_is_refused_while_the_first_goes_on(tmp_path):
     first = Publication(tmp_path)
-    with pytest.raises(StorageError, match="another process is writing") as caught:
+    with pytest.raises(StorageError, match="another save into this directory") as caught:
         Publication(tmp_path)
     assert caught.value.file == str(tmp_path)
     first.publish(CONFIG)

@@ -661,7 +661,14 @@ def _megatron_state(rank: int, world: int, kinds: Any, *, is_filled: bool = True
     }
 
 
-def _with_megatron(rank: int, world: int, folder: str) -> list[Any]:
+@pytest.fixture(scope="module")
+def with_megatron(tmp_path_factory) -> list[dict[str, Any]]:
+    """By rank, what this package and megatron-core made of the same; in one start, as importing it takes seconds."""
+    pytest.importorskip("megatron.core")
+    return run_ranks(2, _with_megatron, str(tmp_path_factory.mktemp("with_megatron")))
+
+
+def _with_megatron(rank: int, world: int, folder: str) -> dict[str, Any]:
     import warnings
 
     warnings.simplefilter("ignore")
@@ -669,7 +676,13 @@ def _with_megatron(rank: int, world: int, folder: str) -> list[Any]:
 
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: torch.device("cpu")
+    return {
+        "both ways": _both_ways(rank, world, folder, theirs),
+        "strictness": _strictness(rank, world, f"{folder}/strict", theirs),
+    }
 
+
+def _both_ways(rank: int, world: int, folder: str, theirs: Any) -> list[Any]:
     import core.dist_checkpointing.mapping as ours
 
     for name in ("ours", "theirs"):
@@ -690,9 +703,8 @@ def _with_megatron(rank: int, world: int, folder: str) -> list[Any]:
 
 
 @pytest.mark.dist
-def test_megatron_core_loads_what_is_saved_here_and_the_other_way_round(tmp_path):
-    pytest.importorskip("megatron.core")
-    for rank, found in enumerate(run_ranks(2, _with_megatron, str(tmp_path))):
+def test_megatron_core_loads_what_is_saved_here_and_the_other_way_round(with_megatron):
+    for rank, found in enumerate(of_rank["both ways"] for of_rank in with_megatron):
         state = {
             "w": _plain(torch.arange(32.0).reshape(8, 4)[rank * 4 : rank * 4 + 4]),
             "rng": {"rank": rank},
@@ -707,16 +719,13 @@ def test_megatron_core_loads_what_is_saved_here_and_the_other_way_round(tmp_path
         assert all(found[index][1:] == (set(), set()) for index in (0, 1, 4, 5))
 
 
-def _strict_with_megatron(rank: int, world: int, folder: str) -> list[Any]:
+def _strictness(rank: int, world: int, folder: str, theirs: Any) -> list[Any]:
     """By strictness, what each of the two loaders answers to a request that does not fit."""
-    import warnings
-
-    warnings.simplefilter("ignore")
-    from megatron.core import dist_checkpointing as theirs
-
     import core.dist_checkpointing.mapping as ours
 
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    if rank == 0:
+        os.mkdir(folder)
+    comm.barrier()
     stored = _megatron_state(rank, world, ours) | {"b": part_of("b", (8,), (0, rank, world))}
     save(stored, folder)
 
@@ -739,9 +748,8 @@ def _strict_with_megatron(rank: int, world: int, folder: str) -> list[Any]:
 
 
 @pytest.mark.dist
-def test_strictness_is_that_of_megatron_core(tmp_path):
-    pytest.importorskip("megatron.core")
-    zero, one = run_ranks(2, _strict_with_megatron, str(tmp_path))
+def test_strictness_is_that_of_megatron_core(with_megatron):
+    zero, one = (of_rank["strictness"] for of_rank in with_megatron)
     for flag, ours, theirs in (*zero, *one):
         assert ours == theirs, flag
     answers = {flag: answer for flag, answer, _ in one}
