@@ -32,9 +32,8 @@ import torch
 import torch.distributed as dist
 from parallel_model import Place, Sizes, Stage, Weight, train_step
 
-from core.dist_checkpointing import ShardedObject, check_is_distributed_checkpoint
+from core.dist_checkpointing import ShardedObject, check_is_distributed_checkpoint, load, save
 from core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from core.dist_checkpointing.serialization import load, save
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

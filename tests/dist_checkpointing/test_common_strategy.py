@@ -15,11 +15,13 @@ import torch
 
 from core import convert
 from core.dist_checkpointing import objects
-from core.dist_checkpointing.mapping import ShardedObject
+from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from core.dist_checkpointing.serialization import save
 from core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
 from core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from core.errors import (
     CapacityError,
+    CheckpointingException,
     CorruptError,
     MissingShardError,
     StorageError,
@@ -253,6 +255,25 @@ def test_a_failure_to_write_is_raised_on_every_rank(tmp_path: Path):
     own, *others = run_ranks(2, _fail, str(tmp_path))
     assert own.startswith("UnsupportedError: a sparse")
     assert all(text.startswith("WorkerError: rank 0 failed: a sparse") for text in others)
+    assert os.listdir(tmp_path) == []
+
+
+def _save_bad_object(rank: int, world: int, folder: str, backend: str) -> str:
+    data = torch.eye(2).to_sparse() if rank == 1 else 1
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world)), "o": shard(rank, world, data)}
+    try:
+        save(state, folder, (backend, 1))
+    except CheckpointingException as err:
+        return f"{type(err).__name__}: {err}"
+    return "saved"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
+def test_an_object_that_cannot_be_saved_fails_the_save_on_every_rank(tmp_path: Path, backend: str):
+    other, own = run_ranks(2, _save_bad_object, str(tmp_path), backend)
+    assert own.startswith("UnsupportedError: a sparse")
+    assert "rank 1 failed: a sparse" in other
     assert os.listdir(tmp_path) == []
 
 
