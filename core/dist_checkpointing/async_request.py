@@ -70,6 +70,11 @@ class AsyncRequest(NamedTuple):
 
 
 def check(request: AsyncRequest) -> None:
+    """Returns if a request can be executed.
+
+    Raises:
+        ValueError: there is a ``preload_fn``, but no argument that its result could take the place of.
+    """
     n_args = len(request.async_fn_args)
     if request.preload_fn is not None and n_args < 2:
         raise ValueError(f"preload_fn replaces the second argument of async_fn, but there are {n_args} arguments")
@@ -87,6 +92,7 @@ def loaded_args(request: AsyncRequest) -> tuple[Any, ...]:
 
 
 def call_now(request: AsyncRequest) -> None:
+    """Copies and writes."""
     args = loaded_args(request)
     if request.async_fn is not None:
         request.async_fn(*args, **request.async_fn_kwargs)
@@ -103,6 +109,7 @@ def finalize(request: AsyncRequest) -> None:
 
 
 def abandon_rest(request: AsyncRequest) -> None:
+    """Tells the finalize functions that want to know it that they will not be called."""
     for function in request.finalize_fns:
         abandon = getattr(function, "abandon", None)
         if abandon is not None:

@@ -70,7 +70,7 @@ def reported(work: Callable[[], object]) -> CheckpointingException | None:
         work()
     except CheckpointingException as err:
         failure = err
-    except BaseException as err:
+    except (Exception, SystemExit) as err:
         failure = WorkerError(f"{type(err).__name__}: {err}")
         failure.add_note(f"As it was raised:\n{traceback.format_exc()}")
     else:

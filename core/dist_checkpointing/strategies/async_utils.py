@@ -112,11 +112,11 @@ class AsyncCallsQueue:
         Raises:
             CheckpointingException: as for ``maybe_finalize_async_calls``, the first of them, after all is closed.
         """
-        first: CheckpointingException | None = None
+        first: Exception | None = None
         while self.async_calls and not abort:
             try:
                 self.maybe_finalize_async_calls(blocking=True)
-            except CheckpointingException as err:
+            except Exception as err:  # on the other ranks it is another one, and they go on
                 first = first or err
         while self.async_calls:
             active = self.async_calls.popleft()
