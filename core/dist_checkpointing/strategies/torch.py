@@ -105,6 +105,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         separation_hint: entries whose keys begin so go to files of their own, whose names begin so, too;
             ``remove_sharded_tensors`` can then delete them as a whole.
 
+    Attributes:
+        use_cached_ckpt_structure, thread_count: the arguments; scripts set them between saves.
+        cached_global_metadata: scripts hand over what a load strategy has; not needed here.
+
     Raises:
         UsageError: less than one thread, or a hint that cannot begin the name of a file.
     """
