@@ -15,9 +15,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from tests.megatron.cpu import called, sharded_state
+from tests.megatron.cpu import called, sharded_state, start_results
+from tests.megatron.ours import is_in_place
 from tests.megatron.setting import ITERATION, arguments
 from tests.megatron.training import Training
 
@@ -92,7 +102,9 @@ def _check_args(stored: Any, training: Training) -> None:
         )
 
 
-def save_distributed(training: Training, folder: Path, *, sharding: str | None, backend: str = "torch_dist") -> None:
+def save_distributed(
+    training: Training, folder: Path, *, sharding: str | None, backend: str = "torch_dist", way: str = "plain"
+) -> None:
     """``--ckpt-format torch_dist`` (or ``zarr``, megatron-core 0.12).
 
     Args:
@@ -100,30 +112,60 @@ def save_distributed(training: Training, folder: Path, *, sharding: str | None, 
         folder: where the iteration's directory goes.
         sharding: how the distributed optimizer's state is stored (``distrib_optim_sharding_type``).
         backend: the format.
+        way: see ``Form``.
     """
     place = folder / f"iter_{ITERATION:07d}"
     place.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _sharded_state(training, sharding=sharding, is_loading=False)
-    called(
+    strategy: Any = (backend, 1)
+    if way != "plain":
+        strategy = FullyParallelSaveStrategyWrapper(
+            get_default_save_sharded_strategy(backend), _replicas(), do_cache_distribution=True
+        )
+    is_async = way in ("async", "persistent")
+    if is_async:
+        start_results()
+    request = called(
         dist_checkpointing.save,
         state,
         str(place),
-        (backend, 1),
+        strategy,
+        async_sharded_save=is_async,
         content_metadata=_content_metadata(sharding),
     )
+    if is_async:
+        _finish(request, is_persistent=way == "persistent" and is_in_place())  # its own starts where no GPU is made up
     dist.barrier()
     _track(folder)
 
 
-def load_distributed(training: Training, folder: Path, *, sharding: str | None, optim: bool) -> None:
+def _finish(request: Any, *, is_persistent: bool) -> None:
+    queue = AsyncCallsQueue(persistent=is_persistent)
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert queue.get_num_unfinalized_calls() == 0
+    queue.close()
+
+
+def _replicas() -> Any:
+    """The ranks that hold the same parameters."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def load_distributed(
+    training: Training, folder: Path, *, sharding: str | None, optim: bool, way: str = "plain"
+) -> None:
     """Loads strictly: a key that is missing or left over is an error, save random states of another grid of ranks.
 
     Without ``optim`` the optimizer starts anew, as with ``--no-load-optim``.
     """
     place = folder / f"iter_{ITERATION:07d}"
     state = _sharded_state(training, sharding=sharding, is_loading=True, optim=optim)
-    found, left, absent = dist_checkpointing.load(state, str(place), strict=StrictHandling.RETURN_ALL)
+    strategy = None
+    if way != "plain":
+        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(place)), _replicas())
+    found, left, absent = dist_checkpointing.load(state, str(place), strategy, strict=StrictHandling.RETURN_ALL)
     left = {key for key in left if key != "rng_state"}
     assert not left and not absent, f"not asked for: {sorted(left)[:6]}, not stored: {sorted(absent)[:6]}"
     for number, chunk in enumerate(training.chunks):

@@ -37,6 +37,13 @@ def worker() -> Iterator[Megatron]:
 
 
 @pytest.fixture(scope="session")
+def our_worker() -> Iterator[Megatron]:
+    """The same megatron-core, which saves and loads through this project."""
+    with megatron(ours=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
 def old_worker() -> Iterator[Megatron]:
     """megatron-core 0.12.1."""
     python = os.environ.get("CKPT_MEGATRON_OLD")

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.megatron.ours import is_in_place
+
 _CUDA_TYPES = {name: name.replace("torch.", "torch.cuda.") for name in ("torch.FloatTensor", "torch.BFloat16Tensor")}
 
 
@@ -74,12 +76,22 @@ def _patch_megatron() -> None:
     _patch_writer()
 
 
+def start_results() -> None:
+    """megatron-core's own process for the results of a save by other processes, if megatron-core writes itself."""
+    if not is_in_place():
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        filesystem_async._results_queue = None
+
+
 def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _patch_writer() -> None:
     """Starts no process for the results; 0.12.1 calls ``_write_item`` without the last argument, new in torch 2.8."""
+    if is_in_place():
+        return
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from torch.distributed.checkpoint import filesystem
 

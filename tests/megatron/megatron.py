@@ -27,14 +27,17 @@ class Form:
     Args:
         name: ``rank_files``, ``torch_dist`` or ``zarr``.
         sharding: how the distributed optimizer is stored in the latter two (``distrib_optim_sharding_type``).
+        way: ``plain``; ``parallel``, replicas share the work; ``async`` and ``persistent``, the same behind the
+            training's back, by a process for each save or one for all. Loading knows the first two.
     """
 
     name: str = "rank_files"
     sharding: str | None = None
+    way: str = "plain"
 
     def at(self, folder: Path) -> dict[str, object]:
         """What the worker is told."""
-        return {"form": self.name, "dir": str(folder), "sharding": self.sharding}
+        return {"form": self.name, "dir": str(folder), "sharding": self.sharding, "way": self.way}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +96,14 @@ def losses(run: Run, folder: Path) -> list[float]:
 
 
 @contextmanager
-def megatron(python: Path | None = None) -> Iterator[Megatron]:
-    """Starts a worker in a Python that has megatron-core; this one, unless another is named."""
+def megatron(python: Path | None = None, *, ours: bool = False) -> Iterator[Megatron]:
+    """Starts a worker in a Python that has megatron-core; this one, unless another is named.
+
+    With ``ours`` this project stands in for its ``dist_checkpointing``.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
-        [str(python or sys.executable), "-m", "tests.megatron.worker"],
+        [str(python or sys.executable), "-m", "tests.megatron.worker", *(["--ours"] if ours else [])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

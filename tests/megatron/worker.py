@@ -1,12 +1,13 @@
 """Runs trainings in real megatron-core: ``python -m tests.megatron.worker`` with one job a line on standard input.
 
 It imports torch and megatron-core once and forks one process per rank for every job; they talk through gloo. It answers
-each job with a line: ``{}``, or what went wrong by rank. A job is an object:
+each job with a line: ``{}``, or what went wrong by rank. With ``--ours``, megatron-core saves and loads through this
+project (``tests.megatron.ours``). A job is an object:
 
 - ``run``: what ``Run.as_json`` says; ``out``: a folder;
-- ``load``: ``form``, ``dir``, ``sharding``, ``optim`` (whether with the optimizer), or null;
+- ``load``: ``form``, ``dir``, ``sharding``, ``way``, ``optim`` (whether with the optimizer), or null;
 - ``steps``: how many are trained before saving; ``fill``: whether all values are replaced by known ones then;
-- ``save``: a list of ``form`` (rank_files, torch_dist, zarr), ``dir``, ``sharding``;
+- ``save``: a list of ``form`` (rank_files, torch_dist, zarr), ``dir``, ``sharding``, ``way``;
 - ``more``: how many steps are trained after that.
 
 Every rank writes ``out/before/rank<r>.pt`` (its pieces of all tensors when all was saved or loaded) and
@@ -56,7 +57,7 @@ def _rank(job: dict[str, Any], rank: int, meeting: Path) -> None:
     if load is not None and load["form"] == "rank_files":
         load_rank_files(training, Path(load["dir"]), optim=load["optim"])
     elif load is not None:
-        load_distributed(training, Path(load["dir"]), sharding=load["sharding"], optim=load["optim"])
+        load_distributed(training, Path(load["dir"]), sharding=load["sharding"], way=load["way"], optim=load["optim"])
     trained(training, range(job["steps"]))
     if job["fill"]:
         fill(training, salt="", states=True)
@@ -66,7 +67,8 @@ def _rank(job: dict[str, Any], rank: int, meeting: Path) -> None:
         if save["form"] == "rank_files":
             save_rank_files(training, Path(save["dir"]))
         else:
-            save_distributed(training, Path(save["dir"]), sharding=save["sharding"], backend=save["form"])
+            place, backend = Path(save["dir"]), save["form"]
+            save_distributed(training, place, sharding=save["sharding"], backend=backend, way=save["way"])
     out = Path(job["out"])
     _write(out / "before" / f"rank{rank}.pt", {"pieces": pieces(training), "losses": []})
     if job["more"]:
@@ -140,7 +142,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from tests.megatron.cpu import install
+    from tests.megatron.ours import take_the_place
 
+    if "--ours" in sys.argv[1:]:
+        take_the_place()
     install()
     import megatron.core.optimizer
     import megatron.core.transformer.transformer_config  # noqa: F401 - before the processes fork
