@@ -40,7 +40,11 @@ from core.dist_checkpointing.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from core.dist_checkpointing.utils import (
+    _clean_metadata_for_serialization,
+    extract_sharded_base,
+    force_all_tensors_to_non_fp8,
+)
 from core.dist_checkpointing.validation import (
     CkptShardedMetadata,
     StrictHandling,
@@ -99,7 +103,9 @@ def save(
         lambda: _save_strategies(sharded_strategy, common_strategy, is_async=async_sharded_save)
     )
     if content_metadata is not None:
-        sharded_state_dict = sharded_state_dict | {_CONTENT_METADATA_KEY: _without_groups(content_metadata)}
+        sharded_state_dict = sharded_state_dict | {
+            _CONTENT_METADATA_KEY: _clean_metadata_for_serialization(content_metadata)
+        }
     tree = comm.together(
         lambda: save_preprocess(
             sharded_state_dict, validate_access_integrity, preprocess_common_before_consistancy_check
@@ -201,15 +207,6 @@ def _check_seen(data_dir: Path) -> None:
 
 def _split_objects(tree: ShardedStateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
     return extract_matching_values(tree, lambda leaf: isinstance(leaf, ShardedObject))
-
-
-def _without_groups(content_metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata without process groups, which cannot be stored."""
-    return {
-        name: value
-        for name, value in content_metadata.items()
-        if not any(kind.__name__ == "ProcessGroup" for kind in type(value).__mro__)
-    }
 
 
 def load(

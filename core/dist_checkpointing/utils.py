@@ -191,3 +191,17 @@ def debug_msg(msg: str) -> None:
     """Logs a message for debugging, with the names and to the logger of ``logger_stack``."""
     with logger_stack() as (names, target):
         target.debug("%s %s", names, msg)
+
+
+def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Metadata of the content without what cannot be stored: process groups, and whatever is called ``dp_cp_group``.
+
+    Not documented, but training scripts that save by other means import it.
+    """
+    if metadata is None:
+        return None
+    return {
+        name: value
+        for name, value in metadata.items()
+        if name != "dp_cp_group" and not any(kind.__name__ == "ProcessGroup" for kind in type(value).__mro__)
+    }

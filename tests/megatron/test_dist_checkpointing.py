@@ -99,9 +99,7 @@ def pair(request: pytest.FixtureRequest, worker: Megatron, our_worker: Megatron)
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_training_goes_on_from_what_the_other_saved(
-    pair: tuple[Megatron, Megatron], tmp_path: Path, name: str
-) -> None:
+def test_training_goes_on_from_what_the_other_saved(pair: tuple[Megatron, Megatron], tmp_path: Path, name: str) -> None:
     _check(*pair, tmp_path, SHORT[name], load_way="parallel")
 
 

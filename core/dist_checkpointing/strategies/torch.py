@@ -42,6 +42,12 @@ from core.dist_checkpointing.strategies.base import (
     require_backend,
     require_version,
 )
+from core.dist_checkpointing.strategies.torch_keys import (  # noqa: F401 - scripts import them from here
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+)
 from core.dist_checkpointing.strategies.torch_planners import MCoreLoadPlanner, MCoreSavePlanner
 from core.dist_checkpointing.strategies.torch_state import (
     Leaf,

@@ -94,19 +94,30 @@ def by_key(sharded_state_dict: ShardedStateDict, *, only_main_replicas: bool = F
     """
     found: dict[str, list[Leaf]] = {}
     for leaf in nested_values(sharded_state_dict):
-        if not isinstance(leaf, (ShardedTensor, ShardedObject)):
-            raise UsageError(
-                f"a sharded state dict with a {type(leaf).__name__} cannot be saved or loaded by a sharded strategy",
-                hint="common state is for the common strategy, and apply_factories builds what factories stand for",
-            )
+        key = name_of(leaf)
         if only_main_replicas and not is_main_replica(leaf.replica_id):
             continue
-        key = leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
         leaves = found.setdefault(key, [])
         if leaves and type(leaves[0]) is not type(leaf):
             raise UsageError("the name is that of a tensor and of an object", key=key)
         leaves.append(leaf)
     return found
+
+
+def name_of(leaf: Any) -> str:
+    """The name in a checkpoint of a ShardedTensor or a ShardedObject.
+
+    Raises:
+        UsageError: it is another value.
+    """
+    if isinstance(leaf, ShardedObject):
+        return leaf.unique_key
+    if isinstance(leaf, ShardedTensor):
+        return leaf.key
+    raise UsageError(
+        f"a sharded state dict with a {type(leaf).__name__} cannot be saved or loaded by a sharded strategy",
+        hint="common state is for the common strategy, and apply_factories builds what factories stand for",
+    )
 
 
 def sharded_tensor_to_torch_sharded_tensor(
