@@ -241,7 +241,7 @@ def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -
 
     Raises:
         MissingShardError: the checkpoint has no such object.
-        UnsafeError: it holds a class that is not known to be harmless.
+        UnsafeError: it names what runs code; objects of unknown classes are no error, see ``objects``.
         CheckpointingException: any other, from reading.
     """
     found: dict[str, object] = {}
@@ -292,7 +292,7 @@ def load_common(checkpoint_dir: str | Path) -> dict[Any, Any]:
 
     Raises:
         CorruptError: it is no dict.
-        UnsafeError: it holds a class that is not known to be harmless.
+        UnsafeError: it names what runs code; objects of unknown classes are no error, see ``objects``.
         CheckpointingException: any other, from reading.
     """
     with opened(checkpoint_dir) as (catalog, store):

@@ -6,9 +6,7 @@ several places share is made once.
 
 from __future__ import annotations
 
-import enum
 import logging
-import sys
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
@@ -16,7 +14,8 @@ from typing import Any
 import torch
 
 from core.dist_checkpointing import constructors, numpy_values, torch_values
-from core.dist_checkpointing.constructors import Filled, Made, Name
+from core.dist_checkpointing.constructors import Filled, Made
+from core.dist_checkpointing.known_names import KnownNames, member
 from core.dist_checkpointing.stand_in import NAME, StandIn
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats.torch_tensor import unsupported_kind
@@ -26,7 +25,6 @@ from core.pickle_names import classify
 logger = logging.getLogger(__name__)
 
 _CONSTRUCTORS = {**constructors.CONSTRUCTORS, **numpy_values.CONSTRUCTORS, **torch_values.CONSTRUCTORS}
-_CLASSES = {**constructors.CLASSES, **numpy_values.CLASSES, **torch_values.CLASSES}
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAX_NAMED = 8
 _HINT = "import its module first, or register the class with torch.serialization.add_safe_globals"
@@ -46,7 +44,7 @@ class LiveTree:
         self._open: set[int] = set()
         self._tensors: dict[str, torch.Tensor] = {}
         self._unknown: dict[str, None] = {}
-        self._registered = _registered()
+        self._names = KnownNames()
 
     def warn(self) -> None:
         """Says in the log which classes were not known, if any."""
@@ -54,7 +52,9 @@ class LiveTree:
             names = list(self._unknown)
             listed = ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")
             where = f" of {self._key}" if self._key else ""
-            logger.warning("stand-ins%s hold the places of objects whose class is not known here: %s", where, listed)
+            logger.warning(
+                "stand-ins%s hold the places of objects whose class is not known here: %s; %s", where, listed, _HINT
+            )
 
     def value_of(self, root: object) -> Any:
         """The live value of a tree.
@@ -172,9 +172,9 @@ class LiveTree:
             if node.kwargs is None:
                 made = _checked(node, partial(row.make, *args))
         else:
-            made = self._member(fn, args)
-            if made is not NotImplemented:
-                return made
+            found = member(fn, args[0]) if len(args) == 1 else None
+            if found is not None:
+                return found
             made = yield from self._of_registered(node, fn, args)
         if made is NotImplemented:
             return (yield from self._stand_in(node, fn, args))
@@ -196,26 +196,13 @@ class LiveTree:
 
     def _of_registered(self, node: Inert, fn: Global, args: tuple[Any, ...]) -> _Steps:
         """An instance of a class, or the result of a function, that the program registered; else NotImplemented."""
-        name = fn.module, fn.name
-        function = self._registered.get(name)
-        if function is None or name in _CLASSES or _is_attack(fn):
+        function = self._names.registered(fn)
+        if function is None:
             return NotImplemented
         kwargs = (yield node.kwargs) or {}
         if node.how == "reduce":
             return _checked(node, partial(function, *args))
         return _checked(node, partial(function.__new__, function, *args, **kwargs))
-
-    def _member(self, fn: Global, args: tuple[Any, ...]) -> Any:
-        """The member of an enumeration that a value belongs to, or NotImplemented."""
-        kind = _imported(fn.module, fn.name)
-        if not _is_enum(kind) or len(args) != 1:
-            return NotImplemented
-        for member in kind.__members__.values():
-            if type(member._value_) is type(args[0]) and member._value_ == args[0]:
-                return member
-        if issubclass(kind, enum.Flag) and type(args[0]) is int:
-            return _flags(kind, args[0])
-        return NotImplemented
 
     def _stand_in(self, node: Inert, fn: Global, args: tuple[Any, ...]) -> _Steps:
         self._note_unknown(fn)
@@ -233,14 +220,7 @@ class LiveTree:
 
     def _named(self, node: Global) -> Any:
         """A class, function or value that stands in the tree by its name."""
-        name = node.module, node.name
-        found = _CLASSES.get(name)
-        if found is None:
-            found = self._registered.get(name)
-        if found is None:
-            outer, _, last = node.name.rpartition(".")
-            kind = _imported(node.module, outer) if outer else None
-            found = kind.__members__.get(last) if kind is not None and _is_enum(kind) else None
+        found = self._names.value(node)
         if found is None:
             self._note_unknown(node)
             found = StandIn(NAME, node.module, node.name)
@@ -325,43 +305,3 @@ _PROGRAMS_OWN = Filled(
     put=lambda made, key, value: made.__setitem__(key, value),
     restore=_restore,
 )
-
-
-def _registered() -> dict[Name, Any]:
-    """What the program registered as safe, by the names that pickles have for it."""
-    found: dict[Name, Any] = {}
-    for item in torch.serialization.get_safe_globals():
-        if isinstance(item, tuple):
-            module, _, name = str(item[1]).rpartition(".")
-            found[module, name] = item[0]
-        else:
-            found[item.__module__, item.__qualname__] = item
-    return found
-
-
-def _is_attack(fn: Global) -> bool:
-    """Whether a name is one of Python's own that run code; the program's modules may be called like them."""
-    return classify(fn) == "dangerous" and fn.module.partition(".")[0] in sys.stdlib_module_names
-
-
-def _imported(module: str, name: str) -> Any:
-    """What a module that is imported already calls ``name``, or None; no attribute is computed for it."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    return found
-
-
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, enum.Enum)
-
-
-def _flags(kind: Any, value: int) -> Any:
-    """The members of a set of flags that make up ``value``, joined; NotImplemented if there are none such."""
-    found = [member for member in kind.__members__.values() if member._value_ & value == member._value_]
-    joined = 0
-    made: Any = None
-    for member in found:
-        joined |= member._value_
-        made = member if made is None else made | member
-    return made if found and joined == value else NotImplemented

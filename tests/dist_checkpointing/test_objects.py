@@ -120,6 +120,7 @@ VALUES = [
     Color.BLUE,
     Access.READ,
     Access.READ | Access.WRITE,
+    Access(0),
     int,
     collections.OrderedDict,
     torch.float32,

@@ -135,7 +135,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
             value: its stream.
 
         Raises:
-            UnsafeError: it holds a class that is not known to be harmless.
+            UnsafeError: it names what runs code.
             CheckpointingException: any other, from reading.
         """
         key = read_item.dest_index.fqn
