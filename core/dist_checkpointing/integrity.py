@@ -101,12 +101,16 @@ def _check_tensor(key: str, held: list[Held[ShardedTensor]]) -> None:
         _check_grid(key, held, list(chunks))
 
 
+def _grid_of(shard: ShardedTensor) -> tuple[int, ...] | None:
+    return None if shard.axis_fragmentations is None else tuple(shard.axis_fragmentations)
+
+
 def _check_agreement(key: str, held: list[Held[ShardedTensor]]) -> None:
     """Raises where two ranks disagree about what has to be the same for all shards of a tensor."""
     facts: list[tuple[str, Callable[[ShardedTensor], object]]] = [
         ("dtype", lambda shard: shard.dtype),
         ("global shape", lambda shard: tuple(shard.global_shape)),
-        ("regular grid (axis_fragmentations)", lambda shard: shard.axis_fragmentations),
+        ("regular grid (axis_fragmentations)", _grid_of),
         ("being flattened", lambda shard: shard.flattened_range is not None),
     ]
     if held[0].shard.has_regular_grid:

@@ -66,6 +66,10 @@ A, B = _part((0,)), _part((1,))
 FITTING: dict[str, list[list[Any]]] = {
     "one rank holds all": [[A, B]],
     "two ranks": [[A], [B]],
+    "lists for tuples": [
+        [A],
+        [replace(B, axis_fragmentations=[2], local_shape=[4], global_shape=[8], global_offset=[4])],
+    ],
     "replicas": [[A], [B], [replace(A, replica_id=1)], [replace(B, replica_id=(0, 1))]],
     "main replica by tuple": [[replace(A, replica_id=(0, 0))], [B]],
     "2-d grid": [[_part((i, j), (2, 3), (4, 2)) for j in range(3)] for i in range(2)],
@@ -396,7 +400,7 @@ def test_megatron_core_comes_to_the_same_verdicts():
     plain = {
         case: ranks
         for case, ranks in cases.items()
-        if "flattened" not in case and case not in ("padded", "empty tensor")
+        if "flattened" not in case and case not in ("padded", "empty tensor", "lists for tuples")
     }
     (found,) = run_ranks(1, _verdicts_of_megatron, plain)
     ours = {case: case in FITTING for case in plain}
