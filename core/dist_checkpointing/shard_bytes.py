@@ -52,7 +52,7 @@ def exchange_device(group: Any) -> torch.device:
         dict(part.split(":") for part in dist.get_backend_config(group).split(",")) if dist.is_initialized() else {}
     )
     for device, backend in backends.items():
-        if device != "cpu" and backend != backends.get("cpu"):
+        if device != "cpu" and backend != backends.get("cpu") and torch.get_device_module(device).is_available():
             return torch.device(device, torch.get_device_module(device).current_device())
     return torch.device("cpu")
 
