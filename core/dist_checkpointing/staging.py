@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,12 +50,13 @@ class Block:
         self._is_pinned = False
 
     def pin(self) -> None:
-        """Lets CUDA copy to the memory without a detour; does nothing the second time."""
+        """Lets CUDA copy to the memory without a detour, if the system allows it; does nothing the second time."""
         if not self._is_pinned:
-            cudart = torch.cuda.cudart()
-            torch.cuda.check_error(cudart.cudaHostRegister(self.address, self.n_bytes, 0))
-            weakref.finalize(self, cudart.cudaHostUnregister, self.address)
             self._is_pinned = True
+            cudart = torch.cuda.cudart()
+            with suppress(RuntimeError):  # more than may be locked: the copies only take longer
+                torch.cuda.check_error(cudart.cudaHostRegister(self.address, self.n_bytes, 0))
+                weakref.finalize(self, cudart.cudaHostUnregister, self.address)
 
     def tensor(self, lease: Any, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """A dense tensor over the memory.
@@ -101,13 +103,13 @@ class StagingPool:
             block.tensor(lease, offset, tensor.dtype, tensor.shape)
             for tensor, offset in zip(tensors, offsets, strict=True)
         ]
-        on_cuda = any(tensor.is_cuda for tensor in tensors)
-        if on_cuda:
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        if devices:
             block.pin()
         for tensor, copy in zip(tensors, copies, strict=True):
-            copy.copy_(tensor.detach(), non_blocking=True)
-        if on_cuda:
-            torch.cuda.synchronize()
+            copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        for device in devices:
+            torch.cuda.synchronize(device)
         return copies
 
     def leased(self, n_bytes: int) -> tuple[Block, memoryview]:
