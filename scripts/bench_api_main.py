@@ -5,7 +5,7 @@ Every rank holds an equal part of every tensor. All tools run in the same proces
 when a measurement begins. A load reads what the same tool saved, from a warm page cache, into tensors that exist. The
 slowest rank counts. Peak memory is the resident set's high-water mark above what the process had before the load.
 
-With --async: how long an asynchronous save blocks, in memory that was used by a save before (the first is listed apart),
+With --async: how long an asynchronous save blocks, in memory that a save has used before (the first is listed apart),
 beside a synchronous one by the same tool. On a CPU megatron-core copies nothing: its fork shares the tensors by
 copy-on-write, and training pays for that later, when it changes them.
 """
