@@ -20,9 +20,11 @@ from core.errors import (
     TruncatedError,
     UnsafeError,
 )
+from core.open import open_checkpoint
 
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2"
 DIST = "mcore_torch_dist/dense_gqa/tp2_pp2"
+DCP = "torch_dcp/fsdp2_dp2"
 
 
 @pytest.fixture
@@ -110,6 +112,31 @@ def test_a_flipped_bit_in_a_rank_file_is_found_by_its_crc(golden: Path, src: Pat
     error = refused(src, CorruptError)
     assert "CRC" in error.message
     assert error.file == "mp_rank_00_001/model_optim_rng.pt"
+
+
+@pytest.mark.parametrize("folder", [DIST, DCP], ids=["torch_dist", "dcp"])
+def test_a_flipped_bit_in_a_distcp_file_is_found_by_its_crc(golden: Path, src: Path, folder: str) -> None:
+    copy(golden, folder, src)
+    path = max(src.rglob("*.distcp"), key=lambda found: found.stat().st_size)
+    opened = open_checkpoint(path.parent)
+    pieces = [piece.array for key in opened.catalog.tensors for piece in opened.catalog.fragments(key)]
+    largest = max(
+        (
+            piece
+            for piece in pieces
+            if piece is not None and piece.extent is not None and piece.extent.file == path.name
+        ),
+        key=lambda piece: piece.n_bytes,
+    )
+    bound = opened.catalog.bind(opened.store, largest)
+    opened.store.close()
+    assert bound.extent is not None
+    data = bytearray(path.read_bytes())
+    data[bound.extent.offset + largest.n_bytes // 2] ^= 1
+    path.write_bytes(data)
+    error = refused(src, CorruptError)
+    assert "CRC" in error.message
+    assert error.file == path.name
 
 
 def test_ranks_that_disagree_about_a_replicated_tensor_are_named(golden: Path, src: Path) -> None:

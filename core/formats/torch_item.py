@@ -2,7 +2,7 @@
 
 ``.metadata`` states offset and length of the item, dtype and shape of the tensor; the byte address and the strides
 stand inside the item. Torch writes items at any offset, and a tensor that was transposed or channels-last when it was
-saved keeps those strides, so both must be read.
+saved keeps those strides, so both must be read. The CRC of the data stands behind them, in the record's descriptor.
 
 This is asked for every one of 10⁵ items, at copy time, from several threads. So one read of the item's first bytes must
 do: they hold the pickle and the headers up to the data. Items of equal dtype, shape and strides begin with the same
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from struct import Struct
 from typing import TYPE_CHECKING
 
 from core.box import c_strides
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from core.store import ReadStore
 
 HEAD_BYTES = 2048
+DESCRIPTOR_SIGNATURE = 0x08074B50
+DESCRIPTOR64 = Struct("<IIQQ")
+"""Signature, CRC, the two sizes. Torch writes this one; others write the short one where sizes allow."""
+DESCRIPTOR32 = Struct("<IIII")
 _MAX_HEADS = 1024
 
 
@@ -86,7 +91,29 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
         raise
     address = start + offset + found.offset + before * itemsize(array.dtype)
     strides = found.strides if extent.part_of is None else None
-    return replace(array, extent=replace(extent, offset=address, strides=strides, item_bytes=None, part_of=None))
+    crc = None
+    if extent.part_of is None and strides is None and found.storage_bytes == array.n_bytes:
+        crc = _stated_crc(store, extent.file, address + array.n_bytes, start + n_bytes, array.n_bytes)
+    return replace(
+        array, extent=replace(extent, offset=address, strides=strides, item_bytes=None, part_of=None, crc=crc)
+    )
+
+
+def _stated_crc(store: ReadStore, file: str, at: int, end: int, n_bytes: int) -> int | None:
+    """The CRC-32 in the descriptor that follows a record; None where there is none, or it was not computed.
+
+    Args:
+        at: byte of the file behind the record.
+        end: of the item.
+        n_bytes: of the record; the descriptor states it, too.
+    """
+    data = store.read(file, at, max(0, min(DESCRIPTOR64.size, end - at)))
+    for layout in (DESCRIPTOR64, DESCRIPTOR32):
+        if len(data) >= layout.size:
+            mark, crc, stored, size = layout.unpack_from(data)
+            if mark == DESCRIPTOR_SIGNATURE and stored == size == n_bytes:
+                return crc or None
+    return None
 
 
 def _located(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[int, Location]:
