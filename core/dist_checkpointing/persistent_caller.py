@@ -57,6 +57,8 @@ class PersistentAsyncCaller(AsyncCaller):
 
     Functions and arguments must be picklable. Tensors get there through shared memory, as they are at the time of the
     call. If the process dies, the calls that it had not done have failed, and the next call gets a new process.
+
+    As for every spawned process, what the program's main module does must stand under ``if __name__ == "__main__"``.
     """
 
     def __init__(self) -> None:
