@@ -1,0 +1,161 @@
+"""Training scripts get from this project what they get from megatron-core, and each reads what the other wrote.
+
+Every scenario is saved and loaded by both packages, in all four combinations.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from core.open import open_checkpoint
+from tests.dist_checkpointing.ranks import run_ranks
+from tests.dist_checkpointing.scenarios import SCENARIOS, Layout, api_of
+
+OURS, THEIRS = "core.dist_checkpointing", "megatron.core.dist_checkpointing"
+PACKAGES = (OURS, THEIRS) if importlib.util.find_spec("megatron") else (OURS,)
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+Observed = Any
+"""What the ranks of a run observed, by rank; a text where one raised."""
+
+
+def _prepared(package: str) -> Any:
+    warnings.simplefilter("ignore")
+    if package == THEIRS:
+        from tests.megatron import cpu
+
+        cpu.install()
+    return api_of(package)
+
+
+THEIR_MOST_RANKS = 4
+"""Of megatron-core's runs: to start it takes seconds of each rank."""
+
+
+def writers(name: str) -> tuple[str, ...]:
+    """The packages that save a scenario."""
+    scenario = SCENARIOS[name]
+    return PACKAGES if scenario.is_saved_by_both and scenario.saved.world <= THEIR_MOST_RANKS else (OURS,)
+
+
+def readers(name: str, layout: Layout) -> tuple[str, ...]:
+    """The packages that load it at a layout."""
+    is_both = SCENARIOS[name].is_loaded_by_both and layout.world <= THEIR_MOST_RANKS
+    return PACKAGES if is_both else (OURS,)
+
+
+def _save(rank: int, world: int, package: str, root: str, names: list[str]) -> dict[str, Any]:
+    """Runs the save of each scenario, into ``root/package/name``."""
+    api = _prepared(package)
+    found = {}
+    for name in names:
+        scenario = SCENARIOS[name]
+        folder = Path(root, package, name)
+        if rank == 0:
+            folder.mkdir(parents=True)
+        dist.barrier()
+        found[name] = scenario.save(api, scenario.saved.place(rank), str(folder))
+        dist.barrier()
+    return found
+
+
+def _load(rank: int, world: int, package: str, root: str, cases: list[tuple[str, Layout]]) -> dict[Any, Any]:
+    """Runs the load of each (scenario, layout), from what each package saved, beside what it should give."""
+    api = _prepared(package)
+    found = {}
+    for name, layout in cases:
+        scenario, place = SCENARIOS[name], layout.place(rank)
+        for writer in writers(name):
+            found[name, layout, writer] = scenario.load(api, place, str(Path(root, writer, name)))
+            dist.barrier()
+        if scenario.expected is not None:
+            found[name, layout, "expected"] = scenario.expected(api, place)
+    return found
+
+
+class Runs:
+    """The runs of all scenarios, each made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._made: dict[Any, Any] = {}
+
+    def saved(self, package: str, world: int) -> list[dict[str, Any]]:
+        """Observations by rank, of all scenarios that are saved by so many ranks."""
+        names = [name for name, s in SCENARIOS.items() if s.saved.world == world and package in writers(name)]
+        return self._once((_save, package, world), names)
+
+    def loaded(self, package: str, world: int) -> list[dict[Any, Any]]:
+        """Observations by rank, of all loads by so many ranks."""
+        for name, scenario in SCENARIOS.items():
+            for each in writers(name):
+                self.saved(each, scenario.saved.world)
+        cases = [(name, layout) for name, s in SCENARIOS.items() for layout in s.loads if layout.world == world]
+        cases = [(name, layout) for name, layout in cases if package in readers(name, layout)]
+        return self._once((_load, package, world), cases)
+
+    def _once(self, key: tuple[Any, str, int], cases: list[Any]) -> Any:
+        """A run's result; a run that failed is not made again."""
+        if key not in self._made:
+            function, package, world = key
+            try:
+                self._made[key] = run_ranks(world, function, package, str(self.root), cases)
+            except AssertionError as err:
+                self._made[key] = err
+        if isinstance(self._made[key], AssertionError):
+            raise self._made[key]
+        return self._made[key]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("scenarios"))
+
+
+LOADS = [
+    pytest.param(name, layout, reader, writer, id=f"{name}-tp{layout.tp}pp{layout.pp}dp{layout.dp}-{reader}-{writer}")
+    for name, scenario in SCENARIOS.items()
+    for layout in scenario.loads
+    for reader in readers(name, layout)
+    for writer in writers(name)
+]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_saving_is_observed_alike(runs: Runs, name: str) -> None:
+    world = SCENARIOS[name].saved.world
+    found = [[rank[name] for rank in runs.saved(package, world)] for package in writers(name)]
+    assert found[0] == found[-1]
+
+
+@pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.is_checkpoint])
+def test_both_write_the_same_tensors_and_objects(runs: Runs, name: str) -> None:
+    found = []
+    for package in writers(name):
+        runs.saved(package, SCENARIOS[name].saved.world)
+        checkpoint = open_checkpoint(runs.root / package / name)
+        catalog = checkpoint.catalog
+        tensors = {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()}
+        found.append((checkpoint.format.name, tensors, sorted(catalog.objects)))
+        checkpoint.store.close()
+    assert found[0] == found[-1]
+    assert found[0][1] or found[0][2]
+
+
+@pytest.mark.parametrize(("name", "layout", "reader", "writer"), LOADS)
+def test_loading_gives_the_same_whoever_wrote_and_whoever_reads(
+    runs: Runs, name: str, layout: Layout, reader: str, writer: str
+) -> None:
+    found = [rank[name, layout, writer] for rank in runs.loaded(reader, layout.world)]
+    if SCENARIOS[name].expected is not None:
+        assert found == [rank[name, layout, "expected"] for rank in runs.loaded(reader, layout.world)]
+    else:
+        oracle = writers(name)[-1]
+        assert found == [rank[name, layout, oracle] for rank in runs.loaded(readers(name, layout)[-1], layout.world)]
