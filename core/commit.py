@@ -24,10 +24,11 @@ from typing import Self
 
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
 from core.folder_lock import NO_LOCKS, lock_folder
+from core.folders import empty_folder, sync_folder
 from core.journal import BATCH_BYTES, FileJournal, is_journal_of
 from core.linux import exchange, rename_new
 from core.manifest import manifest_name
-from core.stage_store import StageStore, sync_folder
+from core.stage_store import StageStore
 from core.store import translated
 
 _PATIENCE = 3
@@ -119,7 +120,7 @@ class Stage:
                 f"{self.stage_dir.name}, left behind by an earlier run, "
                 + ("belongs to other input or options; it was removed" if self._resume else "was removed")
             )
-            self._empty_stage()
+            empty_folder(self.stage_dir)
         with translated(str(self.stage_dir), doing="create"):
             self.data_dir.mkdir(exist_ok=True)
         self._check_space()
@@ -280,14 +281,6 @@ class Stage:
         if store is not None:
             with suppress(StorageError):  # the files are thrown away, or were synced
                 store.close()
-
-    def _empty_stage(self) -> None:
-        with translated(str(self.stage_dir), doing="remove"):
-            for entry in os.scandir(self.stage_dir):
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                else:
-                    os.unlink(entry.path)
 
     def _remove_stage(self) -> None:
         shutil.rmtree(self.stage_dir, ignore_errors=True)

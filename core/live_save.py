@@ -23,6 +23,7 @@ from core.catalog import Catalog, Fragment, StoredArray, StoredObject, TensorMet
 from core.checksum import BLOCK_BYTES, crc32
 from core.copy import execute
 from core.errors import UsageError
+from core.folders import sync_folders
 from core.formats import Format
 from core.image import FileImage
 from core.live import Chunk, LiveTensor, live_source, metas_of_chunks
@@ -30,7 +31,7 @@ from core.manifest import finish_files
 from core.places import Places
 from core.plan import make_plan
 from core.share import HOLDER, Share, is_own, share_of
-from core.stage_store import StageStore, sync_folders
+from core.stage_store import StageStore
 
 DEFAULT_THREADS = 2
 

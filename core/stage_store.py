@@ -6,12 +6,13 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from core.errors import StorageError, TruncatedError, UnsupportedError
+from core.folders import sync_folders
 from core.linux import allocate, start_writeback
 from core.store import checked_name, translated
 
@@ -192,28 +193,3 @@ class _OpenFile:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.n_users = 0
-
-
-def sync_folders(root: Path) -> None:
-    """Syncs a directory and all below it, the innermost first.
-
-    Raises:
-        StorageError: the system could not write.
-    """
-    folders: Iterable[str] = [folder for folder, _, _ in os.walk(root, topdown=False)]
-    for folder in folders:
-        sync_folder(Path(folder))
-
-
-def sync_folder(folder: Path) -> None:
-    """Syncs one directory: the names in it are on the disk afterwards.
-
-    Raises:
-        StorageError: the system could not write.
-    """
-    with translated(str(folder), doing="sync"):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

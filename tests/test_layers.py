@@ -43,7 +43,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (*("core.open", "core.plan", "core.match", "core.places", "core.ends", "core.bands", "core.weave"),),
     (
-        *("core.copy", "core.copier", "core.output", "core.ledger", "core.stage_store", "core.folder_lock"),
+        *("core.copy", "core.copier", "core.output", "core.ledger"),
+        *("core.stage_store", "core.folder_lock", "core.folders"),
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),
     ),
     (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from core.dist_checkpointing.durable_file import write_file
 from core.errors import CheckpointingException, CorruptError
 from core.formats.mcore_config import CONFIG, config_of
-from core.store import LocalStore, translated
+from core.store import LocalStore
 
 __all__ = [
     "CONFIG_FNAME",
@@ -56,11 +58,8 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     """
     if not checkpoint_dir or not (Path(checkpoint_dir) / CONFIG_FNAME).is_file():
         return None
-    store = LocalStore(Path(checkpoint_dir))
-    try:
+    with closing(LocalStore(Path(checkpoint_dir))) as store:
         stated = config_of(store)
-    finally:
-        store.close()
     types = {known.name: int if known.name.endswith("_version") else str for known in fields(CheckpointingConfig)}
     wrong = [name for name, value in stated.items() if name not in types or type(value) is not types[name]]
     if wrong:
@@ -76,8 +75,4 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[s
     Raises:
         StorageError: the directory does not exist or cannot be written.
     """
-    config_path = Path(checkpoint_dir) / CONFIG_FNAME
-    with translated(str(config_path), doing="write"), config_path.open("w", encoding="utf-8") as file:
-        json.dump(asdict(config), file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(checkpoint_dir, CONFIG_FNAME, [json.dumps(asdict(config)).encode()])

@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from core.errors import StorageError
-from core.stage_store import sync_folder
+from core.folders import sync_folder
 from core.store import checked_name, translated
 
 
-def write_file(checkpoint_dir: str | Path, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+def write_file(checkpoint_dir: str | os.PathLike[str], name: str, pieces: Iterable[bytes | memoryview]) -> None:
     """Makes a file of a checkpoint, or replaces it, at one go.
 
     Args:

@@ -21,21 +21,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.dist_checkpointing.core import CONFIG_FNAME, save_config
+from core.dist_checkpointing.durable_file import write_file
 from core.errors import CheckpointingException, StorageError, UsageError
 from core.folder_lock import FolderLock, lock_folder
+from core.folders import empty_folder, sync_folder, sync_tree
 from core.json_object import object_of
 from core.linux import rename_new
 from core.manifest import manifest_name
-from core.stage_store import sync_folder, sync_folders
 from core.store import translated
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ STAGE = ".ckpt-stage"
 _DATA = "data"
 _OLD = "old"
 _ENTRIES = "entries.json"
-_SYNC_THREADS = 4
 _NO_ENTRIES = ("", ".", "..", STAGE)
 _OWN_NAME = re.compile(rf"({re.escape(CONFIG_FNAME)}|\.metadata|common\.pt|{re.escape(manifest_name())}|.*\.distcp)$")
 _FILE_OF_A_KEY = re.compile(r"(\.zarray|zarr\.json|shard_.*\.pt)$")
@@ -111,7 +109,8 @@ class Publication:
         try:
             with translated(str(self.checkpoint_dir), doing="publish"):
                 save_config(config, self.data_dir)
-                sync_folder(self.data_dir) if is_synced else _sync_tree(self.data_dir)
+                if not is_synced:
+                    sync_tree(self.data_dir)
                 self._move()
             self._confirm()
         finally:
@@ -181,10 +180,7 @@ class Publication:
 
     def _note(self, names: list[str]) -> None:
         """Puts on the disk which names are about to move."""
-        path = self._stage_dir / _ENTRIES
-        path.write_text(json.dumps({"entries": names}))
-        _sync_file(path)
-        sync_folder(self._stage_dir)
+        write_file(self._stage_dir, _ENTRIES, [json.dumps({"entries": names}).encode()])
 
 
 def _locked(stage_dir: Path) -> FolderLock:
@@ -250,8 +246,7 @@ def _names_in(folder: Path) -> set[str]:
 
 def _empty(stage_dir: Path) -> None:
     (stage_dir / _ENTRIES).unlink(missing_ok=True)
-    for name in _names_in(stage_dir):
-        _remove(stage_dir / name)
+    empty_folder(stage_dir)
 
 
 def _is_of_checkpoint(path: Path) -> bool:
@@ -266,34 +261,10 @@ def _files_below(folder: Path) -> Iterator[str]:
         yield from files
 
 
-def _sync_tree(root: Path) -> None:
-    """Syncs every file below a directory, then the directories, the innermost first."""
-    files = [Path(folder, name) for folder, _, names in os.walk(root) for name in names]
-    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
-        for _ in pool.map(_sync_file, files):
-            pass
-    sync_folders(root)
-
-
-def _sync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
 def _end(stage_dir: Path, lock_fd: int, owner: int) -> None:
     """Removes a stage, then unlocks it; in a fork of its owner, which has a copy of everything, nothing is removed."""
     if os.getpid() == owner:
-        with suppress(OSError):
+        with suppress(OSError, CheckpointingException):
             _empty(stage_dir)
             stage_dir.rmdir()
     with suppress(OSError):

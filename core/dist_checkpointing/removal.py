@@ -13,11 +13,11 @@ from pathlib import Path
 
 from core.dist_checkpointing.durable_file import write_file
 from core.errors import UnsupportedError, UsageError
+from core.folders import sync_folder
 from core.formats.dcp import METADATA, metadata_of
 from core.formats.dcp_columns import DcpMetadata
 from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.manifest import MANIFEST
-from core.stage_store import sync_folder
 from core.store import LocalStore, translated
 
 logger = logging.getLogger(__name__)

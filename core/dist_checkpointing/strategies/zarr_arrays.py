@@ -15,6 +15,7 @@ from pathlib import Path
 
 from core.box import Box, Shape
 from core.errors import CheckpointingException, UnsupportedError, UsageError
+from core.folders import sync_folder
 from core.formats.mcore_objects import is_sharded_object
 from core.formats.zarr_array import ZarrArray
 from core.formats.zarr_chunk_names import is_like_a_chunk
@@ -24,7 +25,6 @@ from core.formats.zarr_tree import folders_of
 from core.formats.zarr_v2 import ARRAY_FILE, parse_zarray, zarray
 from core.json_object import small_file
 from core.manifest import MANIFEST
-from core.stage_store import sync_folder
 from core.store import LocalStore, translated
 
 logger = logging.getLogger(__name__)

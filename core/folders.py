@@ -1,0 +1,67 @@
+"""Directories: emptied, and on the disk with what is in them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from core.store import translated
+
+_SYNC_THREADS = 4
+
+
+def empty_folder(folder: Path) -> None:
+    """Removes everything that is in a directory; links are not followed.
+
+    Raises:
+        StorageError: the system refuses.
+    """
+    with translated(str(folder), doing="empty"):
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+
+
+def sync_tree(root: Path) -> None:
+    """Syncs every file below a directory, then the directories, the innermost first.
+
+    Raises:
+        StorageError: the system could not write.
+    """
+    files = [Path(folder, name) for folder, _, names in os.walk(root) for name in names]
+    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+        for _ in pool.map(_sync, files):
+            pass
+    sync_folders(root)
+
+
+def sync_folders(root: Path) -> None:
+    """Syncs a directory and all below it, the innermost first.
+
+    Raises:
+        StorageError: the system could not write.
+    """
+    for folder, _, _ in os.walk(root, topdown=False):
+        sync_folder(Path(folder))
+
+
+def sync_folder(folder: Path) -> None:
+    """Syncs one directory: the names in it are on the disk afterwards.
+
+    Raises:
+        StorageError: the system could not write.
+    """
+    _sync(folder, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int = 0) -> None:
+    with translated(str(path), doing="sync"):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
