@@ -63,6 +63,34 @@ class ItemRecord:
     checked: tuple[CheckedRun, ...] = ()
 
 
+class _Runs:
+    """What has been read of a source array. Parts of it may be read several times, each for a place of its own."""
+
+    def __init__(self) -> None:
+        self._longest: dict[int, CheckedRun] = {}  # by offset
+        self._n_bytes = 0
+
+    def add(self, run: CheckedRun) -> None:
+        """Takes a run."""
+        known = self._longest.get(run.offset)
+        if known is None or known.n_bytes < run.n_bytes:
+            self._longest[run.offset] = run
+            self._n_bytes += run.n_bytes - (known.n_bytes if known else 0)
+
+    def crc_of(self, n_bytes: int) -> int | None:
+        """The CRC-32 of the whole array of ``n_bytes``; None as long as no runs are known that tile it."""
+        if self._n_bytes < n_bytes:
+            return None
+        crc = reached = 0
+        while reached < n_bytes:
+            run = self._longest.get(reached)
+            if run is None or not run.n_bytes:
+                return None
+            crc = crc32_combine(crc, run.crc, run.n_bytes)
+            reached += run.n_bytes
+        return crc if reached == n_bytes else None
+
+
 class Ledger:
     """Joins the runs of all items; safe for threads.
 
@@ -83,7 +111,7 @@ class Ledger:
         self._digest = digest
         self._lock = threading.Lock()
         self._open: dict[int, ArraySum] = {}
-        self._checked: dict[tuple[str, str], list[CheckedRun]] = {}
+        self._checked: dict[tuple[str, str], _Runs] = {}
         self.crcs = columns("I", bytes(4 * len(places)))
         self.digests = bytearray(16 * len(places)) if digest else bytearray()
         if digest:
@@ -131,14 +159,12 @@ class Ledger:
         for run in runs:
             record = run.record
             with self._lock:
-                found = self._checked.setdefault((record.file, record.array), [])
-                found.append(run)
-                if sum(other.n_bytes for other in found) != record.n_bytes:
+                found = self._checked.setdefault((record.file, record.array), _Runs())
+                found.add(run)
+                crc = found.crc_of(record.n_bytes)
+                if crc is None:
                     continue
                 del self._checked[record.file, record.array]
-            crc = 0
-            for other in sorted(found, key=lambda r: r.offset):
-                crc = crc32_combine(crc, other.crc, other.n_bytes)
             if crc != record.crc:
                 raise CorruptError(
                     f"the bytes have CRC-32 {crc:08x}, the file states {record.crc:08x}",

@@ -63,10 +63,11 @@ def buffer(size: int, device: torch.device) -> torch.Tensor:
 
 
 def own_bytes(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """A tensor's memory as bytes; None if it does not lie on the device, in C order and in one piece."""
-    if tensor is None or tensor.device != device or not tensor.is_contiguous():
+    """A tensor's memory as bytes; None if its values do not lie on the device, in C order and in one piece."""
+    if tensor is None or tensor.device != device or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # Contiguous says nothing about the strides of axes of extent 1, and view wants the last one to be 1.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def copy_bytes(tensor: torch.Tensor, raw: torch.Tensor, *, is_received: bool) -> None:

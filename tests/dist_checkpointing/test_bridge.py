@@ -158,3 +158,23 @@ def test_flattened_optimizer_states_of_old_versions_are_loaded_by_their_true_sha
     tensor = bridge.whole_tensor(key, meta.dtype, meta.shape)
     assert tensor.global_shape == catalog.attrs["mcore_data"][key]["nd_reformulated_orig_global_shape"]
     assert _loaded(stored, tensor).abs().sum() > 0
+
+
+def test_a_part_that_is_loaded_twice_does_not_pass_for_the_whole_record(tmp_path):
+    """Its bytes read twice are as many as the record has, and their CRC-32 is not that of the record."""
+    _write([ShardedTensor.from_rank_offsets("w", VALUES)], str(tmp_path), format="torch_dist")
+    _complete(tmp_path, "torch_dist")
+    half = [ShardedTensor.from_rank_offsets("w", torch.zeros(3, 8), (0, 0, 2)) for _ in range(2)]
+    bridge.load_tensors(half, tmp_path)
+    assert all(torch.equal(tensor.data, VALUES[:3]) for tensor in half)
+
+
+def test_damage_is_noticed_where_a_record_is_read_in_parts_and_some_of_them_twice(tmp_path):
+    _write([ShardedTensor.from_rank_offsets("w", VALUES)], str(tmp_path), format="torch_dist")
+    _complete(tmp_path, "torch_dist")
+    file = tmp_path / "__0_0.distcp"
+    raw = file.read_bytes()
+    file.write_bytes(raw.replace(VALUES[5].numpy().tobytes(), bytes(32)))
+    parts = [ShardedTensor.from_rank_offsets("w", torch.zeros(3, 8), (0, half, 2)) for half in (0, 0, 1)]
+    with pytest.raises(CorruptError, match="CRC-32"):
+        bridge.load_tensors(parts, tmp_path)

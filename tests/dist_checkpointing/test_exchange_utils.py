@@ -22,6 +22,7 @@ from core.dist_checkpointing.exchange_utils import (
 )
 from core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from core.dist_checkpointing.parcels import PARCEL_BYTES
+from core.dist_checkpointing.shard_bytes import own_bytes
 from core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from core.errors import CheckpointingException
 from tests.dist_checkpointing.ranks import run_ranks
@@ -345,3 +346,20 @@ def test_objects_reach_every_rank_and_may_be_loaded_once_only():
 
 def test_float8_tensors_of_transformer_engine_are_none_without_it():
     assert not exchange_utils.is_float8tensor(torch.zeros(2))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 3), (1, 4, 1)])
+def test_bytes_are_found_whatever_the_strides_of_axes_of_one_element_are(shape):
+    whole = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4).repeat(2, 2, 2)[0, 0]
+    tensor = whole.flatten()[: torch.Size(shape).numel()].reshape(shape)
+    strides = [7 if extent == 1 else step for extent, step in zip(shape, tensor.stride(), strict=True)]
+    odd = tensor.as_strided(shape, strides)
+    found = own_bytes(odd, torch.device("cpu"))
+    assert odd.is_contiguous() and bytes(found.tolist()) == tensor.numpy().tobytes()
+
+
+def test_the_memory_of_a_conjugated_view_is_not_its_value():
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    assert own_bytes(tensor.conj(), torch.device("cpu")) is None
+    assert own_bytes(tensor.conj().imag, torch.device("cpu")) is None
+    assert own_bytes(tensor, torch.device("cpu")) is not None
