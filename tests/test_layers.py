@@ -219,6 +219,25 @@ def test_core_does_not_import_the_command_line() -> None:
     ] == []
 
 
+def test_only_the_bridge_knows_both_sharded_tensors_and_what_the_engine_works_with() -> None:
+    engine = {f"core.{name}" for name in ("catalog", "copy", "live", "live_load", "live_save", "plan", "share")}
+    used: dict[str, set[str]] = {name: set() for name in modules() if name.startswith("core.dist_checkpointing")}
+    for found in imports():
+        if found.is_run and found.importer in used:
+            used[found.importer].add(found.imported)
+    assert [name for name, names in used.items() if "core.dist_checkpointing.mapping" in names and names & engine] == [
+        "core.dist_checkpointing.bridge"
+    ]
+
+
+def test_the_readme_names_every_module_of_the_documented_api() -> None:
+    readme = (ROOT / "core" / "README.md").read_text("utf-8")
+    section = readme[readme.index("## How a running job") : readme.index("## How an optimizer")]
+    names = [name.removeprefix("core.dist_checkpointing.") for name in modules() if name.startswith(f"{DOORS[1]}.")]
+    last = {name.rpartition(".")[2] for name in names} - {"strategies"}
+    assert sorted(name for name in last if f"`{name}`" not in section and f"/{name}`" not in section) == []
+
+
 def _family_of(module: str) -> str:
     """Family of a module of core.formats: the longest name in FAMILIES that it begins with."""
     name = module.removeprefix("core.formats.")

@@ -6,15 +6,16 @@
                   ── live ──────▶ core.live.LiveTensor (its memory, on the CPU)
     Catalog ── sharded_metadata ──▶ ShardedTensors and ShardedObjects without data
 
-Saving is ``core.live_save``, loading is ``core.live_load``: the engine that converts files, with memory as one end.
+Loading is ``core.live_load``, saving ``core.live_save`` (by ``prepared_save``): the engine that converts files, with
+memory as one end.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,16 @@ import torch
 
 from core.box import Box
 from core.catalog import Catalog
-from core.dist_checkpointing import comm
+from core.dist_checkpointing.batches import batches
 from core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from core.dist_checkpointing.objects import live_object, load_stream, stream_of
-from core.dist_checkpointing.staging import POOL
-from core.dtypes import DTYPES
+from core.dist_checkpointing.objects import live_object, load_stream
+from core.dist_checkpointing.torch_dtypes import dtype_name, torch_dtype
 from core.errors import MissingShardError, UnsupportedError, UsageError
-from core.formats import Format, format_called, sniffed
-from core.formats.mcore_common import COMMON_FILE
-from core.formats.mcore_config import CONFIG
-from core.image import FileImage
+from core.formats import sniffed
 from core.live import Chunk, LiveTensor
 from core.live_load import fill
-from core.live_save import DEFAULT_THREADS, Held, LiveSave
 from core.optim_global import in_true_shapes
 from core.store import LocalStore
-
-FILL_BYTES = 512 << 20
-"""About how many bytes are loaded at once by way of host memory, where tensors lie on a device or not dense."""
 
 
 def chunk_of(tensor: ShardedTensor) -> Chunk:
@@ -59,23 +52,6 @@ def chunk_of(tensor: ShardedTensor) -> Chunk:
         None if flat is None else (flat.start, flat.stop),
         bool(tensor.allow_shape_mismatch),
     )
-
-
-def dtype_name(dtype: torch.dtype, *, key: str | None = None) -> str:
-    """The canonical name of a torch dtype.
-
-    Raises:
-        UnsupportedError: checkpoints do not have it.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise UnsupportedError(f"tensors of type {dtype} are not stored", key=key, hint="cast the tensor first")
-    return name
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a canonical name."""
-    return getattr(torch, name)
 
 
 def live(chunk: Chunk, data: torch.Tensor) -> LiveTensor:
@@ -123,22 +99,18 @@ def memory_of(data: torch.Tensor) -> memoryview:
 
 
 @contextmanager
-def opened(checkpoint_dir: str | Path, *, format: Format | None = None) -> Iterator[tuple[Catalog, LocalStore]]:
+def opened(checkpoint_dir: str | Path) -> Iterator[tuple[Catalog, LocalStore]]:
     """The catalog and the files of one checkpoint's directory, tensors in their true shapes.
 
     Args:
         checkpoint_dir: the directory itself, no training root.
-        format: what it must be in; None finds out.
 
     Raises:
         CheckpointingException: it is not there, not whole, or in no known format.
     """
-    store = LocalStore(Path(checkpoint_dir))
-    try:
-        catalog = (format or sniffed(store)).read(store)
+    with closing(LocalStore(Path(checkpoint_dir))) as store:
+        catalog = sniffed(store).read(store)
         yield in_true_shapes(catalog, catalog.tensors), store
-    finally:
-        store.close()
 
 
 def sharded_metadata(checkpoint_dir: str | Path, *, tensors_only: bool = False) -> dict[str, ShardedBase]:
@@ -156,7 +128,7 @@ def sharded_metadata(checkpoint_dir: str | Path, *, tensors_only: bool = False) 
     """
     with opened(checkpoint_dir) as (catalog, _):
         found: dict[str, ShardedBase] = {
-            key: whole_tensor(meta.key, meta.dtype, meta.shape) for key, meta in catalog.tensors.items()
+            key: whole_tensor(meta.key, torch_dtype(meta.dtype), meta.shape) for key, meta in catalog.tensors.items()
         }
         if not tensors_only:
             for key in catalog.objects:
@@ -164,10 +136,10 @@ def sharded_metadata(checkpoint_dir: str | Path, *, tensors_only: bool = False) 
         return found
 
 
-def whole_tensor(key: str, dtype: str, shape: Sequence[int]) -> ShardedTensor:
+def whole_tensor(key: str, dtype: torch.dtype, shape: Sequence[int]) -> ShardedTensor:
     """A ShardedTensor without data that is all of a global tensor."""
     size = tuple(shape)
-    return ShardedTensor(key, None, torch_dtype(dtype), size, size, (0,) * len(size), (1,) * len(size))
+    return ShardedTensor(key, None, dtype, size, size, (0,) * len(size), (1,) * len(size))
 
 
 def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path, *, checks_crc: bool = True) -> None:
@@ -214,26 +186,12 @@ def fill_tensors(
         else:
             aside.append((chunk, data))
     fill(direct, catalog, store, checks_crc=checks_crc)
-    for batch in _batches(aside):
+    for batch in batches(aside, lambda pair: pair[0].n_bytes):
         hosts = [torch.empty(data.shape, dtype=data.dtype) for _, data in batch]
         made = [live(chunk, host) for (chunk, _), host in zip(batch, hosts, strict=True)]
         fill(made, catalog, store, checks_crc=checks_crc)
         for (_, data), host in zip(batch, hosts, strict=True):
             data.copy_(host)
-
-
-def _batches(pairs: Sequence[tuple[Chunk, torch.Tensor]]) -> Iterator[list[tuple[Chunk, torch.Tensor]]]:
-    """Consecutive pairs of about ``FILL_BYTES`` together."""
-    batch: list[tuple[Chunk, torch.Tensor]] = []
-    n_bytes = 0
-    for chunk, data in pairs:
-        if batch and n_bytes + chunk.n_bytes > FILL_BYTES:
-            yield batch
-            batch, n_bytes = [], 0
-        batch.append((chunk, data))
-        n_bytes += chunk.n_bytes
-    if batch:
-        yield batch
 
 
 def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -> dict[str, object]:
@@ -266,7 +224,7 @@ def _value(catalog: Catalog, store: LocalStore, item: Any) -> object:
         array = catalog.fragments(item.raw_key)[0].array
         value = load_stream(store, array, key=item.key)
     else:
-        value = live_object(item.value, lambda key: hidden_tensor(catalog, store, key))
+        value = live_value(item.value, catalog, store, key=item.key)
     if not isinstance(value, list) or len(value) != 1:
         raise UnsupportedError("the object is not a list of one value, as that of a ShardedObject is", key=item.key)
     return value[0]
@@ -278,7 +236,22 @@ def _others(catalog: Catalog, key: str) -> str | None:
     return f"of {key} there are: {', '.join(there[:8])}" if there else None
 
 
-def hidden_tensor(catalog: Catalog, store: LocalStore, key: str) -> torch.Tensor:
+def live_value(inert: object, catalog: Catalog, store: LocalStore, *, key: str | None = None) -> object:
+    """The live value of an inert one of an opened checkpoint; tensors inside are read.
+
+    Args:
+        inert: a value of the catalog.
+        catalog, store: the checkpoint.
+        key: the object's name, for errors.
+
+    Raises:
+        UnsafeError: it names what runs code; objects of unknown classes are no error, see ``objects``.
+        CheckpointingException: any other, from reading.
+    """
+    return live_object(inert, lambda name: _hidden_tensor(catalog, store, name), key=key)
+
+
+def _hidden_tensor(catalog: Catalog, store: LocalStore, key: str) -> torch.Tensor:
     """A tensor inside an object."""
     meta = catalog.meta(key)
     data = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
@@ -302,144 +275,9 @@ def load_common(checkpoint_dir: str | Path) -> dict[Any, Any]:
                 file=str(checkpoint_dir),
                 hint="ckpt convert --to torch_dist makes one that has",
             )
-        value = live_object(catalog.attrs["common"], lambda key: hidden_tensor(catalog, store, key))
+        value = live_value(catalog.attrs["common"], catalog, store)
         assert isinstance(value, dict), "the format has checked it"
         return value
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What the ranks agreed on in a save; it holds for every save in which nothing but the data is new.
-
-    Args:
-        format, attrs: of the target.
-        held: what every rank contributed, by rank.
-        made: the target catalog and its file images.
-    """
-
-    format: Format
-    attrs: Mapping[str, object]
-    held: Sequence[Held]
-    made: tuple[Catalog, tuple[FileImage, ...]]
-
-    def fits(self, format: Format, attrs: Mapping[str, object], held: Held, *, number: int, n_ranks: int) -> bool:
-        """Whether rank ``number`` of ``n_ranks`` contributes the same to the same target."""
-        return (
-            (format.name, n_ranks) == (self.format.name, len(self.held))
-            and attrs == self.attrs
-            and held == self.held[number]
-        )
-
-
-@dataclass(slots=True)
-class PreparedSave:
-    """A save that every rank has agreed on; ``write`` and ``finish`` talk to nobody, so another process may do them.
-
-    Args:
-        work: the engine's part, still without this rank's tensors.
-        tensors: what this rank writes, on any device, each with its chunk.
-    """
-
-    work: LiveSave
-    tensors: list[tuple[Chunk, torch.Tensor]]
-
-    @property
-    def agreement(self) -> Agreement:
-        """For ``previous`` of the next save."""
-        return Agreement(self.work.format, self.work.attrs, self.work.held, self.work.laid_out())
-
-    def staged(self) -> PreparedSave:
-        """The same with copies of the tensors, in host memory; the tensors may then be changed.
-
-        Raises:
-            OSError: there is no memory left.
-        """
-        copies = POOL.copied([data for _, data in self.tensors])
-        return replace(self, tensors=[(chunk, data) for (chunk, _), data in zip(self.tensors, copies, strict=True)])
-
-    def write(self) -> int:
-        """Writes this rank's share into the directory; returns bytes of tensors.
-
-        Raises:
-            CheckpointingException: the system refuses; files that were begun stay.
-        """
-        hosts = [(chunk, on_host(chunk, data)) for chunk, data in self.tensors]
-        return replace(self.work, tensors=[live(chunk, host) for chunk, host in hosts]).write()
-
-    def finish(self) -> None:
-        """Writes metadata; for one rank, when all have written.
-
-        Raises:
-            CheckpointingException: the system refuses.
-        """
-        self.work.finish()
-
-
-def prepare_save(
-    tensors: Iterable[ShardedTensor],
-    objects: Iterable[ShardedObject],
-    checkpoint_dir: str | Path,
-    *,
-    format: str,
-    attrs: Mapping[str, object] | None = None,
-    group: Any = None,
-    threads: int = DEFAULT_THREADS,
-    previous: Agreement | None = None,
-) -> PreparedSave:
-    """Tells all ranks what every one holds, and decides where everything goes; collective.
-
-    Args:
-        tensors: what this rank writes: main replicas with data, on any device.
-        objects: likewise, for formats that store ShardedObjects as items; () for others.
-        checkpoint_dir: exists.
-        format: name of a writable format.
-        attrs: of the target catalog.
-        group: the ranks that save; None for all.
-        threads: that copy, on each rank.
-        previous: of an earlier save; if it still fits on all ranks, metadata are neither exchanged nor computed. All
-            ranks give one, or none does.
-
-    Raises:
-        CheckpointingException: ranks disagree on a tensor, or the format cannot hold it; on every rank.
-    """
-    kind = format_called(format)
-
-    def own() -> tuple[list[tuple[Chunk, torch.Tensor]], list[tuple[str, bytes]]]:
-        found = []
-        for tensor in tensors:
-            if tensor.data is None:
-                raise UsageError("the tensor has no data to be saved", key=tensor.key)
-            found.append((chunk_of(tensor), tensor.data.detach()))
-            check_data(*found[-1])
-        return found, [(item.unique_key, stream_of([item.data])) for item in objects]
-
-    held, streams = comm.together(own, group)
-    mine = Held(tuple(chunk for chunk, _ in held), tuple((key, len(data)) for key, data in streams))
-    agreed = previous if _still_fits(previous, kind, attrs or {}, mine, group) else None
-    work = LiveSave(
-        format=kind,
-        root=Path(checkpoint_dir),
-        number=comm.rank(group),
-        held=agreed.held if agreed is not None else comm.all_gather(mine, group),
-        streams=streams,
-        attrs=attrs or {},
-        without=(CONFIG, COMMON_FILE) if kind.is_mcore else (),
-        threads=threads,
-        _made=agreed.made if agreed is not None else None,
-    )
-    comm.together(work.laid_out, group)
-    return PreparedSave(work, held)
-
-
-def _still_fits(
-    previous: Agreement | None, format: Format, attrs: Mapping[str, object], mine: Held, group: Any
-) -> bool:
-    """Whether all ranks can go on with what they agreed on before; collective, unless there is nothing such."""
-    if previous is None:
-        return False
-    n_ranks = comm.world_size(group)
-    fits = previous.fits(format, attrs, mine, number=comm.rank(group), n_ranks=n_ranks)
-    return all(comm.all_gather(fits, group))
 
 
 def on_host(chunk: Chunk, data: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from core import safe_pickle
 from core.catalog import StoredArray
 from core.dist_checkpointing.stand_in import inert_again, stood_in
-from core.dtypes import DTYPES
+from core.dist_checkpointing.torch_dtypes import dtype_name, is_stored
 from core.errors import CheckpointingException, UnsupportedError
 from core.inert import TensorLeaf
 from core.pickle_machine import Hook
@@ -70,7 +70,7 @@ class LivePickle:
         place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         array = self._by_place.get(place) if tensor.numel() else None
         if array is None:
-            array = StoredArray(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            array = StoredArray(key, dtype_name(tensor.dtype), tuple(tensor.shape))
             self._by_place[place] = array
             self.tensors[key] = tensor
         self.arrays[key] = array
@@ -92,7 +92,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         kind = "sparse or nested tensor"
     elif tensor.device.type == "meta":
         kind = "meta tensor, which has no data"
-    elif str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+    elif not is_stored(tensor.dtype):
         kind = f"tensor of dtype {tensor.dtype}"
     if kind is not None:
         raise UnsupportedError(f"a {kind} cannot be saved", hint="make it a plain dense tensor first")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from core.box import Box, whole
 from core.catalog import Catalog, Extent, StoredArray, StoredObject
 from core.copy import execute
 from core.dist_checkpointing import bridge
+from core.dist_checkpointing.batches import batches
 from core.dist_checkpointing.planned_save import (
     Layout,
     Part,
@@ -35,9 +36,6 @@ from core.plan import make_plan
 from core.share import HOLDER, share_of
 from core.stage_store import StageStore
 from core.store import MemoryStore, translated
-
-BATCH_BYTES = 512 << 20
-"""About how many bytes of tensors are resolved at once; those on a device are copied to the host for it."""
 
 
 def write_part(
@@ -61,7 +59,7 @@ def write_part(
     catalog = part.catalog()
     crcs: dict[str, int] = {}
     results = []
-    for batch in _batches([item for item in plan.items if is_tensor(item)]):
+    for batch in batches(filter(is_tensor, plan.items), lambda item: chunk_of(item).n_bytes):
         tensors = [_resolved(item, planner) for item in batch]
         live = [bridge.live(chunk_of(item), data) for item, data in zip(batch, tensors, strict=True)]
         crcs |= _write(live, catalog, part.images, store, threads=threads)
@@ -138,21 +136,6 @@ def write_rest(
     for image in sorted(layout.images, key=lambda image: image.is_metadata):
         if image.path not in finished:
             finish_file(image, store)
-
-
-def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Consecutive items of about ``BATCH_BYTES`` together."""
-    batch: list[WriteItem] = []
-    n_bytes = 0
-    for item in items:
-        size = chunk_of(item).n_bytes
-        if batch and n_bytes + size > BATCH_BYTES:
-            yield batch
-            batch, n_bytes = [], 0
-        batch.append(item)
-        n_bytes += size
-    if batch:
-        yield batch
 
 
 def _check_sizes(sizes: Mapping[str, int], store: StageStore) -> None:

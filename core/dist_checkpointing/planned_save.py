@@ -24,7 +24,7 @@ from core.box import Box, whole
 from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta
 from core.convert import is_file_of
 from core.coverage import first_hole, first_overlap, is_tiled
-from core.dist_checkpointing import bridge
+from core.dist_checkpointing.torch_dtypes import dtype_name
 from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.formats import Format
 from core.image import FileImage, PlacedArray, no_literals
@@ -136,7 +136,7 @@ def chunk_of(item: WriteItem) -> Chunk:
     """
     key, data = item.index.fqn, item.tensor_data
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    return Chunk(key, bridge.dtype_name(data.properties.dtype, key=key), tuple(data.size), box)
+    return Chunk(key, dtype_name(data.properties.dtype, key=key), tuple(data.size), box)
 
 
 @dataclass(frozen=True, slots=True)

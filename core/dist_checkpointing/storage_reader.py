@@ -50,8 +50,8 @@ from torch.futures import Future
 from core.box import Box
 from core.catalog import Catalog
 from core.dist_checkpointing import bridge
-from core.dist_checkpointing.objects import live_object
-from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
+from core.dist_checkpointing.torch_dtypes import dtype_name, torch_dtype
+from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.formats import dcp
 from core.global_form import global_form
 from core.job import Job
@@ -224,7 +224,7 @@ class CkptStorageReader(StorageReader):
             raise UsageError(
                 f"the planner asks for {tuple(item.lengths)} elements, its tensor has {tuple(tensor.shape)}", key=name
             )
-        dtype = bridge.dtype_name(tensor.dtype, key=name)
+        dtype = dtype_name(tensor.dtype, key=name)
         if dtype != meta.dtype and not self._casts:
             raise UnsupportedError(
                 f"it is stored as {meta.dtype}, the state dict has {dtype}",
@@ -242,14 +242,8 @@ class CkptStorageReader(StorageReader):
         found = opened.catalog.objects.get(_key(opened, name))
         if found is None:
             raise UsageError("it is a tensor in the checkpoint, but no tensor in the state dict", key=name)
-        try:
-            catalog, store = opened.catalog, opened.store
-            value = live_object(found.value, lambda key: bridge.hidden_tensor(catalog, store, key))
-        except CheckpointingException as err:
-            err.key = err.key or name
-            raise
         stream = io.BytesIO()
-        torch.save(value, stream)
+        torch.save(bridge.live_value(found.value, opened.catalog, opened.store, key=name), stream)
         stream.seek(0)
         return stream
 
@@ -309,7 +303,7 @@ def _tensor_metadata(catalog: Catalog, key: str) -> TensorStorageMetadata:
     meta = catalog.meta(key)
     size = torch.Size(meta.shape)
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=bridge.torch_dtype(meta.dtype)),
+        properties=TensorProperties(dtype=torch_dtype(meta.dtype)),
         size=size,
         chunks=[ChunkStorageMetadata(offsets=torch.Size((0,) * len(size)), sizes=size)],
     )

@@ -14,6 +14,7 @@ import torch
 from core.box import Shape, c_strides
 from core.checksum import crc32
 from core.decoded import DecodedStore
+from core.dist_checkpointing.torch_dtypes import torch_dtype
 from core.dtypes import itemsize
 from core.errors import CorruptError
 
@@ -44,7 +45,7 @@ class StoredTensors:
             TruncatedError, StorageError: as the store has it.
         """
         array = self._arrays[key]
-        dtype = getattr(torch, array.dtype)
+        dtype = torch_dtype(array.dtype)
         if not array.n_bytes:
             return torch.empty(array.shape, dtype=dtype)
         run = self._runs[key]
@@ -64,20 +65,14 @@ class StoredTensors:
         data = torch.empty(stop - start, dtype=torch.uint8)
         view = _view(data)
         self._store.read_into(file, start, view)
-        extent = self._arrays[key].extent
-        if (
-            extent is not None
-            and extent.crc is not None
-            and (extent.offset, self._arrays[key].n_bytes)
-            == (
-                start,
-                len(view),
-            )
-        ):
+        array = self._arrays[key]
+        assert array.extent is not None
+        stated = array.extent.crc
+        if stated is not None and (array.extent.offset, array.n_bytes) == (start, len(view)):
             found = crc32(view)
-            if found != extent.crc:
+            if found != stated:
                 raise CorruptError(
-                    f"the bytes of a tensor have the CRC-32 {found:08x}, the file says {extent.crc:08x}",
+                    f"the bytes of a tensor have the CRC-32 {found:08x}, the file says {stated:08x}",
                     file=file,
                     span=(start, stop),
                     hint="copy the checkpoint again, or use an older one",

@@ -9,6 +9,8 @@ import torch
 
 from core.dist_checkpointing import bridge, comm
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from core.dist_checkpointing.prepared_save import prepare_save
+from core.dist_checkpointing.torch_dtypes import dtype_name, torch_dtype
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks
 
@@ -16,7 +18,7 @@ VALUES = torch.arange(6 * 8, dtype=torch.float32).reshape(6, 8) + 0.25
 
 
 def _write(tensors: list[ShardedTensor], root: str, *, format: str) -> None:
-    work = bridge.prepare_save(tensors, (), root, format=format)
+    work = prepare_save(tensors, (), root, format=format)
     comm.together(work.write)
     if comm.rank() == 0:
         work.finish()
@@ -113,7 +115,7 @@ def test_a_missing_tensor_and_another_shape_are_named(tmp_path):
 
 def test_objects_come_back(tmp_path):
     item = ShardedObject("rng", {"seed": [1, 2]}, (2,), (1,))
-    work = bridge.prepare_save((), (item,), tmp_path, format="torch_dist")
+    work = prepare_save((), (item,), tmp_path, format="torch_dist")
     work.write()
     work.finish()
     _complete(tmp_path, "torch_dist")
@@ -125,7 +127,7 @@ def test_objects_come_back(tmp_path):
 def _disagreeing(rank: int, world: int, root: str) -> str:
     tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 4 + rank), (0, rank, world))
     try:
-        bridge.prepare_save([tensor], (), root, format="dcp")
+        prepare_save([tensor], (), root, format="dcp")
     except (UsageError, WorkerError) as err:
         return str(err)
     return ""
@@ -138,7 +140,7 @@ def test_ranks_that_disagree_hear_of_it(tmp_path):
 
 def test_what_cannot_be_stored_is_named():
     with pytest.raises(UnsupportedError, match="qint8"):
-        bridge.dtype_name(torch.qint8, key="w")
+        dtype_name(torch.qint8, key="w")
 
 
 def test_flattened_optimizer_states_of_old_versions_are_loaded_by_their_true_shapes(golden):
@@ -155,7 +157,7 @@ def test_flattened_optimizer_states_of_old_versions_are_loaded_by_their_true_sha
             break
     key = old[0]
     meta = catalog.tensors[key]
-    tensor = bridge.whole_tensor(key, meta.dtype, meta.shape)
+    tensor = bridge.whole_tensor(key, torch_dtype(meta.dtype), meta.shape)
     assert tensor.global_shape == catalog.attrs["mcore_data"][key]["nd_reformulated_orig_global_shape"]
     assert _loaded(stored, tensor).abs().sum() > 0
 

@@ -18,6 +18,7 @@ from core.convert import run
 from core.dist_checkpointing import bridge, comm, serialization
 from core.dist_checkpointing.dict_utils import nested_values
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from core.dist_checkpointing.prepared_save import prepare_save
 from core.dist_checkpointing.strategies import zarr as strategy
 from core.dist_checkpointing.strategies import zarr_types
 from core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
@@ -110,7 +111,7 @@ def test_zarr_and_tensorstore_open_what_ranks_saved(saved: Path, key: str) -> No
 
 def _save_torch_dist(rank: int, world: int, root: str) -> None:
     tensors = [part for part in nested_values(state(rank, world)) if is_main_replica(part.replica_id)]
-    work = bridge.prepare_save(tensors, (), root, format="torch_dist")
+    work = prepare_save(tensors, (), root, format="torch_dist")
     comm.together(work.write)
     comm.together(lambda: work.finish() if rank == 0 else None)
 

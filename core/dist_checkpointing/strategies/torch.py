@@ -21,17 +21,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from core.dist_checkpointing import bridge, comm
-from core.dist_checkpointing.bridge import Agreement, PreparedSave
-from core.dist_checkpointing.dcp_objects import read_torch_metadata
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from core.dist_checkpointing.prepared_save import Agreement, PreparedSave, prepare_save
 from core.dist_checkpointing.removal import remove_entries
 from core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from core.dist_checkpointing.strategies.base import (
@@ -56,8 +54,11 @@ from core.dist_checkpointing.strategies.torch_state import (
     mcore_to_pyt_state_dict,
     sharded_tensor_to_torch_sharded_tensor,
 )
+from core.dist_checkpointing.torch_metadata import read_torch_metadata
 from core.errors import UsageError
-from core.live_save import LiveSave
+
+if TYPE_CHECKING:
+    from core.live_save import LiveSave
 
 __all__ = [
     "MCoreLoadPlanner",
@@ -179,7 +180,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         tensors, objects = comm.together(partial(self._own, sharded_state_dict))
         if not self.keep_only_main_replica:
             tensors, objects = _once(tensors, objects)
-        prepared = bridge.prepare_save(
+        prepared = prepare_save(
             tensors,
             objects,
             checkpoint_dir,
@@ -312,9 +313,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         if metadata is None:
             return bridge.sharded_metadata(checkpoint_dir, tensors_only=True)
         return {
-            key: ShardedTensor.from_rank_offsets(
-                key, torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            ).without_data()
+            key: bridge.whole_tensor(key, entry.properties.dtype, entry.size)
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }

@@ -25,6 +25,7 @@ import zarr
 
 from core.dist_checkpointing import bridge, comm
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from core.dist_checkpointing.prepared_save import prepare_save
 from core.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
@@ -57,6 +58,7 @@ from core.dist_checkpointing.strategies.zarr_types import (
     numpy_to_torch_dtype_dict,
     torch_to_numpy_dtype_dict,
 )
+from core.dist_checkpointing.torch_dtypes import dtype_name
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.formats.zarr_grid import ChunkGrid
 
@@ -110,7 +112,7 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
                 check_no_array(checkpoint_dir / key, key=key)
             return tensors
 
-        prepared = bridge.prepare_save(comm.together(mine), (), checkpoint_dir, format=BACKEND)
+        prepared = prepare_save(comm.together(mine), (), checkpoint_dir, format=BACKEND)
         comm.together(prepared.write)
         comm.together(lambda: prepared.finish() if comm.rank() == 0 else None)
 
@@ -198,7 +200,7 @@ def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> z
     """
     key = sharded_tensor.key
     chunk_shape = tuple(max(extent, 1) for extent in sharded_tensor.max_allowed_chunks())
-    dtype = str(sharded_tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(sharded_tensor.dtype, key=key)
     create_array(checkpoint_dir / key, ChunkGrid(tuple(sharded_tensor.global_shape), chunk_shape), dtype, key=key)
     logger.debug("created the zarr array %s", checkpoint_dir / key)
     return _open_for_writing(checkpoint_dir / key)
@@ -322,5 +324,4 @@ def _whole_tensor(key: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Sha
     found = numpy_to_torch_dtype_dict.get(dtype.newbyteorder("="))
     if found is None:
         raise UnsupportedError(f"torch has no element type for numpy's {dtype}", key=key)
-    shape = tuple(shape)
-    return ShardedTensor(key, None, found, shape, shape, (0,) * len(shape), (1,) * len(shape))
+    return bridge.whole_tensor(key, found, shape)

@@ -9,6 +9,7 @@ Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from core.dist_checkpointing.torch_dtypes import torch_dtype
 from core.formats.dcp import metadata_of
 from core.formats.dcp_columns import DcpMetadata, DcpTensor
 from core.store import LocalStore
@@ -36,11 +38,8 @@ def read_torch_metadata(checkpoint_dir: str | Path) -> Metadata:
     Raises:
         CheckpointingException: as for ``core.formats.dcp.read``.
     """
-    store = LocalStore(Path(checkpoint_dir))
-    try:
+    with closing(LocalStore(Path(checkpoint_dir))) as store:
         return torch_metadata(metadata_of(store))
-    finally:
-        store.close()
 
 
 def torch_metadata(found: DcpMetadata) -> Metadata:
@@ -72,5 +71,5 @@ def torch_metadata(found: DcpMetadata) -> Metadata:
 
 
 def _tensor_entry(tensor: DcpTensor, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
-    properties = TensorProperties(dtype=getattr(torch, tensor.dtype), requires_grad=tensor.requires_grad)
+    properties = TensorProperties(dtype=torch_dtype(tensor.dtype), requires_grad=tensor.requires_grad)
     return TensorStorageMetadata(properties=properties, size=torch.Size(tensor.shape), chunks=chunks)
