@@ -1,6 +1,6 @@
 """Runs a function on several ranks: processes that talk through torch.distributed with gloo.
 
-Starting torch takes seconds, so the processes are forked from a server that has imported it already.
+Importing takes seconds, so the processes are forked from a server that has imported already what tests use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.checkpoint", "tests.dist_checkpointing.ranks"]
+PRELOADED = [
+    *("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "numpy"),
+    *("core.dist_checkpointing.storage_reader", "core.dist_checkpointing.storage_writer"),
+    *("core.dist_checkpointing.strategies.zarr", "core.dist_checkpointing.strategies.tensorstore"),
+    *("core.dist_checkpointing.strategies.fully_parallel", "core.dist_checkpointing.strategies.two_stage"),
+    *("pytest", "hypothesis", "megatron.core.dist_checkpointing", "tests.dist_checkpointing.ranks"),
+]
+"""What cannot be imported is passed over."""
 TIMEOUT_S = 300
 """Guard against a hang, far above what any test takes."""
 
