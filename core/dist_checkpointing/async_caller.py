@@ -16,11 +16,9 @@ from core.dist_checkpointing.writer_process import (
     LOOK_AGAIN_S,
     be_writer,
     collection_paused,
-    exit_code_of,
     failed,
     how_it_ended,
     is_main_thread,
-    no_answer,
     of_this_rank,
     receive_failure,
     reported,
@@ -116,9 +114,9 @@ class TemporalAsyncCaller(AsyncCaller):
             wait([self._receiver, self.process.sentinel], LOOK_AGAIN_S)
         self._is_over = True
         try:
-            self.failure = receive_failure(self._receiver) if self._receiver.poll() else no_answer()
+            self.failure = receive_failure(self._receiver)
         except EOFError:
-            self.failure = failed(how_it_ended(exit_code_of(self.process)))
+            self.failure = failed(how_it_ended(self.process))
         return True
 
     def close(self, abort: bool = False) -> None:

@@ -20,11 +20,9 @@ from core.dist_checkpointing.handover import Handover, packed, receive, send
 from core.dist_checkpointing.writer_process import (
     LOOK_AGAIN_S,
     be_writer,
-    exit_code_of,
     failed,
     how_it_ended,
     is_main_thread,
-    no_answer,
     of_this_rank,
     receive_failure,
     reported,
@@ -119,7 +117,7 @@ class PersistentAsyncCaller(AsyncCaller):
                 continue
             first = next(one for one in self._calls if not one.is_over)
             try:
-                failure = receive_failure(comp_q) if comp_q.poll() else no_answer()
+                failure = receive_failure(comp_q)
             except EOFError:
                 self._bury()
             else:
@@ -129,7 +127,7 @@ class PersistentAsyncCaller(AsyncCaller):
     def _bury(self) -> None:
         """The process died: what it had not done has failed."""
         self.process.kill()  # one that has only closed its pipes
-        death = how_it_ended(exit_code_of(self.process))
+        death = how_it_ended(self.process)
         self._forget()
         for sent in self._calls:
             if not sent.is_over:

@@ -8,7 +8,8 @@ bytes of an entry in a file that has others, too, stay there, unused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 from core.dist_checkpointing.durable_file import write_file
@@ -40,27 +41,20 @@ def remove_entries(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
         UnsupportedError: what stays is stored in a way that new metadata cannot say.
         CheckpointingException: the metadata cannot be read, or the system refuses.
     """
-    if not key_prefix:
-        raise UsageError(
-            "an empty prefix would remove the whole checkpoint", hint="delete its directory, if that is meant"
-        )
+    check_prefix(key_prefix)
     folder = Path(checkpoint_dir)
-    store = LocalStore(folder)
-    try:
+    with closing(LocalStore(folder)) as store:
         metadata = metadata_of(store)
         is_whole = store.exists(METADATA)
-    finally:
-        store.close()
-    gone = [key for key in (*metadata.tensors, *metadata.objects) if key.startswith(key_prefix)]
+    gone = beginning_so((*metadata.tensors, *metadata.objects), key_prefix, folder)
     if not gone:
-        logger.warning("nothing in %s has a key that begins with %r", folder, key_prefix)
         return []
     _check_can_be_said(metadata, is_whole=is_whole)
     kept = {row.key: row for row in _rows(metadata) if not row.key.startswith(key_prefix)}
     write_file(folder, METADATA, [_written(metadata, kept)])
-    _delete(folder / MANIFEST)
+    delete_file(folder / MANIFEST)
     for name in sorted(set(metadata.files) - _files_of(metadata, kept)):
-        _delete(folder / name)
+        delete_file(folder / name)
     sync_folder(folder)
     return gone
 
@@ -104,6 +98,31 @@ def _written(metadata: DcpMetadata, kept: dict[str, TensorRow | ObjectRow]) -> b
     )
 
 
-def _delete(path: Path) -> None:
+def check_prefix(key_prefix: str) -> None:
+    """Returns if entries can be removed by a prefix.
+
+    Raises:
+        UsageError: it is empty.
+    """
+    if not key_prefix:
+        raise UsageError(
+            "an empty prefix would remove the whole checkpoint", hint="delete its directory, if that is meant"
+        )
+
+
+def beginning_so(keys: Iterable[str], key_prefix: str, checkpoint_dir: Path) -> list[str]:
+    """The keys that begin with a prefix; a warning is logged if there are none."""
+    found = [key for key in keys if key.startswith(key_prefix)]
+    if not found:
+        logger.warning("nothing in %s has a key that begins with %r", checkpoint_dir, key_prefix)
+    return found
+
+
+def delete_file(path: Path) -> None:
+    """Deletes a file, if it is there.
+
+    Raises:
+        StorageError: the system refuses.
+    """
     with translated(str(path), doing="delete"):
         path.unlink(missing_ok=True)

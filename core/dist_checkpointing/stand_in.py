@@ -83,22 +83,12 @@ def stood_in(
     return StandIn(how, module, name, args=args, kwargs=kwargs, state=found, items=items, entries=entries)
 
 
-def inert_again(
-    how: str,
-    module: str,
-    name: str,
-    args: tuple[object, ...],
-    kwargs: dict[str, object] | None,
-    state: tuple[object, ...],
-    items: list[object],
-    entries: list[tuple[object, object]],
-) -> object:
+def inert_again(*parts: Any) -> object:
     """What the stand-in stands for, inert, out of the arguments of ``stood_in``."""
-    fn = Global(module, name)
-    if how == NAME:
+    found = stood_in(*parts)
+    fn = Global(found.module, found.name)
+    if found.how == NAME:
         return fn
-    made = Inert(how, fn, args, kwargs=kwargs)
-    made.items, made.entries = list(items), list(entries)
-    if state:
-        made.state = state[0]
+    made = Inert(found.how, fn, found.args, kwargs=found.kwargs)
+    made.items, made.entries, made.state = list(found.items), list(found.entries), found.state
     return made

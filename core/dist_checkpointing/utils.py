@@ -50,7 +50,7 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
 def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
     held = sharded_tensor.flattened_range
-    return sharded_tensor.key, sharded_tensor.global_offset, None if held is None else (held.start, held.stop)
+    return sharded_tensor.key, tuple(sharded_tensor.global_offset), None if held is None else (held.start, held.stop)
 
 
 def _sharded_object_id(sharded_object: ShardedObject) -> _ShardId:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -83,8 +83,10 @@ def failed(text: str) -> WorkerError:
     return WorkerError(f"the process that wrote an asynchronous save {text}", rank=str(comm.rank()))
 
 
-def how_it_ended(exit_code: int | None) -> str:
-    """What an exit code says, as a predicate: "was killed by SIGKILL"."""
+def how_it_ended(process: Any) -> str:
+    """What the exit code of a process that is ending says, as a predicate: "was killed by SIGKILL"."""
+    process.join()
+    exit_code: int | None = process.exitcode
     if exit_code is not None and exit_code < 0:
         with suppress(ValueError):
             return f"was killed by {signal.Signals(-exit_code).name}"
@@ -109,11 +111,13 @@ def send_failure(sender: Connection, failure: CheckpointingException | None) -> 
 
 
 def receive_failure(receiver: Connection) -> CheckpointingException | None:
-    """What the other side gave to ``send_failure``.
+    """What the other side gave to ``send_failure``; for when it has, or has ended.
 
     Raises:
         EOFError: the other side died.
     """
+    if not receiver.poll():
+        raise EOFError
     try:
         found: Any = receiver.recv()
     except (EOFError, OSError) as err:
@@ -121,15 +125,3 @@ def receive_failure(receiver: Connection) -> CheckpointingException | None:
     except Exception as err:
         return failed(f"failed with an error that could not be read here: {type(err).__name__}: {err}")
     return of_this_rank(found)
-
-
-def no_answer() -> NoReturn:
-    """Takes the place of an answer that will not come."""
-    raise EOFError
-
-
-def exit_code_of(process: Any) -> int | None:
-    """The exit code of a process that is ending; see ``how_it_ended``."""
-    process.join()
-    code: int | None = process.exitcode
-    return code

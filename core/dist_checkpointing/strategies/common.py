@@ -17,7 +17,7 @@ Source: megatron-core 0.12.1 and 0.16.1; files that they wrote, pinned in tests/
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,16 @@ from core.dist_checkpointing.strategies.base import (
     require_version,
 )
 from core.errors import CorruptError, MissingShardError, UsageError
+from core.formats.dcp import METADATA
+from core.formats.mcore_common import COMMON_FILE
 from core.formats.mcore_objects import parts_of_sharded_object
 from core.store import LocalStore
 
-COMMON_STATE_FNAME = "common.pt"
+COMMON_STATE_FNAME = COMMON_FILE
 
 _BACKEND = "torch"
 _VERSION = 1
 _SUFFIX = ".pt"
-_DCP_METADATA = ".metadata"
 
 
 def register_default_common_strategies() -> None:
@@ -116,9 +117,9 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
             CorruptError, UnsupportedError, UnsafeError, StorageError: see ``core.dist_checkpointing.objects``.
         """
         root = Path(checkpoint_dir)
-        if not (root / COMMON_STATE_FNAME).exists() and (root / _DCP_METADATA).is_file():
+        if not (root / COMMON_STATE_FNAME).exists() and (root / METADATA).is_file():
             return bridge.load_common(root)
-        with _opened(root) as store:
+        with closing(LocalStore(root)) as store:
             found = load_file(store, COMMON_STATE_FNAME)
         if not isinstance(found, dict):
             raise CorruptError(f"the common state is a {type(found).__name__}, not a dict", file=COMMON_STATE_FNAME)
@@ -138,7 +139,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
             UsageError: a leaf is no ShardedObject.
             CorruptError, UnsupportedError, UnsafeError, StorageError: see ``core.dist_checkpointing.objects``.
         """
-        with _opened(checkpoint_dir) as store:
+        with closing(LocalStore(Path(checkpoint_dir))) as store:
             return dict_list_map_inplace(  # type: ignore[no-any-return]
                 lambda item: load_file(store, _file_of(store, _checked(item))), sharded_objects_state_dict
             )
@@ -146,7 +147,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """The stored ShardedObjects without data, by unique key; the files are not opened."""
         found: ShardedStateDict = {}
-        with _opened(checkpoint_dir) as store:
+        with closing(LocalStore(Path(checkpoint_dir))) as store:
             for folder, names in _object_files(store):
                 items = [ShardedObject.empty_from_unique_key(f"{folder}/{name}") for name in names]
                 last = max((item.global_offset[-1] for item in items), default=0)
@@ -218,13 +219,3 @@ def _object_files(store: LocalStore, under: str = "") -> Iterator[tuple[str, lis
         if names:
             yield path, names
         yield from _object_files(store, path)
-
-
-@contextmanager
-def _opened(checkpoint_dir: str | Path) -> Iterator[LocalStore]:
-    """The files of a directory, closed at the end."""
-    store = LocalStore(Path(checkpoint_dir))
-    try:
-        yield store
-    finally:
-        store.close()

@@ -52,9 +52,11 @@ from core.dist_checkpointing.strategies.torch_state import (
     by_key,
     flatten_state_dict,
     mcore_to_pyt_state_dict,
+    name_of,
     sharded_tensor_to_torch_sharded_tensor,
 )
 from core.dist_checkpointing.torch_metadata import read_torch_metadata
+from core.dist_checkpointing.utils import _sharded_object_id, _sharded_tensor_shard_id, _ShardId
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -200,8 +202,8 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             UsageError: a leaf is neither tensor nor object, or this rank has two main replicas of one shard.
         """
         leaves = by_key(sharded_state_dict, only_main_replicas=self.keep_only_main_replica)
-        tensors: dict[_ShardId, ShardedTensor] = {}
-        objects: dict[_ShardId, ShardedObject] = {}
+        tensors: dict[object, ShardedTensor] = {}
+        objects: dict[object, ShardedObject] = {}
         for shard, leaf in ((_shard_id(leaf), leaf) for several in leaves.values() for leaf in several):
             if self.keep_only_main_replica and (shard in tensors or shard in objects):
                 raise UsageError("this rank has two main replicas of one shard", key=shard[0], rank=str(comm.rank()))
@@ -212,14 +214,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         return list(tensors.values()), list(objects.values())
 
 
-_ShardId = tuple[str, tuple[int, ...], tuple[int, int] | None]
-
-
-def _shard_id(leaf: Leaf) -> _ShardId:
-    if isinstance(leaf, ShardedObject):
-        return leaf.unique_key, (), None
-    held = leaf.flattened_range
-    return leaf.key, tuple(leaf.global_offset), None if held is None else (held.start, held.stop)
+def _shard_id(leaf: Leaf) -> tuple[str, _ShardId]:
+    """The name in the checkpoint, which tells objects from tensors, and the shard."""
+    shard = _sharded_object_id(leaf) if isinstance(leaf, ShardedObject) else _sharded_tensor_shard_id(leaf)
+    return name_of(leaf), shard
 
 
 def _once(

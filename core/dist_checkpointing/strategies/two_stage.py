@@ -227,7 +227,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
         shard = comm.together(shard_to_send_or_fill, self.data_parallel_group)
         if len(self.dp_group_ranks) > 1:
             raw = shard.reshape(-1).view(torch.uint8)  # gloo does not send every element type
-            dist.broadcast(raw, src=meta.global_rank, group=self.data_parallel_group)
+            comm.broadcast_bytes(raw, meta.dist_group_rank, self.data_parallel_group)
         return shard
 
     def _device(self) -> torch.device:

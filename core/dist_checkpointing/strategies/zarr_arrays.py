@@ -6,7 +6,6 @@ begin with a dot or end with ``.sync`` are passed over.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from core.box import Box, Shape
+from core.dist_checkpointing.removal import beginning_so, check_prefix, delete_file
 from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.folders import sync_folder
 from core.formats.mcore_objects import is_sharded_object
@@ -26,8 +26,6 @@ from core.formats.zarr_v2 import ARRAY_FILE, parse_zarray, zarray
 from core.json_object import small_file
 from core.manifest import MANIFEST
 from core.store import LocalStore, translated
-
-logger = logging.getLogger(__name__)
 
 _MAX_ZARRAY_BYTES = 1 << 20
 _REMOVED = ".removed-array"
@@ -171,16 +169,10 @@ def remove_entries(checkpoint_dir: Path, key_prefix: str) -> list[str]:
         UsageError: the prefix is empty.
         StorageError: the system refuses.
     """
-    if not key_prefix:
-        raise UsageError(
-            "an empty prefix would remove the whole checkpoint", hint="delete its directory, if that is meant"
-        )
-    keys = [key for key in _entry_keys(checkpoint_dir) if key.startswith(key_prefix)]
-    if not keys:
-        logger.warning("nothing in %s has a key that begins with %r", checkpoint_dir, key_prefix)
-        return keys
-    with translated(str(checkpoint_dir / MANIFEST), doing="remove"):
-        (checkpoint_dir / MANIFEST).unlink(missing_ok=True)
+    check_prefix(key_prefix)
+    keys = beginning_so(_entry_keys(checkpoint_dir), key_prefix, checkpoint_dir)
+    if keys:
+        delete_file(checkpoint_dir / MANIFEST)
     for key in keys:
         _remove_folder(checkpoint_dir / key)
         for folder in (checkpoint_dir / key).relative_to(checkpoint_dir).parents[:-1]:
