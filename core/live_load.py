@@ -13,15 +13,12 @@ from core.live import LiveTensor, live_target
 from core.plan import make_plan
 from core.store import ReadStore
 
-DEFAULT_THREADS = 2
-
 
 def fill(
     tensors: Sequence[LiveTensor],
     catalog: Catalog,
     store: ReadStore,
     *,
-    threads: int = DEFAULT_THREADS,
     checks_crc: bool = True,
 ) -> int:
     """Reads live tensors out of a checkpoint, whatever the layout there is; casts where dtypes differ.
@@ -29,7 +26,6 @@ def fill(
     Args:
         tensors: dense ones; those that are flexible are zero where the checkpoint has nothing for them.
         catalog, store: the checkpoint, with global tensors under the same keys.
-        threads: that copy.
         checks_crc: compare the CRC-32 of records that are read whole, where the checkpoint states them.
 
     Returns:
@@ -50,7 +46,7 @@ def fill(
         for key, meta in target.tensors.items()
         if meta.flexible and len(meta.shape) == len(catalog.tensors[key].shape)
     }
-    plan = make_plan(catalog, target, images, zeros=zeros, threads=threads, compares=False, is_share=True)
+    plan = make_plan(catalog, target, images, zeros=zeros, compares=False, is_share=True)
     for tensor in tensors:
         if zeros.get(tensor.chunk.key):  # the engine takes it for granted that what it creates is zero
             _clear(tensor.memory)

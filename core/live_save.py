@@ -29,11 +29,9 @@ from core.image import FileImage
 from core.live import Chunk, LiveTensor, live_source, metas_of_chunks
 from core.manifest import finish_files
 from core.places import Places
-from core.plan import make_plan
+from core.plan import DEFAULT_THREADS, make_plan
 from core.share import HOLDER, Share, is_own, share_of
 from core.stage_store import StageStore
-
-DEFAULT_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)

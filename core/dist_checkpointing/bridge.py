@@ -142,7 +142,7 @@ def whole_tensor(key: str, dtype: torch.dtype, shape: Sequence[int]) -> ShardedT
     return ShardedTensor(key, None, dtype, size, size, (0,) * len(size), (1,) * len(size))
 
 
-def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path, *, checks_crc: bool = True) -> None:
+def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -> None:
     """Fills the data of ShardedTensors from a checkpoint of any layout; no collective call.
 
     Args:
@@ -150,7 +150,6 @@ def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path, *
             checkpoint, be of another dtype, or be a flattened range; those with ``allow_shape_mismatch`` are zero where
             the checkpoint has nothing.
         checkpoint_dir: of a distributed checkpoint.
-        checks_crc: compare checksums where the checkpoint states them and whole records are read.
 
     Raises:
         CheckpointingException: a tensor or a region of it is not there, a shape differs, or bytes are damaged.
@@ -161,7 +160,7 @@ def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path, *
             raise UsageError("the tensor has no data to be filled", key=tensor.key, hint="call init_data first")
         pairs.append((chunk_of(tensor), tensor.data))
     with opened(checkpoint_dir) as (catalog, store):
-        fill_tensors(pairs, catalog, store, checks_crc=checks_crc)
+        fill_tensors(pairs, catalog, store)
 
 
 def fill_tensors(
@@ -172,7 +171,7 @@ def fill_tensors(
     Args:
         pairs: the regions, each with the tensor that gets it; chunks of one key are of one dtype.
         catalog, store: the checkpoint, with global tensors under the same keys.
-        checks_crc: see ``load_tensors``.
+        checks_crc: compare checksums where the checkpoint states them and whole records are read.
 
     Raises:
         CheckpointingException: as ``core.live_load.fill``.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +25,8 @@ from core.errors import UsageError
 from core.formats import Format, format_called
 from core.formats.mcore_common import COMMON_FILE
 from core.formats.mcore_config import CONFIG
-from core.live_save import DEFAULT_THREADS, Held, LiveSave
+from core.live_save import Held, LiveSave
+from core.plan import DEFAULT_THREADS
 
 if TYPE_CHECKING:
     from core.catalog import Catalog
@@ -109,7 +110,6 @@ def prepare_save(
     *,
     format: str,
     attrs: Mapping[str, object] | None = None,
-    group: Any = None,
     threads: int = DEFAULT_THREADS,
     previous: Agreement | None = None,
 ) -> PreparedSave:
@@ -121,7 +121,6 @@ def prepare_save(
         checkpoint_dir: exists.
         format: name of a writable format.
         attrs: of the target catalog.
-        group: the ranks that save; None for all.
         threads: that copy, on each rank.
         previous: of an earlier save; if it still fits on all ranks, metadata are neither exchanged nor computed. All
             ranks give one, or none does.
@@ -140,30 +139,28 @@ def prepare_save(
             bridge.check_data(*found[-1])
         return found, [(item.unique_key, stream_of([item.data])) for item in objects]
 
-    held, streams = comm.together(own, group)
+    held, streams = comm.together(own)
     mine = Held(tuple(chunk for chunk, _ in held), tuple((key, len(data)) for key, data in streams))
-    agreed = previous if _still_fits(previous, kind, attrs or {}, mine, group) else None
+    agreed = previous if _still_fits(previous, kind, attrs or {}, mine) else None
     work = LiveSave(
         format=kind,
         root=Path(checkpoint_dir),
-        number=comm.rank(group),
-        held=agreed.held if agreed is not None else comm.all_gather(mine, group),
+        number=comm.rank(),
+        held=agreed.held if agreed is not None else comm.all_gather(mine),
         streams=streams,
         attrs=attrs or {},
         without=(CONFIG, COMMON_FILE) if kind.is_mcore else (),
         threads=threads,
         _made=agreed.made if agreed is not None else None,
     )
-    comm.together(work.laid_out, group)
+    comm.together(work.laid_out)
     return PreparedSave(work, held)
 
 
-def _still_fits(
-    previous: Agreement | None, format: Format, attrs: Mapping[str, object], mine: Held, group: Any
-) -> bool:
+def _still_fits(previous: Agreement | None, format: Format, attrs: Mapping[str, object], mine: Held) -> bool:
     """Whether all ranks can go on with what they agreed on before; collective, unless there is nothing such."""
     if previous is None:
         return False
-    n_ranks = comm.world_size(group)
-    fits = previous.fits(format, attrs, mine, number=comm.rank(group), n_ranks=n_ranks)
-    return not comm.any_of_all(not fits, group)
+    n_ranks = comm.world_size()
+    fits = previous.fits(format, attrs, mine, number=comm.rank(), n_ranks=n_ranks)
+    return not comm.any_of_all(not fits)
