@@ -32,9 +32,6 @@ OURS = {
 }
 """Keyword-only parameters with defaults that are there in addition."""
 
-NOT_PROVIDED = {f"{PACKAGE}.strategies.{name}" for name in ("filesystem_async", "state_dict_saver")}
-"""Inner parts of megatron-core's own writer, which this project does not have."""
-
 METHOD_KINDS = {"methods": types.FunctionType, "classmethods": classmethod, "staticmethods": staticmethod}
 
 
@@ -61,8 +58,6 @@ def members() -> list[Any]:
 
 
 def module_of(name: str) -> types.ModuleType:
-    if name in NOT_PROVIDED:
-        pytest.skip(f"{name} is not provided")
     return importlib.import_module(name)
 
 
@@ -177,10 +172,6 @@ def test_a_module_with_a_page_of_its_own_is_there(module: str) -> None:
 def test_the_package_exports_it(module: str, name: str) -> None:
     package = module_of(module)
     assert name in package.__all__ and hasattr(package, name)
-
-
-def test_what_is_not_provided_is_not_there() -> None:
-    assert not [name for name in NOT_PROVIDED if importlib.util.find_spec(name)]
 
 
 @pytest.mark.parametrize(("module", "name"), rows("data"))
