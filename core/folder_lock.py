@@ -53,7 +53,7 @@ def lock_folder(folder: Path, *, dst: Path) -> FolderLock:
                 continue
             try:
                 is_sure = _lock(fd, folder, dst)
-                if _is_current(fd, folder):
+                if is_current(fd, folder):
                     return FolderLock(fd, is_sure)
             except BaseException:
                 os.close(fd)
@@ -77,8 +77,8 @@ def _lock(fd: int, folder: Path, dst: Path) -> bool:
     return True
 
 
-def _is_current(fd: int, folder: Path) -> bool:
-    """Whether the locked directory still has its name."""
+def is_current(fd: int, folder: Path) -> bool:
+    """Whether the locked directory still has its name, and no other directory got it."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(folder))
     except FileNotFoundError:

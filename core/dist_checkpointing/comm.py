@@ -8,6 +8,7 @@ answer in time makes every call here a WorkerError.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -58,12 +59,64 @@ def barrier(group: Any = None) -> None:
 
 def all_gather(value: T, group: Any = None) -> list[T]:
     """Every rank's value, by rank, on every rank. Values are pickled between the processes of this job."""
+    return _exchanged(_VALUE, value, group)
+
+
+_VALUE, _OUTCOME, _RESULT = "a value", "how something ended", "a result"
+_depth = threading.local()
+"""``n``: in how many works of :func:`together` and :func:`collect` this thread is."""
+
+
+def _exchanged(kind: str, value: Any, group: Any, text: str | None = None) -> list[Any]:
+    """Every rank's value, by rank, once all ranks are known to be at the same step.
+
+    A rank whose work failed may meet others that are still inside of theirs, and wait there for each other. All see it
+    here, and the outer calls of those that are inside need no further exchange to end: see :class:`OutOfStepError`.
+
+    Args:
+        kind: what the call exchanges.
+        value: of this rank.
+        group: its process group.
+        text: how this rank's work has failed.
+
+    Raises:
+        OutOfStepError: ranks are at different steps.
+    """
     if world_size(group) == 1:
         return [value]
+    depth = getattr(_depth, "n", 0)
     found: list[Any] = [None] * world_size(group)
     with _contact():
-        dist.all_gather_object(found, value, group=group)
-    return found
+        dist.all_gather_object(found, (kind, depth, text, value), group=group)
+    if any((kind, depth) != (other, there) for other, there, _, _ in found):
+        failed = [(number, text) for number, (_, _, text, _) in enumerate(found) if text is not None]
+        steps = "; ".join(f"rank {number}: {other} at level {there}" for number, (other, there, _, _) in _some(found))
+        raise OutOfStepError(
+            f"rank {failed[0][0]} failed: {failed[0][1]}" if failed else f"ranks do not do the same ({steps})",
+            min(there for _, there, _, _ in found),
+            rank=str(failed[0][0]) if failed else None,
+        )
+    return [value for _, _, _, value in found]
+
+
+def _some(found: list[Any]) -> list[tuple[int, Any]]:
+    return list(enumerate(found))[:_MAX_NAMED]
+
+
+class OutOfStepError(WorkerError):
+    """Ranks met at different steps: one of them failed or was called with other arguments.
+
+    Args:
+        message: what is wrong.
+        depth: the lowest level at which a rank was. The calls that surround this one at that level or above, on this
+            rank, have had their answer: to talk again would be to talk about something else than the others.
+        rank: the one that failed.
+    """
+
+    def __init__(self, message: str, depth: int = 0, *, rank: str | None = None) -> None:
+        hint = None if rank else "call it on all ranks, with the same arguments and strategies"
+        super().__init__(message, rank=rank, hint=hint)
+        self.depth = depth
 
 
 def gather(value: T, dst: int = 0, group: Any = None) -> list[T] | None:
@@ -122,8 +175,25 @@ def together(work: Callable[[], T], group: Any = None) -> T:
             their errors.
     """
     result, error = _attempt(work)
-    _raise_failures(error, all_gather(None if error is None else _text(error), group))
+    text = None if error is None else _text(error)
+    _raise_failures(error, _outcome(error, lambda: _exchanged(_OUTCOME, text, group, text)))
     return result  # type: ignore[no-any-return]
+
+
+def _outcome(error: Exception | None, exchange: Callable[[], list[Any]]) -> list[Any]:
+    """What the exchange gives; this rank's own error in place of one by which ranks are out of step.
+
+    Raises:
+        Exception: ranks are out of step.
+    """
+    if isinstance(error, OutOfStepError) and error.depth <= getattr(_depth, "n", 0):
+        raise error  # the others have had their answer
+    try:
+        return exchange()
+    except OutOfStepError as err:
+        if error is None or err.depth < getattr(_depth, "n", 0):
+            raise err from error
+        raise error from None
 
 
 def collect(work: Callable[[], T], group: Any = None) -> list[T]:
@@ -137,16 +207,20 @@ def collect(work: Callable[[], T], group: Any = None) -> list[T]:
     if world_size(group) == 1:
         return [work()]
     packed, error = _attempt(lambda: pickle.dumps(work()))
-    found = all_gather((None if error is None else _text(error), packed), group)
+    text = None if error is None else _text(error)
+    found = _outcome(error, lambda: _exchanged(_RESULT, (text, packed), group, text))
     _raise_failures(error, [text for text, _ in found])
     return [pickle.loads(result) for _, result in found]
 
 
 def _attempt(work: Callable[[], T]) -> tuple[Any, Exception | None]:
+    _depth.n = getattr(_depth, "n", 0) + 1
     try:
         return work(), None
     except Exception as err:
         return None, err
+    finally:
+        _depth.n -= 1
 
 
 def _raise_failures(error: Exception | None, texts: list[str | None]) -> None:

@@ -31,14 +31,15 @@ class Kept(Generic[T]):
         Args:
             sharded_state_dict: what the value is a function of, together with the other ranks' ones.
             compute: collective.
-            is_kept: use and keep an earlier value; the same on all ranks.
+            is_kept: use and keep an earlier value, if all ranks do.
         """
-        if not is_kept:
-            return compute()
-        structure = [_fingerprint(value) for value in nested_values(sharded_state_dict)]
-        if comm.any_of_all(structure != self.structure, self.group):
-            self.value, self.structure = compute(), structure
-        return self.value  # type: ignore[return-value]
+        structure = [_fingerprint(value) for value in nested_values(sharded_state_dict)] if is_kept else None
+        if not comm.any_of_all(not is_kept or structure != self.structure, self.group):
+            return self.value  # type: ignore[return-value]
+        found = compute()
+        if is_kept:
+            self.value, self.structure = found, structure
+        return found
 
 
 def _fingerprint(value: object) -> object:

@@ -122,8 +122,8 @@ def prepare_save(
         format: name of a writable format.
         attrs: of the target catalog.
         threads: that copy, on each rank.
-        previous: of an earlier save; if it still fits on all ranks, metadata are neither exchanged nor computed. All
-            ranks give one, or none does.
+        previous: of an earlier save; if all ranks give one and it still fits, metadata are neither exchanged nor
+            computed.
 
     Raises:
         CheckpointingException: ranks disagree on a tensor, or the format cannot hold it; on every rank.
@@ -158,9 +158,7 @@ def prepare_save(
 
 
 def _still_fits(previous: Agreement | None, format: Format, attrs: Mapping[str, object], mine: Held) -> bool:
-    """Whether all ranks can go on with what they agreed on before; collective, unless there is nothing such."""
-    if previous is None:
-        return False
-    n_ranks = comm.world_size()
-    fits = previous.fits(format, attrs, mine, number=comm.rank(), n_ranks=n_ranks)
+    """Whether all ranks can go on with what they agreed on before; collective, also where this one has nothing such."""
+    number, n_ranks = comm.rank(), comm.world_size()
+    fits = previous is not None and previous.fits(format, attrs, mine, number=number, n_ranks=n_ranks)
     return not comm.any_of_all(not fits)

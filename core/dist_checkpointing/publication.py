@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from core.dist_checkpointing.core import CONFIG_FNAME, save_config
 from core.dist_checkpointing.durable_file import write_file
 from core.errors import CheckpointingException, StorageError, UsageError
-from core.folder_lock import FolderLock, lock_folder
+from core.folder_lock import FolderLock, is_current, lock_folder
 from core.folders import empty_folder, sync_folder, sync_tree
 from core.json_object import object_of
 from core.linux import rename_new
@@ -79,6 +79,7 @@ class Publication:
         self._overwrite = overwrite
         _check_directory(self.checkpoint_dir)
         lock = _locked(self._stage_dir)
+        self._lock_fd = lock.fd
         self._end = weakref.finalize(self, _end, self._stage_dir, lock.fd, os.getpid())
         try:
             self._begin()
@@ -103,10 +104,12 @@ class Publication:
 
         Raises:
             UsageError: a name is taken that was free in the beginning.
-            StorageError: the system refuses. The stage is gone then and the directory as it was before, unless the
-                message says that only the confirmation of the last rename is missing.
+            StorageError: somebody has removed the stage, or the system refuses. The stage is gone then and the
+                directory as it was before, unless the message says that only the confirmation of the last rename is
+                missing.
         """
         try:
+            self._check_stage()
             with translated(str(self.checkpoint_dir), doing="publish"):
                 save_config(config, self.data_dir)
                 if not is_synced:
@@ -115,6 +118,15 @@ class Publication:
             self._confirm()
         finally:
             self.abandon()
+
+    def _check_stage(self) -> None:
+        """Files of a stage that was removed are gone, also where a rank that came later has made it again."""
+        if not is_current(self._lock_fd, self._stage_dir):
+            raise StorageError(
+                f"somebody has removed the directory, or {STAGE} in it, during the save",
+                file=str(self.checkpoint_dir),
+                hint="save again, and let no clean-up job touch directories of checkpoints that are being saved",
+            )
 
     def _confirm(self) -> None:
         try:
@@ -263,7 +275,7 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 def _end(stage_dir: Path, lock_fd: int, owner: int) -> None:
     """Removes a stage, then unlocks it; in a fork of its owner, which has a copy of everything, nothing is removed."""
-    if os.getpid() == owner:
+    if os.getpid() == owner and is_current(lock_fd, stage_dir):  # else it is another save's
         with suppress(OSError, CheckpointingException):
             _empty(stage_dir)
             stage_dir.rmdir()

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from core.dist_checkpointing import comm
 from core.dist_checkpointing.core import CheckpointingConfig
@@ -58,6 +58,9 @@ from core.dist_checkpointing.validation import (
 from core.errors import UnsupportedError, UsageError
 
 _CONTENT_METADATA_KEY = "content_metadata"
+T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V")
 Loaded = StateDict | tuple[StateDict, set[str], set[str]]
 
 
@@ -99,13 +102,17 @@ def save(
             cannot save asynchronously, or a rank failed. On every rank; the directory then is as it was before.
         ValueError: an argument is no strategy.
     """
-    sharded, common = comm.together(
-        lambda: _save_strategies(sharded_strategy, common_strategy, is_async=async_sharded_save)
+
+    def begin() -> tuple[Any, SaveCommonStrategy, ShardedStateDict]:
+        chosen = _save_strategies(sharded_strategy, common_strategy, is_async=async_sharded_save)
+        if content_metadata is None:
+            return *chosen, sharded_state_dict
+        content = _clean_metadata_for_serialization(content_metadata)
+        return *chosen, sharded_state_dict | {_CONTENT_METADATA_KEY: content}
+
+    sharded, common, sharded_state_dict = _agreed(
+        begin, validate_access_integrity=validate_access_integrity, async_sharded_save=async_sharded_save
     )
-    if content_metadata is not None:
-        sharded_state_dict = sharded_state_dict | {
-            _CONTENT_METADATA_KEY: _clean_metadata_for_serialization(content_metadata)
-        }
     tree = comm.together(
         lambda: save_preprocess(
             sharded_state_dict, validate_access_integrity, preprocess_common_before_consistancy_check
@@ -205,6 +212,32 @@ def _check_seen(data_dir: Path) -> None:
         )
 
 
+def _agreed(begin: Callable[[], tuple[T, U, V]], **arguments: object) -> tuple[T, U, V]:
+    """What ``begin`` returns: a strategy for shards, one for common states, and something else. Collective.
+
+    Raises:
+        UsageError: ranks were called with other strategies or arguments, so they would wait for each other.
+    """
+    begun: list[tuple[T, U, V]] = []
+
+    def described() -> dict[str, object]:
+        begun.append(begin())
+        kinds = [f"{type(strategy).__module__}.{type(strategy).__qualname__}" for strategy in begun[0][:2]]
+        return {"sharded_strategy": kinds[0], "common_strategy": kinds[1], **arguments}
+
+    first, *others = comm.collect(described)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise UsageError(
+                    f"ranks were called with different arguments: {name} is {value} on rank 0, {other[name]} on rank "
+                    f"{rank}",
+                    rank=str(rank),
+                    hint="call it on all ranks with the same arguments",
+                )
+    return begun[0]
+
+
 def _split_objects(tree: ShardedStateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
     return extract_matching_values(tree, lambda leaf: isinstance(leaf, ShardedObject))
 
@@ -239,11 +272,13 @@ def load(
             failed; on every rank.
         ValueError: ``strict`` is none of the values, or a loaded value and one of the common state are at one place.
     """
-    handling = parse_strict_flag(strict)
+
+    def begin() -> tuple[LoadShardedStrategy, LoadCommonStrategy, StrictHandling]:
+        return *verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy, common_strategy), handling
+
+    handling = comm.together(lambda: parse_strict_flag(strict))
     where = Path(checkpoint_dir)
-    sharded, common = comm.together(
-        lambda: verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy, common_strategy)
-    )
+    sharded, common, _ = _agreed(begin, strict=handling.value, validate_access_integrity=validate_access_integrity)
     state = comm.together(lambda: common.load_common(where))
     requested, factories = comm.together(lambda: _begin_load(sharded_state_dict, state))
     stored = local = everyone = None

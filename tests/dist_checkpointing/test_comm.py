@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.dist_checkpointing import comm
-from core.errors import CorruptError, WorkerError
+from core.errors import CheckpointingException, CorruptError, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks
 
 
@@ -64,3 +64,41 @@ def test_results_are_collected_and_one_that_cannot_be_pickled_fails_on_every_ran
     found = run_ranks(3, _collecting)
     assert [values for values, _ in found] == [[0, 2, 4]] * 3
     assert (found[0][1], found[2][1]) == ("WorkerError", "WorkerError") and found[1][1] != "WorkerError"
+
+
+def _failing_before_the_others_meet(rank: int, world: int) -> list[str]:
+    def inner() -> object:
+        if rank == 1:
+            raise CorruptError("this shard is bad")
+        return comm.collect(lambda: rank)
+
+    found = []
+    for work in (inner, lambda: comm.together(inner)):
+        try:
+            comm.together(work)
+        except CheckpointingException as err:
+            found.append(str(err))
+        found.append(str(comm.all_gather(rank)))
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_that_wait_inside_of_work_that_another_failed_at_end_and_stay_in_step():
+    found = run_ranks(3, _failing_before_the_others_meet)
+    assert all("this shard is bad" in of_rank[0] and "this shard is bad" in of_rank[2] for of_rank in found)
+    assert all(of_rank[1] == of_rank[3] == "[0, 1, 2]" for of_rank in found)
+
+
+def _at_different_steps(rank: int, world: int) -> tuple[str, list[int]]:
+    try:
+        comm.together(lambda: comm.all_gather(rank) if rank else comm.collect(lambda: rank))
+    except CheckpointingException as err:
+        return str(err), comm.all_gather(rank)
+    return "nothing", []
+
+
+@pytest.mark.dist
+def test_ranks_at_different_steps_notice_it_and_take_no_answer_for_another():
+    for text, after in run_ranks(3, _at_different_steps):
+        assert "ranks do not do the same (rank 0: a result at level 1; rank 1: a value" in text
+        assert after == [0, 1, 2]

@@ -29,6 +29,7 @@ from core.dist_checkpointing.strategies.fully_parallel import (
 from core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from core.errors import CheckpointingException, StorageError, UnsupportedError, UsageError, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks
+from tests.dist_checkpointing.sharded import part_of
 
 ALGORITHMS = ["broadcast", "gather_rounds", "gather_object"]
 
@@ -459,3 +460,33 @@ def _read_by_megatron(rank: int, world: int, folder: str, tp: int) -> bool:
 @pytest.mark.parametrize(("world", "tp"), [(2, 1), (4, 2)])
 def test_megatron_core_reads_what_the_ranks_wrote(tmp_path, world, tp):
     assert run_ranks(world, _read_by_megatron, str(tmp_path), tp) == [True] * world
+
+
+def _saved_with_caches_that_differ(rank: int, world: int, folder: str) -> list[str]:
+    wrapped = FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=rank == 1), None, rank == 1
+    )
+    plain = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=rank == 0)
+    values = []
+    for number, strategy in enumerate((wrapped, wrapped, plain, plain)):
+        target = Path(folder, str(number))
+        if rank == 0:
+            target.mkdir()
+        comm.barrier()
+        serialization.save({"w": part_of("w", (8, 2), (0, rank, world))}, target, strategy)
+        loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), None, rank == 0)
+        loaded = serialization.load({"w": part_of("w", (8, 2), is_filled=False, replica_id=rank)}, target, loader)
+        values.append(bool(torch.equal(loaded["w"], part_of("w", (8, 2)).data)))
+    wrong = part_of("w", (8, 2), is_filled=False, replica_id=rank)
+    if rank == 1:
+        wrong.data = torch.zeros(2, 2)
+    try:
+        serialization.load({"w": wrong}, target, FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()))
+    except CheckpointingException as err:
+        values.append("the data has 4 elements" in str(err))
+    return values
+
+
+@pytest.mark.dist
+def test_ranks_that_cache_and_those_that_do_not_work_together_and_data_of_a_wrong_size_are_refused(tmp_path):
+    assert run_ranks(2, _saved_with_caches_that_differ, str(tmp_path)) == [[True] * 5] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -227,3 +228,16 @@ def test_a_failed_publication_is_undone(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="cannot publish: input/output error"):
         made.publish(CONFIG)
     assert _content(tmp_path) == _published("old") and STAGE not in os.listdir(tmp_path)
+
+
+def test_files_of_a_stage_that_was_removed_and_made_again_are_not_published(tmp_path):
+    made = Publication(tmp_path)
+    _fill(made.data_dir, "lost")
+    shutil.rmtree(made.data_dir.parent)
+    made.data_dir.mkdir(parents=True)  # a rank that comes later writes into its path
+    (made.data_dir / "__1_0.distcp").write_text("late")
+    with pytest.raises(StorageError, match="removed"):
+        made.publish(CONFIG)
+    assert os.listdir(tmp_path) == [STAGE]
+    _save(tmp_path)
+    assert _content(tmp_path) == _published()

@@ -755,3 +755,34 @@ def test_strictness_is_that_of_megatron_core(with_megatron):
     answers = {flag: answer for flag, answer, _ in one}
     assert answers["return_all"][1:] == [{"b", "rng"}, {"new"}] and answers["return_unexpected"][1:] == [set(), {"new"}]
     assert answers["assume_ok_unexpected"] == "raised" and len(answers["log_all"]) == 1
+
+
+def _called_differently(rank: int, world: int, folder: str) -> dict[str, str]:
+    """What is raised when rank 1 gives other arguments than rank 0."""
+    target = Path(folder, "saved")
+    if rank == 0:
+        target.mkdir()
+    comm.barrier()
+    asked = {"w": part_of("w", (8, 2), (0, rank, world), is_filled=False)}
+    found = {
+        name: _attempt(lambda given=given: save({"w": part_of("w", (8, 2), (0, rank, world))}, target, **given[rank]))
+        for name, given in {
+            "validate_access_integrity": ({}, {"validate_access_integrity": False}),
+            "async_sharded_save": ({}, {"async_sharded_save": True}),
+            "sharded_strategy": ({}, {"sharded_strategy": ("zarr", 1)}),
+            "content_metadata": ({}, {"content_metadata": 5}),
+        }.items()
+    }
+    save({"w": part_of("w", (8, 2), (0, rank, world))}, target)
+    found["strict"] = _attempt(lambda: load(asked, target, strict="raise_all" if rank else "log_all"))
+    found["no strict"] = _attempt(lambda: load(asked, target, strict="nonsense" if rank else "log_all"))
+    assert torch.equal(load(asked, target)["w"], part_of("w", (8, 2), (0, rank, world)).data)
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_that_are_called_with_different_arguments_say_so_and_stay_in_step(tmp_path):
+    for rank, found in enumerate(run_ranks(2, _called_differently, str(tmp_path))):
+        for name in ("validate_access_integrity", "async_sharded_save", "sharded_strategy", "strict"):
+            assert f"different arguments: {name} is" in found[name], (rank, found)
+        assert "items" in found["content_metadata"] and "strict is 'nonsense'" in found["no strict"]

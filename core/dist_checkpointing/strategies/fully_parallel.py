@@ -48,6 +48,7 @@ from core.dist_checkpointing.mapping import (
     StateDict,
     is_main_replica,
 )
+from core.dist_checkpointing.shard_bytes import n_elements
 from core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from core.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -206,7 +207,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             ValueError: no such exchange_algo.
         """
         group = self.parallelization_group
-        wanted = _with_own_leaves(sharded_state_dict)
+        wanted = comm.together(lambda: _checked(_with_own_leaves(sharded_state_dict)))
         distribution = comm.together(lambda: self.apply_loading_parallelization(wanted))
         if distribution is None:
             return comm.together(lambda: self.base_strategy.load(sharded_state_dict, checkpoint_dir))
@@ -376,6 +377,20 @@ def _with_own_leaves(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         lambda leaf: copy(leaf) if isinstance(leaf, ShardedBase) else leaf, sharded_state_dict
     )
     return found
+
+
+def _checked(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """The state dict, if other ranks may send into the data that are there.
+
+    Raises:
+        UsageError: data have another number of elements than their ShardedTensor says.
+    """
+    for leaf in nested_values(sharded_state_dict):
+        if isinstance(leaf, ShardedTensor) and leaf.data is not None and leaf.data.numel() != n_elements(leaf):
+            raise UsageError(
+                f"the data has {leaf.data.numel()} elements, the metadata says {n_elements(leaf)}", key=leaf.key
+            )
+    return sharded_state_dict
 
 
 def _object_ranks(sharded_state_dict: ShardedStateDict, group: Any) -> dict[_ShardId, int]:
