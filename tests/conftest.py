@@ -8,7 +8,13 @@ import signal
 import tarfile
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile(
+    "no clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)  # a busy machine is no failure
+hypothesis.settings.load_profile("no clock")
 
 
 def pytest_configure(config: pytest.Config) -> None:
