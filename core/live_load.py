@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from core.box import whole
-from core.catalog import Catalog
+from core.catalog import Catalog, TensorMeta
 from core.checksum import BLOCK_BYTES
 from core.copy import execute
-from core.errors import MissingShardError
+from core.errors import CorruptError, MissingShardError
 from core.live import LiveTensor, live_target
 from core.plan import make_plan
 from core.store import ReadStore
@@ -38,9 +39,8 @@ def fill(
         CheckpointingException: any other, from reading.
     """
     target, images, memory = live_target(tensors)
-    for key in target.tensors:
-        if key not in catalog.tensors:
-            raise MissingShardError("the checkpoint has no such tensor", key=key, file=store.label)
+    for meta in target.tensors.values():
+        _check_wanted(meta, catalog, store)
     zeros = {
         key: whole(meta.shape).subtract(whole(catalog.tensors[key].shape))
         for key, meta in target.tensors.items()
@@ -59,3 +59,23 @@ def _clear(memory: memoryview) -> None:
     for start in range(0, len(memory), BLOCK_BYTES):
         piece = memory[start : start + BLOCK_BYTES]
         piece[:] = zeros[: len(piece)]
+
+
+def _check_wanted(meta: TensorMeta, catalog: Catalog, store: ReadStore) -> None:
+    """Whether the checkpoint has a tensor of that name and shape."""
+    stored = catalog.tensors.get(meta.key)
+    if stored is None:
+        near = get_close_matches(meta.key, catalog.tensors, n=3)
+        raise MissingShardError(
+            "the checkpoint has no such tensor",
+            key=meta.key,
+            file=store.label,
+            hint=f"similar ones: {', '.join(near)}" if near else "ckpt inspect --flat lists what there is",
+        )
+    if stored.shape != meta.shape and not meta.flexible:
+        raise CorruptError(
+            f"the checkpoint holds it in the global shape {stored.shape}, {meta.shape} is asked for (elements)",
+            key=meta.key,
+            file=store.label,
+            hint="build the model as it was saved",
+        )

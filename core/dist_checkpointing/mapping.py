@@ -253,7 +253,9 @@ class ShardedTensor(ShardedBase):
         for axis, index, n_shards in rank_offsets:
             if not (0 <= axis < len(local) and 0 <= index < n_shards):
                 raise CheckpointingException(
-                    f"shard {index} of {n_shards} along axis {axis} cannot be in a tensor of {len(local)} axes", key=key
+                    f"shard {index} of {n_shards} along axis {axis} cannot be in a tensor of {len(local)} axes",
+                    key=key,
+                    hint="shards and axes are counted from 0",
                 )
             shape[axis] = n_shards * local[axis]
             offset[axis] = index * local[axis]

@@ -1,6 +1,6 @@
 """Shows that training goes on in another layout as if nothing had happened.
 
-    $ .venv/bin/python scripts/examples/kill_and_resume.py                # --async-save, --format zarr: how to save
+    $ .venv/bin/python scripts/examples/kill_and_resume.py                # --async-save or --format zarr: how to save
     uninterrupted, tp 2, pp 2: 40 steps
     killed, tp 2, pp 2: after step 25
     resumed, tp 1, pp 4: goes on from step_000020
@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--format", choices=("torch_dist", "zarr"), default="torch_dist", help="of the checkpoints")
     parser.add_argument("--async-save", action="store_true", help="save while training goes on")
     options = parser.parse_args()
+    if options.async_save and options.format == "zarr":
+        parser.error("--async-save is for torch_dist")
     given = [f"--steps={options.steps}", f"--save-every={options.save_every}", f"--format={options.format}"]
     given += ["--async-save"] if options.async_save else []
     with tempfile.TemporaryDirectory() as folder:
