@@ -7,8 +7,10 @@ answer in time makes every call here a WorkerError.
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -21,6 +23,21 @@ from core.errors import CheckpointingException, WorkerError
 T = TypeVar("T")
 
 _MAX_NAMED = 8
+
+
+@atexit.register
+def _let_others_end() -> None:
+    """Gives the threads of gloo a moment to let go of the tensors of the last exchange.
+
+    They do so after the call has returned, and need the interpreter for it: where that is gone by then, torch 2.13
+    aborts the process ("terminate called without an active exception") although all work is done.
+    """
+    if _has_exchanged:
+        time.sleep(0.1)
+
+
+_has_exchanged: list[bool] = []
+"""Not empty once this process has exchanged anything with others."""
 
 
 def is_distributed() -> bool:
@@ -41,6 +58,8 @@ def world_size(group: Any = None) -> int:
 @contextmanager
 def _contact() -> Iterator[None]:
     """Around a collective call."""
+    if not _has_exchanged:
+        _has_exchanged.append(True)
     try:
         yield
     except RuntimeError as err:  # torch has no class of its own for gloo's closed connections and timeouts
