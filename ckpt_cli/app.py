@@ -19,7 +19,7 @@ from typer import Exit, Option, Typer
 
 from ckpt_cli.command import Command, Group
 from ckpt_cli.failure import end_on_signals, failure_of
-from ckpt_cli.options import InspectOptions, TransferOptions, accepts
+from ckpt_cli.options import InspectOptions, TransferOptions, ValidateOptions, accepts
 from ckpt_cli.terminal import screen_of
 from core.errors import UsageError
 
@@ -100,6 +100,15 @@ def _reshard(options: TransferOptions) -> Work:
     from ckpt_cli.reshard import reshard
 
     return partial(reshard, options)
+
+
+@app.command("validate", cls=Command, short_help="Say whether a checkpoint is whole.")
+@accepts(ValidateOptions)
+def _validate(options: ValidateOptions) -> Work:
+    """Say whether checkpoints are whole; exits with 1 if one is not."""
+    from ckpt_cli.validate import validate
+
+    return partial(validate, options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -76,28 +76,18 @@ def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool =
         UnsupportedError: no format recognises it.
         CorruptError: the metadata contradicts itself.
     """
-    with translated(str(path), doing="open"):
-        if not os.path.lexists(path):
-            raise UsageError("no such file or directory", file=str(path), hint="check the spelling of the path")
-        is_dir = path.is_dir()
-    notes: list[str] = []
-    if not is_dir:
-        store = store_of_file(path)
-    else:
-        folder, note = _iteration_dir(path, iteration)
-        notes += note
-        store = LocalStore(folder)
-        _refuse_empty(store)
+    place = located(path, iteration=iteration)
+    store, format = place.store, place.format
     try:
-        format = _sniffed(store)
+        if place.failure is not None:
+            raise place.failure
+        assert format is not None, "nothing failed, so a format was recognised"
         catalog = format.sample(store) if samples and format.sample is not None else format.read(store)
     except BaseException:
         store.close()
         raise
-    where = store.root / store.entry if store.entry else store.root
     found = catalog.attrs.get("iteration")
-    named = ITERATION_DIR.search(store.root.resolve().name)
-    number = found if isinstance(found, int) else int(named.group(1)) if named else None
+    number = found if isinstance(found, int) else place.iteration
     if iteration is not None and number != iteration:
         raise UsageError(
             f"--iteration {iteration} was asked for, but "
@@ -105,7 +95,58 @@ def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool =
             file=str(path),
             hint="point at the directory that holds the iterations",
         )
-    return Checkpoint(where, store, format, catalog, number, tuple(notes))
+    return Checkpoint(place.path, store, format, catalog, number, place.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint lies, and what it looks like; its metadata has not been read.
+
+    Args:
+        path: the directory or file that holds it, after descending from a root.
+        store: read access to its files.
+        format: the format it looks like; None if none recognises it, or its root is broken.
+        iteration: that of the directory's name, or None.
+        notes: what the user should know about the choice that was made.
+        failure: why there is no format; None if there is one.
+    """
+
+    path: Path
+    store: LocalStore
+    format: Format | None
+    iteration: int | None
+    notes: tuple[str, ...] = ()
+    failure: CheckpointingException | None = None
+
+
+def located(path: Path, *, iteration: int | None = None) -> Place:
+    """Finds the checkpoint at ``path``; what is wrong with it is in the result, and not raised.
+
+    Raises:
+        UsageError: the path does not exist.
+        StorageError: the system refuses to look at it.
+    """
+    with translated(str(path), doing="open"):
+        if not os.path.lexists(path):
+            raise UsageError("no such file or directory", file=str(path), hint="check the spelling of the path")
+        is_dir = path.is_dir()
+    notes: list[str] = []
+    store = LocalStore(path) if is_dir else store_of_file(path)
+    try:
+        if is_dir:
+            folder, notes = _iteration_dir(path, iteration)
+            store = LocalStore(folder)
+            _refuse_empty(store)
+        format, failure = _sniffed(store), None
+    except CheckpointingException as err:
+        format, failure = None, err
+    except BaseException:
+        store.close()
+        raise
+    where = store.root / store.entry if store.entry else store.root
+    named = ITERATION_DIR.search(store.root.resolve().name)
+    number = int(named.group(1)) if named else None
+    return Place(where, store, format, number, tuple(notes), failure)
 
 
 def store_of_file(path: Path) -> LocalStore:

@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *(
             "core.catalog",
+            "core.finding",
             "core.topology",
             "core.pipeline",
             "core.megatron_version",
@@ -53,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.explain", "core.verify", "core.relink"),
         *("core.live_load", "core.live_save"),
     ),
+    (*("core.canonical", "core.checks", "core.checks.*", "core.validate"),),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
 )
 """From the bottom to the top. A module imports from its own layer and from those below; ``.*`` and ``_*`` stand for all

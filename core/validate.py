@@ -1,0 +1,106 @@
+"""Validating a checkpoint: opens it as far as it opens, runs the checks of a level, and collects what they find."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.checks import Level, checks
+from core.checks.subject import Subject
+from core.finding import Finding, Severity
+from core.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
+from core.layout import load_rules
+from core.open import located
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What was found.
+
+    Args:
+        path: the checkpoint.
+        format: name of its format; None if no format recognises it.
+        level: how much was read.
+        findings: the worst first.
+        n_files, n_bytes: regular files of the checkpoint, and their bytes.
+        n_tensors: tensors that its metadata names.
+        n_checks: checks that ran.
+        seconds: wall time.
+    """
+
+    path: str
+    format: str | None
+    level: Level
+    findings: tuple[Finding, ...]
+    n_files: int
+    n_bytes: int
+    n_tensors: int
+    n_checks: int
+    seconds: float
+
+    @property
+    def worst(self) -> Severity | None:
+        """The severity of the worst finding; None without any."""
+        return max((finding.severity for finding in self.findings), default=None)
+
+
+def validate(
+    path: Path,
+    *,
+    level: Level = Level.METADATA,
+    iteration: int | None = None,
+    rules: Path | None = None,
+    threads: int = DEFAULT_THREADS,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Validation:
+    """Examines one checkpoint.
+
+    Args:
+        path: as for ``core.open.open_checkpoint``.
+        level: how much to read.
+        iteration: which iteration of a training root.
+        rules: a TOML file with additional layout rules.
+        threads, memory_bytes: for the levels that read data.
+        progress: told about bytes that were read.
+
+    Raises:
+        UsageError: there is no such path.
+    """
+    begun = time.monotonic()
+    table = load_rules(rules)
+    place = located(path, iteration=iteration)
+    subject = Subject(
+        path=place.path,
+        root=path,
+        store=place.store,
+        format=place.format,
+        level=level,
+        rules=table,
+        iteration=place.iteration,
+        failure=place.failure,
+    )
+    n_checks = 0
+    try:
+        for check in checks(level, None if place.format is None else place.format.name):
+            subject.findings += check.run(subject)
+            n_checks += 1
+        catalog = subject.catalog
+        return Validation(
+            path=str(place.path),
+            format=None if place.format is None else place.format.name,
+            level=level,
+            findings=tuple(sorted(subject.findings, key=lambda finding: finding.order)),
+            n_files=len(subject.files),
+            n_bytes=sum(subject.files.values()),
+            n_tensors=0 if catalog is None else len(catalog.tensors),
+            n_checks=n_checks,
+            seconds=time.monotonic() - begun,
+        )
+    finally:
+        place.store.close()
