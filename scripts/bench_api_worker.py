@@ -111,13 +111,18 @@ def _status(name: str) -> int:
     raise KeyError(name)
 
 
-def main(scratch_dir: Path, size: float, n_runs: int) -> None:
+def begun(size: float) -> State:
+    """Joins the ranks; returns this one's share of a state dict of ``size`` GiB."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
+    torch.manual_seed(dist.get_rank())
     n_tensors = max(1, round(size * (1 << 30) / (ROWS * COLUMNS * 4)))
-    state = {f"layers.{n}.weight": torch.randn(ROWS // world, COLUMNS) for n in range(n_tensors)}
+    return {f"layers.{n}.weight": torch.randn(ROWS // dist.get_world_size(), COLUMNS) for n in range(n_tensors)}
+
+
+def main(scratch_dir: Path, size: float, n_runs: int) -> None:
+    state = begun(size)
+    rank = dist.get_rank()
     other = {key: torch.empty_like(data).fill_(-1) for key, data in state.items()}
     known = tools()
     found: dict[str, dict[str, list[dict[str, float]]]] = {"save": {name: [] for name in known}, "load": {}}

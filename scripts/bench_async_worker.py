@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_api_worker import COLUMNS, ROWS, State, install_megatron, sharded, torch_state
+from bench_api_worker import State, begun, install_megatron, sharded, torch_state
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 STEP_SIZE = 256
@@ -99,12 +99,8 @@ def one_sync(save: Callable[[State, Path], object], state: State, path: Path) ->
 
 
 def main(scratch_dir: Path, size: float, n_runs: int) -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    n_tensors = max(1, round(size * (1 << 30) / (ROWS * COLUMNS * 4)))
-    state = {f"layers.{n}.weight": torch.randn(ROWS // world, COLUMNS) for n in range(n_tensors)}
+    state = begun(size)
+    rank = dist.get_rank()
     known = tools()
     found: dict[str, dict[str, list[float]]] = {
         name: {"blocks": [], "ends": [], "step": [], "sync": []} for name in known
