@@ -19,8 +19,9 @@ from typer import Exit, Option, Typer
 
 from ckpt_cli.command import Command, Group
 from ckpt_cli.failure import end_on_signals, failure_of
-from ckpt_cli.options import InspectOptions, TransferOptions, ValidateOptions, accepts
+from ckpt_cli.options import InspectOptions, TransferOptions, accepts
 from ckpt_cli.terminal import screen_of
+from ckpt_cli.validate_options import ValidateOptions
 from core.errors import UsageError
 
 Work = Callable[[], int]

@@ -12,7 +12,7 @@ from typing import Any
 from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
-PANELS = ("Output", "Layout", "Content", "Engine", "Messages")
+PANELS = ("Checks", "Output", "Layout", "Content", "Engine", "Messages")
 """Sections of a help page; options without one come first."""
 
 

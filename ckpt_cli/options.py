@@ -20,7 +20,7 @@ from ckpt_cli.option_values import AUTO, one_of, whole
 
 Options = TypeVar("Options")
 Result = TypeVar("Result")
-OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
+CHECKS, OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
 
 TARGETS = (
     *("dcp", "torch_dist", "torch", "megatron", "zarr", "zarr3", "safetensors"),
@@ -421,21 +421,4 @@ class TransferOptions:
     quiet: Annotated[
         bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors, and what is not carried.")
     ] = False
-    debug: Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidateOptions:
-    """``ckpt validate``."""
-
-    paths: Annotated[
-        list[Path] | None,
-        Argument(metavar="PATH…", parser=Path, help="Checkpoint directories, files of them, or training roots. [.]"),
-    ] = None
-    headers: Annotated[bool, Flag("--headers", help="Open every container: headers, offsets, sizes, strides.")] = False
-    deep: Annotated[bool, Flag("--deep", help="Read every byte once: CRCs, digests, NaN, replicas.")] = False
-    rules: Annotated[
-        Path | None,
-        Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),
-    ] = None
     debug: Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")] = False

@@ -12,7 +12,7 @@ from core.finding import Severity
 from core.validate import validate as examined
 
 if TYPE_CHECKING:
-    from ckpt_cli.options import ValidateOptions
+    from ckpt_cli.validate_options import ValidateOptions
 
 
 def validate(options: ValidateOptions) -> int:
@@ -20,7 +20,7 @@ def validate(options: ValidateOptions) -> int:
     level = Level.DEEP if options.deep else Level.HEADERS if options.headers else Level.METADATA
     code = 0
     for path in options.paths or [Path()]:
-        found = examined(path, level=level, rules=options.rules)
+        found = examined(path, level=level, iteration=options.iteration, rules=options.rules)
         screen = screen_of(sys.stdout)
         print(screen.plain(f"{escaped(found.path)}: {len(found.findings)} findings"))
         for finding in found.findings:
