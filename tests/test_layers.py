@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.copy", "core.copier", "core.output", "core.ledger"),
         *("core.stage_store", "core.folder_lock", "core.folders"),
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),
+        *("core.scan", "core.scan_*"),
     ),
     (
         *("core.changes", "core.job_checks", "core.job_sizes", "core.global_form"),
