@@ -22,6 +22,7 @@ a hint saying what to do next. The fields are printed by ``--json``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 
@@ -35,6 +36,7 @@ class CheckpointingException(Exception):
         rank: the rank or rank directory concerned.
         span: byte range ``(start, stop)`` in ``file``.
         hint: what the user can do next.
+        rule: the rule of a format that is broken, where checks tell rules apart (``zip.overlap``); not shown.
     """
 
     exit_code: ClassVar[int] = 1
@@ -49,6 +51,7 @@ class CheckpointingException(Exception):
         rank: str | None = None,
         span: tuple[int, int] | None = None,
         hint: str | None = None,
+        rule: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -57,6 +60,7 @@ class CheckpointingException(Exception):
         self.rank = rank
         self.span = span
         self.hint = hint
+        self.rule = rule
 
     def __str__(self) -> str:
         return f"{self.sentence}. {self.advice}" if self.hint else self.sentence
@@ -170,3 +174,12 @@ class WorkerError(CheckpointingException):
 
     exit_code = 8
     code = "worker"
+
+
+Report = Callable[[CheckpointingException], None]
+"""What a reader does with a problem after which it can go on: ``raising`` stops it, a check's function collects."""
+
+
+def raising(problem: CheckpointingException) -> None:
+    """Raises the problem: what operations do, which stop at the first one."""
+    raise problem

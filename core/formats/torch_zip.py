@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from core.errors import CapacityError, CorruptError, TruncatedError, UnsupportedError
+from core.errors import CapacityError, CorruptError, Report, TruncatedError, UnsupportedError, raising
 
 if TYPE_CHECKING:
     from core.store import ReadStore
@@ -138,13 +138,16 @@ class _Entry:
     header: int
 
 
-def read_archive(store: ReadStore, file: str, *, start: int = 0, n_bytes: int | None = None) -> Archive:
+def read_archive(
+    store: ReadStore, file: str, *, start: int = 0, n_bytes: int | None = None, report: Report = raising
+) -> Archive:
     """The directory of a torch zip, every header of which was checked; reads no data.
 
     Args:
         file: name in the store.
         start: byte at which the zip begins.
         n_bytes: length of the zip; None if it is the rest of the file.
+        report: told of what is wrong with single records.
 
     Raises:
         TruncatedError: the file ends too early.
@@ -156,17 +159,18 @@ def read_archive(store: ReadStore, file: str, *, start: int = 0, n_bytes: int | 
     stop = size if n_bytes is None else start + n_bytes
     if start < 0 or stop < start or stop > size:
         raise TruncatedError(f"the file has {size} bytes, too few", file=file, span=(start, stop))
-    return _Reader(store, file, start, stop).archive()
+    return _Reader(store, file, start, stop, report).archive()
 
 
 class _Reader:
     """One reading of one zip; offsets in it are relative to the zip's begin unless they are called addresses."""
 
-    def __init__(self, store: ReadStore, file: str, start: int, stop: int) -> None:
+    def __init__(self, store: ReadStore, file: str, start: int, stop: int, report: Report) -> None:
         self._store = store
         self._file = file
         self._start = start
         self._size = stop - start
+        self._report = report
 
     def archive(self) -> Archive:
         directory, n_bytes, n_entries = self._directory()
@@ -186,10 +190,15 @@ class _Reader:
                     f"a zip with {name!r} at its top, so not one that torch.save wrote", file=self._file
                 )
             if records and above != root:
-                self._contradiction(f"the zip has records below {root!r} and below {above!r}")
-            root = above
+                self._report(
+                    self._error("zip.roots", f"the zip has records below {root!r} and below {above!r}", entry.header)
+                )
+            root = root or above
             if below in records:
-                self._contradiction(f"the zip has two records {below!r}")
+                self._report(self._error("zip.duplicate", f"the zip has two records {below!r}", entry.header))
+                continue
+            if entry.header not in offsets:
+                continue  # which was reported
             packed_bytes = entry.stored if entry.method == DEFLATED else None
             records[below] = Record(self._start + offsets[entry.header], entry.n_bytes, entry.crc, packed_bytes)
             headers.append(self._start + entry.header)
@@ -200,12 +209,16 @@ class _Reader:
 
     def _contradiction(self, message: str, start: int = 0, n_bytes: int | None = None) -> NoReturn:
         """Raises a CorruptError about some bytes of the zip (all of it, if none are given)."""
+        raise self._error("zip.directory", message, start, n_bytes)
+
+    def _error(self, rule: str, message: str, start: int = 0, n_bytes: int | None = None) -> CorruptError:
         stop = self._size if n_bytes is None else start + n_bytes
-        raise CorruptError(
+        return CorruptError(
             message,
             file=self._file,
             span=(self._start + start, self._start + stop),
             hint="do not use this file; copy it again, or use an older checkpoint",
+            rule=rule,
         )
 
     def _directory(self) -> tuple[int, int, int]:
@@ -281,7 +294,9 @@ class _Reader:
                 size, stored, header, disk = self._wide(extra, (size, stored, header, disk))
             self._check_readable(name, flags, disk)
             if stored != size and method == STORED:
-                self._contradiction(f"a stored record has two sizes, {stored} and {size} bytes")
+                self._report(
+                    self._error("zip.sizes", f"a stored record has two sizes, {stored} and {size} bytes", header)
+                )
             yield _Entry(name, flags, method, crc, stored, size, header)
             at = end
         if at != len(data):
@@ -289,9 +304,17 @@ class _Reader:
 
     def _check_readable(self, name: bytes, flags: int, disk: int) -> None:
         if flags & (_ENCRYPTED | _MASKED):
-            raise UnsupportedError(f"the zip record {self._name(name)!r} is encrypted", file=self._file)
+            self._report(
+                UnsupportedError(
+                    f"the zip record {self._name(name)!r} is encrypted", file=self._file, rule="zip.unreadable"
+                )
+            )
         if flags & _PATCHED:
-            raise UnsupportedError(f"the zip record {self._name(name)!r} is a patch", file=self._file)
+            self._report(
+                UnsupportedError(
+                    f"the zip record {self._name(name)!r} is a patch", file=self._file, rule="zip.unreadable"
+                )
+            )
         if disk:
             raise UnsupportedError("a zip of several disks", file=self._file)
 
@@ -303,13 +326,16 @@ class _Reader:
             if entry.method != DEFLATED:
                 if any(other.name.endswith(b"/constants.pkl") for other in entries):
                     raise _torchscript(self._file)
-                raise UnsupportedError(
-                    f"the zip record {self._name(entry.name)!r} is compressed by method {entry.method}, which torch "
-                    "does not use",
-                    file=self._file,
-                    hint="load the file with torch and save it again, or repack it with: zip -0",
+                self._report(
+                    UnsupportedError(
+                        f"the zip record {self._name(entry.name)!r} is compressed by method {entry.method}, which "
+                        "torch does not use",
+                        file=self._file,
+                        hint="load the file with torch and save it again, or repack it with: zip -0",
+                        rule="zip.unreadable",
+                    )
                 )
-            if entry.n_bytes > MAX_INFLATION * entry.stored:
+            elif entry.n_bytes > MAX_INFLATION * entry.stored:
                 self._contradiction(
                     f"record {self._name(entry.name)!r} has {entry.stored} deflated bytes, too few for {entry.n_bytes}"
                 )
@@ -355,7 +381,8 @@ class _Reader:
         """
         ordered = sorted(entries, key=lambda entry: entry.header)
         if ordered and ordered[0].header != 0:
-            self._contradiction(f"{ordered[0].header} bytes precede the zip's first record", 0, ordered[0].header)
+            message = f"{ordered[0].header} bytes precede the zip's first record"
+            self._report(self._error("zip.directory", message, 0, ordered[0].header))
         found: dict[int, int] = {}
         window_start, window = 0, b""
         unpack = LOCAL.unpack_from
@@ -363,7 +390,8 @@ class _Reader:
             need = entry.header + LOCAL.size + len(entry.name)
             limit = ordered[number + 1].header if number + 1 < len(ordered) else end
             if need + entry.stored > limit:
-                self._overlap(entry, limit)
+                self._report(self._overlap(entry, limit))
+                continue
             if need > window_start + len(window):
                 window_start = entry.header
                 window = self._read(window_start, _window_end(ordered, number) - window_start)
@@ -371,32 +399,32 @@ class _Reader:
             mark, _, flags, method, _, _, crc, stored, size, n, n_extra = unpack(window, at)
             data = need + n_extra
             if mark != LOCAL_SIGNATURE or n != len(entry.name) or window[at + LOCAL.size :][:n] != entry.name:
-                self._contradiction(
-                    f"the directory and the local header of record {self._name(entry.name)!r} differ",
-                    entry.header,
-                    30 + n,
-                )
+                message = f"the directory and the local header of record {self._name(entry.name)!r} differ"
+                self._report(self._error("zip.header", message, entry.header, 30 + n))
+                continue
             if (flags | _UTF8) != (entry.flags | _UTF8) or method != entry.method:
-                self._contradiction(f"the flags of record {self._name(entry.name)!r} differ", entry.header, 30 + n)
+                message = f"the flags of record {self._name(entry.name)!r} differ"
+                self._report(self._error("zip.header", message, entry.header, 30 + n))
             if not flags & HAS_DESCRIPTOR:
                 if size == U32 or stored == U32:
                     size, stored, *_ = self._wide(self._read(need, n_extra), (size, stored, 0, 0))
                 if (size, stored, crc) != (entry.n_bytes, entry.stored, entry.crc):
-                    self._contradiction(
+                    message = (
                         f"record {self._name(entry.name)!r} has {entry.n_bytes} bytes (CRC {entry.crc:08x}) by the "
-                        f"directory, {size} (CRC {crc:08x}) by its own header",
-                        entry.header,
-                        30 + n,
+                        f"directory, {size} (CRC {crc:08x}) by its own header"
                     )
+                    self._report(self._error("zip.header", message, entry.header, 30 + n))
             elif (size or stored) and not (size in (entry.n_bytes, U32) and stored in (entry.stored, U32)):
-                self._contradiction(f"the sizes of record {self._name(entry.name)!r} differ", entry.header, 30 + n)
+                message = f"the sizes of record {self._name(entry.name)!r} differ"
+                self._report(self._error("zip.header", message, entry.header, 30 + n))
             if data + entry.stored > limit:
-                self._overlap(entry, limit)
+                self._report(self._overlap(entry, limit))
             found[entry.header] = data
         return found
 
-    def _overlap(self, entry: _Entry, limit: int) -> NoReturn:
-        self._contradiction(
+    def _overlap(self, entry: _Entry, limit: int) -> CorruptError:
+        return self._error(
+            "zip.overlap",
             f"record {self._name(entry.name)!r} of {entry.stored} bytes overlaps what follows it at byte {limit}",
             entry.header,
             LOCAL.size + len(entry.name) + entry.stored,
