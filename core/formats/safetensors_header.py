@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from core.box import Shape
 from core.catalog import Extent, StoredArray
 from core.dtypes import DTYPES, DType
-from core.errors import CorruptError, TruncatedError, UnsupportedError
+from core.errors import CheckpointingException, CorruptError, Report, TruncatedError, UnsupportedError, raising
 from core.formats.safetensors_text import METADATA, Fields, scanned
 from core.image import CrcOf, FileImage, Literal, PlacedArray
 
@@ -88,11 +88,12 @@ def looks_like_header(store: ReadStore, file: str, *, begin: int = 0) -> bool:
     return 2 <= n <= min(size - 8, MAX_HEADER_BYTES) and head[8:] == b"{"
 
 
-def read_header(store: ReadStore, file: str, *, begin: int = 0) -> Header:
+def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report = raising) -> Header:
     """The header of a file, checked against the file's size.
 
     Args:
         begin: byte of the file at which the header begins, where something else comes before it.
+        report: told of what is wrong with single entries.
 
     Raises:
         CorruptError: it breaks a rule of the format.
@@ -122,9 +123,17 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0) -> Header:
             hint="copy the file again",
         )
     metadata: dict[str, str] = {}
-    found = scanned(store.read(file, begin + 8, n), file=file, metadata=metadata)
-    entries = [_entry(name, fields, file) for name, fields in found]
-    return Header(file, _placed(entries, start=start, size=size, file=file), metadata)
+    found = scanned(store.read(file, begin + 8, n), file=file, metadata=metadata, report=report)
+    entries = []
+    n_refused = 0
+    for name, fields in found:
+        try:
+            entries.append(_entry(name, fields, file))
+        except CheckpointingException as err:
+            err.rule = err.rule or "safetensors.entry"
+            report(err)
+            n_refused += 1
+    return Header(file, _placed(entries, start=start, size=size, file=file, report=report, lacks=n_refused), metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,32 +212,41 @@ def _shown(shape: Sequence[int]) -> str:
     return f"{list(shape)}" if len(shape) <= 8 else f"{list(shape[:8])}… of {len(shape)} axes"
 
 
-def _placed(entries: Iterable[_Entry], *, start: int, size: int, file: str) -> dict[str, StoredArray]:
-    """The arrays in the order of their bytes, which they must fill from ``start`` to ``size``."""
+def _placed(
+    entries: Iterable[_Entry], *, start: int, size: int, file: str, report: Report, lacks: int
+) -> dict[str, StoredArray]:
+    """The arrays in the order of their bytes, which they must fill from ``start`` to ``size``.
+
+    Args:
+        report: told of each tensor that lies elsewhere.
+        lacks: entries that are not understood, so that holes tell nothing.
+    """
     arrays: dict[str, StoredArray] = {}
     end = 0
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if start + entry.end > size:
-            raise TruncatedError(
+            problem: CheckpointingException = TruncatedError(
                 f"the file has {size} bytes, but the tensor ends at byte {start + entry.end}",
                 file=file,
                 key=entry.name,
                 span=(start + entry.begin, start + entry.end),
                 hint="copy the file again",
             )
-        if entry.begin != end:
+            report(problem)
+        elif entry.begin != end and not (lacks and entry.begin > end):
             what = "overlaps the one before it" if entry.begin < end else "leaves a hole behind the one before it"
-            raise CorruptError(
+            problem = CorruptError(
                 f"the tensor {what}: it begins at byte {entry.begin} of the data, that one ends at {end}",
                 file=file,
                 key=entry.name,
+                rule="safetensors.order",
             )
+            report(problem)
         arrays[entry.name] = StoredArray(entry.name, entry.dtype.name, entry.shape, Extent(file, start + entry.begin))
-        end = entry.end
-    if start + end != size:
-        raise CorruptError(
-            f"{size - start - end} bytes at the end belong to no tensor", file=file, span=(start + end, size)
-        )
+        end = max(end, entry.end)
+    if start + end < size and not lacks:
+        message = f"{size - start - end} bytes at the end belong to no tensor"
+        report(CorruptError(message, file=file, span=(start + end, size), rule="safetensors.rest"))
     return arrays
 
 

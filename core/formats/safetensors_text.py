@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from core.errors import CorruptError
+from core.errors import CorruptError, Report, raising
 
 METADATA = "__metadata__"
 MAX_ENTRY_BYTES = 16_384
@@ -32,7 +32,12 @@ Fields = dict[str, object]
 
 
 def scanned(
-    data: bytes, *, file: str, what: str = "header", metadata: dict[str, str] | None = None
+    data: bytes,
+    *,
+    file: str,
+    what: str = "header",
+    metadata: dict[str, str] | None = None,
+    report: Report = raising,
 ) -> Iterator[tuple[str, Fields]]:
     """The entries of a JSON object of objects that hold no others, in order.
 
@@ -40,20 +45,22 @@ def scanned(
         data: the text.
         file, what: where it comes from, for messages.
         metadata: gets the members of the entry ``__metadata__``, which must be strings; None if there is no such entry.
+        report: told of names that are there twice, and of entries that are no objects of fields.
 
     Raises:
-        CorruptError: anything else, or a name that is there twice.
+        CorruptError: anything else is wrong.
     """
-    return _Scan(data, file, what).entries(metadata)
+    return _Scan(data, file, what, report).entries(metadata)
 
 
 class _Scan:
     """One text, and how far it has been read."""
 
-    def __init__(self, data: bytes, file: str, what: str) -> None:
+    def __init__(self, data: bytes, file: str, what: str, report: Report) -> None:
         self._data = data
         self._file = file
         self._what = what
+        self._report = report
         self._at = 0
 
     def entries(self, metadata: dict[str, str] | None) -> Iterator[tuple[str, Fields]]:
@@ -61,13 +68,17 @@ class _Scan:
         is_open = self._opened()
         while is_open:
             name = self._name()
-            if name in seen:
-                raise CorruptError(f"the {self._what} has two entries of one name", file=self._file, key=name)
+            is_first = name not in seen
+            if not is_first:
+                message = f"the {self._what} has two entries of one name"
+                self._report(CorruptError(message, file=self._file, key=name, rule="safetensors.duplicate"))
             seen.add(name)
             if metadata is not None and name == METADATA:
                 self._strings(metadata)
             else:
-                yield name, self._fields(name)
+                fields = self._fields(name)
+                if fields is not None and is_first:
+                    yield name, fields
             is_open = self._has_more()
         if _REST.match(self._data, self._at) is None:
             raise CorruptError(
@@ -104,14 +115,20 @@ class _Scan:
             name = self._name()
             value = _TEXT.match(self._data, self._at)
             if value is None:
-                raise CorruptError(f"{METADATA} holds strings only, but {name[:100]!r} is none", file=self._file)
+                raise CorruptError(
+                    f"{METADATA} holds strings only, but {name[:100]!r} is none",
+                    file=self._file,
+                    rule="safetensors.metadata",
+                )
             if name in into:
-                raise CorruptError(f"{METADATA} has {name[:100]!r} twice", file=self._file)
+                message = f"{METADATA} has {name[:100]!r} twice"
+                self._report(CorruptError(message, file=self._file, rule="safetensors.duplicate"))
             into[name] = self._text(value[0])
             self._at = value.end()
             is_open = self._has_more()
 
-    def _fields(self, name: str) -> Fields:
+    def _fields(self, name: str) -> Fields | None:
+        """What an entry says; None if it is no JSON, or says it twice, which was reported."""
         found = _FLAT.match(self._data, self._at)
         if found is None:
             raise CorruptError(
@@ -121,10 +138,12 @@ class _Scan:
         try:
             pairs: list[tuple[str, object]] = _PAIRS.decode(found[0].decode())
         except (ValueError, RecursionError) as err:
-            raise CorruptError(f"the entry is no JSON: {err}", file=self._file, key=name) from err
+            self._report(CorruptError(f"the entry is no JSON: {err}", file=self._file, key=name))
+            return None
         fields = dict(pairs)
         if len(fields) != len(pairs):
-            raise CorruptError("the entry has a field twice", file=self._file, key=name)
+            self._report(CorruptError("the entry has a field twice", file=self._file, key=name))
+            return None
         return fields
 
     def _text(self, token: bytes) -> str:
