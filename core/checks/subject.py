@@ -10,6 +10,7 @@ from pathlib import Path
 from core.canonical import Canonical, canonical
 from core.catalog import Catalog
 from core.checks import Level
+from core.checks.tree import Tree, walked
 from core.errors import CheckpointingException
 from core.finding import Finding
 from core.formats import Format
@@ -46,18 +47,14 @@ class Subject:
     failure: CheckpointingException | None = None
 
     @cached_property
+    def tree(self) -> Tree:
+        """What lies in the directory; of one file, only that."""
+        return walked(self.store.root, entry=self.store.entry)
+
+    @cached_property
     def files(self) -> Mapping[str, int]:
         """Every regular file of the checkpoint with its size, by relative path; the one file, if it is one."""
-        if self.store.entry is not None:
-            return {self.store.entry: self.store.sizes()[self.store.entry]}
-        found: dict[str, int] = {}
-        folders = [""]
-        while folders:
-            under = folders.pop()
-            prefix = f"{under}/" if under else ""
-            found.update((prefix + name, size) for name, size in self.store.sizes(under).items())
-            folders += [prefix + name for name in self.store.folders(under)]
-        return dict(sorted(found.items()))
+        return self.tree.files
 
     @cached_property
     def catalog(self) -> Catalog | None:

@@ -27,9 +27,9 @@ Several training systems save such directories, and name things their own way:
 * torchtitan: bare ``<fqn>``, ``optimizer.state.<fqn>.exp_avg``, ``train_state.step``, in ``checkpoint/step-10``;
 * Megatron's ``torch_dcp`` and ``fsdp_dtensor``: ``model.module.…``, ``optimizer.state.…``, ``args``, ``iteration``.
 
-attrs: ``metadata_extras`` (names of attributes of ``.metadata`` beyond DCP's own), ``orphans`` (keys of items that no
-entry refers to, if any), ``mcore_data`` where Megatron added it, ``iteration`` and ``args`` where an entry of one of
-these systems says them.
+attrs: ``metadata_extras`` (names of attributes of ``.metadata`` beyond DCP's own), ``item_files`` (names of the files
+that it names), ``orphans`` (keys of items that no entry refers to, if any), ``mcore_data`` where Megatron added it,
+``iteration`` and ``args`` where an entry of one of these systems says them.
 
 Not supported, refused by name: stream transforms other than zstd, Hugging Face storage.
 
@@ -54,7 +54,15 @@ from core.catalog import (
     metas_of,
     whole_fragment,
 )
-from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    Report,
+    TruncatedError,
+    UnsupportedError,
+    raising,
+)
 from core.formats import Format
 from core.formats.dcp_facts import stated_facts
 from core.formats.dcp_items import Item, ItemLayout, lay_out_items
@@ -112,26 +120,34 @@ def metadata_of(store: ReadStore) -> DcpMetadata:
 
     Without such a file, those of single ranks serve together.
     """
-    if store.exists(METADATA):
-        metadata = _metadata_in(store, METADATA)
-    elif ranks := rank_files(store):
-        metadata = merged([_metadata_in(store, name) for name in ranks], store)
-    else:
-        raise MissingShardError(
-            f"{METADATA} is not there; torch writes it last, so the save did not finish",
-            file=store.label,
-            hint="use an older checkpoint",
-        )
-    _check_files(store, metadata)
+    metadata = stated_metadata(store)
+    check_files(store, metadata)
     return with_raw_files(store, metadata)
+
+
+def stated_metadata(store: ReadStore) -> DcpMetadata:
+    """The same, whether or not the files that it names are there; raises as ``read`` does."""
+    if store.exists(METADATA):
+        return _metadata_in(store, METADATA)
+    if ranks := rank_files(store):
+        return merged([_metadata_in(store, name) for name in ranks], store)
+    raise MissingShardError(
+        f"{METADATA} is not there; torch writes it last, so the save did not finish",
+        file=store.label,
+        hint="use an older checkpoint",
+    )
 
 
 def _metadata_in(store: ReadStore, name: str) -> DcpMetadata:
     return read_metadata(store.read(name, 0, store.size(name)), label=name)
 
 
-def _check_files(store: ReadStore, metadata: DcpMetadata) -> None:
-    """Every named file is there and long enough."""
+def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = raising) -> None:
+    """Returns if every file that the metadata name is there and long enough.
+
+    Args:
+        report: told of each file that is not.
+    """
     ends = [0] * len(metadata.files)
     for file, offset, n_bytes in zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True):
         if offset + n_bytes > ends[file]:
@@ -139,35 +155,48 @@ def _check_files(store: ReadStore, metadata: DcpMetadata) -> None:
     number = {name: n for n, name in enumerate(metadata.files)}
     for item in metadata.objects.values():
         ends[number[item.file]] = max(ends[number[item.file]], item.offset + item.n_bytes)
-    for name, end in zip(metadata.files, ends, strict=True):
-        if not store.exists(name):
-            raise MissingShardError(
+    is_there = [store.exists(name) for name in metadata.files]
+    sizes = [store.size(name) if found else 0 for name, found in zip(metadata.files, is_there, strict=True)]
+    short = {n: size for n, (size, end) in enumerate(zip(sizes, ends, strict=True)) if end > size or not is_there[n]}
+    keys = _first_keys(metadata, short) if short else {}
+    for n, size in short.items():
+        name = metadata.files[n]
+        if not is_there[n]:
+            problem: CheckpointingException = MissingShardError(
                 f"{METADATA} names a file that is not there",
                 file=name,
-                key=_first_key(metadata, name, beyond=0),
+                key=keys.get(n),
                 hint="copy the checkpoint again, with all its files",
             )
-        size = store.size(name)
-        if end > size:
-            raise TruncatedError(
-                f"the file has {size} bytes, but {METADATA} places items up to byte {end}",
+        else:
+            problem = TruncatedError(
+                f"the file has {size} bytes, but {METADATA} places items up to byte {ends[n]}",
                 file=name,
-                key=_first_key(metadata, name, beyond=size),
-                span=(size, end),
+                key=keys.get(n),
+                span=(size, ends[n]),
                 hint="copy the checkpoint again, or use an older one",
             )
+        report(problem)
 
 
-def _first_key(metadata: DcpMetadata, file: str, *, beyond: int) -> str | None:
-    """The first tensor, else object, of which an item in ``file`` ends behind byte ``beyond``."""
-    for key in metadata.tensors:
-        for _, item in metadata.chunks(key):
-            if item.file == file and item.offset + item.n_bytes > beyond:
-                return key
+def _first_keys(metadata: DcpMetadata, limits: Mapping[int, int]) -> dict[int, str]:
+    """Number of a file → the first tensor, else object, of which an item in it ends behind a byte.
+
+    Args:
+        limits: number of a file → that byte.
+    """
+    found: dict[int, str] = {}
+    for tensor in metadata.tensors.values():
+        for row in range(tensor.first, tensor.first + tensor.n_chunks):
+            file = metadata.file_index[row]
+            if file in limits and metadata.item_offset[row] + metadata.item_bytes[row] > limits[file]:
+                found.setdefault(file, tensor.key)
+    number = {name: n for n, name in enumerate(metadata.files)}
     for key, item in metadata.objects.items():
-        if item.file == file and item.offset + item.n_bytes > beyond:
-            return key
-    return None
+        file = number[item.file]
+        if file in limits and item.offset + item.n_bytes > limits[file]:
+            found.setdefault(file, key)
+    return found
 
 
 def catalog_of(
@@ -201,7 +230,7 @@ def catalog_of(
     hidden = {raw: TensorMeta(raw, "uint8", (metadata.objects[key].n_bytes,)) for key, raw in raw_of.items()}
     hidden |= metas_of(inside)
     objects |= {key: StoredObject(key, raw_key=raw) for key, raw in raw_of.items()}
-    attrs: dict[str, object] = {"metadata_extras": metadata.extras}
+    attrs: dict[str, object] = {"metadata_extras": metadata.extras, "item_files": tuple(metadata.files)}
     if metadata.orphans:
         attrs["orphans"] = metadata.orphans
     if metadata.mcore_data is not None:

@@ -147,7 +147,12 @@ def is_big_endian(store: ReadStore, archive: Archive) -> bool:
         return False
     text = read_record(store, archive.file, order) if order.n_bytes <= 16 else b"?"
     if text not in (b"big", b"little"):
-        raise CorruptError(f"the byte order is {text!r}", file=archive.file)
+        raise CorruptError(
+            f"the byte order is {text!r}, neither little nor big",
+            file=archive.file,
+            span=order.span,
+            rule="torch.order",
+        )
     return text == b"big"
 
 
@@ -196,6 +201,7 @@ def read_record(store: ReadStore, file: str, record: Record) -> bytes:
             file=file,
             span=record.span,
             hint="copy the checkpoint again, or use an older one",
+            rule="torch.crc",
         )
     return data
 

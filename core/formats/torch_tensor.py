@@ -216,7 +216,8 @@ def located(storage: object, offset: object, size: object, stride: object, dtype
         if (last + 1) * itemsize > storage_bytes:
             raise CorruptError(
                 f"a tensor of shape {shape!r:.200} and strides {strides!r:.200} reaches byte "
-                f"{(last + 1) * itemsize} of a storage of {storage_bytes} bytes"
+                f"{(last + 1) * itemsize} of a storage of {storage_bytes} bytes",
+                rule="torch.storage",
             )
     found = Location(
         f"data/{key}",

@@ -293,7 +293,9 @@ class _Reading:
         record = content.records.get(location.record)
         if record is None:
             raise CorruptError(
-                f"the tensor lies in the record {location.record!r}, which the file does not have", key=key
+                f"the tensor lies in the record {location.record!r}, which the file does not have",
+                key=key,
+                rule="torch.storage",
             )
         if location.storage_bytes > record.n_bytes:
             raise CorruptError(
@@ -301,6 +303,7 @@ class _Reading:
                 f"{record.n_bytes}",
                 key=key,
                 span=record.span,
+                rule="torch.storage",
             )
         extent = encoded(
             content.file,

@@ -452,7 +452,9 @@ def check_kind(archive: Archive) -> None:
     if "constants.pkl" in archive.records:
         raise _torchscript(archive.file)
     if "data.pkl" not in archive.records:
-        raise UnsupportedError("a zip without data.pkl, so not one that torch.save wrote", file=archive.file)
+        raise UnsupportedError(
+            "a zip without data.pkl, so not one that torch.save wrote", file=archive.file, rule="torch.kind"
+        )
 
 
 def _torchscript(file: str) -> UnsupportedError:

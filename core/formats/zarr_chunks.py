@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from core.box import Shape, whole
 from core.catalog import Extent, Fragment, StoredArray, whole_fragment
-from core.errors import CorruptError, MissingShardError, TruncatedError
+from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, TruncatedError, raising
 from core.formats.zarr_chunk_names import is_like_a_chunk
 from core.formats.zarr_decode import EncodedChunk
 from core.formats.zarr_grid import ChunkGrid
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from core.store import ReadStore
 
 _COPY_AGAIN = "copy the checkpoint again, with all its files"
+_MOST_NAMED = 100
+"""Absent chunks of an array of which a check is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,13 @@ PlaceOf = Callable[[Shape, int], Place]
 
 
 def folder_places(
-    store: ReadStore, folder: str, array: ZarrArray, *, key: str, listing: Mapping[str, int] | None = None
+    store: ReadStore,
+    folder: str,
+    array: ZarrArray,
+    *,
+    key: str,
+    listing: Mapping[str, int] | None = None,
+    report: Report = raising,
 ) -> PlaceOf:
     """Where the chunks of an array lie that is a directory of files, once all of them are there.
 
@@ -50,6 +58,8 @@ def folder_places(
         folder: the array's directory, "" for the root.
         key: the tensor, for messages.
         listing: the files directly in ``folder``, if they are known.
+        report: told of single chunks that are absent, too short or too long, or beyond the grid; of a few where many
+            are absent.
 
     Raises:
         MissingShardError: a chunk is absent; names its file.
@@ -61,21 +71,27 @@ def folder_places(
         index = names.index(name)
         number = None if index is None else grid.number_of(index)
         if number is not None:
-            _check_size(array, size, file=_joined(folder, name), key=key)
+            problem = _size_problem(array, size, file=_joined(folder, name), key=key)
+            if problem is not None:
+                report(problem)
             found[number] = size
         elif is_like_a_chunk(name):
-            raise CorruptError(
-                f"a chunk of this name lies beyond the grid of {grid.counts} chunks of shape {grid.chunk_shape}",
-                file=_joined(folder, name),
-                key=key,
-                hint="the array's metadata and its chunks are not of the same checkpoint",
+            report(
+                CorruptError(
+                    f"a chunk of this name lies beyond the grid of {grid.counts} chunks of shape {grid.chunk_shape}",
+                    file=_joined(folder, name),
+                    key=key,
+                    hint="the array's metadata and its chunks are not of the same checkpoint",
+                    rule="zarr.beyond",
+                )
             )
     if len(found) != grid.n_chunks:
-        missing = grid.index_at(next(number for number in range(grid.n_chunks) if number not in found))
-        raise _missing(
-            f"a chunk is missing: {len(found)} of {grid.n_chunks} are there", _joined(folder, names.name(missing)), key
-        )
-    sizes = None if _is_plain(array) else columns("q", (found[number] for number in range(grid.n_chunks)))
+        text = f"a chunk is missing: {len(found)} of {grid.n_chunks} are there"
+        absent = (number for number in range(grid.n_chunks) if number not in found)
+        for number in islice(absent, _MOST_NAMED):
+            report(_missing(text, _joined(folder, names.name(grid.index_at(number))), key))
+    is_one_size = _is_plain(array) or len(found) != grid.n_chunks
+    sizes = None if is_one_size else columns("q", (found[number] for number in range(grid.n_chunks)))
     chunk_bytes = array.coding.n_bytes
 
     def place_of(index: Shape, number: int) -> Place:
@@ -110,7 +126,9 @@ def check_chunks(store: ReadStore, folder: str, array: ZarrArray, box: Box, *, k
         file = _joined(folder, array.names.name(index))
         if not store.exists(file):
             raise _missing("a chunk is missing", file, key)
-        _check_size(array, store.size(file), file=file, key=key)
+        problem = _size_problem(array, store.size(file), file=file, key=key)
+        if problem is not None:
+            raise problem
 
 
 def _missing(message: str, file: str, key: str) -> MissingShardError:
@@ -119,6 +137,7 @@ def _missing(message: str, file: str, key: str) -> MissingShardError:
         file=file,
         key=key,
         hint=f"{_COPY_AGAIN}; where the writer left out chunks of zeros, write them too (write_empty_chunks)",
+        rule="zarr.missing",
     )
 
 
@@ -126,22 +145,24 @@ def _is_plain(array: ZarrArray) -> bool:
     return array.sharding is None and array.coding.is_plain
 
 
-def _check_size(array: ZarrArray, size: int, *, file: str, key: str) -> None:
+def _size_problem(array: ZarrArray, size: int, *, file: str, key: str) -> CheckpointingException | None:
+    """What is wrong with the length of a chunk's file; None if nothing is."""
     if array.sharding is not None:
         n_inner = ChunkGrid(array.grid.chunk_shape, array.sharding.inner.shape).n_chunks
         least = index_bytes(n_inner, has_crc=array.sharding.has_crc)
         if size < least:
-            raise TruncatedError(
-                f"the shard has {size} bytes, but its index alone takes {least}", file=file, key=key, hint=_COPY_AGAIN
-            )
+            message = f"the shard has {size} bytes, but its index alone takes {least}"
+            return TruncatedError(message, file=file, key=key, hint=_COPY_AGAIN, rule="zarr.size")
     elif array.coding.is_plain and size != array.coding.n_bytes:
         kind = TruncatedError if size < array.coding.n_bytes else CorruptError
-        raise kind(
+        return kind(
             f"the chunk has {size} bytes, not the {array.coding.n_bytes} of {array.grid.chunk_shape} {array.dtype}",
             file=file,
             key=key,
             hint=_COPY_AGAIN,
+            rule="zarr.size",
         )
+    return None
 
 
 def _joined(folder: str, name: str) -> str:
@@ -234,6 +255,7 @@ def _shard_fragments(store: ReadStore, key: str, array: ZarrArray, box: Box, pla
                 file=place.file,
                 key=key,
                 hint=f"{_COPY_AGAIN}; where the writer left out chunks of zeros, write them too (write_empty_chunks)",
+                rule="zarr.inner",
             )
         if inner.is_plain and found[1] != inner.n_bytes:
             raise CorruptError(
@@ -241,6 +263,7 @@ def _shard_fragments(store: ReadStore, key: str, array: ZarrArray, box: Box, pla
                 file=place.file,
                 key=key,
                 span=(found[0], found[0] + found[1]),
+                rule="zarr.shard",
             )
         yield _fragment(key, inner, inside.box(at).shift(box.offset), Place(place.file, *found), inner.strides)
 

@@ -91,6 +91,7 @@ def read_index(
             file=file,
             key=key,
             hint="copy the checkpoint again, or use an older one",
+            rule="zarr.shard",
         )
     at = start if sharding.is_index_first else start + n_bytes - length
     data = store.read(file, at, length)
@@ -103,6 +104,7 @@ def read_index(
                 key=key,
                 span=(at, at + length),
                 hint="the shard is damaged or cut off; copy the checkpoint again",
+                rule="zarr.shard",
             )
     numbers = columns("Q")
     numbers.frombytes(data)
@@ -118,6 +120,7 @@ def read_index(
                 file=file,
                 key=key,
                 hint="the shard is damaged or cut off; copy the checkpoint again",
+                rule="zarr.shard",
             )
         numbers[2 * number] = start + offset
     return ShardIndex(numbers)

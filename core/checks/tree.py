@@ -1,0 +1,117 @@
+"""The files of a checkpoint, as the directory lists them: one walk, nothing is opened.
+
+Regular files, by name or by a symbolic link, count as files. Everything else (pipes, devices, sockets, links that lead
+nowhere, directories that cannot be listed) is told apart, so that no check ever opens it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAX_DEPTH = 64
+"""Directories in each other; more are not looked into."""
+
+_KINDS = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+@dataclass(slots=True)
+class Tree:
+    """What lies in a directory.
+
+    Args:
+        files: relative path → bytes, of every regular file.
+        folders: relative paths of the directories below, each once even if several links lead to it.
+        others: relative path → what it is that is neither.
+    """
+
+    files: dict[str, int] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
+    others: dict[str, str] = field(default_factory=dict)
+
+    def names_in(self, folder: str) -> dict[str, int]:
+        """Name → bytes, of the files directly in a directory ("" for the root)."""
+        prefix = f"{folder}/" if folder else ""
+        at = len(prefix)
+        return {
+            path[at:]: size for path, size in self.files.items() if path.startswith(prefix) and "/" not in path[at:]
+        }
+
+
+def walked(root: Path, *, entry: str | None = None) -> Tree:
+    """The tree of a directory, or of one file in it.
+
+    Args:
+        root: the directory.
+        entry: the one file that counts; None for all.
+    """
+    tree = Tree()
+    if entry is not None:
+        _look(tree, entry, root / entry)
+        return tree
+    seen: set[tuple[int, int]] = set()
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        waiting += reversed(_listed(tree, root, folder, seen))
+    tree.files = dict(sorted(tree.files.items()))
+    return tree
+
+
+def _listed(tree: Tree, root: Path, folder: str, seen: set[tuple[int, int]]) -> list[str]:
+    """Takes the content of a directory; returns the directories in it."""
+    path = root / folder
+    prefix = f"{folder}/" if folder else ""
+    below: list[str] = []
+    try:
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) in seen:
+            tree.others[folder] = "a link to a directory that was seen already"
+            return []
+        seen.add((status.st_dev, status.st_ino))
+        with os.scandir(path) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+    except OSError as err:
+        tree.others[folder] = f"a directory that cannot be listed ({_reason(err)})"
+        return []
+    if folder:
+        tree.folders.append(folder)
+    for entry in found:
+        try:
+            if entry.is_file():
+                tree.files[prefix + entry.name] = entry.stat().st_size
+            elif entry.is_dir():
+                below.append(prefix + entry.name)
+            else:
+                _look(tree, prefix + entry.name, path / entry.name)
+        except OSError as err:
+            tree.others[prefix + entry.name] = f"an entry that cannot be looked at ({_reason(err)})"
+    if folder.count("/") >= MAX_DEPTH and below:
+        tree.others[below[0]] = f"a directory more than {MAX_DEPTH} deep"
+        return []
+    return below
+
+
+def _look(tree: Tree, name: str, path: Path) -> None:
+    """Takes one entry."""
+    try:
+        status = os.stat(path)
+    except OSError as err:
+        is_link = path.is_symlink()
+        tree.others[name] = "a link that leads nowhere" if is_link else f"an entry that is gone ({_reason(err)})"
+        return
+    if stat.S_ISREG(status.st_mode):
+        tree.files[name] = status.st_size
+        return
+    tree.others[name] = next((what for is_it, what in _KINDS if is_it(status.st_mode)), "no regular file")
+
+
+def _reason(err: OSError) -> str:
+    return os.strerror(err.errno).lower() if err.errno else str(err)
