@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.encoding", "core.decoded", "core.json_object"),
         *("core.safe_pickle", "core.pickle_*"),
         *("core.live", "core.share"),
+        *("core.fingerprint", "core.fingerprint_kernel", "core.fingerprint_sums"),
         *("core.skeleton", "core.plain", "core.cast", "core.checksum", "core.coverage", "core.gather"),
     ),
     (
