@@ -23,7 +23,7 @@ a hint saying what to do next. The fields are printed by ``--json``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class CheckpointingException(Exception):
@@ -64,6 +64,11 @@ class CheckpointingException(Exception):
 
     def __str__(self) -> str:
         return f"{self.sentence}. {self.advice}" if self.hint else self.sentence
+
+    def breaking(self, rule: str) -> Self:
+        """The error, told to break a rule unless it names one itself."""
+        self.rule = self.rule or rule
+        return self
 
     @property
     def advice(self) -> str:

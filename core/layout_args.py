@@ -10,7 +10,7 @@ Source: Megatron-LM d98e8a64 ``training/{arguments,checkpointing}.py``; argument
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from core.errors import CorruptError, UnsupportedError
 from core.inert import Inert, as_mapping, attributes
@@ -322,22 +322,18 @@ LAYOUT_FIELDS = (
 """Arguments on which the ranks of one checkpoint must agree."""
 
 
-def check_agree(args: object, other: object, *, rank: str, other_rank: str) -> None:
-    """Compares the layout arguments of two ranks.
-
-    Raises:
-        CorruptError: they differ; names the argument and both values.
-    """
+def disagreements(args: object, other: object, *, rank: str, other_rank: str) -> Iterator[CorruptError]:
+    """What the layout arguments of two ranks differ in: names the argument and both values."""
     mine, theirs = fields_of(args), fields_of(other)
     for name in LAYOUT_FIELDS:
         if mine.get(name) != theirs.get(name):
-            raise CorruptError(
+            yield CorruptError(
                 f"argument {name} is {mine.get(name)!r} here and {theirs.get(name)!r} in {other_rank}",
                 rank=rank,
                 hint="the rank directories are not of one checkpoint",
             )
     if pipeline_of(mine, file=rank) != pipeline_of(theirs, file=other_rank):
-        raise CorruptError(
+        yield CorruptError(
             f"the arguments distribute layers over pipeline stages otherwise than in {other_rank}",
             rank=rank,
             hint="the rank directories are not of one checkpoint",

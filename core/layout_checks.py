@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from core.box import Shape
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError, raising
 from core.layout_facts import PREDICTION_STACK, Facts
 from core.layout_hybrid import SYMBOLS
 from core.layout_rules import Layer, Rule, Rules
@@ -19,8 +19,11 @@ ADAPTER = ".adapter."
 """What is in the names of parameters that adapt others."""
 
 
-def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
+def check_complete(names: Iterable[str], facts: Facts, rules: Rules, *, report: Report = raising) -> None:
     """A model has its embeddings, all its layers, all their experts, and the same parameters in layers of one kind.
+
+    Args:
+        report: takes what is wrong (rules ``layout.tensor``, ``.layers``, ``.experts``); raises it, if none is given.
 
     Raises:
         MissingShardError: something is absent; names it.
@@ -31,14 +34,14 @@ def check_complete(names: Iterable[str], facts: Facts, rules: Rules) -> None:
         return  # adapters alone, without the model that they adapt
     for name in (facts.kind.embedding, *(() if facts.is_tied else (facts.kind.output,))):
         if name not in present:
-            raise MissingShardError("the tensor is not in the checkpoint", key=name)
+            report(MissingShardError("the tensor is not in the checkpoint", key=name).breaking("layout.tensor"))
     subs: dict[str, dict[int, set[str]]] = {stack: {} for stack in rules.stacks}
     for name in present:
         found = rules.layer_of(name)
         if found is not None and not _is_optional(name, rules):
             subs[found.stack].setdefault(found.number, set()).add(found.sub)
     for stack, subs_of in subs.items():
-        _check_stack(stack, subs_of, facts, rules)
+        _check_stack(stack, subs_of, facts, rules, report)
 
 
 def check_predictions(facts: Facts, topology: Topology) -> None:
@@ -57,7 +60,7 @@ def check_predictions(facts: Facts, topology: Topology) -> None:
         )
 
 
-def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: Facts, rules: Rules) -> None:
+def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: Facts, rules: Rules, report: Report) -> None:
     """A stack has all its layers, and layers of one kind have the same parameters.
 
     Args:
@@ -66,19 +69,38 @@ def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: Facts, rule
     n_layers = facts.stacks.get(stack, 0)
     missing = sorted(set(range(n_layers)) - set(subs_of))
     if missing:
-        raise MissingShardError(f"layers {listed(missing)} of {n_layers} are not in the checkpoint")
+        key = stack.rstrip(".")
+        report(
+            "layers", MissingShardError(f"layers {listed(missing)} of {n_layers} are not in the checkpoint", key=key)
+        )
     extra = sorted(set(subs_of) - set(range(n_layers)))
     if extra:
-        raise CorruptError(f"there are layers {listed(extra)}, but the model has {n_layers}")
+        key = stack.rstrip(".")
+        report(
+            CorruptError(f"there are layers {listed(extra)}, but the model has {n_layers}", key=key).breaking(
+                "layout.layers"
+            )
+        )
     every: dict[object, set[str]] = {}
-    kinds = {layer: _kind(stack, layer, subs, facts) for layer, subs in sorted(subs_of.items())}
-    for layer, subs in subs_of.items():
-        every.setdefault(kinds[layer], set()).update(subs)
+    kinds: dict[int, object] = {}
     for layer, subs in sorted(subs_of.items()):
-        absent = every[kinds[layer]] - subs
-        if absent:
-            raise MissingShardError("other layers have this tensor", key=str(Layer(stack, layer, min(absent))))
-        _check_experts(stack, layer, subs, facts, rules)
+        if layer >= n_layers:
+            continue
+        try:
+            kinds[layer] = _kind(stack, layer, subs, facts)
+        except CheckpointingException as err:
+            report(err.breaking("layout.layers"))
+    for layer, kind in kinds.items():
+        every.setdefault(kind, set()).update(subs_of[layer])
+    for layer, kind in kinds.items():
+        subs = subs_of[layer]
+        _check_experts(stack, layer, subs, facts, rules, report=report)
+        held = _experts_in(subs, rules)
+        for absent in sorted(every[kind] - subs):
+            expert = rules.expert_of(absent)
+            if expert is None or expert.number in held:
+                what = "other layers have this tensor"
+                report(MissingShardError(what, key=str(Layer(stack, layer, absent))).breaking("layout.tensor"))
 
 
 def _kind(stack: str, layer: int, subs: Iterable[str], facts: Facts) -> object:
@@ -106,22 +128,23 @@ def _is_optional(name: str, rules: Rules) -> bool:
     return rule.kind == "opaque" or rule.single is not None or rules.is_unknown(name)
 
 
-def _check_experts(stack: str, layer: int, subs: Iterable[str], facts: Facts, rules: Rules) -> None:
+def _check_experts(stack: str, layer: int, subs: Iterable[str], facts: Facts, rules: Rules, *, report: Report) -> None:
     """A layer has the experts that the arguments say, and none beyond."""
-    experts = (rules.expert_of(sub) for sub in subs)
-    numbers = {expert.number for expert in experts if expert is not None and expert.number is not None}
+    numbers = _experts_in(subs, rules)
     wanted = set(range(facts.n_experts or 0)) if facts.has_experts(stack, layer) else set()
     name = str(Layer(stack, layer, "mlp.experts"))
     if wanted - numbers:
-        raise MissingShardError(
-            f"experts {listed(sorted(wanted - numbers))} of {len(wanted)} are not in the checkpoint", key=name
-        )
+        what = f"experts {listed(sorted(wanted - numbers))} of {len(wanted)} are not in the checkpoint"
+        report(MissingShardError(what, key=name).breaking("layout.experts"))
     if numbers - wanted:
-        raise CorruptError(
-            f"there are experts {listed(sorted(numbers - wanted))}, but the arguments give this layer {len(wanted)} "
-            "(num_experts, moe_layer_freq)",
-            key=name,
-        )
+        what = f"there are experts {listed(sorted(numbers - wanted))}, but the arguments give this layer {len(wanted)}"
+        report(CorruptError(f"{what} (num_experts, moe_layer_freq)", key=name).breaking("layout.experts"))
+
+
+def _experts_in(subs: Iterable[str], rules: Rules) -> set[int]:
+    """The experts of which a layer has a parameter."""
+    experts = (rules.expert_of(sub) for sub in subs)
+    return {expert.number for expert in experts if expert is not None and expert.number is not None}
 
 
 def fc2_of(name: str) -> str:

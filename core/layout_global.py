@@ -55,9 +55,9 @@ def unshard_global(
 ) -> Catalog:
     """The global per-layer form of a catalog of global tensors; see ``core.layout.unshard``."""
     catalog = joined(catalog, rules)
-    prefix = _prefix_of(catalog, rules)
-    common = _common_of(catalog)
-    facts = facts_of(common.get("args"), names=rules.model_of(_numbered_names(catalog, prefix, rules)))
+    prefix = prefix_of(catalog, rules)
+    common = common_entries(catalog)
+    facts = facts_of(common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules)))
     notes = texts_of(catalog, "notes")
     dropped: list[str] = []
     entry = common.pop(OPTIMIZER, None)
@@ -69,10 +69,10 @@ def unshard_global(
         check_version(common)
     beside = {leaf.key for leaf in walk([common, states]) if isinstance(leaf, TensorLeaf)}
     wanted = [key for key in catalog.tensors if not is_optimizer_key(key) and key not in beside]
-    if prefix and any(_is_random_state(key) for key in wanted):
-        wanted = [key for key in wanted if not _is_random_state(key)]
+    if prefix and any(is_random_state(key) for key in wanted):
+        wanted = [key for key in wanted if not is_random_state(key)]
         dropped.append("rng_state (of one rank; start Megatron with --no-load-rng)")
-    origins = origins_of(catalog, {key: _without(prefix, key) for key in wanted}, facts, rules)
+    origins = origins_of(catalog, {key: without_prefix(prefix, key) for key in wanted}, facts, rules)
     metas = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
     check_complete(metas, facts, rules)
     said, facts = facts, with_gate(facts, {name: meta.shape for name, meta in metas.items()})
@@ -134,7 +134,7 @@ def is_megatron(catalog: Catalog, rules: Rules) -> bool:
         return False
     if not any(rules.has_main_stack(key.removeprefix(prefix)) for prefix in _PREFIXES for key in catalog.tensors):
         return False
-    args = _common_of(catalog).get("args")
+    args = common_entries(catalog).get("args")
     known = attributes(args) or as_mapping(args) or {}
     return "tensor_model_parallel_size" in known
 
@@ -143,7 +143,7 @@ def _has_stack(key: str, prefix: str, rules: Rules) -> bool:
     return key.startswith(prefix) and rules.has_main_stack(key[len(prefix) :])
 
 
-def _numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]:
+def numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]:
     """The tensors' names; of one that stacks layers, that of its last."""
     for key, meta in catalog.tensors.items():
         name = key.removeprefix(prefix)
@@ -151,7 +151,7 @@ def _numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str
         yield str(Layer(stacked[0], meta.shape[0] - 1, stacked[1])) if stacked and meta.shape else name
 
 
-def _prefix_of(catalog: Catalog, rules: Rules) -> str:
+def prefix_of(catalog: Catalog, rules: Rules) -> str:
     """What stands before Megatron's names in the keys.
 
     Raises:
@@ -167,7 +167,7 @@ def _prefix_of(catalog: Catalog, rules: Rules) -> str:
     )
 
 
-def _without(prefix: str, key: str) -> str:
+def without_prefix(prefix: str, key: str) -> str:
     """A key without the prefix that all keys of the model have.
 
     Raises:
@@ -191,12 +191,12 @@ def _of_format(catalog: Catalog) -> dict[str, object]:
     return found
 
 
-def _is_random_state(key: str) -> bool:
+def is_random_state(key: str) -> bool:
     """Whether a tensor belongs to the random states of a single rank's file."""
     return key == RNG or key.startswith(RNG + ".")
 
 
-def _common_of(catalog: Catalog) -> dict[object, object]:
+def common_entries(catalog: Catalog) -> dict[object, object]:
     """The entries beside the model by name, ``args`` among them."""
     found = as_mapping(catalog.attrs.get("common"))
     if found is not None:

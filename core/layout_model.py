@@ -9,7 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.catalog import Catalog, Coords, StoredArray
-from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    Report,
+    UnknownTensorError,
+    UnsupportedError,
+    raising,
+)
 from core.inert import Global, Inert, TensorLeaf, as_mapping
 from core.layout_checks import listed
 from core.layout_chunk import Chunk, chunk_of
@@ -55,28 +63,44 @@ class RankModel:
     files: dict[Rank, RankFile] = field(default_factory=dict)
 
 
-def merged(catalog: Catalog, ranks: Mapping[Coords, tuple[str, object]], facts: Facts, rules: Rules) -> RankModel:
-    """All chunks under global names, each name with its place in the whole model."""
+def merged(
+    catalog: Catalog,
+    ranks: Mapping[Coords, tuple[str, object]],
+    facts: Facts,
+    rules: Rules,
+    *,
+    report: Report = raising,
+) -> RankModel:
+    """All chunks under global names, each name with its place in the whole model.
+
+    Args:
+        report: takes what is wrong (rules ``layout.ranks``, ``.chunks``, ``.names``, ``.layers``, ``.entries``), which is
+            then left out; raises it, if none is given.
+    """
     topology = facts.topology
     stages = facts.stages(topology.pp, topology.vpp)
     files = {topology.rank_at(coords): found for coords, found in ranks.items()}
-    _check_ranks(files, topology)
+    _check_ranks(files, topology, report)
     model = RankModel()
     for vp_rank in range(topology.vpp):
         heads: dict[int, tuple[Chunk, list[str], dict[str, tuple[int, int]]]] = {}
         for rank, (folder, root) in files.items():
-            flat = flattened(chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder), rank=folder)
+            try:
+                flat = flattened(chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder), rank=folder)
+            except CheckpointingException as err:
+                report(err.breaking("layout.chunks"))
+                continue
             model.nesting |= flat.nesting
             entries, local = flat.entries, list(flat.entries)
             where = (vp_rank, rank.pp)
             chunk = Chunk(folder, rank, where, stages, facts, rules)
             if rank.pp not in heads:
                 heads[rank.pp] = (chunk, local, chunk.places(local))
-                _check_layers(local, stages, where, rules, rank=folder)
+                _check_layers(local, stages, where, rules, report, rank=folder)
             head, names, places = heads[rank.pp]
             chunk = replace(chunk, known=head.known)
             if local != names:
-                _check_names(local, names, rank=folder, other=head.folder)
+                _check_names(local, names, report, rank=folder, other=head.folder)
                 places = chunk.places(local)
             params = [
                 Param(chunk, name, _array(catalog, leaf))
@@ -87,7 +111,10 @@ def merged(catalog: Catalog, ranks: Mapping[Coords, tuple[str, object]], facts: 
             held = (*(() if known is None else known.params), *params)
             model.files[rank] = RankFile(rank, folder, as_mapping(root) or {}, held)
             for name, leaf in entries.items():
-                _add(model, catalog, chunk, name, leaf, place=places[name])
+                try:
+                    _add(model, catalog, chunk, name, leaf, place=places[name])
+                except CheckpointingException as err:
+                    report(err.breaking("layout.entries"))
             _add_versions(model, chunk, flat.versions)
     if model.expert_names == "grouped":
         _add_expert_states(model, rules)
@@ -105,19 +132,16 @@ def _add_head(model: RankModel, facts: Facts) -> None:
         model.module_order[head] = max(model.module_order.values())
 
 
-def _check_ranks(files: Iterable[Rank], topology: Topology) -> None:
-    """Every shard of what is cut over TP is in some file.
-
-    Raises:
-        MissingShardError: older Megatron left out ranks whose experts another rank holds as well.
-    """
+def _check_ranks(files: Iterable[Rank], topology: Topology, report: Report) -> None:
+    """Every shard of what is cut over TP is in some file: older Megatron left out ranks whose experts another holds."""
     missing = sorted(set(range(topology.tp)) - {rank.tp for rank in files})
     if missing:
-        raise MissingShardError(
+        error = MissingShardError(
             f"the shards of TP ranks {listed(missing)} are in no file: before core 0.19, Megatron did not save every "
             f"rank of {topology}",
             hint="save the model again with a newer Megatron-LM, or as torch_dist",
         )
+        report(error.breaking("layout.ranks"))
 
 
 def _add(model: RankModel, catalog: Catalog, chunk: Chunk, name: str, leaf: object, *, place: tuple[int, int]) -> None:
@@ -216,7 +240,9 @@ def _rule_of(name: str, catalog: Catalog, key: str, chunk: Chunk) -> Rule:
         return rules.rule_of(name, shapes=shapes, hidden_size=facts.hidden_size, tp=facts.topology.tp)
 
 
-def _check_layers(names: Sequence[str], stages: Stages, where: tuple[int, int], rules: Rules, *, rank: str) -> None:
+def _check_layers(
+    names: Sequence[str], stages: Stages, where: tuple[int, int], rules: Rules, report: Report, *, rank: str
+) -> None:
     """A chunk holds exactly the layers that its stage should."""
     held: dict[str, set[int]] = {stack: set() for stack in rules.stacks}
     for name in names:
@@ -227,16 +253,18 @@ def _check_layers(names: Sequence[str], stages: Stages, where: tuple[int, int], 
         count = stages.count(stack, *where)
         missing = sorted(set(range(count)) - layers)
         if missing:
-            raise MissingShardError(f"layers {listed(missing)} of this stage's {count} are not there", rank=rank)
+            what = f"layers {listed(missing)} of this stage's {count} are not there"
+            report(MissingShardError(what, rank=rank).breaking("layout.layers"))
         extra = sorted(layers - set(range(count)))
         if extra:
-            raise CorruptError(f"layers {listed(extra)} are beyond the {count} that this stage should hold", rank=rank)
+            what = f"layers {listed(extra)} are beyond the {count} that this stage should hold"
+            report(CorruptError(what, rank=rank).breaking("layout.layers"))
 
 
-def _check_names(names: Sequence[str], others: Sequence[str], *, rank: str, other: str) -> None:
+def _check_names(names: Sequence[str], others: Sequence[str], report: Report, *, rank: str, other: str) -> None:
     """Ranks of one stage hold the same names: experts are numbered anew in each."""
     missing, extra = sorted(set(others) - set(names)), sorted(set(names) - set(others))
     if missing:
-        raise MissingShardError(f"{listed(missing)} is in {other}, but not here", rank=rank)
+        report(MissingShardError(f"{listed(missing)} is in {other}, but not here", rank=rank).breaking("layout.names"))
     if extra:
-        raise MissingShardError(f"{listed(extra)} is in {rank}, but not here", rank=other)
+        report(MissingShardError(f"{listed(extra)} is in {rank}, but not here", rank=other).breaking("layout.names"))

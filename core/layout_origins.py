@@ -15,7 +15,7 @@ from itertools import product
 
 from core.box import Box, Shape
 from core.catalog import Catalog, Fragment, TensorMeta
-from core.errors import CorruptError
+from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.layout_facts import Facts
 from core.layout_rules import Layer, Rules
 
@@ -33,11 +33,15 @@ class Origin:
     at: tuple[int, ...] = ()
 
 
-def origins_of(catalog: Catalog, names: Mapping[str, str], facts: Facts, rules: Rules) -> dict[str, Origin]:
+def origins_of(
+    catalog: Catalog, names: Mapping[str, str], facts: Facts, rules: Rules, *, report: Report = raising
+) -> dict[str, Origin]:
     """Global per-layer name → where it comes from.
 
     Args:
         names: key of the source → Megatron's name of the tensor, which may stack layers and experts.
+        report: takes what is wrong (rules ``layout.stacks``, ``.entries``), which is then left out; raises it, if
+            none is given.
 
     Raises:
         CorruptError: two tensors are one, or a stack has other extents than the model.
@@ -56,16 +60,18 @@ def origins_of(catalog: Catalog, names: Mapping[str, str], facts: Facts, rules: 
 
     for key, stored in names.items():
         shape = catalog.tensors[key].shape
-        found = names_in(stored, facts, rules)
-        at, _ = found[-1]
-        wanted = tuple(number + 1 for number in at)
-        if shape[: len(wanted)] != wanted:
-            raise CorruptError(
-                f"a stack of shape {shape} in a model of {facts.n_layers} layers and {facts.n_experts or 0} experts",
-                key=key,
-            )
-        for at, name in found:
-            add(name, key, at)
+        try:
+            found = names_in(stored, facts, rules)
+            at = found[-1][0]
+            wanted = tuple(number + 1 for number in at)
+            if shape[: len(wanted)] != wanted:
+                of = f"{facts.n_layers} layers and {facts.n_experts or 0} experts"
+                report(CorruptError(f"a stack of shape {shape} in a model of {of}", key=key).breaking("layout.stacks"))
+                found = [(at, name) for at, name in found if all(i < n for i, n in zip(at, shape, strict=False))]
+            for at, name in found:
+                add(name, key, at)
+        except CheckpointingException as err:
+            report(err.breaking("layout.entries"))
     return origins
 
 

@@ -90,8 +90,8 @@ def unshard_ranks(
             "this is one rank of a checkpoint; the others are needed as well",
             hint="point at the directory that holds the rank directories",
         )
-    ranks = _ranks_of(catalog)
-    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(_local_names(ranks)))
+    ranks = ranks_of(catalog)
+    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(local_names(ranks)))
     check_predictions(facts, facts.topology)
     notes: list[str] = []
     dropped: list[str] = []
@@ -101,7 +101,7 @@ def unshard_ranks(
     common, objects = others.common, others.objects
     version = check_version(common, has_old_names=facts.kind.is_legacy)
     _settle_states(model, store, dropped)
-    is_down_proj_cut = _settle_rules(model, facts)
+    is_down_proj_cut = settle_rules(model, facts)
     found = _optimizer(catalog, model, facts, rules, store=store, optim=optim, dropped=dropped)
     states: dict[str, HeldTensor] = {}
     copies: dict[str, Sequence[StoredArray]] = {}
@@ -111,17 +111,17 @@ def unshard_ranks(
         notes += found.notes
         dropped += found.dropped
     n_rows = _vocab_rows(facts, given=vocab_size, keep_padded=keep_padded_vocab, model=model, notes=notes)
-    stored = {name: _checked_shape(name, tensor, facts.topology) for name, tensor in model.tensors.items()}
+    stored = {name: checked_shape(name, tensor, facts.topology) for name, tensor in model.tensors.items()}
     said, facts = facts, with_sizes(facts, stored, rules)
     notes += gate_notes(said, facts)
-    _check_shapes(model, stored, facts)
+    check_shapes(model, stored, facts)
     order = sorted(model.order, key=model.order.__getitem__)
     shapes = {name: stored[name] for name in order if name in stored}
     for name, shape in shapes.items():
         if model.tensors[name].rule.kind == "vocab":
             shapes[name] = cut_vocab(shape, name, facts, n_rows=n_rows, target_tp=target_tp, notes=notes)
     for key, state in states.items():
-        _checked_shape(key, state, facts.topology, like=model.tensors[param_of(key)])
+        checked_shape(key, state, facts.topology, like=model.tensors[param_of(key)])
         shapes[key] = shapes[param_of(key)]
     tensors = {**model.tensors, **states}
     if version < OLDEST:
@@ -184,7 +184,7 @@ def _looks_of(model: RankModel, root: Mapping[object, object]) -> dict[str, obje
     }
 
 
-def _check_shapes(model: RankModel, stored: Mapping[str, Shape], facts: Facts) -> None:
+def check_shapes(model: RankModel, stored: Mapping[str, Shape], facts: Facts) -> None:
     """The tensors have the shapes that the arguments and their rules ask for.
 
     Args:
@@ -196,13 +196,14 @@ def _check_shapes(model: RankModel, stored: Mapping[str, Shape], facts: Facts) -
         check_parts(rule, shape, facts, key=name)
 
 
-def _ranks_of(catalog: Catalog) -> Mapping[Coords, tuple[str, object]]:
+def ranks_of(catalog: Catalog) -> Mapping[Coords, tuple[str, object]]:
+    """Coordinates → (directory, content of its file), of a rank catalog."""
     ranks = catalog.attrs.get("ranks")
     assert isinstance(ranks, Mapping), "a rank catalog lists its ranks"
     return ranks
 
 
-def _local_names(ranks: Mapping[Coords, tuple[str, object]]) -> Iterator[str]:
+def local_names(ranks: Mapping[Coords, tuple[str, object]]) -> Iterator[str]:
     """The names in all chunks of every pipeline stage, from one of its ranks."""
     stages = {dict(coords).get("pp"): found for coords, found in ranks.items()}
     for folder, root in stages.values():
@@ -276,7 +277,7 @@ def _settle_states(model: RankModel, store: ReadStore | None, dropped: list[str]
             model.extra_states[name] = [None]
 
 
-def _settle_rules(model: RankModel, facts: Facts) -> bool:
+def settle_rules(model: RankModel, facts: Facts) -> bool:
     """Cuts what its rule replicates where every rank has only its share of the rows; returns whether there is such.
 
     One rank alone does not show it; there it is the local implementation that cuts.
@@ -291,7 +292,7 @@ def _settle_rules(model: RankModel, facts: Facts) -> bool:
     return is_cut
 
 
-def _checked_shape(name: str, tensor: HeldTensor, topology: Topology, *, like: HeldTensor | None = None) -> Shape:
+def checked_shape(name: str, tensor: HeldTensor, topology: Topology, *, like: HeldTensor | None = None) -> Shape:
     """The global shape; every rank's must agree, and be that of ``like``."""
     head = tensor.held[0]
     axis = tensor.rule.cut_axis

@@ -12,11 +12,24 @@ from core.catalog import Catalog
 from core.checks import Level
 from core.checks.tree import Tree, walked
 from core.errors import CheckpointingException
-from core.finding import Finding
+from core.finding import Finding, Severity
 from core.formats import Format
 from core.layout_rules import Rules
 from core.open import Checkpoint
 from core.store import LocalStore
+
+
+@dataclass(frozen=True, slots=True)
+class Salvaged:
+    """Metadata as far as it can be read.
+
+    Args:
+        catalog: all of it, or what makes sense; None if nothing does.
+        problems: what is wrong with what was left out.
+    """
+
+    catalog: Catalog | None
+    problems: tuple[CheckpointingException, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -67,6 +80,30 @@ class Subject:
         except CheckpointingException as err:
             self.failure = self.failure or err
             return None
+
+    @cached_property
+    def salvaged(self) -> Salvaged:
+        """The metadata, or what of it makes sense where reading it fails."""
+        if self.catalog is not None or self.format is None or self.format.salvage is None:
+            return Salvaged(self.catalog)
+        problems: list[CheckpointingException] = []
+        try:
+            found = self.format.salvage(self.store, problems.append)
+        except CheckpointingException:
+            return Salvaged(None, tuple(problems))
+        return Salvaged(found, tuple(problems))
+
+    def is_explained(self, file: str | None, span: tuple[int, int] | None = None) -> bool:
+        """Whether an error was found in a file, or in a part of it, so that what follows from it is not said again.
+
+        Args:
+            span: bytes; None for the whole file.
+        """
+        for finding in self.findings:
+            if finding.severity == Severity.ERROR and finding.file == file:
+                if span is None or finding.span is None or (finding.span[0] < span[1] and span[0] < finding.span[1]):
+                    return True
+        return False
 
     @cached_property
     def canonical(self) -> Canonical | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from core.errors import UnsupportedError
+from core.errors import Report, UnsupportedError
 
 if TYPE_CHECKING:
     from core.catalog import Catalog
@@ -45,6 +45,8 @@ class Format:
         splits_files: whether ``lay_out`` keeps its files below ``attrs["max_file_bytes"]``.
         adapt: what a catalog of global tensors becomes before it is cut, where the format has names of its own.
         check: raises what ``lay_out`` would, without making images; None if there is no shorter way than that.
+        salvage: as ``read``, for what is damaged: tells what is wrong, and leaves it out; None where there is nothing
+            between all and nothing.
         carries_files: whether files beside the weights (``Catalog.attrs["carried"]``, ``["documents"]``) can be stored.
     """
 
@@ -66,6 +68,7 @@ class Format:
     adapt: Callable[[Catalog], Catalog] | None = None
     sample: Callable[[ReadStore], Catalog] | None = None
     check: Callable[[Catalog], None] | None = None
+    salvage: Callable[[ReadStore, Report], Catalog] | None = None
 
     def __reduce__(self) -> tuple[Callable[[str], Format], tuple[str]]:
         """Another process has the same formats, by their names."""

@@ -66,7 +66,7 @@ from core.errors import (
 from core.formats import Format
 from core.formats.dcp_facts import stated_facts
 from core.formats.dcp_items import Item, ItemLayout, lay_out_items
-from core.formats.dcp_metadata import DcpItem, DcpMetadata, read_metadata
+from core.formats.dcp_metadata import DcpItem, DcpMetadata, read_metadata, salvaged_metadata
 from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.dcp_ranks import RANK_METADATA, merged, rank_files
 from core.formats.dcp_safetensors import with_raw_files
@@ -113,6 +113,17 @@ def read(store: ReadStore) -> Catalog:
     """
     catalog = catalog_of(metadata_of(store), format="dcp", store=store)
     return catalog.with_attrs(**stated_facts(catalog, store))
+
+
+def salvage(store: ReadStore, report: Report) -> Catalog:
+    """What of the catalog makes sense; files need not be there. The rules are those of ``salvaged_metadata``.
+
+    Raises:
+        MissingShardError: there is no ``.metadata``.
+        CorruptError, UnsupportedError, UnsafeError: nothing of it can be read.
+    """
+    metadata = salvaged_metadata(store.read(METADATA, 0, store.size(METADATA)), label=METADATA, report=report)
+    return catalog_of(metadata, format="dcp", without=tuple(metadata.object_descriptors))
 
 
 def metadata_of(store: ReadStore) -> DcpMetadata:
@@ -435,5 +446,6 @@ FORMAT = Format(
     lay_out=lay_out,
     aliases=("torch_dcp",),
     partition="as_stored",
+    salvage=salvage,
     splits_files=True,
 )

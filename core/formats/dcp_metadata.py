@@ -35,7 +35,15 @@ from typing import Any
 
 from core.contained import run_contained
 from core.dtypes import DTYPES, dtype_of
-from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsafeError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    Report,
+    UnsafeError,
+    UnsupportedError,
+    raising,
+)
 from core.formats.dcp_columns import DcpChunk, DcpItem, DcpMetadata, DcpTensor
 from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.dcp_records import (
@@ -90,10 +98,28 @@ def read_metadata(data: bytes, *, label: str) -> DcpMetadata:
         return found if found is not None else _metadata_by_machine(data, label)
 
 
-def _metadata_by_machine(data: bytes, label: str) -> DcpMetadata:
+def salvaged_metadata(data: bytes, *, label: str, report: Report) -> DcpMetadata:
+    """What of a ``.metadata`` makes sense, the rest left out.
+
+    Args:
+        report: takes what does not; rules: ``dcp.items``, ``dcp.out_of_bounds``, ``dcp.no_item``, ``dcp.entries``.
+
+    Raises:
+        CorruptError, UnsafeError, UnsupportedError: no entry of it can be read.
+    """
+
+    def placed(error: CheckpointingException) -> None:
+        error.file = error.file or label
+        report(error)
+
+    with gc_paused():
+        return _metadata_by_machine(data, label, report=placed)
+
+
+def _metadata_by_machine(data: bytes, label: str, *, report: Report = raising) -> DcpMetadata:
     """read_metadata the hardened way, which also finds the words for what is wrong."""
     try:
-        return _Reader(read_by_machine(data, label=label)).read()
+        return _Reader(read_by_machine(data, label=label), report=report).read()
     except CheckpointingException as err:
         err.file = err.file or label
         raise
@@ -157,9 +183,14 @@ def _unpack(packed: bytes) -> DcpMetadata:
 
 
 class _Reader:
-    """Turns the record tree into columns and checks every number on the way."""
+    """Turns the record tree into columns and checks every number on the way.
 
-    def __init__(self, root: object) -> None:
+    Args:
+        report: takes what is wrong, which is then left out.
+    """
+
+    def __init__(self, root: object, *, report: Report = raising) -> None:
+        self._report = report
         if type(root) is not Root:
             what = getattr(root, "class_name", type(root).__name__)
             if any(classify(name) == "dangerous" for name in globals_of(root)):
@@ -192,15 +223,10 @@ class _Reader:
             raise CorruptError("Metadata has no state_dict_metadata")
         used = 0
         for key, entry in entries.items():
-            if type(key) is not str:
-                raise CorruptError(f"a key of state_dict_metadata is a {type(key).__name__}")
-            if type(entry) is Tensor:
-                used += self._read_tensor(key, _state(entry, key))
-            elif type(entry) is Bytes:
-                used += self._read_object(key)
-            else:
-                what = getattr(entry, "class_name", type(entry).__name__)
-                raise UnsupportedError(f"the entry is a {what}, neither tensor nor bytes", key=key)
+            try:
+                used += self._read_entry(key, entry)
+            except CheckpointingException as err:
+                self._report(err.breaking("dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries"))
         version = self.state.get("version")
         planner_data, is_known = self._planner_data()
         extras = [name for name in self.state if name not in _ATTRIBUTES]
@@ -222,45 +248,64 @@ class _Reader:
             object_descriptors=self.object_descriptors,
         )
 
+    def _read_entry(self, key: object, entry: object) -> int:
+        """Adds a tensor or an object; returns how many distinct items it uses."""
+        if type(key) is not str:
+            raise CorruptError(f"a key of state_dict_metadata is a {type(key).__name__}")
+        if type(entry) is Tensor:
+            return self._read_tensor(key, _state(entry, key))
+        if type(entry) is Bytes:
+            return self._read_object(key)
+        what = getattr(entry, "class_name", type(entry).__name__)
+        raise UnsupportedError(f"the entry is a {what}, neither tensor nor bytes", key=key)
+
     def _read_items(self) -> None:
         storage = self.state.get("storage_data")
         if type(storage) is not dict:
             raise CorruptError("Metadata has no storage_data")
-        files = self.files
         for index, info in storage.items():
-            if type(index) is not Index or type(info) is not Storage:
-                _refuse_storage(index, info)
             try:
-                (where,) = index
-                (item,) = info
-                key, at = where["fqn"], where.get("offset")
-                name, offset, n_bytes = item["relative_path"], item["offset"], item["length"]
-            except (ValueError, KeyError, TypeError, AttributeError) as err:
-                raise CorruptError(f"malformed entry of storage_data: {type(err).__name__} {err}") from err
-            if type(key) is not str or type(name) is not str:
-                raise CorruptError("malformed entry of storage_data: a name is not text")
-            file = files.get(name)
-            if file is None:
-                file = files[checked_name(name)] = len(files)
-                self.names.append(name)
-            if not (
-                type(offset) is type(n_bytes) is int and offset >= 0 and n_bytes >= 0 and offset + n_bytes < _MAX_EXTENT
-            ):
-                raise CorruptError(f"an item of {_short(n_bytes)} bytes at byte {_short(offset)} cannot be", key=key)
-            transforms = _transforms(item["transform_descriptors"], key) if "transform_descriptors" in item else ()
-            if at is None:
-                self.object_items[key] = (file, offset, n_bytes)
-                if transforms:
-                    self.object_descriptors[key] = transforms
-            elif type(at) is tuple:
-                for number in at:
-                    if type(number) is not int:  # hashing other things might take for ever
-                        raise CorruptError(f"the offset of an item is {_short(at)}", key=key)
-                self.chunk_items[(key, *at)] = (file, offset, n_bytes)
-                if transforms:
-                    self.transforms[(key, *at)] = transforms
-            else:
-                raise CorruptError(f"the offset of an item is {_short(at)}", key=key)
+                self._read_item(index, info)
+            except CheckpointingException as err:
+                self._report(err.breaking("dcp.items"))
+
+    def _read_item(self, index: object, info: object) -> None:
+        """Adds the place of one item."""
+        files = self.files
+        if type(index) is not Index or type(info) is not Storage:
+            _refuse_storage(index, info)
+        assert isinstance(index, Index) and isinstance(info, Storage)
+        try:
+            (where,) = index
+            (item,) = info
+            key, at = where["fqn"], where.get("offset")
+            name, offset, n_bytes = item["relative_path"], item["offset"], item["length"]
+        except (ValueError, KeyError, TypeError, AttributeError) as err:
+            raise CorruptError(f"malformed entry of storage_data: {type(err).__name__} {err}") from err
+        if type(key) is not str or type(name) is not str:
+            raise CorruptError("malformed entry of storage_data: a name is not text")
+        file = files.get(name)
+        if file is None:
+            file = files[checked_name(name)] = len(files)
+            self.names.append(name)
+        if not (
+            type(offset) is type(n_bytes) is int and offset >= 0 and n_bytes >= 0 and offset + n_bytes < _MAX_EXTENT
+        ):
+            raise CorruptError(f"an item of {_short(n_bytes)} bytes at byte {_short(offset)} cannot be", key=key)
+        transforms = _transforms(item["transform_descriptors"], key) if "transform_descriptors" in item else ()
+        if at is None:
+            self.object_items[key] = (file, offset, n_bytes)
+            if transforms:
+                self.object_descriptors[key] = transforms
+        elif type(at) is tuple:
+            for number in at:
+                if type(number) is not int:  # hashing other things might take for ever
+                    raise CorruptError(f"the offset of an item is {_short(at)}", key=key)
+            self.chunk_items[(key, *at)] = (file, offset, n_bytes)
+            if transforms:
+                self.transforms[(key, *at)] = transforms
+        else:
+            raise CorruptError(f"the offset of an item is {_short(at)}", key=key)
 
     def _read_tensor(self, key: str, state: dict[str, Any]) -> int:
         """Adds a tensor and its chunks; returns how many distinct items it uses."""
@@ -269,32 +314,21 @@ class _Reader:
         if type(shape) is not tuple or type(chunks) is not list:
             raise CorruptError("malformed tensor: size or chunks are missing", key=key)
         _check_shape(key, shape)
-        first, start, rank = len(self.item_offset), len(self.offsets), len(shape)
+        first, start = len(self.item_offset), len(self.offsets)
         used = set()
         for chunk in chunks:
-            if type(chunk) is not Chunk:
-                raise CorruptError(f"malformed tensor: a {type(chunk).__name__} among its chunks", key=key)
+            n_numbers = len(self.offsets)
             try:
-                at, size = chunk[0]["offsets"], chunk[0]["sizes"]
-                fits = len(at) == rank == len(size)
-                for offset, extent, whole in zip(at, size, shape, strict=False):
-                    if offset < 0 or extent < 0 or offset + extent > whole:
-                        fits = False
-                if not fits or type(at) is not tuple:
-                    raise CorruptError(
-                        f"a chunk of size {_short(size)} at {_short(at)} does not lie in shape {_short(shape)}", key=key
-                    )
-                item = self.chunk_items.get((key, *at))
-                if item is None:
-                    if 0 in size:
-                        continue
-                    raise MissingShardError(f"no file holds the chunk of size {_short(size)} at {_short(at)}", key=key)
-                if item[2] == 0 and 0 not in size:
-                    raise CorruptError(f"an item of 0 bytes cannot be a chunk of size {_short(size)}", key=key)
+                found = self._chunk(key, shape, chunk)
+                if found is None:
+                    continue
+                at, size, item = found
                 self.offsets.extend(at)
                 self.sizes.extend(size)
-            except (KeyError, IndexError, TypeError, OverflowError) as err:
-                raise CorruptError(f"malformed chunk: {type(err).__name__} {err}", key=key) from err
+            except (KeyError, IndexError, TypeError, OverflowError, CheckpointingException) as err:
+                del self.offsets[n_numbers:], self.sizes[n_numbers:]
+                self._refuse_chunk(key, err)
+                continue
             if self.transforms and (key, *at) in self.transforms:
                 self.descriptors[len(self.item_offset)] = self.transforms[(key, *at)]
             self.file_index.append(item[0])
@@ -303,6 +337,39 @@ class _Reader:
             used.add(at)
         self.tensors[key] = DcpTensor(key, dtype, shape, requires_grad, first, len(self.item_offset) - first, start)
         return len(used)
+
+    def _chunk(
+        self, key: str, shape: tuple[int, ...], chunk: object
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]] | None:
+        """Where a chunk is, its extents, and its item; None for an empty one without."""
+        if type(chunk) is not Chunk:
+            raise CorruptError(f"malformed tensor: a {type(chunk).__name__} among its chunks", key=key)
+        at, size = chunk[0]["offsets"], chunk[0]["sizes"]
+        fits = len(at) == len(shape) == len(size)
+        for offset, extent, whole in zip(at, size, shape, strict=False):
+            if offset < 0 or extent < 0 or offset + extent > whole:
+                fits = False
+        if not fits or type(at) is not tuple:
+            raise CorruptError(
+                f"a chunk of size {_short(size)} at {_short(at)} does not lie in shape {_short(shape)}",
+                key=key,
+                rule="dcp.out_of_bounds",
+            )
+        item = self.chunk_items.get((key, *at))
+        if item is None:
+            if 0 in size:
+                return None
+            raise MissingShardError(f"no file holds the chunk of size {_short(size)} at {_short(at)}", key=key)
+        if item[2] == 0 and 0 not in size:
+            raise CorruptError(f"an item of 0 bytes cannot be a chunk of size {_short(size)}", key=key)
+        return at, size, item
+
+    def _refuse_chunk(self, key: str, err: Exception) -> None:
+        """Reports what is wrong with a chunk."""
+        if isinstance(err, CheckpointingException):
+            self._report(err.breaking("dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries"))
+            return
+        self._report(CorruptError(f"malformed chunk: {type(err).__name__} {err}", key=key).breaking("dcp.entries"))
 
     def _read_object(self, key: str) -> int:
         item = self.object_items.get(key)

@@ -31,18 +31,18 @@ Source: Megatron-LM d98e8a64 ``training/checkpointing.py``, pinned in tests/gold
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, Coords, StoredArray, StoredObject, catalog_of_arrays
-from core.errors import MissingShardError, UnsupportedError
+from core.errors import CheckpointingException, MissingShardError, Report, UnsupportedError, raising
 from core.formats import Format
 from core.formats.megatron_ranks import RankFiles
 from core.formats.torch_tree_plans import TreePlans
 from core.image import FileImage, literal_file
 from core.inert import as_mapping
-from core.layout_args import check_agree, fields_of, topology_of
+from core.layout_args import disagreements, fields_of, topology_of
 from core.layout_state import OPTIMIZER, iteration_of
 from core.optim_flat_content import OptimFile
 from core.topology import Topology, matched_dirs, rank_dirs
@@ -97,6 +97,60 @@ def read(store: ReadStore, *, samples: bool = False) -> Catalog:
     return _catalog(files, places, files_in, topology=topology)
 
 
+def salvage(store: ReadStore, report: Report) -> Catalog:
+    """The rank catalog of those files that can be read; arguments are those that most ranks have.
+
+    Args:
+        report: takes what is wrong: rules ``ranks.folders``, ``.files``, ``.arguments``.
+
+    Raises:
+        CheckpointingException: as ``read``, where no file can be read.
+    """
+    if store.entry is not None or store.exists(MODEL_FILE):
+        return _read_single(store)
+    files_in: dict[str, Sequence[str]] = {}
+    roots: dict[str, object] = {}
+    files = RankFiles(store)
+    for folder in filter(_RANK_DIR.match, store.folders()):
+        names = store.files(folder)
+        try:
+            _check_folder(folder, names)
+            roots[folder] = files.root(f"{folder}/{MODEL_FILE}").get("args")
+            topology_of(roots[folder], file=f"{folder}/{MODEL_FILE}")
+            files_in[folder] = names
+        except CheckpointingException as err:
+            report(err.breaking("ranks.files"))
+    if not files_in:
+        raise MissingShardError("no rank's file can be read", file=store.label)
+    usual = _usual(files_in, roots)
+    args = roots[usual]
+    topology = topology_of(args)
+    sets = rank_dirs(topology, world_size=_number(args, "world_size"), cp=_number(args, "context_parallel_size") or 1)
+    try:
+        coords_of = matched_dirs(filter(_RANK_DIR.match, store.folders()), sets, topology=topology)
+    except CheckpointingException as err:
+        report(err.breaking("ranks.folders"))
+        coords_of = max(sets, key=lambda names: len(names.keys() & files_in.keys()))
+    order = sorted(coords_of.keys() & files_in.keys(), key=lambda folder: (folder != usual, folder))
+    places = {folder: (folder + "/", coords_of[folder]) for folder in order}
+    if not places:
+        raise MissingShardError("no rank's directory is one that the arguments ask for", file=store.label)
+    return _catalog(files, places, files_in, topology=topology, report=report)
+
+
+def _usual(folders: Iterable[str], args_of: Mapping[str, object]) -> str:
+    """The first of the ranks with whose training arguments most others agree."""
+    groups: list[list[str]] = []
+    for folder in folders:
+        for group in groups:
+            if next(disagreements(args_of[folder], args_of[group[0]], rank=folder, other_rank=group[0]), None) is None:
+                group.append(folder)
+                break
+        else:
+            groups.append([folder])
+    return max(groups, key=len)[0]
+
+
 def _number(args: object, name: str) -> int | None:
     value = fields_of(args).get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
@@ -134,6 +188,7 @@ def _catalog(
     files_in: Mapping[str, Sequence[str]],
     *,
     topology: Topology | None,
+    report: Report = raising,
 ) -> Catalog:
     """The catalog of some ranks.
 
@@ -141,6 +196,7 @@ def _catalog(
         places: rank directory → (path before its files, coordinates).
         files_in: rank directory → names of its files.
         topology: None for one rank out of many.
+        report: takes what is wrong (rules ``ranks.files``, ``.arguments``); raises it, if none is given.
     """
     arrays: dict[str, StoredArray] = {}
     hidden: dict[str, StoredArray] = {}
@@ -152,12 +208,17 @@ def _catalog(
     kinds: set[str] = set()
     first: tuple[str, Mapping[object, object]] | None = None
     for folder, (start, coords) in places.items():
-        content = files.model(start + MODEL_FILE, folder, coords)
+        try:
+            content = files.model(start + MODEL_FILE, folder, coords)
+        except CheckpointingException as err:
+            report(err.breaking("ranks.files"))
+            continue
         root = as_mapping(content.skeleton) or {}
         if first is None:
             first = (folder, root)
         elif topology is not None:
-            check_agree(root.get("args"), first[1].get("args"), rank=folder, other_rank=first[0])
+            for error in disagreements(root.get("args"), first[1].get("args"), rank=folder, other_rank=first[0]):
+                report(error.breaking("ranks.arguments"))
         arrays |= content.arrays
         hidden |= content.hidden
         objects |= {item.key: item for item in content.objects}
@@ -168,13 +229,18 @@ def _catalog(
             kinds.add("float16")
         if OPTIM_FILE in files_in[folder]:
             kinds.add("distributed")
-            optim = files.beside(start + OPTIM_FILE, folder, coords, name=PurePath(OPTIM_FILE).stem)
+            try:
+                optim = files.beside(start + OPTIM_FILE, folder, coords, name=PurePath(OPTIM_FILE).stem)
+            except CheckpointingException as err:
+                report(err.breaking("ranks.files"))
+                continue
             arrays |= optim.arrays
             aliases |= optim.aliases
             optim_files[coords] = optim.skeleton
         elif any(name.startswith("layer_wise_optimizer_") for name in files_in[folder]):
             kinds.add("layer-wise")
-    assert first is not None, "at least one rank was found"
+    if first is None:
+        raise MissingShardError("no rank's file can be read", hint="copy the checkpoint again, with all its files")
     head = first[1]
     return catalog_of_arrays(
         format="megatron",
@@ -241,6 +307,7 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     sample=sample,
+    salvage=salvage,
     lay_out=lay_out,
     aliases=("torch_ranks",),
     partition="ranks",

@@ -33,10 +33,11 @@ Source: megatron-core 0.12.1, 0.16.1 and Megatron-LM d98e8a64, pinned in tests/g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, StoredArray, StoredObject
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
 from core.formats import Format, dcp
 from core.formats.dcp_items import lay_out_items
 from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
@@ -93,6 +94,23 @@ def read(store: ReadStore) -> Catalog:
         )
     attrs = {"dialect": dialect, "sharded_backend_version": version}
     return catalog.with_hidden(arrays).with_attrs(**attrs, **common_attrs(value, file=store.label))
+
+
+def salvage(store: ReadStore, report: Report) -> Catalog:
+    """What of the catalog makes sense (``core.formats.dcp.salvage``), with the common state where that can be read."""
+    catalog = replace(dcp.salvage(store, report), format="torch_dist")
+    try:
+        if store.exists(COMMON_FILE):
+            value, arrays = common_of_file(store)
+        elif COMMON_OBJECT in catalog.objects:
+            value, arrays = _common_of_object(store, catalog)
+        else:
+            return catalog
+        attrs = common_attrs(value, file=store.label)
+    except CheckpointingException as err:
+        report(err.breaking("dcp.common"))
+        return catalog
+    return catalog.with_hidden(arrays).with_attrs(**attrs)
 
 
 def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mapping[str, StoredArray]]:
@@ -157,6 +175,7 @@ FORMAT = Format(
     read=read,
     lay_out=lay_out,
     partition="as_stored",
+    salvage=salvage,
     is_mcore=True,
     splits_files=True,
 )

@@ -20,7 +20,7 @@ from dataclasses import replace
 from struct import Struct
 from typing import TYPE_CHECKING
 
-from core.box import c_strides
+from core.box import Shape, c_strides
 from core.dtypes import itemsize
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.formats.torch_record import refuse_encoded
@@ -97,6 +97,18 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
     return replace(
         array, extent=replace(extent, offset=address, strides=strides, item_bytes=None, part_of=None, crc=crc)
     )
+
+
+def stored_tensor(store: ReadStore, array: StoredArray) -> tuple[str, Shape]:
+    """dtype and shape of the tensor in the item of a late-bound array, whatever the metadata says.
+
+    Raises:
+        CorruptError, TruncatedError, UnsupportedError: as ``item_location``.
+    """
+    extent = array.extent
+    assert extent is not None and extent.item_bytes is not None, "an item"
+    found = _located(store, extent.file, extent.offset, extent.item_bytes)[1]
+    return found.dtype, found.shape
 
 
 def _stated_crc(store: ReadStore, file: str, at: int, end: int, n_bytes: int) -> int | None:

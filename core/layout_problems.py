@@ -1,0 +1,146 @@
+"""Everything that is wrong with the layout of a Megatron checkpoint, not only the first of it.
+
+``core.layout_unshard`` and ``core.layout_global`` stop where these go on; the functions that find what is wrong are the
+same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from core.box import Shape
+from core.catalog import Catalog, TensorMeta
+from core.errors import CheckpointingException, CorruptError, Report
+from core.inert import TensorLeaf, walk
+from core.layout_args import facts_of
+from core.layout_checks import check_complete, check_shape, fc2_of
+from core.layout_facts import Facts
+from core.layout_global import common_entries, is_random_state, numbered_names, prefix_of, without_prefix
+from core.layout_joined import joined
+from core.layout_model import Held, HeldTensor, merged
+from core.layout_origins import Origin, meta_of, origins_of
+from core.layout_parts import check_parts, with_sizes
+from core.layout_rules import Rule, Rules
+from core.layout_state import OPTIMIZER
+from core.layout_unshard import checked_shape, local_names, ranks_of, settle_rules
+from core.transform import is_optimizer_key
+
+
+@dataclass(frozen=True, slots=True)
+class Understood:
+    """A model as far as it is understood.
+
+    Args:
+        facts: what the training arguments say.
+        shapes: global per-layer name → shape, padding rows included.
+        held: what the ranks hold of each, in rank files.
+        origins: where each comes from, in other checkpoints.
+    """
+
+    facts: Facts
+    shapes: Mapping[str, Shape]
+    held: Mapping[str, HeldTensor] = field(default_factory=dict)
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+
+def understood(catalog: Catalog, rules: Rules, *, report: Report) -> Understood | None:
+    """The model of a catalog with Megatron's names, as far as it is understood.
+
+    Args:
+        catalog: of rank files, which may be incomplete, or of global tensors, its objects loaded.
+        report: takes what is wrong: the rules of ``merged``, ``origins_of`` and ``check_complete``, and
+            ``layout.args``, ``.ranks_differ``, ``.shapes``, ``.tied``.
+    """
+    read = _ranks if catalog.attrs.get("is_rank_local") else _global
+    try:
+        return read(catalog, rules, report)
+    except CheckpointingException as err:
+        report(err.breaking("layout.args"))
+        return None
+
+
+def _ranks(catalog: Catalog, rules: Rules, report: Report) -> Understood:
+    ranks = ranks_of(catalog)
+    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(local_names(ranks)))
+    model = merged(catalog, ranks, facts, rules, report=report)
+    check_complete(model.tensors, facts, rules, report=report)
+    shapes: dict[str, Shape] = {}
+    for name, tensor in model.tensors.items():
+        tensor.held = _alike(name, tensor, report)
+    settle_rules(model, facts)
+    for name, tensor in model.tensors.items():
+        try:
+            shapes[name] = checked_shape(name, tensor, facts.topology)
+        except CheckpointingException as err:
+            report(err.breaking("layout.shapes"))
+    facts = _checked(shapes, {name: tensor.rule for name, tensor in model.tensors.items()}, facts, rules, report)
+    return Understood(facts, shapes, held=model.tensors)
+
+
+def _alike(name: str, tensor: HeldTensor, report: Report) -> list[Held]:
+    """What those ranks hold that agree with most about dtype and shape; the others are reported."""
+    looks = Counter((held.array.dtype, held.array.shape) for held in tensor.held)
+    if len(looks) == 1:
+        return tensor.held
+    usual, n = looks.most_common(1)[0]
+    for held in tensor.held:
+        if (held.array.dtype, held.array.shape) != usual:
+            what = f"{held.array.dtype} of shape {held.array.shape} here, {usual[0]} of {usual[1]} on {n} other ranks"
+            report(CorruptError(what, key=name, rank=held.folder).breaking("layout.ranks_differ"))
+    return [held for held in tensor.held if (held.array.dtype, held.array.shape) == usual]
+
+
+def _global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
+    catalog = joined(catalog, rules)
+    prefix = prefix_of(catalog, rules)
+    common = common_entries(catalog)
+    facts = facts_of(common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules)))
+    names: dict[str, str] = {}
+    for key in _model_keys(catalog, common, prefix):
+        try:
+            names[key] = without_prefix(prefix, key)
+        except CheckpointingException as err:
+            report(err.breaking("layout.entries"))
+    origins = origins_of(catalog, names, facts, rules, report=report)
+    metas: dict[str, TensorMeta] = {}
+    for name, origin in origins.items():
+        try:
+            metas[name] = meta_of(catalog, name, origin)
+        except CheckpointingException as err:
+            report(err.breaking("layout.tied"))
+    check_complete(metas, facts, rules, report=report)
+    shapes = {name: meta.shape for name, meta in metas.items()}
+    facts = _checked(shapes, {name: rules.rule_of(name) for name in shapes}, facts, rules, report)
+    return Understood(facts, shapes, origins=origins)
+
+
+def _model_keys(catalog: Catalog, common: Mapping[object, object], prefix: str) -> Iterator[str]:
+    """The tensors of the model: neither of the optimizer, nor of what stands beside."""
+    rest = [item for name, item in common.items() if name != OPTIMIZER]
+    beside = {leaf.key for leaf in walk(rest) if isinstance(leaf, TensorLeaf)}
+    for key in catalog.tensors:
+        if not is_optimizer_key(key) and key not in beside and not (prefix and is_random_state(key)):
+            yield key
+
+
+def _checked(
+    shapes: Mapping[str, Shape], rule_of: Mapping[str, Rule], facts: Facts, rules: Rules, report: Report
+) -> Facts:
+    """Compares shapes with the arguments and one another; returns the facts with the sizes that they tell."""
+    try:
+        facts = with_sizes(facts, shapes, rules)
+    except CheckpointingException as err:
+        report(err.breaking("layout.shapes"))
+    for name, shape in shapes.items():
+        rule = rule_of[name]
+        try:
+            axis = rule.cut_axis
+            if axis is not None and axis >= len(shape):
+                raise CorruptError(f"the tensor has {len(shape)} axes, but its rule cuts axis {axis}", key=name)
+            check_shape(name, shape, shapes.get(fc2_of(name)), rule, facts)
+            check_parts(rule, shape, facts, key=name)
+        except CheckpointingException as err:
+            report(err.breaking("layout.shapes"))
+    return facts
