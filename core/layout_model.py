@@ -74,8 +74,8 @@ def merged(
     """All chunks under global names, each name with its place in the whole model.
 
     Args:
-        report: takes what is wrong (rules ``layout.ranks``, ``.chunks``, ``.names``, ``.layers``, ``.entries``), which is
-            then left out; raises it, if none is given.
+        report: takes what is wrong (rules ``layout.ranks``, ``.chunks``, ``.names``, ``.layers``, ``.entries``), which
+            is then left out; raises it, if none is given.
     """
     topology = facts.topology
     stages = facts.stages(topology.pp, topology.vpp)

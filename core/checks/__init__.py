@@ -106,7 +106,7 @@ class Check:
     formats: tuple[str, ...] = ()
 
 
-_MODULES = ("opening",)
+_MODULES = ("geometry", "items", "opening")
 """Modules of this package, in the order in which their checks run; ``opening`` is last."""
 
 

@@ -4,8 +4,8 @@ Chunks come from the metadata: DCP's ``.metadata``, the grids of zarr, the slice
 Where ``.metadata`` cannot be read as it is, what of it makes sense is looked at, so that damage to one tensor does not
 hide that to another.
 
-Source: torch 2.13 ``torch/distributed/checkpoint/default_planner.py`` ``_validate_global_plan``, which checks less: that
-chunks lie within their tensor, do not overlap, and have its size in all.
+Source: torch 2.13 ``torch/distributed/checkpoint/default_planner.py`` ``_validate_global_plan``, which checks less:
+that chunks lie within their tensor, do not overlap, and have its size in all.
 """
 
 from __future__ import annotations
