@@ -7,7 +7,7 @@ bound. From here on everything has one stride per axis of the tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from core.box import Box, Shape, c_strides
@@ -105,24 +105,15 @@ class Ends:
 
     def bound(self, fragment: Fragment, box: Box) -> Source:
         """The source of a part of a fragment."""
-        rank = box.rank
         if fragment.array is None:
             return Source(None, 0, tuple(n * itemsize(self._match.dtype) for n in c_strides(box.shape)))
         array = self._bind(fragment.array)
+        found = source_in(array, fragment, box)
         extent = array.extent
-        if extent is None or extent.is_late:
-            raise CorruptError("the array's place in its file was not found", key=fragment.key)
-        size = itemsize(array.dtype)
-        of_array = [n * size for n in (extent.strides or c_strides(array.shape))]
-        if any(step < 0 for step in of_array):
-            raise CorruptError(f"strides {extent.strides} are negative", key=fragment.key, file=extent.file)
-        strides = _aligned(of_array, rank)
-        start = extent.offset + sum(i * step for i, step in zip(fragment.at, of_array, strict=True))
-        start += sum((a - b) * step for a, b, step in zip(box.offset, fragment.box.offset, strides, strict=True))
-        record = None
-        if extent.crc is not None and self._n_read.get(array.name) == prod(array.shape):
-            record = RecordCrc(extent.file, array.name, array.n_bytes, extent.crc, extent.offset)
-        return Source(extent.file, start, strides, record)
+        if extent is None or extent.crc is None or self._n_read.get(array.name) != prod(array.shape):
+            return found
+        record = RecordCrc(extent.file, array.name, array.n_bytes, extent.crc, extent.offset)
+        return replace(found, record=record)
 
     def destination(self, n_target: int) -> Destination:
         """The destination of a target fragment."""
@@ -148,6 +139,30 @@ class Ends:
         whole = self.destination(n_target)
         start = whole.at(delta(box, self._match.targets[n_target].box))
         return Destination(whole.array, start, whole.strides)
+
+
+def source_in(array: StoredArray, fragment: Fragment, box: Box) -> Source:
+    """Where a part of a fragment lies.
+
+    Args:
+        array: the fragment's, bound.
+        fragment: it.
+        box: the part.
+
+    Raises:
+        CorruptError: its place is not known, or its strides are negative.
+    """
+    extent = array.extent
+    if extent is None or extent.is_late:
+        raise CorruptError("the array's place in its file was not found", key=fragment.key)
+    size = itemsize(array.dtype)
+    of_array = [n * size for n in (extent.strides or c_strides(array.shape))]
+    if any(step < 0 for step in of_array):
+        raise CorruptError(f"strides {extent.strides} are negative", key=fragment.key, file=extent.file)
+    strides = _aligned(of_array, box.rank)
+    start = extent.offset + sum(i * step for i, step in zip(fragment.at, of_array, strict=True))
+    start += sum((a - b) * step for a, b, step in zip(box.offset, fragment.box.offset, strides, strict=True))
+    return Source(extent.file, start, strides)
 
 
 def _aligned(strides: Sequence[int], rank: int) -> Shape:

@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.hf", "core.hf.*", "core.quantize", "core.quantize_*", "core.restack", "core.renaming", "core.tying"),
         "core.job",
     ),
-    (*("core.open", "core.plan", "core.match", "core.places", "core.ends", "core.bands", "core.weave"),),
+    (*("core.box_reader", "core.open", "core.plan", "core.match", "core.places", "core.ends", "core.bands", "core.weave"),),
     (
         *("core.copy", "core.copier", "core.output", "core.ledger"),
         *("core.stage_store", "core.folder_lock", "core.folders"),
@@ -56,7 +56,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.explain", "core.verify", "core.relink"),
         *("core.live_load", "core.live_save"),
     ),
-    (*("core.canonical", "core.checks", "core.checks.*", "core.validate"),),
+    (
+        *("core.canonical", "core.checks", "core.checks.*", "core.validate"),
+        *("core.diff", "core.diff_*"),
+    ),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
 )
 """From the bottom to the top. A module imports from its own layer and from those below; ``.*`` and ``_*`` stand for all

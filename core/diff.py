@@ -1,0 +1,391 @@
+"""Whether two checkpoints hold the same, across formats and layouts, and if not, what differs and by how much.
+
+::
+
+    A, B ── canonical ──▶ the same names (``core.diff_sides``) ──▶ keys, shapes, types
+                                                                     │ equal shapes
+                                                                     ▼
+                           band by band, as bytes, and as numbers where they differ (``core.diff_work``)
+
+    arguments, settings, counters, configurations (``core.diff_entries``)
+
+Memory is bounded whatever the tensors' sizes are. Of replicas the first is read; that they are equal is for
+``ckpt validate --deep`` to say.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.box import Shape, c_strides
+from core.box_reader import BoxReader
+from core.catalog import Catalog, TensorMeta
+from core.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
+from core.diff_entries import EntryDiff, entry_diffs
+from core.diff_layout import is_of_layout
+from core.diff_sides import Side, sides_of
+from core.diff_values import Tolerance, Values
+from core.diff_work import BAND_BYTES, Compared, TensorWork
+from core.errors import CapacityError, UsageError
+from core.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
+from core.layout import load_rules
+from core.open import open_checkpoint
+from core.optim_format import role_of
+from core.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
+from core.select import matcher
+from core.summary import bare_key
+from core.transform import is_optimizer_key
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)."""
+
+KINDS = ("only_a", "only_b", "shape", "dtype", "values", "close", "unread", "equal")
+"""Of tensors, the gravest first; the last three are no differences."""
+SAME = frozenset({"close", "unread", "equal"})
+_THREAD_BYTES = 8 * BAND_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDiff:
+    """One tensor of either checkpoint.
+
+    Args:
+        key: its name.
+        kind: one of ``KINDS``: ``dtype`` are equal or different values of different types, in an exact comparison;
+            ``close`` differ within the tolerance; ``unread`` have one shape and type, and no values were compared.
+        a, b: what it is on either side; None where it is not.
+        values: what differs; None where everything is equal, or nothing was read.
+        is_cast: of two types: the narrower holds the wider one's values, rounded; None where that cannot be told.
+        first: values of A and B at the first element that differs.
+    """
+
+    key: str
+    kind: str
+    a: TensorMeta | None = None
+    b: TensorMeta | None = None
+    values: Values | None = None
+    is_cast: bool | None = None
+    first: tuple[int | float | None, int | float | None] | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it is no difference."""
+        return self.kind in SAME
+
+    @property
+    def meta(self) -> TensorMeta:
+        """What it is in A, or in B where A has none."""
+        found = self.a or self.b
+        assert found is not None
+        return found
+
+    @property
+    def role(self) -> str:
+        """``model``, ``moments``, ``masters`` or ``other``."""
+        return role_of(self.key)
+
+    def index_of(self, flat: int) -> Shape:
+        """The index of an element, given in C order."""
+        shape = self.meta.shape
+        return tuple(flat // step % n for step, n in zip(c_strides(shape), shape, strict=True))
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Sorts what matters most first: by kind, then NaN, then by how far A and B are apart in lengths of A."""
+        values = self.values
+        relative = values.relative if values is not None else None
+        n_nan = values.n_nan if values is not None else 0
+        return (KINDS.index(self.kind), n_nan == 0, -(relative or 0.0), -(values.share if values else 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diff:
+    """Two checkpoints compared.
+
+    Args:
+        a, b: they.
+        rule: None for exact.
+        is_read: whether values were compared; else names, shapes and types only.
+        tensors: every tensor of either, what matters most first.
+        entries: what differs beside tensors.
+        of_layout: entries that differ because layouts, formats or directories do; they do not count.
+        n_entries: values beside tensors that were compared.
+        left_out: what was not compared although it should have been: then nobody can say that they are the same.
+        notes: what the user should know.
+        read_bytes: of tensors, both sides.
+        seconds: wall time.
+    """
+
+    a: Side
+    b: Side
+    rule: Tolerance | None
+    is_read: bool
+    tensors: tuple[TensorDiff, ...]
+    entries: tuple[EntryDiff, ...]
+    of_layout: tuple[EntryDiff, ...]
+    n_entries: int
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+    read_bytes: int
+    seconds: float
+
+    @property
+    def is_same(self) -> bool:
+        """Whether everything that was compared is equal, and everything was compared."""
+        return not self.entries and not self.left_out and all(tensor.is_same for tensor in self.tensors)
+
+    def of_kind(self, kind: str) -> list[TensorDiff]:
+        """The tensors of a kind, in order."""
+        return [tensor for tensor in self.tensors if tensor.kind == kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffJob:
+    """What is to be compared, and how.
+
+    Args:
+        a, b: paths, as for ``core.open.open_checkpoint``.
+        iteration_a, iteration_b: which iterations of training roots.
+        rule: None for exact.
+        reads: compare values; else names, shapes and types only.
+        include, exclude: patterns of keys (``core.select``).
+        with_optimizer: compare the optimizer's state and settings too.
+        with_entries: compare what is no tensor too.
+        rules: a TOML file with additional layout rules.
+        threads: that compare.
+        memory_bytes: most bytes the process may use.
+    """
+
+    a: Path
+    b: Path
+    iteration_a: int | None = None
+    iteration_b: int | None = None
+    rule: Tolerance | None = None
+    reads: bool = True
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    with_optimizer: bool = True
+    with_entries: bool = True
+    rules: Path | None = None
+    threads: int = DEFAULT_THREADS
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+
+
+def diff(job: DiffJob, *, progress: Progress | None = None) -> Diff:
+    """Compares two checkpoints.
+
+    Raises:
+        UsageError: a path does not exist, or a pattern matches nothing.
+        UnsupportedError: they cannot be brought under the same names, or are of a format that is not read.
+        CapacityError: the memory is too small.
+        CheckpointingException: any other, where one of them cannot be read.
+    """
+    begun = time.monotonic()
+    rules = load_rules(job.rules)
+    first = open_checkpoint(job.a, iteration=job.iteration_a)
+    try:
+        second = open_checkpoint(job.b, iteration=job.iteration_b)
+        try:
+            a, b = sides_of(first, second, rules=rules)
+            found = _Comparison(job, a, b, progress).made(begun)
+            first.store.verify_unchanged()
+            second.store.verify_unchanged()
+            return found
+        finally:
+            second.store.close()
+    finally:
+        first.store.close()
+
+
+class _Comparison:
+    """One comparison of two sides."""
+
+    def __init__(self, job: DiffJob, a: Side, b: Side, progress: Progress | None) -> None:
+        self._job = job
+        self._a, self._b = a, b
+        self._progress = progress
+        self._is_wanted = _selector(job, a, b)
+        memory = _cache_bytes(job, a.catalog, b.catalog)
+        self._reader_a = BoxReader(a.catalog, a.source.store, cache_bytes=memory)
+        self._reader_b = BoxReader(b.catalog, b.source.store, cache_bytes=memory)
+
+    def made(self, begun: float) -> Diff:
+        """Does it."""
+        tensors = self._tensors()
+        read_bytes = sum(one.a.n_bytes + one.b.n_bytes for one in tensors if _is_read(one) and one.a and one.b)
+        entries, of_layout, n_entries = self._entries()
+        aliases = [one for one in tensors if one.kind in ("only_a", "only_b") and self._is_alias(one)]
+        if aliases:
+            gone = {id(one) for one in aliases}
+            tensors = [one for one in tensors if id(one) not in gone]
+        both = zip("AB", (self._a, self._b), strict=True)
+        notes = [f"{name}: {note}" for name, side in both for note in (*side.source.notes, *side.notes)]
+        notes += [f"{one.key} is only in {'A' if one.a else 'B'}, where it shares another's bytes" for one in aliases]
+        left_out = [
+            f"{name}: {what}"
+            for name, side in zip("AB", (self._a, self._b), strict=True)
+            for what in side.left_out
+            if self._job.with_optimizer
+        ]
+        return Diff(
+            a=self._a,
+            b=self._b,
+            rule=self._job.rule,
+            is_read=self._job.reads,
+            tensors=tuple(sorted(tensors, key=lambda one: one.order)),
+            entries=tuple(entries),
+            of_layout=tuple(of_layout),
+            n_entries=n_entries,
+            left_out=tuple(left_out),
+            notes=tuple(dict.fromkeys(notes)),
+            read_bytes=read_bytes,
+            seconds=time.monotonic() - begun,
+        )
+
+    def _tensors(self) -> list[TensorDiff]:
+        have_a = {key: meta for key, meta in self._a.catalog.tensors.items() if self._is_wanted(key)}
+        have_b = {key: meta for key, meta in self._b.catalog.tensors.items() if self._is_wanted(key)}
+        found: dict[str, TensorDiff] = {}
+        for key, a in have_a.items():
+            b = have_b.get(key)
+            if b is None:
+                kind = "only_a"
+            elif a.shape != b.shape:
+                kind = "shape"
+            elif a.dtype != b.dtype and self._job.rule is None:
+                kind = "dtype"
+            else:
+                kind = "unread"
+            found[key] = TensorDiff(key=key, kind=kind, a=a, b=b)
+        for key, b in have_b.items():
+            if key not in have_a:
+                found[key] = TensorDiff(key=key, kind="only_b", b=b)
+        if self._job.reads:
+            wanted = [key for key, one in found.items() if one.kind in ("unread", "dtype")]
+            for result in self._compared(wanted, found):
+                found[result.key] = _judged(found[result.key], result)
+        return list(found.values())
+
+    def _compared(self, keys: list[str], found: dict[str, TensorDiff]) -> list[Compared]:
+        total = sum(one.a.n_bytes + one.b.n_bytes for key in keys if (one := found[key]).a and one.b)
+        done = 0
+        lock = threading.Lock()
+
+        def advance(n_bytes: int) -> None:
+            nonlocal done
+            with lock:
+                done += n_bytes
+            if self._progress is not None:
+                self._progress(done, total)
+
+        pairs = ((key, key) for key in keys)
+        work = TensorWork(self._reader_a, self._reader_b, pairs, rule=self._job.rule, advance=advance)
+        return work.run(self._job.threads)
+
+    def _entries(self) -> tuple[list[EntryDiff], list[EntryDiff], int]:
+        """(differences, those of the layout, values that were compared)."""
+        if not self._job.with_entries or self._job.include:
+            return [], [], 0
+        wanted_a = {name: value for name, value in self._a.entries.items() if self._is_wanted(name)}
+        wanted_b = {name: value for name, value in self._b.entries.items() if self._is_wanted(name)}
+        found, n_values = entry_diffs(wanted_a, wanted_b, same_tensors=self._same_tensors)
+        of_layout = [one for one in found if is_of_layout(one, self._a, self._b)]
+        skipped = {id(one) for one in of_layout}
+        return [one for one in found if id(one) not in skipped], of_layout, n_values
+
+    def _same_tensors(self, key: str, other: str) -> str | None:
+        """How two tensors inside of entries differ; None if they do not."""
+        a, b = self._a.catalog.meta(key), self._b.catalog.meta(other)
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return f"{b.dtype} of shape {list(b.shape)}, not {a.dtype} of shape {list(a.shape)}"
+        if not self._job.reads:
+            return None
+        (found,) = TensorWork(self._reader_a, self._reader_b, [(key, other)]).run(1)
+        if found.is_same_bytes or found.values is None:
+            return None
+        return f"{found.values.n_differing:,} of {found.values.n_elements:,} elements differ"
+
+    def _is_alias(self, one: TensorDiff) -> bool:
+        """Whether a tensor that only one side has shares the bytes of one that both have."""
+        side, other = (self._a, self._b) if one.a is not None else (self._b, self._a)
+        aliases = side.catalog.attrs.get("aliases")
+        owner = aliases.get(one.key) if isinstance(aliases, dict) else None
+        return owner in other.catalog.tensors
+
+
+def _is_read(one: TensorDiff) -> bool:
+    return one.kind in ("values", "close", "equal") or one.values is not None
+
+
+def _judged(before: TensorDiff, found: Compared) -> TensorDiff:
+    """A tensor after its values have been compared."""
+    values = found.values
+    if before.kind == "dtype":
+        kind = "dtype"
+    elif values is None:
+        kind = "equal"
+    else:
+        kind = "values" if values.n_differing else "close"
+    return TensorDiff(
+        key=before.key, kind=kind, a=before.a, b=before.b, values=values, is_cast=found.is_cast, first=found.first
+    )
+
+
+def _selector(job: DiffJob, a: Side, b: Side) -> Callable[[str], bool]:
+    """Which keys are compared.
+
+    Raises:
+        UsageError: a pattern matches no key.
+    """
+    known = {*a.catalog.tensors, *b.catalog.tensors, *a.entries, *b.entries}
+    include, exclude = (_matchers(patterns, known) for patterns in (job.include, job.exclude))
+
+    def is_wanted(key: str) -> bool:
+        if include and not any(matches(key) for matches in include):
+            return False
+        if any(matches(key) for matches in exclude):
+            return False
+        if job.with_optimizer:
+            return True
+        bare = bare_key(key, a.catalog)
+        return not is_optimizer_key(bare) and role_of(bare) in ("model", "other")
+
+    return is_wanted
+
+
+def _matchers(patterns: Iterable[str], known: Iterable[str]) -> list[Callable[[str], bool]]:
+    made = []
+    for pattern in patterns:
+        matches = matcher(pattern)
+        if not any(map(matches, known)):
+            raise UsageError(
+                f"no tensor or entry of either checkpoint matches {pattern!r}",
+                hint="Megatron's tensors go by their global names: ckpt inspect A --flat",
+            )
+        made.append(matches)
+    return made
+
+
+def _cache_bytes(job: DiffJob, *catalogs: Catalog) -> int:
+    """Memory for decoded units, a side.
+
+    Raises:
+        CapacityError: not even one unit a thread fits.
+    """
+    most = 0
+    if job.reads:
+        most = max(
+            (decoding_bytes(catalog.fragments(key)) for catalog in catalogs for key in catalog.tensors), default=0
+        )
+    fixed = RUNTIME_BYTES + (DECODER_BYTES if most else 0)
+    fixed += job.threads * (_THREAD_BYTES + 2 * most)
+    if fixed > job.memory_bytes:
+        raise CapacityError(
+            f"{job.memory_bytes} bytes of memory are allowed, but {job.threads} threads need {fixed}",
+            hint=f"allow at least {-(-fixed // MIB)} MiB" + (", or use fewer threads" if job.threads > 1 else ""),
+        )
+    return min(DEFAULT_CACHE_BYTES, (job.memory_bytes - fixed) // 2) if most else 0

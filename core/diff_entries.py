@@ -1,0 +1,223 @@
+"""What is no tensor, compared: arguments, settings, counters, random states, configurations.
+
+Values are inert trees (``core.inert``); nothing in them is run. Two of them are equal if they hold the same: a list and
+a tuple of equal parts are, as are a dict and an OrderedDict, 1 and 1.0, NaN and NaN, a member of an enumeration and its
+value. Each difference is told with the
+path that leads to it (``args.lr``, ``optimizer.param_groups.0.betas.1``). Nothing recurses, shared parts are compared
+once, and the work is bounded: trees of hostile files may be anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from core.errors import CapacityError
+from core.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, as_mapping
+
+MAX_PAIRS = 5_000_000
+"""Most pairs of values that are compared; a checkpoint of 10⁵ parameters has about as many."""
+_TEXT = 60
+_LONG = 16
+
+SameTensors = Callable[[str, str], str | None]
+"""Compares the tensors of two leaves, by their keys; None if they are equal, else how they differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryDiff:
+    """An entry that differs.
+
+    Args:
+        path: of the entry.
+        kind: ``only_a``, ``only_b`` or ``changed``.
+        a, b: the values as short texts; None where there is none.
+    """
+
+    path: str
+    kind: str
+    a: str | None = None
+    b: str | None = None
+
+
+class _Absent:
+    """The type of ``_ABSENT``."""
+
+    __slots__ = ()
+
+
+_ABSENT = _Absent()
+
+
+def entry_diffs(
+    a: Mapping[str, object], b: Mapping[str, object], *, same_tensors: SameTensors
+) -> tuple[list[EntryDiff], int]:
+    """Compares the entries of two checkpoints.
+
+    Args:
+        a, b: inert values by name.
+        same_tensors: compares tensors that stand in them.
+
+    Returns:
+        What differs, in A's order, and the number of values that were compared.
+
+    Raises:
+        CapacityError: there are too many.
+    """
+    found: list[EntryDiff] = []
+    seen: set[tuple[int, int]] = set()
+    n_pairs = n_leaves = 0
+    stack: list[tuple[str, object, object]] = [("", a, b)]
+    while stack:
+        path, one, other = stack.pop()
+        n_pairs += 1
+        if n_pairs > MAX_PAIRS:
+            raise CapacityError(
+                f"more than {MAX_PAIRS} values that are no tensors are not compared", hint="leave them out: --tensors"
+            )
+        if one is _ABSENT or other is _ABSENT:
+            kind = "only_b" if one is _ABSENT else "only_a"
+            found.append(EntryDiff(path, kind, _shown(one), _shown(other)))
+            n_leaves += 1
+            continue
+        inside = _parts(one, other)
+        if inside is None:
+            n_leaves += 1
+            difference = _difference(one, other, same_tensors)
+            if difference is not None:
+                found.append(EntryDiff(path, "changed", *difference))
+            continue
+        if (id(one), id(other)) not in seen:
+            seen.add((id(one), id(other)))
+            stack += [(_joined(path, name), x, y) for name, x, y in reversed(list(inside))]
+    return found, n_leaves
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _parts(one: object, other: object) -> Iterator[tuple[str, object, object]] | None:
+    """(name, part of A, part of B) of two containers of one kind; None if they are not."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return None if _are_numbers(one) and _are_numbers(other) else _of_sequences(one, other)
+    if _enum_value(one) is not one and _enum_value(other) is not other:
+        return None
+    fields, others = _fields(one), _fields(other)
+    if fields is None or others is None or _class_of(one) != _class_of(other):
+        return None
+    return _of_fields(fields, others)
+
+
+def _are_numbers(values: list[object] | tuple[object, ...]) -> bool:
+    """Whether a sequence is a long one of numbers (random states), which is one value."""
+    return len(values) > _LONG and all(map(_is_number, values))
+
+
+def _of_sequences(
+    one: list[object] | tuple[object, ...], other: list[object] | tuple[object, ...]
+) -> Iterator[tuple[str, object, object]]:
+    for at in range(max(len(one), len(other))):
+        yield str(at), one[at] if at < len(one) else _ABSENT, other[at] if at < len(other) else _ABSENT
+
+
+def _of_fields(one: dict[object, object], other: dict[object, object]) -> Iterator[tuple[str, object, object]]:
+    for name in one:
+        yield _name(name), one[name], other.get(name, _ABSENT)
+    for name in other:
+        if name not in one:
+            yield _name(name), _ABSENT, other[name]
+
+
+def _fields(value: object) -> dict[object, object] | None:
+    """What is inside a dict or an object, by name; None for what has no names inside."""
+    mapping = as_mapping(value)
+    if mapping is not None:
+        return mapping
+    if not isinstance(value, Inert):
+        return None
+    fields: dict[object, object] = {f"[{at}]": part for at, part in enumerate((*value.args, *value.items))}
+    fields.update(value.kwargs or {})
+    if isinstance(value.state, dict):
+        fields.update(value.state)
+    elif value.state is not NO_STATE:
+        fields["[state]"] = value.state
+    return fields
+
+
+def _class_of(value: object) -> str:
+    return "dict" if as_mapping(value) is not None else value.class_name if isinstance(value, Inert) else ""
+
+
+def _name(key: object) -> str:
+    return key if isinstance(key, str) else str(key) if isinstance(key, (int, float, Global)) else f"<{_kind(key)}>"
+
+
+def _difference(one: object, other: object, same_tensors: SameTensors) -> tuple[str, str] | None:
+    """Both values as texts if they differ."""
+    if isinstance(one, TensorLeaf) and isinstance(other, TensorLeaf):
+        text = same_tensors(one.key, other.key)
+        return None if text is None else ("a tensor", text)
+    if _equal(one, other):
+        return None
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        n = sum(not _equal(x, y) for x, y in zip(one, other, strict=True))
+        return None if n == 0 else (f"{len(one)} numbers", f"{n} of them differ")
+    a, b = _shown(one), _shown(other)
+    assert a is not None and b is not None
+    if a == b:
+        a, b = f"{a} ({_kind(one)})", f"{b} ({_kind(other)})" if _kind(one) != _kind(other) else f"another {b}"
+    return a, b
+
+
+def _equal(one: object, other: object) -> bool:
+    one, other = _enum_value(one), _enum_value(other)
+    if _is_number(one) and _is_number(other):
+        return one == other or (one != one and other != other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (str, bytes, bytearray, bool, Global, ObjectLeaf, set, frozenset, type(None), complex)):
+        return bool(one == other)
+    if isinstance(one, Persistent) and isinstance(other, Persistent):
+        return one is other or _equal(one.value, other.value)
+    return one is other
+
+
+def _enum_value(value: object) -> object:
+    """The value of what looks like a member of an enumeration: a class called with one number or text."""
+    if isinstance(value, Inert) and len(value.args) == 1 and isinstance(value.args[0], (int, str)):
+        if not (value.kwargs or value.items or value.entries) and value.state is NO_STATE:
+            return value.args[0]
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str | None:
+    """A short text for a value; never long to make, whatever the value is."""
+    if value is _ABSENT:
+        return None
+    if isinstance(value, str):
+        return repr(value) if len(value) <= _TEXT else f"{value[: _TEXT - 20]!r}… ({len(value)} characters)"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value) if value.bit_length() < 256 else f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, (bool, float, complex, Global)):
+        return str(value)
+    if isinstance(value, (bytes, bytearray)):
+        return f"{len(value)} bytes"
+    if isinstance(value, (list, tuple, dict, set, frozenset)):
+        if len(value) <= 8 and not isinstance(value, dict) and all(_is_number(part) for part in value):
+            return f"[{', '.join(str(_shown(part)) for part in value)}]"
+        return f"{type(value).__name__} of {len(value)}"
+    return _kind(value)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, TensorLeaf):
+        return "a tensor"
+    if not isinstance(value, Inert):
+        return type(value).__name__
+    inside = _enum_value(value)
+    return f"{value.class_name}({_shown(inside)})" if inside is not value else value.class_name
