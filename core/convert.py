@@ -26,6 +26,7 @@ from core.errors import UnsupportedError, UsageError
 from core.explain import Explained, explained
 from core.formats import Format, format_called, formats
 from core.formats.hf_files import carried_of, documents_of
+from core.formats.torch_file import load_object
 from core.global_form import global_form
 from core.image import FileImage, literal_file
 from core.job import Job as Job
@@ -38,12 +39,13 @@ from core.journal import identity_of
 from core.layout import load_rules, shard, stack
 from core.layout_state import OPTIMIZER, texts_of
 from core.manifest import FileSum, finish_files, manifest_name, write_manifest
-from core.objects import nesting_notes, root_notes, vetted
+from core.objects import loaded, nesting_notes, refuse_hidden, root_notes, vetted
 from core.occupied import check_replaceable
 from core.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.optimizer import Optimizer
 from core.plan import Plan, make_plan
 from core.relink import linked
+from core.safe_pickle import noting_names
 from core.select import folded
 from core.target import partitioned, source_and_target, tensors_only
 from core.verify import check_memory, verify
@@ -178,13 +180,17 @@ def prepare(job: Job) -> Iterator[Prepared]:
 
 def _prepared(job: Job, source: Checkpoint) -> Prepared:
     format = source.format if job.to is None else format_called(job.to)
+    opened = source
     if format.lay_out is None:
         raise UnsupportedError(
             f"format {format.name} can be read, but not written",
             hint=f"say --to with one of: {', '.join(known.name for known in formats() if known.lay_out is not None)}",
         )
+    with noting_names() as named:
+        source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
+    refuse_hidden(source.named | named, source.catalog)
     if job.metadata_only:
-        return _linked(job, source, format)
+        return _linked(job, opened, format)
     if job.replicas != "error" and job.tie:
         raise UsageError(
             "--tie proves that two tensors are equal, which --on-replica-mismatch first does not do", hint="give one"
@@ -236,6 +242,7 @@ def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
     made = linked(job, source)
     if job.topology is not None:
         _check_loads_at(job, source, format)
+    vetted(loaded(made.catalog, source.store, load_object), keeps_unknown=True, drop_unknown=False)
     images = made.images
     paths = {name: name for name in made.files}
     if format.is_mcore:

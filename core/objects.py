@@ -8,13 +8,13 @@ that it was; for every other target the user must say ``drop_unknown``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from core.catalog import Catalog, Fragment, StoredArray, StoredObject
 from core.errors import UnsafeError, UnsupportedError
-from core.inert import NO_STATE, Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.inert import NO_STATE, Global, Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.layout_rng import RNG_STATES
 from core.layout_state import OPTIMIZER
 from core.optim_entries import object_entry
@@ -53,6 +53,30 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
     streams = {item.raw_key for item in raw}
     hidden = {key: meta for key, meta in catalog.hidden.items() if key not in streams}
     return replace(catalog, objects=objects, hidden=hidden).with_hidden(arrays)
+
+
+def refuse_hidden(named: Iterable[Global], catalog: Catalog) -> None:
+    """Returns unless a pickle names something dangerous that none of the objects holds.
+
+    Such a name was dropped by the pickle itself (popped from its stack, given to a tensor as a hook): what is written
+    would not have it, but whoever made that file meant to hide it.
+
+    Args:
+        named: names that the pickles have (``core.safe_pickle.noting_names``).
+        catalog: what was read from them, its objects ``loaded``.
+
+    Raises:
+        UnsafeError: names it.
+    """
+    dangerous = {name for name in named if classify(name) == "dangerous"}
+    if dangerous:
+        shown = globals_of([[item.value for item in catalog.objects.values()], catalog.attrs.get("common")])
+        hidden = sorted(map(str, dangerous - shown - globals_of(catalog.skeleton)))
+        if hidden:
+            raise UnsafeError(
+                f"a pickle names {hidden[0]}, which would run code when it is loaded, where it makes no object of it",
+                hint="do not load this checkpoint with anything else, and find out who wrote it",
+            )
 
 
 @dataclass(frozen=True, slots=True)

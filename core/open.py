@@ -16,6 +16,8 @@ from pathlib import Path
 from core.catalog import Catalog
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.formats import Format, sniffed
+from core.inert import Global
+from core.safe_pickle import noting_names
 from core.store import LocalStore, checked_name, translated
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -47,6 +49,7 @@ class Checkpoint:
         catalog: its metadata.
         iteration: training iteration, from the tracker, the directory's name or the metadata; None if none says.
         notes: what the user should know about the choice that was made.
+        named: names that the pickles of its metadata have, also those that the catalog does not hold.
     """
 
     path: Path
@@ -55,6 +58,7 @@ class Checkpoint:
     catalog: Catalog
     iteration: int | None
     notes: tuple[str, ...] = ()
+    named: frozenset[Global] = frozenset()
 
     @property
     def is_release(self) -> bool:
@@ -82,7 +86,8 @@ def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool =
         if place.failure is not None:
             raise place.failure
         assert format is not None, "nothing failed, so a format was recognised"
-        catalog = format.sample(store) if samples and format.sample is not None else format.read(store)
+        with noting_names() as named:
+            catalog = format.sample(store) if samples and format.sample is not None else format.read(store)
     except BaseException:
         store.close()
         raise
@@ -95,7 +100,7 @@ def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool =
             file=str(path),
             hint="point at the directory that holds the iterations",
         )
-    return Checkpoint(place.path, store, format, catalog, number, place.notes)
+    return Checkpoint(place.path, store, format, catalog, number, place.notes, frozenset(named))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from core.errors import CorruptError, UnsafeError
 from core.inert import NO_STATE, Global, Inert, Persistent
-from core.pickle_reduce import MAX_NAME, KeyGuard, Name, normal_forms
+from core.pickle_reduce import GETATTR, MAX_NAME, KeyGuard, Name, normal_forms
 from core.pickle_text import LINES, SIZED, two_lines
 
 Hook = Callable[..., object]
@@ -55,6 +55,7 @@ class Machine:
 
     __slots__ = (
         "_actions",
+        "_folds",
         "_forms",
         "_guard",
         "_hooks",
@@ -77,7 +78,8 @@ class Machine:
         self._persistent_load = persistent_load
         self._hooks = hooks
         self._guard = KeyGuard()
-        self._forms = normal_forms(self._guard, self._named)
+        self._folds: set[bool] = set()
+        self._forms = normal_forms(self._guard, self._named, self._folds)
         self._names: dict[Name, Global] = {}
         self._actions: dict[int, Hook] = {}
         """id of a Global (kept alive by _names) → what a REDUCE of it does."""
@@ -425,6 +427,15 @@ class Machine:
         finally:
             self.at = i
             self.n_objects = limits.max_objects - left
+
+    @property
+    def names(self) -> set[Global]:
+        """Every name that the pickle has, also of what it drops again.
+
+        ``getattr`` only where it was called for something else than a longer name, or not called at all.
+        """
+        found = set(self._names.values())
+        return found - {GETATTR} if self._folds == {True} else found
 
     def _too_many(self) -> NoReturn:
         raise UnsafeError(f"the pickle makes more than {self._limits.max_objects} objects")

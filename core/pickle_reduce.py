@@ -122,12 +122,15 @@ def _complex(*args: object) -> object:
     return NotImplemented
 
 
-def normal_forms(guard: KeyGuard, named: Callable[[str, str], Global]) -> dict[Name, Callable[..., object]]:
+def normal_forms(
+    guard: KeyGuard, named: Callable[[str, str], Global], folds: set[bool]
+) -> dict[Name, Callable[..., object]]:
     """The table of normalisations for one load.
 
     Args:
         guard: checks set members.
         named: the load's one ``Global`` of a module and a name.
+        folds: gets True when ``getattr`` makes a longer name, False when it is called in another way.
     """
 
     def a_set(*args: object) -> object:
@@ -147,7 +150,9 @@ def normal_forms(guard: KeyGuard, named: Callable[[str, str], Global]) -> dict[N
         if len(args) == 2 and type(args[0]) is Global and type(args[1]) is str:
             if len(args[0].name) + len(args[1]) > MAX_NAME:
                 raise UnsafeError(f"the name of a global is longer than {MAX_NAME} characters")
+            folds.add(True)
             return named(args[0].module, f"{args[0].name}.{args[1]}")
+        folds.add(False)
         return NotImplemented
 
     def an_ordered_dict(*args: object) -> object:
@@ -175,5 +180,6 @@ def normal_forms(guard: KeyGuard, named: Callable[[str, str], Global]) -> dict[N
     }
 
 
+GETATTR = Global("builtins", "getattr")
 MAX_NAME = 4096
 """Characters of a global's name."""

@@ -20,18 +20,31 @@ from __future__ import annotations
 
 import gc
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
-from core.inert import NO_STATE, Inert
+from core.inert import NO_STATE, Global, Inert
 from core.pickle_machine import Hook, Limits, Machine
 from core.pickle_names import classify, globals_of
 from core.pickle_reduce import Name
 
-__all__ = ["DEFAULT_LIMITS", "Limits", "classify", "gc_paused", "globals_of", "load", "load_next"]
+__all__ = [
+    "DEFAULT_LIMITS",
+    "Limits",
+    "classify",
+    "gc_paused",
+    "globals_of",
+    "load",
+    "load_next",
+    "note_names",
+    "noting_names",
+]
 
 DEFAULT_LIMITS = Limits()
+
+_noted: ContextVar[set[Global] | None] = ContextVar("names of the pickles that are read", default=None)
 
 
 def load(
@@ -95,6 +108,31 @@ def load_next(
         raise _malformed(label, machine.at, err) from err
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, LookupError) as err:
         raise _malformed(label, machine.at, err) from err
+    finally:
+        note_names(machine.names)
+
+
+@contextmanager
+def noting_names() -> Iterator[set[Global]]:
+    """Collects the names of all pickles that this thread reads in the block, also of what a pickle drops again.
+
+    A tree does not tell them all: a call whose result is popped from the stack, or handed to something that does not
+    keep it, would run in another reader all the same.
+    """
+    found: set[Global] = set()
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+        note_names(found)
+
+
+def note_names(names: Iterable[Global]) -> None:
+    """Adds to what ``noting_names`` collects."""
+    noted = _noted.get()
+    if noted is not None:
+        noted.update(names)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -165,7 +166,7 @@ def summarized(checkpoint: Checkpoint) -> Summary:
         notes.append(
             f"opened {n_files - n_unopened:,} of {n_files:,} files, one of each stage and length; --all opens every one"
         )
-    notes += _warnings(catalog)
+    notes += _warnings(checkpoint)
     return Summary(
         path=str(checkpoint.path),
         format=checkpoint.format.name,
@@ -354,15 +355,38 @@ def _has_flattened(catalog: Catalog) -> bool:
     )
 
 
-def _warnings(catalog: Catalog) -> list[str]:
-    """Objects that name code nobody should run; nothing is run here, but others would."""
+def _warnings(checkpoint: Checkpoint) -> list[str]:
+    """Code that the pickles name and nobody should run; nothing is run here, but others would."""
     from core.safe_pickle import classify, globals_of
 
-    values = [item.value for item in catalog.objects.values()]  # walked as one, as ranks share most of theirs
-    dangerous = {str(name) for name in globals_of(values) if classify(name) == "dangerous"}
+    values = [item.value for item in checkpoint.catalog.objects.values()]  # walked as one: ranks share most of theirs
+    named = checkpoint.named | globals_of(values) | _named_by_streams(checkpoint)
+    dangerous = {str(name) for name in named if classify(name) == "dangerous"}
     if not dangerous:
         return []
     return [f"WARNING: it names {', '.join(sorted(dangerous))}, which torch.load would run; ckpt runs nothing"]
+
+
+_MOST_STREAMS = 512
+"""Objects with a stream of their own that are read for their names."""
+
+
+def _named_by_streams(checkpoint: Checkpoint) -> set[Global]:
+    """Names in the first objects that have streams of their own."""
+    from core.safe_pickle import noting_names
+
+    catalog = checkpoint.catalog
+    raw = [item for item in catalog.objects.values() if item.raw_key is not None][:_MOST_STREAMS]
+    with noting_names() as named:
+        for item in raw:
+            stream = catalog.fragments(item.raw_key or "")[0].array
+            with suppress(CheckpointingException):
+                if stream is not None and stream.n_bytes <= _MAX_STREAM_BYTES:
+                    load_object(checkpoint.store, stream, key=item.key)
+    return named
+
+
+_MAX_STREAM_BYTES = 1 << 20
 
 
 def _verdicts(checkpoint: Checkpoint, unsharded: _Unsharded, optimizer: str | None) -> tuple[Verdict, ...]:

@@ -185,6 +185,40 @@ def test_a_dangerous_object_inside_a_checkpoint_is_refused(golden: Path, src: Pa
     assert not marker.exists()
 
 
+def dropping(module: bytes, name: bytes) -> bytes:
+    """Opcodes that call something and forget the result."""
+    return b"c" + module + b"\n" + name + b"\nX\x02\x00\x00\x00id\x85R0"
+
+
+def test_a_name_that_a_pickle_drops_again_is_refused(src: Path) -> None:
+    src.mkdir()
+    with zipfile.ZipFile(src / "model.pt", "w") as archive:
+        archive.writestr("m/data.pkl", b"\x80\x02" + dropping(b"posix", b"system") + pickle.dumps({"a": 1}, 2)[2:])
+        archive.writestr("m/version", "3\n")
+    assert "posix.system" in refused(src / "model.pt", UnsafeError, to="dcp").message
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large enough for the fast reader"])
+def test_a_name_that_metadata_drops_again_is_refused(golden: Path, src: Path, is_large: bool) -> None:
+    path = copy(golden, DIST, src) / ".metadata"
+    padding = b"\x8e" + (1 << 20).to_bytes(8, "little") + bytes(1 << 20) + b"0" if is_large else b""
+    data = path.read_bytes()
+    assert data[:2] == b"\x80\x04"
+    path.write_bytes(b"\x80\x04" + padding + dropping(b"posix", b"system") + data[2:].replace(b"\x95", b"\x95", 1))
+    assert "posix.system" in refused(src, UnsafeError, to="dcp").message
+
+
+def test_a_name_in_an_object_of_a_linked_copy_is_refused(golden: Path, src: Path, tmp_path: Path) -> None:
+    import torch
+    from torch.distributed import checkpoint
+
+    marker = tmp_path / "marker"
+    checkpoint.save({"w": torch.zeros(2), "evil": _Gadget(marker)}, checkpoint_id=src, no_dist=True)
+    with pytest.raises(UnsafeError, match="system"):
+        run(Job(src=src, dst=tmp_path / "out", to="dcp", metadata_only=True, fsync=False))
+    assert not marker.exists()
+
+
 def test_an_unknown_class_is_refused_or_dropped_by_request(src: Path) -> None:
     import torch
 

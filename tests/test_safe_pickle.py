@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from core import safe_pickle
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
 from core.inert import NO_STATE, Global, Inert, Persistent, as_mapping, attributes, walk
-from core.safe_pickle import Limits, classify, globals_of, load, load_next
+from core.safe_pickle import Limits, classify, globals_of, load, load_next, noting_names
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -416,6 +416,32 @@ def test_no_gadget_runs_and_only_the_projects_errors_escape(tmp_path: Path) -> N
         assert not marker.exists()
     finally:
         copyreg.remove_extension("posix", "system", 1)
+
+
+def test_names_are_noted_also_where_the_pickle_drops_them() -> None:
+    dropped = b"\x80\x02cposix\nsystem\n" + text("id") + b"\x85R0N."
+    with noting_names() as outer:
+        with noting_names() as inner:
+            assert load(dropped, label="x") is None
+        assert load(pickle.dumps(Colour.RED, 2), label="y") is not None
+    assert inner == {Global("posix", "system")}
+    assert inner < outer
+
+
+def test_getattr_is_noted_only_where_it_makes_no_name() -> None:
+    member = b"\x80\x02c__builtin__\ngetattr\ncsignal\nSignals\n" + text("SIGINT") + b"\x86R"
+    odd = b"c__builtin__\ngetattr\nK\x01" + text("real") + b"\x86R0"
+    getattr_name = Global("builtins", "getattr")
+    for data, is_noted in ((member + b".", False), (b"\x80\x02" + odd + b"N.", True), (member + odd + b".", True)):
+        with noting_names() as names:
+            load(data, label="x")
+        assert (getattr_name in names) == is_noted
+
+
+def test_names_before_an_error_are_noted() -> None:
+    with noting_names() as names, pytest.raises(CheckpointingException):
+        load(b"\x80\x02cposix\nsystem\n\x82", label="x")
+    assert names == {Global("posix", "system")}
 
 
 def test_the_gadgets_are_real(tmp_path: Path) -> None:

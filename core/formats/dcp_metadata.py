@@ -60,7 +60,7 @@ from core.formats.dcp_records import (
     read_by_machine,
 )
 from core.inert import Global
-from core.safe_pickle import classify, gc_paused, globals_of
+from core.safe_pickle import classify, gc_paused, globals_of, note_names
 from core.store import checked_name
 
 __all__ = [
@@ -144,7 +144,7 @@ def _metadata_by_c(data: bytes, *, cpu_s: int | None = None) -> DcpMetadata | No
     """
     memory_bytes = (256 << 20) + 32 * len(data)
     cpu_s = cpu_s or 2 + (len(data) >> 20)
-    packed = run_contained(lambda: _pack(_Reader(read_by_c(data)).read()), memory_bytes=memory_bytes, cpu_s=cpu_s)
+    packed = run_contained(lambda: _pack(data), memory_bytes=memory_bytes, cpu_s=cpu_s)
     return None if packed is None else _unpack(packed)
 
 
@@ -155,14 +155,17 @@ _PLAIN = (
 )
 
 
-def _pack(found: DcpMetadata) -> bytes:
-    """Metadata as bytes, for the way out of the child.
+def _pack(data: bytes) -> bytes:
+    """What the child does: metadata as bytes, and the names that it is no part of.
 
     Raises:
         ValueError: a part is not plain.
     """
+    root, others = read_by_c(data)
+    found = _Reader(root).read()
     return marshal.dumps(
         (
+            sorted(others),
             [tuple(tensor) for tensor in found.tensors.values()],
             [(key, *item) for key, item in found.objects.items()],
             [getattr(found, name).tobytes() for name in _COLUMNS],
@@ -172,7 +175,8 @@ def _pack(found: DcpMetadata) -> bytes:
 
 
 def _unpack(packed: bytes) -> DcpMetadata:
-    tensors, objects, columns, plain = marshal.loads(packed)
+    names, tensors, objects, columns, plain = marshal.loads(packed)
+    note_names(Global(module, name) for module, name in names)
     fields: dict[str, Any] = dict(zip(_PLAIN, plain, strict=True))
     fields.update((name, array("q", raw)) for name, raw in zip(_COLUMNS, columns, strict=True))
     return DcpMetadata(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import re
 from typing import Any
 
 from core import safe_pickle
@@ -148,23 +149,54 @@ def _refuse_persistent(value: object) -> object:
     raise CorruptError("the pickle uses a persistent id, which no .metadata needs")
 
 
+class _Member(Other):
+    """What ``getattr`` gives: a member of an enum, as Python 3.11 writes it; anything else is for the other reader."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: object, **kwargs: object) -> _Member:
+        if len(args) != 2 or type(args[1]) is not str or not _MEMBER.fullmatch(args[1]):
+            raise CorruptError("getattr is called for something else than a member of an enum")
+        return list.__new__(cls)
+
+
+_MEMBER = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
 class _Unpickler(pickle.Unpickler):
-    """The C unpickler that knows only inert classes."""
+    """The C unpickler that knows only inert classes.
+
+    Attributes:
+        others: names of other things.
+    """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.others: set[tuple[str, str]] = set()
 
     def find_class(self, module: str, name: str) -> Any:
         """A class of this module, whatever the name."""
-        return _FOUND.get((module, name), Other)
+        found = _FOUND.get((module, name))
+        if found is not None:
+            return found
+        if (module, name) == ("builtins", "getattr"):
+            return _Member
+        self.others.add((module, name))
+        return Other
 
 
-def read_by_c(data: bytes) -> object:
-    """The record tree of a pickle, by the C unpickler. Only for a contained process (``core.contained``).
+def read_by_c(data: bytes) -> tuple[object, set[tuple[str, str]]]:
+    """The record tree of a pickle, by the C unpickler, and the (module, name) of all that is none of the records.
+
+    Only for a contained process (``core.contained``).
 
     Empties the extension registry of the process. Any exception may come out.
     """
     copyreg.clear_extension_cache()
     copyreg._inverted_registry.clear()  # type: ignore[attr-defined]
     file = io.BufferedReader(io.BytesIO(data), 1 << 20)
-    root = _Unpickler(file).load()
+    reader = _Unpickler(file)
+    root = reader.load()
     if file.tell() != len(data):
         raise CorruptError("bytes follow the end of the pickle")
-    return root
+    return root, reader.others

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 from core.box import Shape, c_strides
 from core.dtypes import itemsize
-from core.errors import CheckpointingException, CorruptError, UnsupportedError
+from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats.torch_record import refuse_encoded
 from core.formats.torch_tensor import Location, TensorReader, unsupported_kind
 from core.formats.torch_zip import HAS_DESCRIPTOR, LOCAL, LOCAL_SIGNATURE, U32, Archive, check_kind, read_archive
 from core.inert import TensorLeaf
-from core.safe_pickle import load
+from core.safe_pickle import classify, load, noting_names
 
 if TYPE_CHECKING:
     from core.catalog import StoredArray
@@ -209,7 +209,15 @@ def _by_directory(store: ReadStore, file: str, start: int, n_bytes: int) -> tupl
 def _tensor(pickle: bytes, file: str) -> Location:
     """The tensor that is all of a pickle."""
     reader = TensorReader()
-    value = load(pickle, label=file, hooks=reader.hooks)
+    with noting_names() as names:
+        value = load(pickle, label=file, hooks=reader.hooks)
+    dangerous = next((name for name in names if classify(name) == "dangerous"), None)
+    if dangerous is not None:
+        raise UnsafeError(
+            f"the item names {dangerous}, which would run code when it is loaded",
+            file=file,
+            hint="do not load it with anything else, and find out who wrote this checkpoint",
+        )
     if isinstance(value, TensorLeaf):
         return reader.locations[value.key]
     kind = unsupported_kind(value)
