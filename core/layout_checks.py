@@ -34,7 +34,7 @@ def check_complete(names: Iterable[str], facts: Facts, rules: Rules, *, report: 
         return  # adapters alone, without the model that they adapt
     for name in (facts.kind.embedding, *(() if facts.is_tied else (facts.kind.output,))):
         if name not in present:
-            report(MissingShardError("the tensor is not in the checkpoint", key=name).breaking("layout.tensor"))
+            report(MissingShardError("the tensor is not in the checkpoint", key=name, rule="layout.tensor"))
     subs: dict[str, dict[int, set[str]]] = {stack: {} for stack in rules.stacks}
     for name in present:
         found = rules.layer_of(name)
@@ -69,18 +69,12 @@ def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: Facts, rule
     n_layers = facts.stacks.get(stack, 0)
     missing = sorted(set(range(n_layers)) - set(subs_of))
     if missing:
-        key = stack.rstrip(".")
-        report(
-            "layers", MissingShardError(f"layers {listed(missing)} of {n_layers} are not in the checkpoint", key=key)
-        )
+        what = f"layers {listed(missing)} of {n_layers} are not in the checkpoint"
+        report(MissingShardError(what, key=stack.rstrip("."), rule="layout.layers"))
     extra = sorted(set(subs_of) - set(range(n_layers)))
     if extra:
-        key = stack.rstrip(".")
-        report(
-            CorruptError(f"there are layers {listed(extra)}, but the model has {n_layers}", key=key).breaking(
-                "layout.layers"
-            )
-        )
+        what = f"there are layers {listed(extra)}, but the model has {n_layers}"
+        report(CorruptError(what, key=stack.rstrip("."), rule="layout.layers"))
     every: dict[object, set[str]] = {}
     kinds: dict[int, object] = {}
     for layer, subs in sorted(subs_of.items()):
@@ -100,7 +94,7 @@ def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: Facts, rule
             expert = rules.expert_of(absent)
             if expert is None or expert.number in held:
                 what = "other layers have this tensor"
-                report(MissingShardError(what, key=str(Layer(stack, layer, absent))).breaking("layout.tensor"))
+                report(MissingShardError(what, key=str(Layer(stack, layer, absent)), rule="layout.tensor"))
 
 
 def _kind(stack: str, layer: int, subs: Iterable[str], facts: Facts) -> object:
@@ -135,10 +129,10 @@ def _check_experts(stack: str, layer: int, subs: Iterable[str], facts: Facts, ru
     name = str(Layer(stack, layer, "mlp.experts"))
     if wanted - numbers:
         what = f"experts {listed(sorted(wanted - numbers))} of {len(wanted)} are not in the checkpoint"
-        report(MissingShardError(what, key=name).breaking("layout.experts"))
+        report(MissingShardError(what, key=name, rule="layout.experts"))
     if numbers - wanted:
         what = f"there are experts {listed(sorted(numbers - wanted))}, but the arguments give this layer {len(wanted)}"
-        report(CorruptError(f"{what} (num_experts, moe_layer_freq)", key=name).breaking("layout.experts"))
+        report(CorruptError(f"{what} (num_experts, moe_layer_freq)", key=name, rule="layout.experts"))
 
 
 def _experts_in(subs: Iterable[str], rules: Rules) -> set[int]:

@@ -254,17 +254,17 @@ def _check_layers(
         missing = sorted(set(range(count)) - layers)
         if missing:
             what = f"layers {listed(missing)} of this stage's {count} are not there"
-            report(MissingShardError(what, rank=rank).breaking("layout.layers"))
+            report(MissingShardError(what, rank=rank, rule="layout.layers"))
         extra = sorted(layers - set(range(count)))
         if extra:
             what = f"layers {listed(extra)} are beyond the {count} that this stage should hold"
-            report(CorruptError(what, rank=rank).breaking("layout.layers"))
+            report(CorruptError(what, rank=rank, rule="layout.layers"))
 
 
 def _check_names(names: Sequence[str], others: Sequence[str], report: Report, *, rank: str, other: str) -> None:
     """Ranks of one stage hold the same names: experts are numbered anew in each."""
     missing, extra = sorted(set(others) - set(names)), sorted(set(names) - set(others))
     if missing:
-        report(MissingShardError(f"{listed(missing)} is in {other}, but not here", rank=rank).breaking("layout.names"))
+        report(MissingShardError(f"{listed(missing)} is in {other}, but not here", rank=rank, rule="layout.names"))
     if extra:
-        report(MissingShardError(f"{listed(extra)} is in {rank}, but not here", rank=other).breaking("layout.names"))
+        report(MissingShardError(f"{listed(extra)} is in {rank}, but not here", rank=other, rule="layout.names"))

@@ -66,7 +66,7 @@ def origins_of(
             wanted = tuple(number + 1 for number in at)
             if shape[: len(wanted)] != wanted:
                 of = f"{facts.n_layers} layers and {facts.n_experts or 0} experts"
-                report(CorruptError(f"a stack of shape {shape} in a model of {of}", key=key).breaking("layout.stacks"))
+                report(CorruptError(f"a stack of shape {shape} in a model of {of}", key=key, rule="layout.stacks"))
                 found = [(at, name) for at, name in found if all(i < n for i, n in zip(at, shape, strict=False))]
             for at, name in found:
                 add(name, key, at)

@@ -88,7 +88,7 @@ def _alike(name: str, tensor: HeldTensor, report: Report) -> list[Held]:
     for held in tensor.held:
         if (held.array.dtype, held.array.shape) != usual:
             what = f"{held.array.dtype} of shape {held.array.shape} here, {usual[0]} of {usual[1]} on {n} other ranks"
-            report(CorruptError(what, key=name, rank=held.folder).breaking("layout.ranks_differ"))
+            report(CorruptError(what, key=name, rank=held.folder, rule="layout.ranks_differ"))
     return [held for held in tensor.held if (held.array.dtype, held.array.shape) == usual]
 
 

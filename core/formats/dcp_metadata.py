@@ -373,7 +373,7 @@ class _Reader:
         if isinstance(err, CheckpointingException):
             self._report(err.breaking("dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries"))
             return
-        self._report(CorruptError(f"malformed chunk: {type(err).__name__} {err}", key=key).breaking("dcp.entries"))
+        self._report(CorruptError(f"malformed chunk: {type(err).__name__} {err}", key=key, rule="dcp.entries"))
 
     def _read_object(self, key: str) -> int:
         item = self.object_items.get(key)
