@@ -41,7 +41,7 @@ def _tables() -> tuple[Array, tuple[Array, ...]]:
     """The factors of bytes, (4096, 16), and of block numbers' digits, (4096, 16) each."""
     import numpy as np
 
-    number = np.arange(1, 4 * TABLE * LANES + 1, dtype=np.uint64)
+    number: Array = np.arange(1, 4 * TABLE * LANES + 1, dtype=np.uint64)
     z = number * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -85,7 +85,7 @@ _of_thread = threading.local()
 
 
 @cache
-def _torch_factors() -> object:
+def _torch_factors() -> Any:
     import torch
 
     return torch.from_numpy(_tables()[0].copy())
@@ -102,7 +102,7 @@ def _is_exact_in_torch() -> bool:
         return False
     if not hasattr(torch, "_int_mm"):
         return False
-    lowest = np.full((33, TABLE), -128, np.int8)
+    lowest: Array = np.full((33, TABLE), -128, np.int8)
     signs = np.where(_tables()[0][:, 0] > 0, np.int8(127), np.int8(-128))[None, :].repeat(17, axis=0)
     try:
         return all(
@@ -142,7 +142,7 @@ def _torch_threads() -> int | None:
         import torch
     except ImportError:
         return None
-    return torch.get_num_threads()
+    return int(torch.get_num_threads())
 
 
 def weighed(sums: Array, blocks: range | Array) -> Array:
@@ -155,7 +155,7 @@ def weighed(sums: Array, blocks: range | Array) -> Array:
     import numpy as np
 
     low, middle, high = _tables()[1]
-    total = np.zeros(LANES, np.int64)
+    total: Array = np.zeros(LANES, np.int64)
     if isinstance(blocks, range):
         start = blocks.start
         while start < blocks.stop:

@@ -65,7 +65,7 @@ class FormSum:
             return
         self.n_bytes += len(raw)
         n_outer = self._form.n_outer
-        rows = np.zeros(1, np.int64)
+        rows: Array = np.zeros(1, np.int64)
         for step, first, n in zip(c_strides(shape[:n_outer]), box.offset[:n_outer], box.shape[:n_outer], strict=True):
             rows = (rows[:, None] + step * np.arange(first, first + n, dtype=np.int64)).reshape(-1)
         inner = Box(box.offset[n_outer:], box.shape[n_outer:])
@@ -148,8 +148,8 @@ def _spread(data: Array, shape: Shape, steps: Shape, n_span: int, itemsize: int)
     """
     import numpy as np
 
-    made = np.zeros((len(data), n_span, itemsize), np.int8)
-    numbers = np.zeros(1, np.int64)
+    made: Array = np.zeros((len(data), n_span, itemsize), np.int8)
+    numbers: Array = np.zeros(1, np.int64)
     for step, n in zip(steps, shape, strict=True):
         numbers = (numbers[:, None] + step * np.arange(n, dtype=np.int64)).reshape(-1)
     made[:, numbers] = data.reshape(len(data), -1, itemsize)
