@@ -73,6 +73,21 @@ def factor(table: int, index: int, lane: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a canonical tensor holds.
+
+    Args:
+        dtype: canonical dtype name.
+        shape: in elements.
+        text: the sum, see ``text_of``.
+    """
+
+    dtype: str
+    shape: Shape
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
     """How a tensor is cut for its fingerprint.
 

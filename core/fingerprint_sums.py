@@ -60,9 +60,11 @@ class FormSum:
         """
         import numpy as np
 
-        raw = _array_of(data)
-        if not len(raw):
+        start = _run_of(shape, box)
+        if start is not None:
+            self.add_run(start * itemsize, data)
             return
+        raw = _array_of(data)
         self.n_bytes += len(raw)
         n_outer = self._form.n_outer
         rows: Array = np.zeros(1, np.int64)
@@ -135,6 +137,18 @@ class FormSum:
         starts = np.asarray(rows, np.int64) * every
         numbers: Array = (starts[:, None] + np.arange(block, block + n_blocks)).reshape(-1)
         return numbers
+
+
+def _run_of(shape: Shape, box: Box) -> int | None:
+    """The first element of a box whose elements follow each other in the tensor, else None; 0 for an empty one."""
+    if box.is_empty:
+        return 0
+    is_cut = False
+    for extent, n in zip(reversed(shape), reversed(box.shape), strict=True):
+        if is_cut and n != 1:
+            return None
+        is_cut |= n != extent
+    return sum(step * at for step, at in zip(c_strides(shape), box.offset, strict=True))
 
 
 def _spread(data: Array, shape: Shape, steps: Shape, n_span: int, itemsize: int) -> Array:

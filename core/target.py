@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from core.box import Box
-from core.catalog import Catalog, Fragment, StoredArray, TensorMeta, bind_nothing
+from core.catalog import Catalog, Fragment, StoredArray, TensorMeta, bind_nothing, catalog_of_arrays
 from core.formats import Format
 from core.formats.hf_files import carried_of, without_carried
 from core.objects import inlined, state_dict, with_common, with_objects
@@ -44,6 +44,13 @@ def tensors_only(target: Catalog) -> Catalog:
     """A target catalog for one file that holds nothing but tensors."""
     attrs = {name: value for name, value in target.attrs.items() if name not in ("carried", "documents")}
     return replace(target, objects={}, hidden={}, skeleton=None, attrs=attrs)
+
+
+def dense_target(metas: Iterable[TensorMeta]) -> Catalog:
+    """A target of one dense array for each tensor, named by its key."""
+    return catalog_of_arrays(
+        format="memory", arrays={meta.key: StoredArray(meta.key, meta.dtype, meta.shape) for meta in metas}
+    )
 
 
 def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog:

@@ -48,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.copy", "core.copier", "core.output", "core.ledger"),
         *("core.stage_store", "core.folder_lock", "core.folders"),
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),
+        *("core.fingerprint_feeds", "core.fingerprint_read"),
         *("core.scan", "core.scan_*"),
     ),
     (
