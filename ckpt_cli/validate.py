@@ -1,30 +1,184 @@
-"""``ckpt validate``: says whether checkpoints are whole."""
+"""``ckpt validate``: says whether checkpoints are whole.
+
+The exit code is 0 if no error was found, and 1 otherwise, whatever the format of the report; 2 where the request makes
+no sense (a path that does not exist), and others only where nothing could be looked at. A directory that no format
+recognises is a finding, so that a job which validates what another has written fails.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.terminal import escaped, screen_of
-from core.checks import Level
-from core.finding import Severity
+from ckpt_cli.option_values import size_in_bytes
+from ckpt_cli.output_file import write_lines
+from ckpt_cli.progress import progress_bar
+from ckpt_cli.terminal import Screen, screen_of
+from ckpt_cli.verdict import Verdict, exit_code_of
+from core.accepted import Acceptance, baseline_text, patterns_of, read_baseline
+from core.checks import Level, codes
+from core.errors import UsageError
+from core.job import DEFAULT_MEMORY_BYTES
+from core.validate import Validation, distinct_paths
 from core.validate import validate as examined
 
 if TYPE_CHECKING:
     from ckpt_cli.validate_options import ValidateOptions
 
+_SUFFIXES = {".json": "json", ".xml": "junit", ".sarif": "sarif", ".txt": "text"}
+"""What ``-o`` writes, unless ``--format`` says it."""
+
 
 def validate(options: ValidateOptions) -> int:
-    """Examines the checkpoints; returns the exit code."""
-    level = Level.DEEP if options.deep else Level.HEADERS if options.headers else Level.METADATA
-    code = 0
-    for path in options.paths or [Path()]:
-        found = examined(path, level=level, iteration=options.iteration, rules=options.rules)
-        screen = screen_of(sys.stdout)
-        print(screen.plain(f"{escaped(found.path)}: {len(found.findings)} findings"))
-        for finding in found.findings:
-            print(screen.plain(f"  {finding.code} {finding.severity.label}: {escaped(finding.message)}"))
-        if found.worst == Severity.ERROR:
-            code = 1
-    return code
+    """Runs the command; returns the exit code.
+
+    Raises:
+        UsageError: the options contradict one another, or a path does not exist.
+    """
+    _check(options)
+    if options.list_checks:
+        from ckpt_cli.checks_table import print_checks
+
+        return print_checks(is_json=options.json or options.format == "json")
+    if options.newest_valid:
+        from ckpt_cli.newest_valid import newest_valid
+
+        return newest_valid(options)
+    acceptance = acceptance_of(options)
+    paths = options.paths or [Path()]
+    if options.all_iterations:
+        from core.newest import iteration_paths
+
+        paths = [path for root in paths for path in iteration_paths(root)]
+    verdicts = []
+    for path in distinct_paths(paths, iteration=options.iteration):
+        validation = examine(path, options)
+        verdicts.append(Verdict(validation, acceptance.judged(validation.findings)))
+    if options.write_baseline is not None:
+        everything = [finding for verdict in verdicts for finding in verdict.validation.findings]
+        write_lines(options.write_baseline, [baseline_text(everything).rstrip("\n")])
+        return 0
+    _report(verdicts, options)
+    return exit_code_of(verdicts)
+
+
+def _check(options: ValidateOptions) -> None:
+    """Refuses what makes no sense together, before anything is read.
+
+    Raises:
+        UsageError: see there.
+    """
+    if options.headers and options.deep:
+        raise UsageError("--headers and --deep exclude each other", hint="--deep does what --headers does")
+    if options.json and options.format not in (None, "json"):
+        raise UsageError(f"--json and --format {options.format} exclude each other", hint="give one")
+    if options.iteration is not None and (options.all_iterations or options.newest_valid):
+        raise UsageError("--iteration chooses one iteration", hint="leave it out, or the option that looks at all")
+    if options.newest_valid and options.all_iterations:
+        raise UsageError("--newest-valid looks at all iterations anyway", hint="leave --all-iterations out")
+    if options.baseline is not None and options.write_baseline is not None:
+        raise UsageError("--baseline and --write-baseline exclude each other", hint="give one")
+    if options.rules is not None and not options.rules.is_file():
+        raise UsageError(
+            "--rules: there is no such file", file=str(options.rules), hint="check the spelling of the path"
+        )
+
+
+def level_of(options: ValidateOptions) -> Level:
+    """How much is to be read."""
+    if options.deep:
+        return Level.DEEP
+    is_to_be_sure = options.newest_valid  # a job resumes from it: a sample of the files is not enough
+    return Level.HEADERS if options.headers or is_to_be_sure else Level.METADATA
+
+
+def acceptance_of(options: ValidateOptions) -> Acceptance:
+    """What does not count.
+
+    Raises:
+        UsageError: a pattern or the baseline makes no sense.
+    """
+    return Acceptance(
+        ignored=patterns_of(options.ignore or (), known=codes()),
+        known=None if options.baseline is None else read_baseline(options.baseline),
+        is_strict=options.strict,
+    )
+
+
+def examine(path: Path, options: ValidateOptions) -> Validation:
+    """Looks at one checkpoint, with a progress bar where bytes are read."""
+    level = level_of(options)
+    with progress_bar(is_wanted=level == Level.DEEP and not options.quiet) as progress:
+        return examined(
+            path,
+            level=level,
+            iteration=options.iteration,
+            rules=options.rules,
+            threads=options.threads or _cores(),
+            memory_bytes=DEFAULT_MEMORY_BYTES if options.memory is None else size_in_bytes(options.memory),
+            progress=progress,
+        )
+
+
+def _cores() -> int:
+    import os
+
+    return min(len(os.sched_getaffinity(0)), 64)
+
+
+def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
+    """Writes the report, or the reports, where they are wanted."""
+    asked = "json" if options.json else options.format
+    if options.output is not None:
+        format = asked or _SUFFIXES.get(options.output.suffix.lower(), "text")
+        write_lines(options.output, _lines(format, verdicts, options, Screen()))
+        asked = "text"
+    screen = screen_of(sys.stdout)
+    for line in _lines(asked or "text", verdicts, options, screen):
+        print(line)
+
+
+def _lines(format: str, verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterable[str]:
+    """The report in one of the formats."""
+    return _WRITERS[format](verdicts, options, screen)
+
+
+def _text(verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
+    from ckpt_cli.findings_text import text_lines
+
+    return text_lines(screen, verdicts, limit=options.limit, is_quiet=options.quiet)
+
+
+def _json(verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
+    from ckpt_cli.findings_json import json_lines
+
+    return json_lines(verdicts, level=level_of(options), is_strict=options.strict)
+
+
+def _junit(verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
+    from ckpt_cli.findings_junit import junit_lines
+
+    return junit_lines(verdicts)
+
+
+def _sarif(verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
+    from ckpt_cli.findings_sarif import sarif_lines
+
+    return sarif_lines(verdicts, has_baseline=options.baseline is not None)
+
+
+def _github(verdicts: Sequence[Verdict], options: ValidateOptions, screen: Screen) -> Iterator[str]:
+    from ckpt_cli.findings_github import github_lines
+
+    return github_lines(verdicts)
+
+
+_WRITERS: dict[str, Callable[[Sequence[Verdict], ValidateOptions, Screen], Iterator[str]]] = {
+    "text": _text,
+    "json": _json,
+    "junit": _junit,
+    "sarif": _sarif,
+    "github": _github,
+}

@@ -24,7 +24,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """What a tracker says, and its directory is called, instead of an iteration; Megatron then starts at iteration 0 and
 loads no optimizer."""
-_NAMING_TRACKERS = ("latest", "latest_universal")
+NAMING_TRACKERS = ("latest", "latest_universal")
 """DeepSpeed's: they hold the directory's name."""
 ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?|checkpoint-)(\d+)(?:_universal)?$")
 _ORBAX_STEP = "_CHECKPOINT_METADATA"
@@ -161,15 +161,21 @@ def store_of_file(path: Path) -> LocalStore:
     return LocalStore(path.parent, entry=path.name)
 
 
+def iteration_dirs(store: LocalStore) -> dict[int, str]:
+    """Iteration → name of its directory, for all that lie right below a training root."""
+    found: dict[int, str] = {}
+    for name in store.folders():  # sorted, so that a plain directory comes before its universal form
+        if named := ITERATION_DIR.match(name):
+            found.setdefault(int(named.group(1)), name)
+        elif name.isascii() and name.isdigit() and store.exists(f"{name}/{_ORBAX_STEP}"):
+            found.setdefault(int(name), name)
+    return found
+
+
 def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     """The directory to read for ``root``, and notes about the choice."""
     store = LocalStore(root)
-    iterations: dict[int, str] = {}
-    for name in store.folders():  # sorted, so that a plain directory comes before its universal form
-        if found := ITERATION_DIR.match(name):
-            iterations.setdefault(int(found.group(1)), name)
-        elif name.isascii() and name.isdigit() and store.exists(f"{name}/{_ORBAX_STEP}"):
-            iterations.setdefault(int(name), name)
+    iterations = iteration_dirs(store)
     has_tracker = store.exists(TRACKER)
     if wanted is not None and (iterations or has_tracker):
         if wanted not in iterations:
@@ -196,7 +202,7 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
                 hint=f"pass --iteration; iterations here: {_listed(iterations)}",
             )
         return root / name, []
-    for tracker in _NAMING_TRACKERS:
+    for tracker in NAMING_TRACKERS:
         if store.exists(tracker):
             return root / _named(store, root, tracker, iterations), []
     if iterations and not any(map(_WEIGHTS.search, store.files())):
@@ -236,7 +242,7 @@ def _checkpoints_below(store: LocalStore, *, most: int = 8) -> list[str]:
     for name in [] if store.entry is not None else store.folders()[:100]:
         below = LocalStore(store.root / name)
         try:
-            if not (below.exists(TRACKER) or any(map(below.exists, _NAMING_TRACKERS))):
+            if not (below.exists(TRACKER) or any(map(below.exists, NAMING_TRACKERS))):
                 sniffed(below)
             found.append(name)
         except CheckpointingException:

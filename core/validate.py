@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.checks import Level, checks
+from core.checks import Check, Level, checks
+from core.checks.opening import UNREADABLE
 from core.checks.subject import Subject
+from core.errors import CheckpointingException, UsageError
 from core.finding import Finding, Severity
 from core.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
 from core.layout import load_rules
@@ -70,7 +73,7 @@ def validate(
         progress: told about bytes that were read.
 
     Raises:
-        UsageError: there is no such path.
+        UsageError: there is no such path, or it is not that iteration.
     """
     begun = time.monotonic()
     table = load_rules(rules)
@@ -87,20 +90,65 @@ def validate(
     )
     n_checks = 0
     try:
+        _check_iteration(subject, iteration)
         for check in checks(level, None if place.format is None else place.format.name):
-            subject.findings += check.run(subject)
+            _run(check, subject)
             n_checks += 1
         catalog = subject.catalog
+        files = {} if place.format is None else subject.files  # what is no checkpoint may be a whole file system
         return Validation(
             path=str(place.path),
             format=None if place.format is None else place.format.name,
             level=level,
             findings=tuple(sorted(subject.findings, key=lambda finding: finding.order)),
-            n_files=len(subject.files),
-            n_bytes=sum(subject.files.values()),
+            n_files=len(files),
+            n_bytes=sum(files.values()),
             n_tensors=0 if catalog is None else len(catalog.tensors),
             n_checks=n_checks,
             seconds=time.monotonic() - begun,
         )
     finally:
         place.store.close()
+
+
+def _run(check: Check, subject: Subject) -> None:
+    """Runs one check; what it could not read is a finding too, and the others go on."""
+    try:
+        subject.findings += check.run(subject)
+    except CheckpointingException as err:
+        found = UNREADABLE.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span, hint=err.hint)
+        subject.findings.append(found)
+
+
+def _check_iteration(subject: Subject, wanted: int | None) -> None:
+    """Refuses another iteration than the one asked for, where nothing is wrong with the root.
+
+    Raises:
+        UsageError: see there.
+    """
+    if wanted is None or subject.iteration == wanted or subject.failure is not None:
+        return
+    found: object = subject.iteration
+    if found is None and subject.catalog is not None:
+        found = subject.catalog.attrs.get("iteration")
+    if found != wanted:
+        raise UsageError(
+            f"--iteration {wanted} was asked for, but "
+            + ("nothing here tells an iteration" if found is None else f"this is iteration {found}"),
+            file=str(subject.root),
+            hint="point at the directory that holds the iterations",
+        )
+
+
+def distinct_paths(paths: Iterable[Path], *, iteration: int | None = None) -> list[Path]:
+    """The paths without those that lead to the same checkpoint as an earlier one, such as the files of one directory.
+
+    Raises:
+        UsageError: there is no such path.
+    """
+    found: dict[str, Path] = {}
+    for path in paths:
+        place = located(path, iteration=iteration)
+        place.store.close()
+        found.setdefault(os.path.realpath(place.path), path)
+    return list(found.values())

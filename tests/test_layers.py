@@ -60,6 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("core.canonical", "core.checks", "core.checks.*", "core.validate"),
         *("core.diff", "core.diff_*"),
+        *("core.accepted", "core.newest"),
     ),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
 )

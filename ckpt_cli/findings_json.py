@@ -1,0 +1,62 @@
+"""The report as JSON, one object on one line (fields may be added, none change meaning)::
+
+    {"schema": "ckpt.validate/1", "level": "metadata" | "headers" | "deep", "strict": bool, "valid": bool,
+     "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int, "bytes": int, "tensors": int,
+                      "checks": int, "seconds": float, "counts": {"error": int, "warning": int, "note": int},
+                      "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}]}
+
+where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str, "message": str, "file": str,
+"key": str, "rank": str, "span": [int, int], "expected": str, "found": str, "hint": str}``; parts that do not apply are
+left out. ``file`` is relative to ``path``; ``span`` is a range of its bytes. ``ignored`` are those of ``--ignore``,
+``known`` those of ``--baseline``; neither counts for ``valid``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt_cli.verdict import LEVELS
+from core.checks import Level, codes
+from core.finding import Finding, Severity
+
+if TYPE_CHECKING:
+    from ckpt_cli.verdict import Verdict
+
+SCHEMA = "ckpt.validate/1"
+
+
+def json_lines(verdicts: Sequence[Verdict], *, level: Level, is_strict: bool) -> Iterator[str]:
+    """The object."""
+    made = {
+        "schema": SCHEMA,
+        "level": LEVELS[level],
+        "strict": is_strict,
+        "valid": all(verdict.judgement.is_valid for verdict in verdicts),
+        "checkpoints": [_checkpoint(verdict) for verdict in verdicts],
+    }
+    yield json.dumps(made)
+
+
+def _checkpoint(verdict: Verdict) -> dict[str, object]:
+    validation, judgement = verdict.validation, verdict.judgement
+    return {
+        "path": validation.path,
+        "format": validation.format,
+        "valid": judgement.is_valid,
+        "files": validation.n_files,
+        "bytes": validation.n_bytes,
+        "tensors": validation.n_tensors,
+        "checks": validation.n_checks,
+        "seconds": round(validation.seconds, 6),
+        "counts": {severity.label: judgement.n_of(severity) for severity in sorted(Severity, reverse=True)},
+        "findings": list(map(_finding, judgement.counted)),
+        "ignored": list(map(_finding, judgement.ignored)),
+        "known": list(map(_finding, judgement.known)),
+    }
+
+
+def _finding(finding: Finding) -> dict[str, object]:
+    known = codes().get(finding.code)
+    return finding.as_dict() | ({"title": known.title} if known else {})

@@ -1,0 +1,68 @@
+"""``ckpt validate --newest-valid ROOT``: the path of the newest iteration that is whole, and nothing else, on stdout.
+
+Why newer ones were skipped stands on stderr. ``--json`` prints ``{"schema": "ckpt.newest/1", "path": str | null,
+"iteration": int | null, "level": str, "skipped": [{"path": str, "why": str}]}``. The exit code is 1 if there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_cli.terminal import escaped, screen_of
+from ckpt_cli.validate import acceptance_of, examine, level_of
+from ckpt_cli.verdict import LEVELS
+from core.errors import UsageError
+from core.newest import newest_valid as found_newest
+from core.validate import Validation
+
+if TYPE_CHECKING:
+    from ckpt_cli.validate_options import ValidateOptions
+
+
+def newest_valid(options: ValidateOptions) -> int:
+    """Runs it; returns the exit code.
+
+    Raises:
+        UsageError: more than one root, or an option that means nothing here.
+    """
+    root = _only_root(options)
+    acceptance = acceptance_of(options)
+
+    def is_whole(path: Path) -> tuple[bool, Validation]:
+        validation = examine(path, options)
+        return acceptance.judged(validation.findings).is_valid, validation
+
+    newest = found_newest(root, is_whole)
+    if options.json or options.format == "json":
+        skipped = [{"path": one.path, "why": one.why} for one in newest.skipped]
+        answer = {"path": newest.path, "iteration": newest.iteration, "level": LEVELS[level_of(options)]}
+        print(json.dumps({"schema": "ckpt.newest/1", **answer, "skipped": skipped}))
+    elif newest.path is not None:
+        print(escaped(newest.path) if sys.stdout.isatty() else newest.path)
+    label = screen_of(sys.stderr).styled("skipped:", "yellow")
+    for one in () if options.quiet else newest.skipped:
+        print(f"ckpt: {label} {escaped(one.path)}: {escaped(one.why)}", file=sys.stderr)
+    if newest.path is None:
+        print(f"ckpt: no iteration in {escaped(str(root))} is whole", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _only_root(options: ValidateOptions) -> Path:
+    paths = options.paths or [Path()]
+    if len(paths) != 1:
+        raise UsageError("--newest-valid takes one training root", hint="run it once for each")
+    named = (
+        ("--output", options.output),
+        ("--write-baseline", options.write_baseline),
+        ("--plan-for", options.plan_for),
+    )
+    for name, value in named:
+        if value is not None:
+            raise UsageError(f"--newest-valid prints a path; {name} does not go with it", hint="leave one out")
+    if options.format not in (None, "text", "json"):
+        raise UsageError(f"--newest-valid is no report as {options.format}", hint="leave --format out")
+    return paths[0]
