@@ -106,7 +106,11 @@ class Check:
     formats: tuple[str, ...] = ()
 
 
-_MODULES = ("geometry", "items", "opening")
+_MODULES = (
+    *("files", "tracker", "torch_zips", "safetensors_headers", "zarr_chunks", "dcp_files", "rank_files", "index"),
+    *("geometry", "items"),
+    "opening",
+)
 """Modules of this package, in the order in which their checks run; ``opening`` is last."""
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from core.checks import Check, Code
 from core.checks.subject import Subject
+from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 
 UNREADABLE = Code(
@@ -21,13 +24,23 @@ CODES = (UNREADABLE,)
 def readable(subject: Subject) -> Iterator[Finding]:
     """The error that reading the metadata ended with, unless an error was found at the same place."""
     err = subject.failure if subject.catalog is None else None
-    if err is None:
+    if err is None or _is_explained(subject, err):
         return
-    for finding in subject.findings:
-        is_there = (err.file, err.key) == (finding.file, finding.key) or err.file in (None, finding.file)
-        if finding.severity == Severity.ERROR and is_there:
-            return
     yield UNREADABLE.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span, hint=err.hint)
+
+
+def _is_explained(subject: Subject, err: CheckpointingException) -> bool:
+    """Whether another finding says what the error says: one about its file or, if it names none, any error."""
+    errors = [finding for finding in subject.findings if finding.severity == Severity.ERROR]
+    if err.file is None or Path(err.file) in (subject.path, subject.root, subject.store.root):
+        return bool(errors)
+    named = _absolute(subject, err.file)
+    return any(finding.file is not None and _absolute(subject, finding.file) == named for finding in errors)
+
+
+def _absolute(subject: Subject, file: str) -> str:
+    """A file's path; errors name it relative to the checkpoint, or as the user would."""
+    return os.path.abspath(os.path.join(subject.store.root, file))
 
 
 CHECKS = (Check(readable),)

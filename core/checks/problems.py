@@ -77,6 +77,7 @@ def finding_of(
     err: CheckpointingException,
     *,
     default: Code,
+    code: Code | None = None,
     file: str | None = None,
     key: str | None = None,
     rank: str | None = None,
@@ -87,10 +88,11 @@ def finding_of(
 
     Args:
         default: see ``code_of``.
+        code: one that stands whatever the error is.
         file, key, rank: where, if the error does not say it.
         expected, found: the two values that disagree, which errors have in their sentence.
     """
-    return code_of(err, default=default).finding(
+    return (code or code_of(err, default=default)).finding(
         err.message,
         file=file or err.file,
         key=err.key or key,

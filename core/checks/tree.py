@@ -14,6 +14,9 @@ from pathlib import Path
 MAX_DEPTH = 64
 """Directories in each other; more are not looked into."""
 
+_GIT = ".git"
+"""Of a repository that was cloned: no part of the checkpoint."""
+
 _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -36,13 +39,10 @@ class Tree:
     folders: list[str] = field(default_factory=list)
     others: dict[str, str] = field(default_factory=dict)
 
-    def names_in(self, folder: str) -> dict[str, int]:
-        """Name → bytes, of the files directly in a directory ("" for the root)."""
+    def below(self, folder: str) -> list[str]:
+        """Paths, relative to a directory ("" for the root), of all files in and below it."""
         prefix = f"{folder}/" if folder else ""
-        at = len(prefix)
-        return {
-            path[at:]: size for path, size in self.files.items() if path.startswith(prefix) and "/" not in path[at:]
-        }
+        return [path[len(prefix) :] for path in self.files if path.startswith(prefix)]
 
 
 def walked(root: Path, *, entry: str | None = None) -> Tree:
@@ -88,7 +88,8 @@ def _listed(tree: Tree, root: Path, folder: str, seen: set[tuple[int, int]]) -> 
             if entry.is_file():
                 tree.files[prefix + entry.name] = entry.stat().st_size
             elif entry.is_dir():
-                below.append(prefix + entry.name)
+                if entry.name != _GIT:
+                    below.append(prefix + entry.name)
             else:
                 _look(tree, prefix + entry.name, path / entry.name)
         except OSError as err:

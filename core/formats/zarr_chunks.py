@@ -182,13 +182,14 @@ def _tree(
 
 
 def fragments_of_chunks(
-    store: ReadStore, key: str, array: ZarrArray, place_of: PlaceOf, *, file: str
+    store: ReadStore, key: str, array: ZarrArray, place_of: PlaceOf, *, file: str, report: Report = raising
 ) -> list[Fragment]:
     """The fragments of a tensor whose chunks' places are known.
 
     Args:
         store: from which the indexes of shards are read.
         file: the array's metadata file, for messages.
+        report: told of each shard with which something is wrong.
 
     Raises:
         MissingShardError: a shard does not hold one of its chunks.
@@ -204,7 +205,10 @@ def fragments_of_chunks(
         if array.sharding is None:
             found.append(_fragment(key, array.coding, box, place, strides, is_only=is_only))
         else:
-            found += _shard_fragments(store, key, array, box, place)
+            try:
+                found += _shard_fragments(store, key, array, box, place)
+            except CheckpointingException as err:
+                report(err)
     if 0 in grid.shape:
         found.append(whole_fragment(key, StoredArray(key, array.dtype, grid.shape, Extent(file, 0))))
     return found

@@ -1,0 +1,164 @@
+"""CK101, CK103, CK106, CK150–CK153: the files of a DCP checkpoint against its ``.metadata``.
+
+Every file that ``.metadata`` names is there and long enough for the items in it. With headers, every item is opened
+where ``.metadata`` says that it lies: it is a whole torch zip, and no two of them overlap. A ``.distcp`` file that
+``.metadata`` does not name is what an earlier save of more ranks left; an empty one is a writer's that had nothing to
+write (torch 2.13 ``filesystem.py`` opens a file for every bucket).
+
+Source: ``core.formats.dcp``; torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from core.checks import Check, Level
+from core.checks.file_codes import DCP_ITEM, DCP_METADATA, DCP_ORPHAN, DCP_OVERLAP, EXTRA
+from core.checks.problems import finding_of, problems_of
+from core.checks.subject import Subject
+from core.checks.torch_zips import check_records, descriptors
+from core.errors import CheckpointingException, MissingShardError, Report, TruncatedError
+from core.finding import Finding, Severity
+from core.formats.dcp import METADATA, check_files, stated_metadata
+from core.formats.dcp_columns import DcpItem, DcpMetadata
+from core.formats.dcp_safetensors import with_raw_files
+from core.formats.torch_zip import Archive, check_kind, read_archive
+
+CODES = ()
+_FORMATS = ("dcp", "torch_dist")
+_SUFFIX = ".distcp"
+
+
+def data_files(subject: Subject) -> Iterator[Finding]:
+    """CK101, CK103, CK106, CK150: what ``.metadata`` names is there, and nothing else."""
+    named: object = None if subject.catalog is None else subject.catalog.attrs.get("item_files")
+    if not isinstance(named, (tuple, list)):
+        if subject.files.get(METADATA) == 0:
+            return
+        try:
+            metadata = stated_metadata(subject.store)
+        except MissingShardError as err:
+            if err.key is not None:  # one of its chunks; that .metadata itself is missing is an unfinished save
+                yield finding_of(err, default=DCP_METADATA, file=METADATA)
+            return
+        except CheckpointingException as err:
+            yield finding_of(err, default=DCP_METADATA, file=METADATA)
+            return
+        named = metadata.files
+        for problem in problems_of(lambda report: check_files(subject.store, metadata, report=report)):
+            yield _lost(subject, problem)
+        orphans = metadata.orphans
+    else:
+        assert subject.catalog is not None
+        found = subject.catalog.attrs.get("orphans")
+        orphans = found if isinstance(found, tuple) else ()
+    if orphans:
+        yield DCP_ORPHAN.finding(
+            f"{len(orphans)} keys have stored items that no entry refers to",
+            file=METADATA,
+            key=str(orphans[0]),
+            expected="an entry for each item",
+            found="items alone",
+        )
+    yield from _unnamed(subject, set(map(str, named)))
+
+
+def _lost(subject: Subject, err: CheckpointingException) -> Finding:
+    size = subject.files.get(err.file or "")
+    expected = f"at least {err.span[1]} bytes" if isinstance(err, TruncatedError) and err.span else "the file"
+    return finding_of(
+        err, default=DCP_METADATA, expected=expected, found="no such file" if size is None else f"{size} bytes"
+    )
+
+
+def _unnamed(subject: Subject, named: set[str]) -> Iterator[Finding]:
+    for name, size in subject.files.items():
+        if name.endswith(_SUFFIX) and name not in named:
+            yield EXTRA.finding(
+                f"{METADATA} does not name the file" + ("" if size else ", which is empty"),
+                file=name,
+                expected="a file that is named",
+                found=f"{size} bytes that nothing refers to",
+                severity=None if size else Severity.NOTE,
+            )
+
+
+def items(subject: Subject) -> Iterator[Finding]:
+    """CK151, CK152: items lie where ``.metadata`` says, and do not overlap."""
+    try:
+        metadata = stated_metadata(subject.store)
+    except CheckpointingException:
+        return  # said by ``data_files``
+    whole = [item for item in _items(subject, metadata) if item[1].offset + item[1].n_bytes <= _size(subject, item[1])]
+    for key, item in whole:
+        yield from _item(subject, key, item)
+    yield from _overlaps(metadata)
+
+
+def _size(subject: Subject, item: DcpItem) -> int:
+    return subject.files.get(item.file, -1)
+
+
+def _items(subject: Subject, metadata: DcpMetadata) -> Iterator[tuple[str, DcpItem]]:
+    """(key, item) of everything that is stored as a torch zip; the others have checks of their own."""
+    try:
+        raw = with_raw_files(subject.store, metadata).raw_files
+    except CheckpointingException:
+        raw = frozenset()
+    for tensor in metadata.tensors.values():
+        for row, (_, item) in enumerate(metadata.chunks(tensor.key), tensor.first):
+            if row not in metadata.descriptors and metadata.file_index[row] not in raw:
+                yield tensor.key, item
+    for key, item in metadata.objects.items():
+        if key not in metadata.object_descriptors:
+            yield key, item
+
+
+def _item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
+    store = subject.store
+    opened: list[Archive] = []
+
+    def look(report: Report) -> None:
+        archive = read_archive(store, item.file, start=item.offset, n_bytes=item.n_bytes, report=report)
+        check_kind(archive)
+        check_records(store, archive, report, reads=True)
+        opened.append(archive)
+
+    problems = problems_of(look)
+    for err in problems:
+        yield finding_of(
+            err,
+            default=DCP_ITEM,
+            code=DCP_ITEM if err.rule in (None, "zip.directory") else None,  # no zip begins or ends there
+            file=item.file,
+            key=key,
+            expected=f"a torch zip at bytes {item.offset}–{item.offset + item.n_bytes}",
+        )
+    if not problems and opened:
+        yield from descriptors(store, opened[0], key=key)
+
+
+def _overlaps(metadata: DcpMetadata) -> Iterator[Finding]:
+    placed = [
+        (metadata.files[file], offset, n_bytes, row)
+        for row, (file, offset, n_bytes) in enumerate(
+            zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True)
+        )
+        if n_bytes and not (metadata.raw_files and file in metadata.raw_files)
+    ]
+    number = len(placed)
+    placed += [(item.file, item.offset, item.n_bytes, number + n) for n, item in enumerate(metadata.objects.values())]
+    placed.sort()
+    for before, after in pairwise(placed):
+        if before[0] == after[0] and before[1] + before[2] > after[1] and before[1:3] != after[1:3]:
+            yield DCP_OVERLAP.finding(
+                "two items share bytes",
+                file=after[0],
+                span=(after[1], before[1] + before[2]),
+                expected=f"an item that begins at byte {before[1] + before[2]} or later",
+                found=f"one at byte {after[1]}",
+            )
+
+
+CHECKS = (Check(data_files, formats=_FORMATS), Check(items, Level.HEADERS, formats=_FORMATS))
