@@ -9,13 +9,12 @@ Everything is written into a *stage*, a hidden sibling of the destination with a
 
 ``Stage.commit`` syncs the files, then the directories, renames ``data`` and syncs the parent. Any other way out removes
 the stage, save for a failure with ``resume``. A stage whose owner was killed carries no lock: the next run says so and
-removes it, or continues it.
+removes it, or continues it; before that it puts back what a replacement had set aside (``core.replacement``).
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,10 +23,11 @@ from typing import Self
 
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
 from core.folder_lock import NO_LOCKS, lock_folder
-from core.folders import empty_folder, sync_folder
+from core.folders import empty_folder, make_folders, remove_empty, sync_folder, sync_folders
 from core.journal import BATCH_BYTES, FileJournal, is_journal_of
-from core.linux import exchange, rename_new
+from core.leftover import clear_finished, remove_stage
 from core.manifest import manifest_name
+from core.replacement import check_may_go, put_back, replace_dir, replace_file
 from core.stage_store import StageStore
 from core.store import translated
 
@@ -91,31 +91,38 @@ class Stage:
         self._keep = keep
         self._batch_bytes = batch_bytes
         self._lock_fd = -1
-        self._is_committed = False
-        self._is_continued = False
+        self._new: os.stat_result | None = None
+        self._keeps_found = False
+        self._has_synced_names = False
         self._made_dirs: list[Path] = []
 
     def __enter__(self) -> Self:
         self._check_destination()
-        self._make_parents()
         try:
+            make_folders(self.dst.parent, self._made_dirs)
             self._acquire()
         except BaseException:
-            self._remove_parents()
+            remove_empty(self._made_dirs)
             raise
         try:
             self._begin()
         except BaseException:
-            self._leave(keep=self._is_continued)
+            self._leave(keep=self._keeps_found)
             raise
         return self
 
     def _begin(self) -> None:
         journal_path = self.stage_dir / "journal.jsonl"
-        if self._resume and is_journal_of(journal_path, self._identity):
-            self._is_continued = True
+        with translated(str(self.stage_dir), doing="look into"):
+            is_found = any(self.stage_dir.iterdir())
+            self._keeps_found = is_found and self._resume  # until it is known to be of no use
+            if put_back(self.stage_dir, self.dst):
+                self.notes.append(f"{self.dst.name}, which an interrupted run had set aside, was put back")
+                self._check_destination()
+        if self._resume and is_journal_of(journal_path, self._plan()):
             self.notes.append("continuing the unfinished stage")
-        elif any(self.stage_dir.iterdir()):
+        elif is_found:
+            self._keeps_found = False
             self.notes.append(
                 f"{self.stage_dir.name}, left behind by an earlier run, "
                 + ("belongs to other input or options; it was removed" if self._resume else "was removed")
@@ -126,54 +133,31 @@ class Stage:
         self._check_space()
         self.store = StageStore(self.data_dir, is_durable=self._fsync)
         if self._resume:
-            self.journal = FileJournal(
-                journal_path, self._identity, sync=self._sync_data, batch_bytes=self._batch_bytes
-            )
+            self.journal = FileJournal(journal_path, self._plan(), sync=self._sync_data, batch_bytes=self._batch_bytes)
+
+    def _plan(self) -> str:
+        """What a journal must be of: the plan, and this directory, which another one may replace (``--force``)."""
+        with translated(str(self.data_dir), doing="look at"):
+            is_there = os.path.lexists(self.data_dir)
+            return f"{self._identity} in {os.lstat(self.data_dir).st_ino if is_there else 'none'}"
 
     def _sync_data(self, files: Iterable[str]) -> None:
         for file in files:
             self.store.sync(file)
+        if not self._has_synced_names:
+            sync_folders(self.stage_dir)
+            sync_folder(self.dst.parent)
+            self._has_synced_names = True
 
     def _check_destination(self) -> None:
         if not os.path.lexists(self.dst):
             return
         if not self._force:
-            raise UsageError("the destination exists", file=str(self.dst), hint="choose another one, or pass --force")
-        if self.dst.is_dir() == self.is_file or self.dst.is_symlink():
-            raise UsageError(
-                "the destination is of another kind than what would replace it", file=str(self.dst), hint="remove it"
-            )
-        target = self.dst.resolve()
-        for path in (*self._keep, Path.cwd(), Path.home()):
-            if path.resolve().is_relative_to(target):
-                raise UsageError(f"replacing the destination would remove {path}", file=str(self.dst))
-        for path in self._keep:
-            if target.is_relative_to(path.resolve()):
-                raise UsageError(
-                    f"the destination is a part of {path}, so it is not replaced",
-                    file=str(self.dst),
-                    hint="choose another one",
-                )
-        if os.path.ismount(self.dst):
-            raise UsageError("the destination is a mount point", file=str(self.dst), hint="write to a directory in it")
-
-    def _make_parents(self) -> None:
-        missing = []
-        parent = self.dst.parent
-        while not parent.exists():
-            missing.append(parent)
-            parent = parent.parent
-        for folder in reversed(missing):
-            with translated(str(folder), doing="create"):
-                folder.mkdir()
-            self._made_dirs.append(folder)
-
-    def _remove_parents(self) -> None:
-        for folder in reversed(self._made_dirs):
-            try:
-                folder.rmdir()
-            except OSError:
-                return
+            hint = "choose another one, or pass --force"
+            if not clear_finished(self.stage_dir, self.dst, is_file=self.is_file):
+                hint += f"; {self.stage_dir.name} beside it is of an earlier run"
+            raise UsageError("the destination exists", file=str(self.dst), hint=hint)
+        check_may_go(self.dst, is_file=self.is_file, keep=self._keep)
 
     def _acquire(self) -> None:
         """Makes or opens the stage directory, and locks it."""
@@ -201,50 +185,55 @@ class Stage:
         """Publishes the destination.
 
         Raises:
-            StorageError: the system refuses; if only the last sync failed, the message says so: the output is complete.
+            StorageError: the system refuses; if only something after the last rename failed, the message says so: the
+                output is complete.
             UsageError: someone made the destination in the meantime.
         """
         if self._fsync:
-            self.store.sync_all()
+            self._sync_all()
         self.store.close()
         with translated(str(self.dst), doing="publish"):
+            self._new = os.lstat(self.data_dir / self.dst.name if self.is_file else self.data_dir)
+            replace = replace_file if self.is_file else replace_dir
             try:
-                self._publish_file() if self.is_file else self._publish_dir()
+                replace(self.data_dir, self.dst, force=self._force)
             except FileExistsError as err:
                 raise UsageError("the destination has appeared meanwhile", file=str(self.dst)) from err
-        self._is_committed = True
+        try:
+            self._finish()
+        except (StorageError, CapacityError) as err:
+            raise StorageError(
+                "the output is complete, but the system could not confirm that its name is on the disk, or put its "
+                "manifest beside it",
+                file=str(self.dst),
+            ) from err
+
+    def _sync_all(self) -> None:
+        try:
+            self.store.sync_all()
+        except CheckpointingException:
+            if self.journal is not None:
+                self.journal.distrust()
+            raise
+
+    def _finish(self) -> None:
+        """What comes after the renames by which the destination got its name."""
+        if self.is_file:
+            with translated(str(self.dst), doing="publish the manifest of"):
+                for name in os.listdir(self.data_dir):
+                    os.replace(self.data_dir / name, self.dst.parent / name)
         if self._fsync:
-            try:
-                sync_folder(self.dst.parent)
-            except StorageError as err:
-                raise StorageError(
-                    "the output is complete, but the system could not confirm that its name is on the disk",
-                    file=str(self.dst),
-                ) from err
+            sync_folder(self.dst.parent)
+            for folder in reversed(self._made_dirs):
+                sync_folder(folder.parent)
 
-    def _publish_dir(self) -> None:
-        if not os.path.lexists(self.dst):
-            rename_new(self.data_dir, self.dst)
-        elif not self._force:
-            raise FileExistsError
-        elif not exchange(self.data_dir, self.dst):
-            old_dir = self.stage_dir / "old"
-            os.rename(self.dst, old_dir)
-            try:
-                os.rename(self.data_dir, self.dst)
-            except OSError:
-                os.rename(old_dir, self.dst)
-                raise
-
-    def _publish_file(self) -> None:
-        manifest = manifest_name(self.dst.name)
-        if self._force:
-            (self.dst.parent / manifest).unlink(missing_ok=True)
-            os.replace(self.data_dir / self.dst.name, self.dst)
-        else:
-            rename_new(self.data_dir / self.dst.name, self.dst)
-        for name in os.listdir(self.data_dir):
-            os.replace(self.data_dir / name, self.dst.parent / name)
+    @property
+    def _is_committed(self) -> bool:
+        """Whether the new destination has its name; asked of the disk, because a signal may come right after it."""
+        try:
+            return self._new is not None and os.path.samestat(self._new, os.lstat(self.dst))
+        except OSError:
+            return False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -266,29 +255,41 @@ class Stage:
             except CheckpointingException:
                 self.notes.append("the journal could not be completed; some work will be done again")
         self._close()
-        if keep:
-            self._unlock()
-        elif self._lock_fd >= 0:
-            self._remove_stage()
+        if self._lock_fd < 0:
+            return
+        if not self._is_settled():
+            self.notes.append(f"{self.stage_dir} holds what was there before; the next run puts it back")
+        elif not keep:
+            if not remove_stage(self.stage_dir):
+                self.notes.append(f"{self.stage_dir} could not be removed")
             if not self._is_committed:
-                self._remove_parents()
+                remove_empty(self._made_dirs)
+        self._unlock()
+
+    def _is_settled(self) -> bool:
+        """Undoes a publication that stopped half-way, or finishes it; whether nothing of worth is left in the stage."""
+        if self._new is None:
+            return True
+        try:
+            if not self._is_committed:
+                put_back(self.stage_dir, self.dst)
+            elif self.is_file and os.path.lexists(self.data_dir):
+                self._finish()
+        except (OSError, CheckpointingException):
+            return self._is_committed
+        return True
 
     def _close(self) -> None:
         if self.journal is not None:
             journal, self.journal = self.journal, None
-            journal.close()
+            with suppress(OSError):  # every line of it was synced
+                journal.close()
         store = getattr(self, "store", None)
         if store is not None:
             with suppress(StorageError):  # the files are thrown away, or were synced
                 store.close()
 
-    def _remove_stage(self) -> None:
-        shutil.rmtree(self.stage_dir, ignore_errors=True)
-        if self.stage_dir.exists():
-            self.notes.append(f"{self.stage_dir} could not be removed")
-        self._unlock()
-
     def _unlock(self) -> None:
-        if self._lock_fd >= 0:
-            fd, self._lock_fd = self._lock_fd, -1
+        fd, self._lock_fd = self._lock_fd, -1
+        with suppress(OSError):
             os.close(fd)

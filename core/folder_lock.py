@@ -45,20 +45,37 @@ def lock_folder(folder: Path, *, dst: Path) -> FolderLock:
     """
     with translated(str(folder), doing="create"):
         while True:
-            with suppress(FileExistsError):
-                folder.mkdir()
+            is_made = False
+            fd = -1
             try:
-                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            except FileNotFoundError:  # its owner has just finished
-                continue
-            try:
+                with suppress(FileExistsError):
+                    folder.mkdir()
+                    is_made = True
+                try:
+                    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                except FileNotFoundError:  # its owner has just finished
+                    continue
                 is_sure = _lock(fd, folder, dst)
                 if is_current(fd, folder):
                     return FolderLock(fd, is_sure)
             except BaseException:
-                os.close(fd)
+                _give_up(folder, fd, is_made=is_made)
                 raise
-            os.close(fd)
+            _close(fd)
+
+
+def _give_up(folder: Path, fd: int, *, is_made: bool) -> None:
+    """Leaves a directory, and removes it if it was made here; one with something in it is somebody else's by now."""
+    if is_made:
+        with suppress(OSError):
+            folder.rmdir()
+    if fd >= 0:
+        _close(fd)
+
+
+def _close(fd: int) -> None:
+    with suppress(OSError):
+        os.close(fd)
 
 
 def _lock(fd: int, folder: Path, dst: Path) -> bool:

@@ -5,11 +5,42 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from core.store import translated
 
 _SYNC_THREADS = 4
+
+
+def make_folders(folder: Path, made: list[Path]) -> None:
+    """Makes a directory and those above it that are missing.
+
+    Args:
+        folder: the directory.
+        made: gets those that were made here, the outermost first, as they are made.
+
+    Raises:
+        StorageError: the system refuses.
+    """
+    with translated(str(folder), doing="create"):
+        missing = []
+        while not folder.exists():
+            missing.append(folder)
+            folder = folder.parent
+        for folder in reversed(missing):
+            with suppress(FileExistsError):  # another process makes it at this moment
+                folder.mkdir()
+                made.append(folder)
+
+
+def remove_empty(made: list[Path]) -> None:
+    """Removes directories that ``make_folders`` made, the innermost first, as long as they are empty."""
+    for folder in reversed(made):
+        try:
+            folder.rmdir()
+        except OSError:
+            return
 
 
 def empty_folder(folder: Path) -> None:
@@ -34,7 +65,7 @@ def sync_tree(root: Path) -> None:
     """
     files = [Path(folder, name) for folder, _, names in os.walk(root) for name in names]
     with ThreadPoolExecutor(_SYNC_THREADS) as pool:
-        for _ in pool.map(_sync, files):
+        for _ in pool.map(sync_file, files):
             pass
     sync_folders(root)
 
@@ -56,6 +87,15 @@ def sync_folder(folder: Path) -> None:
         StorageError: the system could not write.
     """
     _sync(folder, os.O_DIRECTORY)
+
+
+def sync_file(file: Path) -> None:
+    """Syncs one file, which need not be writable.
+
+    Raises:
+        StorageError: the system could not write.
+    """
+    _sync(file)
 
 
 def _sync(path: Path, flags: int = 0) -> None:

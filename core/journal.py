@@ -13,11 +13,13 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from core.bands import ITEM_BYTES
 from core.encoding import files_read
 from core.ends import RecordCrc
+from core.errors import CapacityError, MissingShardError, StorageError
 from core.ledger import CheckedRun, ItemRecord, WrittenRun
 from core.plan import Plan
 from core.store import ReadStore, translated
@@ -51,6 +53,7 @@ class FileJournal:
         self._pending: list[tuple[int, ItemRecord]] = []
         self._pending_files: set[str] = set()
         self._pending_bytes = 0
+        self._is_trusted = True
         self._done, n_valid = _read(path, identity)
         self.n_found = len(self._done)
         with translated(path.name, doing="write"):
@@ -89,10 +92,18 @@ class FileJournal:
             with self._lock:
                 pending, files = self._pending, self._pending_files
                 self._pending, self._pending_files, self._pending_bytes = [], set(), 0
-            if pending:
-                self._sync(files)
+            if pending and self._is_trusted:
+                try:
+                    self._sync(files)
+                except (StorageError, CapacityError):
+                    self.distrust()
+                    raise
                 with translated(self._path.name, doing="write"):
                     self._append({"items": [_entry(item, record) for item, record in pending]})
+
+    def distrust(self) -> None:
+        """Records nothing more: the disk has refused to sync, and the system reports lost bytes only once."""
+        self._is_trusted = False
 
     def close(self) -> None:
         """Closes the file; pending items are forgotten."""
@@ -100,9 +111,16 @@ class FileJournal:
 
     def _append(self, line: dict[str, object]) -> None:
         data = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        while data:
-            data = data[os.write(self._fd, data) :]
-        os.fdatasync(self._fd)
+        begin = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+            os.fdatasync(self._fd)
+        except OSError:
+            self.distrust()
+            with suppress(OSError):  # half a line would hide those after it
+                os.ftruncate(self._fd, begin)
+            raise
 
 
 def is_journal_of(path: Path, identity: str) -> bool:
@@ -115,7 +133,7 @@ def _read(path: Path, identity: str) -> tuple[dict[int, list[object]], int]:
     done: dict[int, list[object]] = {}
     n_valid = 0
     try:
-        with path.open("rb") as lines:
+        with translated(path.name, doing="read"), path.open("rb") as lines:
             for line in lines:
                 found = json.loads(line) if line.endswith(b"\n") else None
                 if n_valid == 0:
@@ -126,7 +144,7 @@ def _read(path: Path, identity: str) -> tuple[dict[int, list[object]], int]:
                 else:
                     done.update((entry[0], entry) for entry in found["items"])
                 n_valid += len(line)
-    except FileNotFoundError:
+    except MissingShardError:
         return {}, 0
     except (ValueError, KeyError, TypeError, IndexError):  # torn by a crash: what came before still counts
         return done, n_valid

@@ -77,7 +77,7 @@ def rename_new(source: Path, target: Path) -> None:
     if not _renameat2(source, target, _RENAME_NOREPLACE):
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-        os.rename(source, target)
+        os.rename(source, target)  # what a directory would replace is an empty one
 
 
 def exchange(first: Path, second: Path) -> bool:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from core.errors import StorageError, TruncatedError, UnsupportedError
-from core.folders import sync_folders
+from core.folders import sync_file, sync_folders
 from core.linux import allocate, start_writeback
 from core.store import checked_name, translated
 
@@ -35,6 +35,7 @@ class StageStore:
         self._is_durable = is_durable
         self._open: OrderedDict[str, _OpenFile] = OrderedDict()
         self._names: set[str] = set()
+        self._linked: set[str] = set()
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -78,6 +79,7 @@ class StageStore:
                     file=str(existing),
                     hint="write to the file system of the source, or leave --metadata-only out",
                 ) from err
+        self._linked.add(name)
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
         """See WriteStore.
@@ -121,13 +123,15 @@ class StageStore:
             os.fsync(fd)
 
     def sync_files(self) -> None:
-        """Syncs every file that was created here.
+        """Syncs every file that was created or linked here.
 
         Raises:
             StorageError: the system could not write.
         """
         with ThreadPoolExecutor(_SYNC_THREADS) as pool:
             for _ in pool.map(self.sync, sorted(self._names)):
+                pass
+            for _ in pool.map(sync_file, [self.root / name for name in sorted(self._linked)]):
                 pass
 
     def sync_all(self) -> None:
@@ -149,8 +153,7 @@ class StageStore:
             self._is_closed = True
             idle = [name for name, file in self._open.items() if file.n_users == 0]
             for name in idle:
-                with translated(name, doing="close"):
-                    os.close(self._open.pop(name).fd)
+                self._close(name)
 
     @contextmanager
     def _file(self, name: str) -> Iterator[int]:
@@ -175,14 +178,18 @@ class StageStore:
         with self._lock:
             opened.n_users -= 1
             if self._is_closed and opened.n_users == 0:
-                os.close(self._open.pop(name).fd)
+                self._close(name)
 
     def _close_idle(self) -> None:
         excess = len(self._open) - MAX_OPEN_FILES
         if excess > 0:
             for name in [name for name, file in self._open.items() if file.n_users == 0][:excess]:
                 if self._open[name] is not next(reversed(self._open.values())):
-                    os.close(self._open.pop(name).fd)
+                    self._close(name)
+
+    def _close(self, name: str) -> None:
+        with translated(name, doing="close"):  # network file systems tell here that they could not write
+            os.close(self._open.pop(name).fd)
 
 
 class _OpenFile:

@@ -14,7 +14,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -290,7 +290,7 @@ class LocalStore:
         """Closes every file; the store can be used again."""
         with self._lock:
             for opened in self._open.values():
-                os.close(opened.fd)
+                _close(opened.fd)
             self._open.clear()
 
     @contextmanager
@@ -307,8 +307,8 @@ class LocalStore:
                 if len(self._open) <= MAX_OPEN_FILES:
                     break
                 if other.n_users == 0:
-                    os.close(other.fd)
                     del self._open[old]
+                    _close(other.fd)
         try:
             yield opened.fd
         finally:
@@ -318,12 +318,23 @@ class LocalStore:
     def _open_regular(self, name: str) -> int:
         with translated(name, doing="open"):
             fd = os.open(self.path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        status = os.fstat(fd)
+        try:
+            with translated(name, doing="open"):
+                status = os.fstat(fd)
+        except BaseException:
+            _close(fd)
+            raise
         if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
+            _close(fd)
             raise UnsafeError("not a regular file", file=name, hint="remove it from the checkpoint")
         self._seen.setdefault(name, (status.st_size, status.st_mtime_ns, status.st_ino))
         return fd
+
+
+def _close(fd: int) -> None:
+    """Closes a file that was only read: nothing can be lost by it."""
+    with suppress(OSError):
+        os.close(fd)
 
 
 class _OpenFile:

@@ -43,10 +43,21 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.hf", "core.hf.*", "core.quantize", "core.quantize_*", "core.restack", "core.renaming", "core.tying"),
         "core.job",
     ),
-    (*("core.box_reader", "core.open", "core.plan", "core.match", "core.places", "core.ends", "core.bands", "core.weave"),),
+    (
+        *(
+            "core.box_reader",
+            "core.open",
+            "core.plan",
+            "core.match",
+            "core.places",
+            "core.ends",
+            "core.bands",
+            "core.weave",
+        ),
+    ),
     (
         *("core.copy", "core.copier", "core.output", "core.ledger"),
-        *("core.stage_store", "core.folder_lock", "core.folders"),
+        *("core.stage_store", "core.folder_lock", "core.folders", "core.leftover", "core.replacement"),
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),
         *("core.fingerprint_feeds", "core.fingerprint_read"),
         *("core.scan", "core.scan_*"),

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from core.dist_checkpointing.core import CONFIG_FNAME, save_config
 from core.dist_checkpointing.durable_file import write_file
-from core.errors import CheckpointingException, StorageError, UsageError
+from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
 from core.folder_lock import FolderLock, is_current, lock_folder
 from core.folders import empty_folder, sync_folder, sync_tree
 from core.json_object import object_of
@@ -131,7 +131,7 @@ class Publication:
     def _confirm(self) -> None:
         try:
             sync_folder(self.checkpoint_dir)
-        except StorageError as err:
+        except (StorageError, CapacityError) as err:
             raise StorageError(
                 "the checkpoint is complete, but the system could not confirm that its names are on the disk",
                 file=str(self.checkpoint_dir),
