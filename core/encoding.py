@@ -22,7 +22,8 @@ class Encoding(Protocol):
     The dense bytes of an array (C order, little endian, ``StoredArray.n_bytes`` long) are cut into units of
     ``unit_bytes``; the last one may be shorter. A codec without random access has one unit, the whole array.
 
-    An encoding that reads other files than the extent's lists them in an attribute ``files``, see ``files_read``.
+    An encoding that reads other files than the extent's lists them in an attribute ``files``, see ``files_read``; one
+    that compares with a checksum has a true attribute ``has_checksum``, see ``has_checksum``.
     """
 
     @property
@@ -64,3 +65,8 @@ def files_read(encoding: Encoding | None) -> Sequence[str]:
     """The files that decoding reads, that of the extent left out."""
     found: Sequence[str] = getattr(encoding, "files", ())
     return found
+
+
+def has_checksum(encoding: Encoding) -> bool:
+    """Whether decoding compares all stored bytes, or all that they make, with a checksum."""
+    return bool(getattr(encoding, "has_checksum", False))

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Protocol
 from core.catalog import StoredArray
 from core.dtypes import itemsize
 from core.errors import CheckpointingException, MissingShardError
-from core.scan_apart import ApartReader, Budget
-from core.scan_plan import WINDOW_BYTES, Apart, FilePlan, Line, Stated, plan_file
-from core.scan_sums import FileSums, Problem, Scanned, SegmentSums, Sum, Wanted, sum_of
+from core.scan_apart import ApartReader, Budget, is_checked
+from core.scan_plan import WINDOW_BYTES, Apart, FilePlan, Line, plan_file
+from core.scan_sums import FileSums, Problem, Scanned, SegmentSums, Sum, Wanted, sum_of_nothing
 
 if TYPE_CHECKING:
     from core.catalog import Catalog
+    from core.errors import Report
+    from core.stated import Stated
     from core.store import ReadStore
 
 DEFAULT_MEMORY_BYTES = 512 << 20
@@ -36,8 +38,12 @@ CRCS = Wanted()
 Progress = Callable[[int, int], None]
 """(bytes of files read, bytes of all files); called from the reading threads."""
 
-StatedIn = Callable[[str, int, Sequence[StoredArray]], Iterable[Stated]]
-"""(file, its size, the arrays in it as the catalog has them) → the CRCs that the file states of its parts."""
+
+class StatedIn(Protocol):
+    """Finds the CRCs that files state of their parts."""
+
+    def __call__(self, file: str, n_bytes: int, *, report: Report) -> Iterable[Stated]:
+        """The CRCs in a file of that size; what is wrong with parts of it is reported."""
 
 
 class Observer(Protocol):
@@ -239,7 +245,7 @@ class _Run:
             if file is None:
                 continue
             for array in file.plan.empty:
-                self._finish(file, array, sum_of(b"", self._wanted))
+                self._finish(file, array, sum_of_nothing(array, self._wanted))
             if file.observers and file.plan.n_bytes:  # in order, so in one piece
                 yield _Segment(file, 0, file.plan.n_bytes, file.plan.lines)
             else:
@@ -263,14 +269,17 @@ class _Run:
                 bound.append((array, placed))
             except CheckpointingException as err:
                 self._note(name, array, err)
-        try:
-            stated = [] if self._stated_in is None else list(self._stated_in(name, n_bytes, arrays))
-        except CheckpointingException as err:
-            self._note(name, None, err)
-            stated = []
+        stated: list[Stated] = []
+        if self._stated_in is not None:
+            try:
+                stated += self._stated_in(name, n_bytes, report=lambda err: self._note(name, None, err))
+            except CheckpointingException as err:
+                self._note(name, None, err)
         plan, wrong = plan_file(name, n_bytes, bound, stated)
         for array, error in wrong:
             self._note(name, array, error)
+        if stated or any(is_checked(one.bound) for one in plan.apart):
+            self.result.covered.add(name)
         seen = {array.name: [one for one in self._observers if one.sees(array)] for array, _ in bound}
         sums = FileSums(plan, self._wanted, self.result, self._lock)
         readers = [one for one in self._file_observers if one.reads(name, n_bytes)]

@@ -16,6 +16,7 @@ from core.box import c_strides
 from core.checksum import RunSum
 from core.decoded import DecodedStore
 from core.dtypes import itemsize
+from core.encoding import has_checksum
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.gather import Layout, dense, read_box
 from core.scan_plan import WINDOW_BYTES, Apart
@@ -99,7 +100,7 @@ class ApartReader:
         """
         array = apart.bound
         size = itemsize(array.dtype)
-        run = RunSum(0, array.n_bytes, crc=wanted.crc, digest=wanted.array_digests)
+        run = RunSum(0, array.n_bytes, crc=wanted.crc, digest=wanted.has_digest(array))
         for piece in self._pieces(array):
             for at in range(0, len(piece), WINDOW_BYTES):
                 if self._is_stopped():
@@ -107,7 +108,7 @@ class ApartReader:
                 data = piece[at : at + WINDOW_BYTES]
                 feed(run.n_bytes // size, data)
                 run.feed(data)
-        digest = xxhash.xxh3_128_hexdigest(b"".join(run.blocks)) if wanted.array_digests else None
+        digest = xxhash.xxh3_128_hexdigest(b"".join(run.blocks)) if wanted.has_digest(array) else None
         return Sum(run.n_bytes, run.crc if wanted.crc else None, digest)
 
     def _pieces(self, array: StoredArray) -> Iterator[memoryview]:
@@ -149,7 +150,7 @@ class ApartReader:
             )
         if self._band is None or self._raw is None:
             self._band, self._raw = (memoryview(mmap.mmap(-1, BAND_BYTES)) for _ in range(2))
-        for index, shape in _bands(array.shape, BAND_BYTES // size):
+        for index, shape in bands_of(array.shape, BAND_BYTES // size):
             data = self._band[: prod(shape) * size]
             read_box(
                 lambda at, buffer: self._store.read_into(extent.file, at, buffer),
@@ -163,7 +164,13 @@ class ApartReader:
             yield data
 
 
-def _bands(shape: Shape, most_elements: int) -> Iterator[tuple[Shape, Shape]]:
+def is_checked(array: StoredArray) -> bool:
+    """Whether decoding an array compares its bytes with a checksum."""
+    extent = array.extent
+    return extent is not None and extent.encoding is not None and has_checksum(extent.encoding)
+
+
+def bands_of(shape: Shape, most_elements: int) -> Iterator[tuple[Shape, Shape]]:
     """(index of the first element, shape) of boxes that are runs of an array's C order, one after the other."""
     axis = len(shape)
     inner = 1

@@ -25,27 +25,12 @@ from core.catalog import StoredArray
 from core.checksum import BLOCK_BYTES
 from core.dtypes import itemsize
 from core.errors import CorruptError, TruncatedError
+from core.stated import Stated
 
 WINDOW_BYTES = BLOCK_BYTES
 """Most bytes of a file that a thread holds at once, and the blocks in which large arrays are handed out."""
 SEGMENT_BYTES = 32 << 20
 """About how many bytes of a file a thread reads before it takes the next piece of work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stated:
-    """Bytes of a file of which the checkpoint states the CRC-32.
-
-    Args:
-        start, stop: byte addresses in the file.
-        crc: as stated.
-        name: what they are, for people: ``record data/0``.
-    """
-
-    start: int
-    stop: int
-    crc: int
-    name: str
 
 
 @dataclass(frozen=True, slots=True)

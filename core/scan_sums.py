@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from core.catalog import StoredArray
 from core.checksum import ArraySum, RunSum, crc32, crc32_combine, digest_of
-from core.scan_plan import FilePlan, Line, Stated
+from core.scan_plan import FilePlan, Line
+from core.stated import Stated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,11 +29,17 @@ class Wanted:
     Args:
         crc: CRC-32s, of everything; without them nothing that is stated is checked.
         array_digests, file_digests: digests as in ``core.checksum``.
+        digests_of: names of arrays of which digests are made in any case.
     """
 
     crc: bool = True
     array_digests: bool = False
     file_digests: bool = False
+    digests_of: frozenset[str] = frozenset()
+
+    def has_digest(self, array: StoredArray) -> bool:
+        """Whether an array's digest is made."""
+        return self.array_digests or array.name in self.digests_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +57,9 @@ class Sum:
     digest: str | None
 
 
-def sum_of(data: bytes, wanted: Wanted) -> Sum:
-    """The sums of an array's bytes."""
-    digest = digest_of(data).hex() if wanted.array_digests else None
-    return Sum(len(data), crc32(data) if wanted.crc else None, digest)
+def sum_of_nothing(array: StoredArray, wanted: Wanted) -> Sum:
+    """The sums of an array without elements."""
+    return Sum(0, 0 if wanted.crc else None, digest_of(b"").hex() if wanted.has_digest(array) else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,7 @@ class Scanned:
         wrong: what does not have the CRC that is stated.
         n_stated: stated CRCs that were compared.
         problems: what could not be read.
+        covered: files of which something is checked by a checksum that they state.
         read_bytes: bytes of files that were read in line.
         made_bytes: bytes of arrays that were read by themselves.
     """
@@ -107,6 +114,7 @@ class Scanned:
     wrong: list[WrongCrc] = field(default_factory=list)
     n_stated: int = 0
     problems: list[Problem] = field(default_factory=list)
+    covered: set[str] = field(default_factory=set)
     read_bytes: int = 0
     made_bytes: int = 0
 
@@ -159,7 +167,7 @@ def _run(line: Line, start: int, wanted: Wanted) -> RunSum:
 
 
 def _has_digest(line: Line, wanted: Wanted) -> bool:
-    return wanted.array_digests and isinstance(line.what, StoredArray)
+    return isinstance(line.what, StoredArray) and wanted.has_digest(line.what)
 
 
 def _append(run: RunSum, data: memoryview, crc: int) -> None:

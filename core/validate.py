@@ -13,7 +13,7 @@ from core.checks.opening import UNREADABLE
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, UsageError
 from core.finding import Finding, Severity
-from core.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
+from core.job import DEFAULT_MEMORY_BYTES
 from core.layout import load_rules
 from core.open import located
 
@@ -58,7 +58,7 @@ def validate(
     level: Level = Level.METADATA,
     iteration: int | None = None,
     rules: Path | None = None,
-    threads: int = DEFAULT_THREADS,
+    threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
 ) -> Validation:
@@ -69,7 +69,7 @@ def validate(
         level: how much to read.
         iteration: which iteration of a training root.
         rules: a TOML file with additional layout rules.
-        threads, memory_bytes: for the levels that read data.
+        threads, memory_bytes: for the levels that read data; None for as many threads as there are processors.
         progress: told about bytes that were read.
 
     Raises:
@@ -87,6 +87,9 @@ def validate(
         rules=table,
         iteration=place.iteration,
         failure=place.failure,
+        threads=threads,
+        memory_bytes=memory_bytes,
+        progress=progress,
     )
     n_checks = 0
     try:

@@ -30,6 +30,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "core.select",
             "core.contained",
             "core.linux",
+            "core.stated",
+            "core.number_kinds",
+            "core.value_facts",
         ),
         *("core.encoding", "core.decoded", "core.json_object"),
         *("core.safe_pickle", "core.pickle_*"),
@@ -60,7 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.stage_store", "core.folder_lock", "core.folders", "core.leftover", "core.replacement"),
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),
         *("core.fingerprint_feeds", "core.fingerprint_read"),
-        *("core.scan", "core.scan_*"),
+        *("core.scan", "core.scan_*", "core.stated_sums"),
     ),
     (
         *("core.changes", "core.job_checks", "core.job_sizes", "core.global_form"),
@@ -70,6 +73,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("core.canonical", "core.checks", "core.checks.*", "core.validate"),
+        *("core.deep", "core.replica_difference"),
         *("core.diff", "core.diff_*"),
         *("core.accepted", "core.newest"),
     ),

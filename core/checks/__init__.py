@@ -109,6 +109,7 @@ class Check:
 _MODULES = (
     *("files", "tracker", "torch_zips", "safetensors_headers", "zarr_chunks", "dcp_files", "rank_files", "index"),
     *("geometry", "items"),
+    *("crcs", "values", "replicas"),
     "opening",
 )
 """Modules of this package, in the order in which their checks run; ``opening`` is last."""

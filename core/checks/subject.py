@@ -11,11 +11,13 @@ from core.canonical import Canonical, canonical
 from core.catalog import Catalog
 from core.checks import Level
 from core.checks.tree import Tree, walked
+from core.deep import Deep, examined
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 from core.formats import Format
 from core.layout_rules import Rules
 from core.open import Checkpoint
+from core.scan import DEFAULT_MEMORY_BYTES, Progress
 from core.store import LocalStore
 
 
@@ -45,6 +47,7 @@ class Subject:
         rules: the layout's table.
         iteration: as ``core.open`` found it.
         findings: what has been found so far; checks that come later may look at it.
+        threads, memory_bytes, progress: for reading data, see ``core.scan.scan``.
 
     Reading its metadata may fail: ``catalog`` is then None, and ``failure`` says why.
     """
@@ -58,6 +61,14 @@ class Subject:
     iteration: int | None = None
     findings: list[Finding] = field(default_factory=list)
     failure: CheckpointingException | None = None
+    threads: int | None = None
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    progress: Progress | None = None
+
+    @cached_property
+    def deep(self) -> Deep:
+        """What reading every byte gave; at the deepest level only."""
+        return examined(self)
 
     @cached_property
     def tree(self) -> Tree:

@@ -81,6 +81,11 @@ class RecordEncoding:
         return inflated + gathered + (self.n_bytes + self.n_bytes // 8 if self.turned_bytes > 1 else 0)
 
     @property
+    def has_checksum(self) -> bool:
+        """See Encoding: inflating compares; where nothing is deflated, the record's CRC is that of the file's bytes."""
+        return self.record.packed_bytes is not None and self.record.crc != 0
+
+    @property
     def _is_cut(self) -> bool:
         return self.record.packed_bytes is None and self.strides is None
 

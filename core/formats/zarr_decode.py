@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from core.store import ReadStore
 
 _CRC_BYTES = 4
+_CHECKED = frozenset({"crc32c", "gzip", "zlib", "bz2"})
+"""Codecs whose data end with a checksum; that of zstd is optional, and zarr leaves it out."""
 _MAX_ZSTD_WINDOW_BYTES = 1 << 27
 _BLOSC_HEADER_BYTES = 16
 
@@ -113,6 +115,11 @@ class EncodedChunk:
     def working_bytes(self) -> int:
         """See Encoding: the stored bytes, twice where a library copies them, and one dense copy."""
         return 2 * self.stored_bytes + 2 * self.coding.n_bytes
+
+    @property
+    def has_checksum(self) -> bool:
+        """See Encoding."""
+        return not _CHECKED.isdisjoint(self.coding.codecs)
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes | memoryview:
         """See Encoding.

@@ -1,0 +1,83 @@
+"""The deepest level: one scan of a checkpoint, which all checks that read data share.
+
+A check that wants data has a function ``watch`` in its module, which says with what it takes part in the scan; after
+the scan it finds what it asked for in ``Subject.deep``. Modules that watch are listed in ``_WATCHERS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from core.scan import FileObserver, Observer, scan
+from core.scan_sums import Scanned, Wanted
+from core.stated_sums import StatedSums
+
+if TYPE_CHECKING:
+    from core.catalog import StoredArray
+    from core.checks.subject import Subject
+
+_WATCHERS: tuple[str, ...] = ("values", "replicas")
+"""Modules of ``core.checks`` with a function ``watch(subject) -> Watch``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What takes part in the scan for one module.
+
+    Args:
+        observers: of arrays.
+        file_observers: of files.
+        digests: whether it needs the digests of all arrays and files.
+        digests_of: names of arrays of which it needs digests anyway.
+        arrays: beside those of the catalog, arrays that it wants to be read.
+    """
+
+    observers: Sequence[Observer] = ()
+    file_observers: Sequence[FileObserver] = ()
+    digests: bool = False
+    digests_of: frozenset[str] = frozenset()
+    arrays: Iterable[StoredArray] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Deep:
+    """What the scan gave.
+
+    Args:
+        scanned: sums and problems.
+        watches: by module name.
+    """
+
+    scanned: Scanned
+    watches: dict[str, Watch]
+
+
+def examined(subject: Subject) -> Deep:
+    """Scans a checkpoint for every module that watches."""
+    watches = {name: import_module(f"core.checks.{name}").watch(subject) for name in _WATCHERS}
+    catalog = subject.catalog
+    stored = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
+    more = chain.from_iterable(watch.arrays for watch in watches.values())
+    digests = any(watch.digests for watch in watches.values())
+    scanned = scan(
+        catalog,
+        subject.store,
+        [one for watch in watches.values() for one in watch.observers],
+        files=subject.files,
+        file_observers=[one for watch in watches.values() for one in watch.file_observers],
+        wanted=Wanted(
+            array_digests=digests,
+            file_digests=digests,
+            digests_of=frozenset(chain.from_iterable(watch.digests_of for watch in watches.values())),
+        ),
+        stated_in=StatedSums(subject.store, None if subject.format is None else subject.format.name),
+        arrays=(array for array in chain(stored, more) if array is not None),
+        threads=subject.threads,
+        memory_bytes=subject.memory_bytes,
+        progress=subject.progress,
+    )
+    return Deep(scanned, watches)

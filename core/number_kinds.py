@@ -1,0 +1,65 @@
+"""Which bit patterns of the floating-point types are not finite.
+
+A pattern is looked at as an integer of the type's width. In types with a sign bit and IEEE's order of magnitudes, it is
+not finite if its magnitude (all but the sign) is at least ``first``: equal to ``first`` is infinite where the type has
+infinities, everything above is NaN.
+
+=================  ==========  ==========================================
+type               first       remark
+=================  ==========  ==========================================
+float64            7ff0 …
+float32            7f800000
+float16            7c00
+bfloat16           7f80
+float8_e5m2        7c
+float8_e4m3fn      7f          no infinities: 7f and ff are NaN
+float8_e4m3fnuz    –           only 80 is NaN
+float8_e5m2fnuz    –           only 80 is NaN
+float8_e8m0fnu     –           no sign; only ff is NaN
+=================  ==========  ==========================================
+
+Complex numbers are two of float64, float32 or float16. ``float4_e2m1fn_x2`` has neither NaN nor infinity.
+
+Source: IEEE 754-2019; OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; ml_dtypes 0.6 for the
+``fnuz`` types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NumberKind:
+    """A floating-point type, or what the elements of a complex one are made of.
+
+    Args:
+        n_bytes: of one number.
+        first: the smallest magnitude that is not finite; None where a single pattern is NaN.
+        has_infinity: ``first`` is infinity.
+        nan: the only pattern that is NaN, where ``first`` is None.
+        n_parts: numbers in an element.
+    """
+
+    n_bytes: int
+    first: int | None
+    has_infinity: bool = True
+    nan: int | None = None
+    n_parts: int = 1
+
+
+KINDS = {
+    "float64": NumberKind(8, 0x7FF0 << 48),
+    "float32": NumberKind(4, 0x7F80_0000),
+    "float16": NumberKind(2, 0x7C00),
+    "bfloat16": NumberKind(2, 0x7F80),
+    "float8_e5m2": NumberKind(1, 0x7C),
+    "float8_e4m3fn": NumberKind(1, 0x7F, has_infinity=False),
+    "float8_e4m3fnuz": NumberKind(1, None, nan=0x80),
+    "float8_e5m2fnuz": NumberKind(1, None, nan=0x80),
+    "float8_e8m0fnu": NumberKind(1, None, nan=0xFF),
+    "complex128": NumberKind(8, 0x7FF0 << 48, n_parts=2),
+    "complex64": NumberKind(4, 0x7F80_0000, n_parts=2),
+    "complex32": NumberKind(2, 0x7C00, n_parts=2),
+}
+"""By canonical dtype name; types that are not here are always finite."""

@@ -1,0 +1,62 @@
+"""All the CRC-32s that the files of a checkpoint state: those in torch zips, whole files or items of DCP files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from core.errors import CheckpointingException, Report
+from core.formats import dcp
+from core.formats.torch_sums import is_zip, stated_in_zip
+from core.stated import Stated
+
+if TYPE_CHECKING:
+    from core.store import ReadStore
+
+_WITH_ITEMS = ("dcp", "torch_dist")
+
+
+class StatedSums:
+    """Finds the CRCs that files state, see ``core.scan.StatedIn``.
+
+    Args:
+        store: the checkpoint.
+        format: name of its format; None if it is not known.
+    """
+
+    def __init__(self, store: ReadStore, format: str | None) -> None:
+        self._store = store
+        self._items = _items(store) if format in _WITH_ITEMS else {}
+
+    def __call__(self, file: str, n_bytes: int, *, report: Report) -> Iterator[Stated]:
+        """The CRCs in a file.
+
+        Raises:
+            CheckpointingException: the file, which is one zip, is broken.
+        """
+        items = self._items.get(file)
+        if items is None:
+            if is_zip(self._store, file, 0, n_bytes):
+                yield from stated_in_zip(self._store, file, report=report)
+            return
+        for start, length in items:
+            try:
+                if start + length <= n_bytes and is_zip(self._store, file, start, length):
+                    yield from stated_in_zip(self._store, file, start=start, n_bytes=length, report=report)
+            except CheckpointingException as err:
+                err.span = err.span or (start, start + length)
+                report(err)
+
+
+def _items(store: ReadStore) -> Mapping[str, Iterable[tuple[int, int]]]:
+    """File → (offset, length) of the items in it; nothing if the metadata cannot be read."""
+    try:
+        metadata = dcp.metadata_of(store)
+    except CheckpointingException:
+        return {}
+    found: dict[str, list[tuple[int, int]]] = {name: [] for name in metadata.files}
+    for file, offset, n_bytes in zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True):
+        found[metadata.files[file]].append((offset, n_bytes))
+    for item in metadata.objects.values():
+        found.setdefault(item.file, []).append((item.offset, item.n_bytes))
+    return {name: sorted(set(items)) for name, items in found.items()}
