@@ -26,6 +26,7 @@ from core.validate import validate as examined
 
 if TYPE_CHECKING:
     from ckpt_cli.validate_options import ValidateOptions
+    from core.plan_for import Request
 
 _SUFFIXES = {".json": "json", ".xml": "junit", ".sarif": "sarif", ".txt": "text"}
 """What ``-o`` writes, unless ``--format`` says it."""
@@ -80,6 +81,7 @@ def _check(options: ValidateOptions) -> None:
         raise UsageError("--newest-valid looks at all iterations anyway", hint="leave --all-iterations out")
     if options.baseline is not None and options.write_baseline is not None:
         raise UsageError("--baseline and --write-baseline exclude each other", hint="give one")
+    _request(options)
     if options.rules is not None and not options.rules.is_file():
         raise UsageError(
             "--rules: there is no such file", file=str(options.rules), hint="check the spelling of the path"
@@ -117,9 +119,22 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
             iteration=options.iteration,
             rules=options.rules,
             threads=options.threads or _cores(),
-            memory_bytes=DEFAULT_MEMORY_BYTES if options.memory is None else size_in_bytes(options.memory),
+            memory_bytes=_memory_bytes(options),
             progress=progress,
+            plan_for=_request(options),
         )
+
+
+def _request(options: ValidateOptions) -> Request | None:
+    if options.plan_for is None:
+        return None
+    from core.plan_for import request_of
+
+    return request_of(options.plan_for, rules=options.rules, memory_bytes=_memory_bytes(options))
+
+
+def _memory_bytes(options: ValidateOptions) -> int:
+    return DEFAULT_MEMORY_BYTES if options.memory is None else size_in_bytes(options.memory)
 
 
 def _cores() -> int:

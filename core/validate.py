@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core.checks import Check, Level, checks
 from core.checks.opening import UNREADABLE
@@ -16,6 +17,9 @@ from core.finding import Finding, Severity
 from core.job import DEFAULT_MEMORY_BYTES
 from core.layout import load_rules
 from core.open import located
+
+if TYPE_CHECKING:
+    from core.plan_for import Request
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
@@ -61,6 +65,7 @@ def validate(
     threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
+    plan_for: Request | None = None,
 ) -> Validation:
     """Examines one checkpoint.
 
@@ -71,6 +76,7 @@ def validate(
         rules: a TOML file with additional layout rules.
         threads, memory_bytes: for the levels that read data; None for as many threads as there are processors.
         progress: told about bytes that were read.
+        plan_for: also say whether it can be loaded or resharded so.
 
     Raises:
         UsageError: there is no such path, or it is not that iteration.
@@ -90,6 +96,7 @@ def validate(
         threads=threads,
         memory_bytes=memory_bytes,
         progress=progress,
+        plan_for=plan_for,
     )
     n_checks = 0
     try:

@@ -75,7 +75,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.canonical", "core.checks", "core.checks.*", "core.validate"),
         *("core.deep", "core.replica_difference"),
         *("core.diff", "core.diff_*"),
-        *("core.accepted", "core.newest"),
+        *("core.accepted", "core.newest", "core.plan_for"),
     ),
     ("core.dist_checkpointing", "core.dist_checkpointing.*", "ckpt_cli", "ckpt_cli.*"),
 )

@@ -110,6 +110,7 @@ _MODULES = (
     *("files", "tracker", "torch_zips", "safetensors_headers", "zarr_chunks", "dcp_files", "rank_files", "index"),
     *("geometry", "items"),
     *("crcs", "values", "replicas"),
+    "planned",
     "opening",
 )
 """Modules of this package, in the order in which their checks run; ``opening`` is last."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core.canonical import Canonical, canonical
 from core.catalog import Catalog
@@ -19,6 +20,9 @@ from core.layout_rules import Rules
 from core.open import Checkpoint
 from core.scan import DEFAULT_MEMORY_BYTES, Progress
 from core.store import LocalStore
+
+if TYPE_CHECKING:
+    from core.plan_for import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class Subject:
         iteration: as ``core.open`` found it.
         findings: what has been found so far; checks that come later may look at it.
         threads, memory_bytes, progress: for reading data, see ``core.scan.scan``.
+        plan_for: sizes to plan for, or None.
 
     Reading its metadata may fail: ``catalog`` is then None, and ``failure`` says why.
     """
@@ -64,6 +69,7 @@ class Subject:
     threads: int | None = None
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     progress: Progress | None = None
+    plan_for: Request | None = None
 
     @cached_property
     def deep(self) -> Deep:
