@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from core.box import Shape
 from core.catalog import Catalog, TensorMeta
-from core.errors import CheckpointingException, CorruptError, Report
+from core.errors import CheckpointingException, CorruptError, MissingShardError, Report
 from core.inert import TensorLeaf, walk
 from core.layout_args import facts_of
 from core.layout_checks import check_complete, check_shape, fc2_of
 from core.layout_facts import Facts
 from core.layout_global import common_entries, is_random_state, numbered_names, prefix_of, without_prefix
 from core.layout_joined import joined
-from core.layout_model import Held, HeldTensor, merged
+from core.layout_model import Held, HeldTensor, RankModel, merged
 from core.layout_origins import Origin, meta_of, origins_of
 from core.layout_parts import check_parts, with_sizes
 from core.layout_rules import Rule, Rules
@@ -69,6 +69,8 @@ def _ranks(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     shapes: dict[str, Shape] = {}
     for name, tensor in model.tensors.items():
         tensor.held = _alike(name, tensor, report)
+    for error in _absent_heads(model, facts):
+        report(error)
     settle_rules(model, facts)
     for name, tensor in model.tensors.items():
         try:
@@ -77,6 +79,22 @@ def _ranks(catalog: Catalog, rules: Rules, report: Report) -> Understood:
             report(err.breaking("layout.shapes"))
     facts = _checked(shapes, {name: tensor.rule for name, tensor in model.tensors.items()}, facts, rules, report)
     return Understood(facts, shapes, held=model.tensors)
+
+
+def _absent_heads(model: RankModel, facts: Facts) -> Iterator[CheckpointingException]:
+    """The ranks of the last of several stages that lack the copy of shared embeddings, by which they make their output.
+
+    Where predictions come after the last layer, the copy is for them to place.
+    """
+    last = facts.topology.pp - 1
+    tied = model.tensors.get(facts.kind.embedding)
+    if not facts.is_tied or last == 0 or facts.n_predictions or tied is None:
+        return
+    holders = {held.rank for held in tied.held}
+    for rank, file in model.files.items():
+        if rank.pp == last and rank not in holders:
+            what = f"the last stage has no copy of {facts.kind.embedding}, which it shares"
+            yield MissingShardError(what, key=facts.kind.head, rank=file.folder, rule="layout.tied")
 
 
 def _alike(name: str, tensor: HeldTensor, report: Report) -> list[Held]:

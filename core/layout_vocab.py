@@ -46,7 +46,7 @@ def vocab_rows(
         if given is None:
             raise CorruptError(what, hint="the training arguments and the tensors contradict each other")
         raise UsageError(what, hint="give the true vocabulary size, without padding")
-    if given is None and not all(_explains(facts, n_rows, rows) for rows in stored):
+    if given is None and not all(explains(facts, n_rows, rows) for rows in stored):
         notes.append(
             f"the arguments' vocab_size {n_rows} does not explain the {stored[0]} stored rows, so it is not used"
         )
@@ -54,7 +54,7 @@ def vocab_rows(
     return n_rows
 
 
-def _explains(facts: Facts, n_rows: int, stored: int) -> bool:
+def explains(facts: Facts, n_rows: int, stored: int) -> bool:
     """Whether ``stored`` rows are a vocabulary of ``n_rows``, without padding or with that of some TP size."""
     return stored in {n_rows, *(facts.padded_rows(n_rows, tp=tp) for tp in (facts.topology.tp, *_TP_SIZES))}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from core.canonical import Canonical, canonical
 from core.catalog import Catalog
 from core.checks import Level
+from core.checks.model_view import ModelView, model_view
 from core.checks.tree import Tree, walked
 from core.deep import Deep, examined
 from core.errors import CheckpointingException
@@ -109,6 +110,11 @@ class Subject:
         except CheckpointingException:
             return Salvaged(None, tuple(problems))
         return Salvaged(found, tuple(problems))
+
+    @cached_property
+    def model(self) -> ModelView:
+        """The model, where it has Megatron's names."""
+        return model_view(self.salvaged.catalog, self.store, self.rules)
 
     def is_explained(self, file: str | None, span: tuple[int, int] | None = None) -> bool:
         """Whether an error was found in a file, or in a part of it, so that what follows from it is not said again.

@@ -1,0 +1,55 @@
+"""The model of a checkpoint with Megatron's names, as far as it is understood."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core.catalog import Catalog
+from core.errors import CheckpointingException
+from core.formats.torch_file import load_object
+from core.layout import is_megatron
+from core.layout_global import common_entries
+from core.layout_problems import Understood, understood
+from core.layout_rules import Rules
+from core.objects import loaded
+
+if TYPE_CHECKING:
+    from core.store import ReadStore
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """A model under examination.
+
+    Args:
+        catalog: its metadata, objects loaded; None if it is not Megatron's, or cannot be read.
+        understood: None if nothing is understood.
+        problems: what is wrong with its layout.
+    """
+
+    catalog: Catalog | None = None
+    understood: Understood | None = None
+    problems: tuple[CheckpointingException, ...] = ()
+
+    @property
+    def args(self) -> object:
+        """The training arguments."""
+        if self.catalog is None:
+            return None
+        return self.catalog.attrs.get("args") or common_entries(self.catalog).get("args")
+
+
+def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> ModelView:
+    """The model of a catalog, which may be one that was salvaged."""
+    if catalog is None or catalog.attrs.get("is_single_rank"):
+        return ModelView()
+    try:
+        catalog = loaded(catalog, store, load_object)
+        if not catalog.attrs.get("is_rank_local") and not is_megatron(catalog, rules):
+            return ModelView()
+    except CheckpointingException:
+        return ModelView()  # found where files are looked at
+    problems: list[CheckpointingException] = []
+    found = understood(catalog, rules, report=problems.append)
+    return ModelView(catalog, found, tuple(problems))
