@@ -7,7 +7,7 @@ same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.box import Shape
@@ -25,6 +25,7 @@ from core.layout_parts import check_parts, with_sizes
 from core.layout_rules import Rule, Rules
 from core.layout_state import OPTIMIZER
 from core.layout_unshard import checked_shape, local_names, ranks_of, settle_rules
+from core.optim_ranks import RankFile
 from core.transform import is_optimizer_key
 
 
@@ -36,12 +37,14 @@ class Understood:
         facts: what the training arguments say.
         shapes: global per-layer name → shape, padding rows included.
         held: what the ranks hold of each, in rank files.
+        files: what the ranks' files hold, in rank files.
         origins: where each comes from, in other checkpoints.
     """
 
     facts: Facts
     shapes: Mapping[str, Shape]
     held: Mapping[str, HeldTensor] = field(default_factory=dict)
+    files: Sequence[RankFile] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
 
@@ -78,7 +81,7 @@ def _ranks(catalog: Catalog, rules: Rules, report: Report) -> Understood:
         except CheckpointingException as err:
             report(err.breaking("layout.shapes"))
     facts = _checked(shapes, {name: tensor.rule for name, tensor in model.tensors.items()}, facts, rules, report)
-    return Understood(facts, shapes, held=model.tensors)
+    return Understood(facts, shapes, held=model.tensors, files=tuple(model.files.values()))
 
 
 def _absent_heads(model: RankModel, facts: Facts) -> Iterator[CheckpointingException]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 from core.catalog import Catalog, StoredArray, part_of
-from core.errors import CorruptError, MissingShardError
+from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, raising
 from core.inert import TensorLeaf
 from core.layout_args import fields_of
 from core.layout_facts import Facts
@@ -33,7 +33,13 @@ from core.store import ReadStore
 
 
 def read_flat(
-    catalog: Catalog, files: Sequence[RankFile], facts: Facts, rules: Rules, *, store: ReadStore | None
+    catalog: Catalog,
+    files: Sequence[RankFile],
+    facts: Facts,
+    rules: Rules,
+    *,
+    store: ReadStore | None,
+    report: Report = raising,
 ) -> RankStates:
     """The distributed optimizer of a rank catalog; see ``core.optim_ranks.read_states``.
 
@@ -47,17 +53,23 @@ def read_flat(
     reader = _Reader(catalog, facts, rules, store, bucketing_of(fields_of(catalog.attrs.get("args"))))
     notes: list[str] = []
     states: list[ParamState] = []
+    unread: set[str] = set()
     for file in files:
         content = contents.get(facts.topology.coords(file.rank))
-        if content is not None:
-            states += reader.states(file, content, notes)
-    _check_covered(files, states, facts, rules)
+        try:
+            if content is not None:
+                states += reader.states(file, content, notes)
+        except CheckpointingException as err:
+            report(err.breaking("optim.buffers"))
+            unread.add(file.folder)
+    _check_covered([file for file in files if file.folder not in unread], states, facts, rules, report)
     beside: dict[str, list[StoredArray]] = {}
 
     def note(key: str, old: str) -> None:
         beside.setdefault(key, []).append(reader.array_of(TensorLeaf(old)))
 
-    shared = shared_groups([(file.folder, file.root.get(OPTIMIZER)) for file in files], note)
+    entries = [(file.folder, file.root.get(OPTIMIZER)) for file in files]
+    shared = shared_groups(entries, note, report=report)
     names = dict.fromkeys(state.state for state in states if state.state != MASTER)
     return RankStates(shared.optimizer(names), states, beside=beside, notes=tuple(notes))
 
@@ -167,12 +179,10 @@ def _part(buffer: Buffer, state: str, start: int, weight: StoredArray) -> Stored
     return part_of(array, at, weight.shape)
 
 
-def _check_covered(files: Sequence[RankFile], states: Sequence[ParamState], facts: Facts, rules: Rules) -> None:
-    """Some rank has the states of every shard of every parameter.
-
-    Raises:
-        MissingShardError: names the parameter and the rank.
-    """
+def _check_covered(
+    files: Sequence[RankFile], states: Sequence[ParamState], facts: Facts, rules: Rules, report: Report
+) -> None:
+    """Some rank has the states of every shard of every parameter; what is wrong names the rank and its first one."""
     etp = facts.topology.expert_tp
 
     def shard(param: Param) -> tuple[object, ...]:
@@ -183,11 +193,14 @@ def _check_covered(files: Sequence[RankFile], states: Sequence[ParamState], fact
 
     found = {shard(state.param) for state in states if state.state == MASTER}
     for file in files:
-        for param in file.params:
-            if rules.is_param(_global_name(param)) and shard(param) not in found:
-                raise MissingShardError(
-                    "no distrib_optim.pt holds its optimizer state",
-                    key=param.name,
-                    rank=file.folder,
-                    hint="copy the checkpoint again, with all of its files, or leave the optimizer out with --no-optim",
-                )
+        lost = [param for param in file.params if rules.is_param(_global_name(param)) and shard(param) not in found]
+        if lost:
+            more = f", nor that of {len(lost) - 1} more" if len(lost) > 1 else ""
+            error = MissingShardError(
+                f"no distrib_optim.pt holds its optimizer state{more}",
+                key=lost[0].name,
+                rank=file.folder,
+                hint="copy the checkpoint again, with all of its files, or leave the optimizer out with --no-optim",
+                rule="optim.missing",
+            )
+            report(error)

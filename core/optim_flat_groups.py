@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from core.errors import CorruptError
+from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.inert import as_mapping
 from core.layout_state import renamed_leaves, same
 from core.optim_groups import identity
@@ -37,7 +37,9 @@ class SharedGroups:
         return Optimizer("distributed", self.groups, tuple(states), None, self.entries, self.omits_empty)
 
 
-def shared_groups(entries: Sequence[tuple[str, object]], note: Callable[[str, str], None]) -> SharedGroups:
+def shared_groups(
+    entries: Sequence[tuple[str, object]], note: Callable[[str, str], None], *, report: Report = raising
+) -> SharedGroups:
     """The groups and other entries of an optimizer that all ranks describe.
 
     Ranks may list groups in different orders, and before megatron-core 0.14 a rank listed only those that it had
@@ -47,6 +49,7 @@ def shared_groups(entries: Sequence[tuple[str, object]], note: Callable[[str, st
     Args:
         entries: (rank directory, entry ``optimizer`` of its file, or that of one of its chained optimizers).
         note: takes (new key, old key) of every tensor among them.
+        report: takes what is wrong with single ranks; raises it, if none is given.
 
     Raises:
         CorruptError: an entry is none of an optimizer's, or ranks have trained differently.
@@ -58,27 +61,46 @@ def shared_groups(entries: Sequence[tuple[str, object]], note: Callable[[str, st
         for member in entry if isinstance(entry, list) else [entry]:
             state = as_mapping(member) or {}
             mine: set[tuple[object, ...]] = set()
-            for stored in _groups_of(state, rank=rank):
-                which = identity(stored)
-                n = sum(one[:-1] == which for one in mine)
-                number = list(groups).index((*which, n)) if (*which, n) in groups else len(groups)
-                settings = {
-                    name: _renamed(value, f"optimizer.groups.{number}.{name}", note) for name, value in stored.items()
-                }
-                mine.add((*which, n))
-                other, found = groups.setdefault((*which, n), (rank, ParamGroup(settings)))
-                counting = next((one for one in (found.settings, settings) if _STEP in one), {})
-                steps = {name: value for name, value in counting.items() if name == _STEP}
-                _check_same({**steps, **found.settings}, {**steps, **settings}, rank=rank, other=other)
-                groups[(*which, n)] = (other, ParamGroup({**found.settings, **steps}))
+            try:
+                _add_groups(groups, mine, state, note, rank=rank)
+            except CheckpointingException as err:
+                report(err.breaking("optim.settings"))
             listed.append(mine)
             for name, stored_entry in state.items():
                 if name == "optimizer":
                     continue
                 value = _renamed(stored_entry, f"optimizer.{name}", note)
                 if not same(others.setdefault(str(name), value), value):
-                    raise CorruptError(f"entry {name} of the optimizer differs between ranks", rank=rank)
+                    what = f"entry {name} of the optimizer differs between ranks"
+                    report(CorruptError(what, rank=rank, rule="optim.entries"))
     return SharedGroups(tuple(group for _, group in groups.values()), others, _omits_empty(groups, listed))
+
+
+def _add_groups(
+    groups: dict[tuple[object, ...], tuple[str, ParamGroup]],
+    mine: set[tuple[object, ...]],
+    state: Mapping[object, object],
+    note: Callable[[str, str], None],
+    *,
+    rank: str,
+) -> None:
+    """Takes the groups of a rank.
+
+    Args:
+        groups: identity → (rank, group) of the ranks before.
+        mine: identities of this rank's; they are added here.
+    """
+    for stored in _groups_of(state, rank=rank):
+        which = identity(stored)
+        n = sum(one[:-1] == which for one in mine)
+        number = list(groups).index((*which, n)) if (*which, n) in groups else len(groups)
+        settings = {name: _renamed(value, f"optimizer.groups.{number}.{name}", note) for name, value in stored.items()}
+        mine.add((*which, n))
+        other, found = groups.setdefault((*which, n), (rank, ParamGroup(settings)))
+        counting = next((one for one in (found.settings, settings) if _STEP in one), {})
+        steps = {name: value for name, value in counting.items() if name == _STEP}
+        _check_same({**steps, **found.settings}, {**steps, **settings}, rank=rank, other=other)
+        groups[(*which, n)] = (other, ParamGroup({**found.settings, **steps}))
 
 
 def _renamed(value: object, key: str, note: Callable[[str, str], None]) -> object:

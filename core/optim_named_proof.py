@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
 from core.catalog import Catalog, StoredArray
@@ -29,6 +30,15 @@ def strange_masters(catalog: Catalog, store: ReadStore) -> list[str]:
         if pair is not None and not is_master(store, pair[1], pair[0], bind=catalog.bind):
             found.append(key)
     return found
+
+
+def pairs_of_masters(catalog: Catalog) -> Iterator[tuple[str, StoredArray, StoredArray]]:
+    """(parameter, array of weights, array of masters) of arrays that hold the same part of their tensors."""
+    for key in catalog.tensors:
+        if state_key(MASTER, key) in catalog.tensors:
+            pair = _same_part(catalog, key, state_key(MASTER, key))
+            if pair is not None:
+                yield key, *pair
 
 
 def _same_part(catalog: Catalog, key: str, master: str) -> tuple[StoredArray, StoredArray] | None:

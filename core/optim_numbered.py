@@ -10,7 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.catalog import Catalog, StoredArray
-from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    Report,
+    UnsupportedError,
+    raising,
+)
 from core.inert import TensorLeaf
 from core.layout_args import fields_of
 from core.layout_facts import Facts
@@ -49,7 +56,13 @@ class _Found:
 
 
 def read_numbered(
-    catalog: Catalog, files: Sequence[RankFile], facts: Facts, rules: Rules, *, store: ReadStore | None
+    catalog: Catalog,
+    files: Sequence[RankFile],
+    facts: Facts,
+    rules: Rules,
+    *,
+    store: ReadStore | None,
+    report: Report = raising,
 ) -> RankStates:
     """The FP32 or Float16 optimizer of a rank catalog; see ``core.optim_ranks.read_states``.
 
@@ -65,21 +78,29 @@ def read_numbered(
     is_param: dict[str, bool] = {}
     has_masters: tuple[bool, str] | None = None
     for file in files:
-        stored = stored_optimizer(file.root.get("optimizer"), rank=file.folder)
-        has_masters = has_masters or (stored.has_masters, file.folder)
-        if stored.has_masters != has_masters[0]:
-            raise CorruptError(f"only one of this optimizer and that of {has_masters[1]} has masters", rank=file.folder)
-        params = [param for param in file.params if _is_param(param, rules, is_param)]
-        is_first = file.rank.pp not in proven_stages
-        proven_stages.add(file.rank.pp)
-        made = _assignment(catalog, params, stored, file, policies, rules, store, is_first=is_first)
-        held = [[params[i] for i in members] for members in made]
-        for group, members in zip(stored.groups, held, strict=True):
-            _add_states(found, catalog, group, members, rank=file.folder)
-        for entries in stored.entries:
-            _add_entries(found, catalog, entries, rank=file.folder)
-        names = [_global_names(members, facts, rules) for members in held]
-        merged.add(file.folder, zip((group.settings for group in stored.groups), names, strict=True))
+        rule = "optim.numbers"
+        try:
+            stored = stored_optimizer(file.root.get("optimizer"), rank=file.folder, report=report)
+            has_masters = has_masters or (stored.has_masters, file.folder)
+            if stored.has_masters != has_masters[0]:
+                what = f"only one of this optimizer and that of {has_masters[1]} has masters"
+                raise CorruptError(what, rank=file.folder)
+            params = [param for param in file.params if _is_param(param, rules, is_param)]
+            is_first = file.rank.pp not in proven_stages
+            proven_stages.add(file.rank.pp)
+            rule = "optim.groups"
+            made = _assignment(catalog, params, stored, file, policies, rules, store, is_first=is_first)
+            held = [[params[i] for i in members] for members in made]
+            for group, members in zip(stored.groups, held, strict=True):
+                _add_states(found, catalog, group, members, report, rank=file.folder)
+            rule = "optim.entries"
+            for entries in stored.entries:
+                _add_entries(found, catalog, entries, rank=file.folder)
+            rule = "optim.settings"
+            names = [_global_names(members, facts, rules) for members in held]
+            merged.add(file.folder, zip((group.settings for group in stored.groups), names, strict=True))
+        except CheckpointingException as err:
+            report(err.breaking("optim.missing" if file.root.get("optimizer") is None else rule))
     _check_complete(found)
     step = TensorLeaf(STEP) if found.steps else None if found.step is None else found.step[0]
     return RankStates(
@@ -179,33 +200,44 @@ def _slots(catalog: Catalog, group: StoredGroup) -> Slots:
     return Slots(group.settings, shapes, masters)
 
 
-def _add_states(found: _Found, catalog: Catalog, group: StoredGroup, members: Sequence[Param], *, rank: str) -> None:
+def _add_states(
+    found: _Found, catalog: Catalog, group: StoredGroup, members: Sequence[Param], report: Report, *, rank: str
+) -> None:
     """Takes the states of a group's parameters."""
     if group.masters is not None:
         half = masters_of(range(len(members)), [Trained(p.name, p.array.shape, p.array.dtype, False) for p in members])
         for i, master in zip(half, group.masters, strict=True):
             found.states.append(ParamState(members[i], MASTER, _array(catalog, master.key)))
     for param, states in zip(members, group.states, strict=True):
-        names = tuple(name for name in states if name != STEP_NAME)
-        if found.names is None:
-            found.names = (names, f"{param.name} of {rank}")
-        if set(names) != set(found.names[0]):
-            raise MissingShardError(
-                f"it has the optimizer states {_listed(names)}, but {found.names[1]} has {_listed(found.names[0])}",
+        try:
+            _add_state(found, catalog, param, states, rank=rank)
+        except CheckpointingException as err:
+            report(err.breaking("optim.states"))
+
+
+def _add_state(found: _Found, catalog: Catalog, param: Param, states: Mapping[str, object], *, rank: str) -> None:
+    """Takes the states of one parameter."""
+    names = tuple(name for name in states if name != STEP_NAME)
+    if found.names is None:
+        found.names = (names, f"{param.name} of {rank}")
+    if set(names) != set(found.names[0]):
+        raise MissingShardError(
+            f"it has the optimizer states {_listed(names)}, but {found.names[1]} has {_listed(found.names[0])}",
+            key=param.name,
+            rank=rank,
+        )
+    for name in names:
+        leaf = states[name]
+        if not isinstance(leaf, TensorLeaf) or catalog.meta(leaf.key).shape != param.array.shape:
+            raise UnsupportedError(
+                f"the optimizer state {name} does not have its parameter's shape {param.array.shape}",
                 key=param.name,
                 rank=rank,
+                hint="leave the optimizer out with --no-optim",
+                rule="optim.shape",
             )
-        for name in names:
-            leaf = states[name]
-            if not isinstance(leaf, TensorLeaf) or catalog.meta(leaf.key).shape != param.array.shape:
-                raise UnsupportedError(
-                    f"the optimizer state {name} does not have its parameter's shape {param.array.shape}",
-                    key=param.name,
-                    rank=rank,
-                    hint="leave the optimizer out with --no-optim",
-                )
-            found.states.append(ParamState(param, name, _array(catalog, leaf.key)))
-        _add_step(found, catalog, states.get(STEP_NAME), param.name, rank=rank)
+        found.states.append(ParamState(param, name, _array(catalog, leaf.key)))
+    _add_step(found, catalog, states.get(STEP_NAME), param.name, rank=rank)
 
 
 def _add_step(found: _Found, catalog: Catalog, step: object, name: str, *, rank: str) -> None:
@@ -221,6 +253,7 @@ def _add_step(found: _Found, catalog: Catalog, step: object, name: str, *, rank:
             key=name,
             rank=rank,
             hint="the ranks' files are not of one checkpoint, or one is damaged",
+            rule="optim.step",
         )
     if isinstance(step, TensorLeaf):
         array = _array(catalog, step.key)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import CorruptError, MissingShardError, Report, UnsupportedError, raising
 from core.inert import TensorLeaf, as_mapping
 from core.optim_groups import EXPERT
 
@@ -59,19 +59,20 @@ class StoredOptimizer:
     has_masters: bool
 
 
-def stored_optimizer(value: object, *, rank: str) -> StoredOptimizer:
+def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> StoredOptimizer:
     """The optimizer of a rank.
 
     Args:
         value: the entry.
         rank: the rank's directory, for messages.
+        report: takes states of no parameter (rule ``optim.numbers``); raises them, if none is given.
 
     Raises:
         MissingShardError: it has none.
         UnsupportedError: members of several kinds.
         CorruptError: the entry is not as above.
     """
-    members = [_member(item, rank=rank) for item in _members(value, rank=rank)]
+    members = [_member(item, report, rank=rank) for item in _members(value, rank=rank)]
     if len({member.has_masters for member in members}) > 1:
         raise CorruptError("only some of the chained optimizers have masters", rank=rank)
     if len(members) > 1:
@@ -101,11 +102,11 @@ def _members(value: object, *, rank: str) -> list[object]:
     return members
 
 
-def _member(value: object, *, rank: str) -> StoredOptimizer:
+def _member(value: object, report: Report, *, rank: str) -> StoredOptimizer:
     entries = _named(value, "an optimizer", rank=rank)
     inner = next((name for name in INNER if name in entries), None)
     if inner is None:
-        groups = _groups(entries, None, rank=rank)
+        groups = _groups(entries, None, report, rank=rank)
         rest = {name: item for name, item in entries.items() if name not in ("state", "param_groups")}
         return StoredOptimizer(groups, [rest], has_masters=False)
     masters = next((name for name in MASTERS if name in entries), None)
@@ -118,7 +119,7 @@ def _member(value: object, *, rank: str) -> StoredOptimizer:
     more = sorted(set(torch_entries) - {"state", "param_groups"})
     if more:
         raise UnsupportedError(f"the optimizer has entries that are not resharded: {', '.join(more)}", rank=rank)
-    groups = _groups(torch_entries, lists, rank=rank)
+    groups = _groups(torch_entries, lists, report, rank=rank)
     return StoredOptimizer(
         groups, [{name: item for name, item in entries.items() if name not in (inner, masters)}], has_masters=True
     )
@@ -137,7 +138,9 @@ def _no_masters(inner: object, *, rank: str) -> MissingShardError:
     )
 
 
-def _groups(inner: Mapping[str, object], masters: Sequence[Sequence[object]] | None, *, rank: str) -> list[StoredGroup]:
+def _groups(
+    inner: Mapping[str, object], masters: Sequence[Sequence[object]] | None, report: Report, *, rank: str
+) -> list[StoredGroup]:
     """The groups of a torch optimizer's state dict."""
     listed = inner.get("param_groups")
     state = as_mapping(inner.get("state"))
@@ -158,9 +161,9 @@ def _groups(inner: Mapping[str, object], masters: Sequence[Sequence[object]] | N
         seen |= {*ids}
         states = [_named(state.get(one, {}), f"the state of parameter {one}", rank=rank) for one in ids]
         found.append(StoredGroup(group, states, None if masters is None else _leaves(masters[number], rank=rank)))
-    unknown = [one for one in state if one not in seen]
-    if unknown:
-        raise CorruptError(f"the optimizer has a state of {unknown[0]!r}, which is in no param group", rank=rank)
+    for one in (one for one in state if one not in seen):
+        what = f"the optimizer has a state of {one!r}, which is in no param group"
+        report(CorruptError(what, rank=rank, rule="optim.numbers"))
     return found
 
 

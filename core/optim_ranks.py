@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.catalog import Catalog, StoredArray
-from core.errors import UnsupportedError
+from core.errors import Report, UnsupportedError, raising
 from core.layout_chunk import Chunk
 from core.layout_facts import Facts
 from core.layout_rules import Rules
@@ -81,7 +81,13 @@ class RankStates:
 
 
 def read_states(
-    catalog: Catalog, files: Sequence[RankFile], facts: Facts, rules: Rules, *, store: ReadStore | None
+    catalog: Catalog,
+    files: Sequence[RankFile],
+    facts: Facts,
+    rules: Rules,
+    *,
+    store: ReadStore | None,
+    report: Report = raising,
 ) -> RankStates:
     """The optimizer of a rank catalog that has one.
 
@@ -89,6 +95,9 @@ def read_states(
         catalog: ``core.formats.megatron``'s.
         files: all ranks.
         store: to compare masters with weights; None leaves that out.
+        report: takes what is wrong with single ranks (rules ``optim.numbers``, ``.groups``, ``.states``, ``.shape``,
+            ``.step``, ``.settings``, ``.entries``, ``.buffers``, ``.missing``), which is then left out; raises it, if
+            none is given.
 
     Raises:
         UnsupportedError: of a kind that is not read, or nothing proves which state is whose.
@@ -98,7 +107,7 @@ def read_states(
     if kind == "distributed":
         from core.optim_flat import read_flat
 
-        return read_flat(catalog, files, facts, rules, store=store)
+        return read_flat(catalog, files, facts, rules, store=store, report=report)
     if kind == "layer-wise":
         raise UnsupportedError(
             "the layer-wise optimizer (Muon) cannot be resharded yet",
@@ -106,4 +115,4 @@ def read_states(
         )
     from core.optim_numbered import read_numbered
 
-    return read_numbered(catalog, files, facts, rules, store=store)
+    return read_numbered(catalog, files, facts, rules, store=store, report=report)

@@ -1,7 +1,7 @@
 """CK30x to CK31x: do the rank files, or the global tensors, make the model that the training arguments describe?
 
-Looked at are checkpoints with Megatron's names: rank files, torch_dist, zarr, and DCP or torch files of such models. What
-follows from a rank that is missing, or from metadata that cannot be read, is not said again.
+Looked at are checkpoints with Megatron's names: rank files, torch_dist, zarr, and DCP or torch files of such models.
+What follows from a rank that is missing, or from metadata that cannot be read, is not said again.
 
 Source: ``core.layout_problems``, and what that cites.
 """
