@@ -14,6 +14,7 @@ from core.formats.torch_file import load_object
 from core.layout import Rules, is_megatron, unshard
 from core.objects import loaded
 from core.open import Checkpoint
+from core.store import ReadStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +36,22 @@ class Canonical:
 
 def canonical(source: Checkpoint, *, rules: Rules) -> Canonical:
     """The canonical form of an opened checkpoint; does not raise for what the layout does not explain."""
-    is_rank_local = bool(source.catalog.attrs.get("is_rank_local"))
+    return canonical_of(source.catalog, source.store, rules=rules)
+
+
+def canonical_of(found: Catalog, store: ReadStore, *, rules: Rules) -> Canonical:
+    """The canonical form of a catalog whose files are in a store; as ``canonical``."""
+    is_rank_local = bool(found.attrs.get("is_rank_local"))
     try:
-        catalog = loaded(source.catalog, source.store, load_object)
+        catalog = loaded(found, store, load_object)
         if not is_rank_local and not is_megatron(catalog, rules):
             return Canonical(catalog, is_global=True, has_layout=False)
     except CheckpointingException as err:
-        return Canonical(source.catalog, is_global=not is_rank_local, has_layout=False, failure=err)
+        return Canonical(found, is_global=not is_rank_local, has_layout=False, failure=err)
     failure: CheckpointingException | None = None
     for optim in ("carry", "drop"):
         try:
-            made = unshard(catalog, rules=rules, optim=optim, store=source.store if optim == "carry" else None)
+            made = unshard(catalog, rules=rules, optim=optim, store=store if optim == "carry" else None)
             return Canonical(made, is_global=True, has_layout=True, failure=failure)
         except CheckpointingException as err:
             failure = failure or err

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from core.commit import Stage
 from core.copy import execute
 from core.errors import UnsupportedError, UsageError
 from core.explain import Explained, explained
+from core.fingerprint_copy import CopyFingerprints, watched
 from core.formats import Format, format_called, formats
 from core.formats.hf_files import carried_of, documents_of
 from core.formats.torch_file import load_object
@@ -406,7 +407,7 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
             needed_bytes=needed,
             keep=(source.path,),
         )
-        with stage:
+        with stage, _watch(prepared) as watch:
             result = execute(
                 plan,
                 source.store,
@@ -415,6 +416,7 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
                 digest=job.digest,
                 progress=_counted(progress, plan.write_bytes),
                 journal=stage.journal,
+                watch=watch,
             )
             files = finish_files(plan, result, stage.store, crc=job.crc)
             for path, name, size in prepared.links:
@@ -422,7 +424,13 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
                 files.append(FileSum(path, size, None))
             manifest = manifest_name(prepared.dst.name if is_file else None)
             tool = f"ckpt-toolkit {__version__}"
-            write_manifest(stage.store, manifest, plan, result, files, tool=tool, crc=job.crc)
+            written = stage.data_dir / prepared.dst.name if is_file else stage.data_dir
+            fingerprints, n_read_back = None, 0
+            if watch is not None:
+                fingerprints, n_read_back = watch.finish(written, threads=job.threads, memory_bytes=job.memory_bytes)
+            write_manifest(
+                stage.store, manifest, plan, result, files, tool=tool, crc=job.crc, fingerprints=fingerprints
+            )
             n_verified = _verified(prepared, stage, progress) if job.verify else 0
             source.store.verify_unchanged()
             stage.commit()
@@ -437,12 +445,23 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
             bytes_resumed=result.resumed_bytes,
             bytes_verified=n_verified,
             n_copies=plan.n_copies,
+            n_fingerprints=len(fingerprints or ()),
+            n_read_back=n_read_back,
             seconds=time.monotonic() - begun,
             files=tuple(path for path, _ in prepared.files),
             manifest=str(prepared.dst.parent / manifest if is_file else prepared.dst / manifest),
             notes=(*prepared.notes, *stage.notes),
             dropped=prepared.dropped,
         )
+
+
+def _watch(prepared: Prepared) -> AbstractContextManager[CopyFingerprints | None]:
+    """Makes fingerprints of what is written, if they are wanted."""
+    job = prepared.job
+    if not job.fingerprint:
+        return nullcontext()
+    entry = prepared.dst.name if prepared.is_file else None
+    return watched(prepared.plan, entry=entry, rules=load_rules(job.rules, unknown=job.unknown))
 
 
 def _verified(prepared: Prepared, stage: Stage, progress: Progress | None) -> int:
@@ -463,7 +482,7 @@ def _verified(prepared: Prepared, stage: Stage, progress: Progress | None) -> in
 def _identity(job: Job) -> str:
     """The options that decide which bytes are written, and by which version of the tool."""
     options = asdict(job)
-    for name in ("src", "dst", "resume", "force", "fsync", "verify", "threads", "memory_bytes"):
+    for name in ("src", "dst", "resume", "force", "fsync", "verify", "fingerprint", "threads", "memory_bytes"):
         del options[name]
     return json.dumps([__version__, options], default=str, sort_keys=True)
 

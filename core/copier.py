@@ -13,7 +13,7 @@ from core.dtypes import itemsize
 from core.ends import Source
 from core.errors import ReplicaMismatchError
 from core.gather import Layout, dense, is_dense, read_box
-from core.output import Output, Stage
+from core.output import Output, Stage, Watch
 from core.weave import Weaver
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Copier:
         crc, digest: what to compute.
         progress: told about written bytes.
         is_stopped: asked between chunks whether to give up.
+        watch: sees what is written.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Copier:
         digest: bool,
         progress: Callable[[int], None] | None,
         is_stopped: Callable[[], bool],
+        watch: Watch | None = None,
     ) -> None:
         self._source = source
         self._is_stopped = is_stopped
@@ -69,6 +71,7 @@ class Copier:
             crc=crc,
             digest=digest,
             progress=progress,
+            watch=watch,
         )
         self.read_bytes = 0
 

@@ -18,7 +18,7 @@ from core.checksum import BLOCK_BYTES, RunSum
 from core.copier import Copier, band_bytes_of
 from core.decoded import DecodedStore
 from core.ledger import ItemRecord, Ledger
-from core.output import Stage
+from core.output import Stage, Watch
 from core.places import Places
 from core.plan import Plan
 from core.store import ReadStore
@@ -92,6 +92,7 @@ def execute(
     digest: bool = True,
     progress: Progress | None = None,
     journal: Journal | None = None,
+    watch: Watch | None = None,
 ) -> CopyResult:
     """Creates the files of a plan and fills their arrays.
 
@@ -106,6 +107,7 @@ def execute(
         digest: compute content digests.
         progress: told about written bytes.
         journal: finished items are recorded in it, and those it lists are checked and passed over.
+        watch: sees what is written; not what an earlier run had written.
 
     Raises:
         CorruptError: a source array's bytes do not have the CRC that the source states.
@@ -124,6 +126,7 @@ def execute(
         digest=digest,
         progress=progress,
         journal=journal,
+        watch=watch,
     )
     run.go(threads or plan.threads)
     return run.result()
@@ -144,6 +147,7 @@ class _Run:
         digest: bool,
         progress: Progress | None,
         journal: Journal | None,
+        watch: Watch | None,
     ) -> None:
         self._plan = plan
         self._source_store = DecodedStore(source_store, cache_bytes=plan.cache_bytes)
@@ -154,6 +158,7 @@ class _Run:
         self._digest = digest
         self._progress = progress
         self._journal = journal
+        self._watch = watch
         self._ledger = Ledger(plan.places, stage_store, crc=crc, digest=digest)
         self._items = self._all_items()
         self._lock = threading.Lock()
@@ -211,6 +216,7 @@ class _Run:
                 digest=self._digest,
                 progress=self._progress,
                 is_stopped=self._stop.is_set,
+                watch=self._watch,
             )
             while (found := self._next()) is not None:
                 number, item = found

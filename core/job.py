@@ -90,6 +90,7 @@ class Job:
         force: replace an existing destination, once the new one is complete.
         crc, digest: compute CRC-32 and content digests in the same pass.
         fsync: wait until the bytes are on the disk.
+        fingerprint: make fingerprints of the canonical tensors in the same pass (``core.fingerprint_copy``).
         verify: read the result again before it becomes visible, and compare every byte with the source.
         rules: a TOML file with additional layout rules.
         unknown: what becomes of tensors without a layout rule: ``refuse``, or ``replicate`` if all ranks hold the same.
@@ -133,6 +134,7 @@ class Job:
     crc: bool = True
     digest: bool = True
     fsync: bool = True
+    fingerprint: bool = False
     verify: bool = False
     rules: Path | None = None
     unknown: str = "refuse"
@@ -158,6 +160,8 @@ class Report:
         n_copies: copies of (parts of) tensors on several ranks that were compared, and are equal.
         seconds: wall time.
         files: output files, relative to ``dst`` (or its name, if it is one file).
+        n_fingerprints: fingerprints in the manifest.
+        n_read_back: those of them for which the result was read again.
         manifest: path of the manifest.
         notes, dropped: see ``Prepared``.
     """
@@ -174,6 +178,8 @@ class Report:
     n_copies: int
     seconds: float
     files: tuple[str, ...]
+    n_fingerprints: int
+    n_read_back: int
     manifest: str
     notes: tuple[str, ...]
     dropped: tuple[str, ...]

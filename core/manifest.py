@@ -1,63 +1,26 @@
-"""The manifest: sizes, CRC-32s and content digests of a written checkpoint, for later checking.
-
-``ckpt-manifest.json`` in the destination directory, or ``FILE.ckpt-manifest.json`` beside a single file::
-
-    {"schema": "ckpt-manifest", "version": 1, "tool": "ckpt-toolkit 0.1.0", "digest": "xxh3-128/1MiB",
-     "files": [
-      {"path": "model.pt", "size": 1234, "crc32": "89abcdef"},
-      …],
-     "arrays": [
-      {"key": "w", "name": "w", "file": "model.pt", "offset": 64, "dtype": "float32", "shape": [2, 3],
-       "crc32": "…", "digest": "…"},
-      …]}
-
-One entry a line, in the order of the plan; no time stamps and no paths of the machine, so equal work gives equal
-manifests. ``key`` is the first tensor that the array holds (a part of), ``name`` the array's. What was switched off is
-null. Version 1 is the only one.
-"""
+"""What a copy does once its arrays are written: the literals of the files, their sums, and the manifest."""
 
 from __future__ import annotations
 
-import json
 from array import array as columns
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from core.checksum import ALGORITHM, crc32, crc32_combine, crc32_of_zeros
-from core.errors import CorruptError, UnsupportedError
+from core.errors import CorruptError
+from core.manifest_file import MANIFEST as MANIFEST
+from core.manifest_file import FileSum as FileSum
+from core.manifest_file import ManifestArray, manifest_lines, write_lines
+from core.manifest_file import manifest_name as manifest_name
+from core.manifest_file import read_manifest as read_manifest
 from core.places import Places
 
 if TYPE_CHECKING:
     from core.copy import CopyResult
+    from core.fingerprint import Fingerprint
     from core.image import FileImage
     from core.plan import Plan
-    from core.store import ReadStore, WriteStore
-
-MANIFEST = "ckpt-manifest.json"
-SCHEMA = "ckpt-manifest"
-VERSION = 1
-MAX_BYTES = 4 << 30
-
-
-def manifest_name(file: str | None = None) -> str:
-    """Name of the manifest of a directory, or of a single file."""
-    return MANIFEST if file is None else f"{file}.{MANIFEST}"
-
-
-@dataclass(frozen=True, slots=True)
-class FileSum:
-    """A finished file.
-
-    Args:
-        path: relative to the destination.
-        n_bytes: its size.
-        crc: CRC-32 of the whole file; None if checksums are off.
-    """
-
-    path: str
-    n_bytes: int
-    crc: int | None
+    from core.store import WriteStore
 
 
 def finish_files(plan: Plan, result: CopyResult, store: WriteStore, *, crc: bool = True) -> list[FileSum]:
@@ -125,7 +88,15 @@ class _Pieces:
 
 
 def write_manifest(
-    store: WriteStore, name: str, plan: Plan, result: CopyResult, files: list[FileSum], *, tool: str, crc: bool = True
+    store: WriteStore,
+    name: str,
+    plan: Plan,
+    result: CopyResult,
+    files: list[FileSum],
+    *,
+    tool: str,
+    crc: bool = True,
+    fingerprints: Mapping[str, Fingerprint] | None = None,
 ) -> None:
     """Writes the manifest of a finished stage.
 
@@ -136,37 +107,16 @@ def write_manifest(
         files: from ``finish_files``.
         tool: name and version of the writing software.
         crc: whether CRC-32s were computed.
+        fingerprints: of the canonical tensors; None if they were not asked for.
 
     Raises:
         CapacityError, StorageError: the system refuses.
     """
-    store.create(name, 0)
-    offset = 0
-    pending: list[str] = []
-    for line in _lines(plan, result, files, tool=tool, crc=crc):
-        pending.append(line)
-        if len(pending) == 1000:
-            offset += _put(store, name, offset, pending)
-            pending = []
-    _put(store, name, offset, pending)
+    digest = ALGORITHM if result.digests else None
+    write_lines(store, name, manifest_lines(tool, digest, files, _arrays(plan, result, crc=crc), fingerprints))
 
 
-def _put(store: WriteStore, name: str, offset: int, lines: list[str]) -> int:
-    data = "".join(lines).encode()
-    store.write(name, offset, data)
-    return len(data)
-
-
-def _lines(plan: Plan, result: CopyResult, files: list[FileSum], *, tool: str, crc: bool) -> Iterator[str]:
-    head = {"schema": SCHEMA, "version": VERSION, "tool": tool, "digest": ALGORITHM if result.digests else None}
-    yield json.dumps(head, ensure_ascii=False)[:-1] + ',\n"files": [\n'
-    separator = ""
-    for file in files:
-        entry = {"path": file.path, "size": file.n_bytes, "crc32": None if file.crc is None else f"{file.crc:08x}"}
-        yield separator + json.dumps(entry, ensure_ascii=False)
-        separator = ",\n"
-    yield '],\n"arrays": [\n'
-    separator = ""
+def _arrays(plan: Plan, result: CopyResult, *, crc: bool) -> Iterator[ManifestArray]:
     places = plan.places
     is_listed = bytearray(len(places))
     for key in iter(plan.keys()):
@@ -176,88 +126,13 @@ def _lines(plan: Plan, result: CopyResult, files: list[FileSum], *, tool: str, c
             if array is None or number is None or is_listed[number]:
                 continue
             is_listed[number] = 1
-            entry_of_array = {
-                "key": key,
-                "name": array.name,
-                "file": places.file_of(number),
-                "offset": places.offset_of(number),
-                "dtype": array.dtype,
-                "shape": list(array.shape),
-                "crc32": f"{result.crcs[number]:08x}" if crc else None,
-                "digest": result.digest_of(array.name),
-            }
-            yield separator + json.dumps(entry_of_array, ensure_ascii=False)
-            separator = ",\n"
-    yield "]}\n"
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestArray:
-    """An array as its manifest describes it; ``crc`` and ``digest`` (hexadecimal) are None where switched off."""
-
-    key: str
-    name: str
-    file: str
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
-    crc: int | None
-    digest: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a manifest states.
-
-    Args:
-        tool: who wrote it.
-        digest: name of the digest, None if there are none.
-        files: the files.
-        arrays: the arrays.
-    """
-
-    tool: str
-    digest: str | None
-    files: tuple[FileSum, ...]
-    arrays: tuple[ManifestArray, ...]
-
-
-def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        MissingShardError: there is none.
-        CorruptError: it is not a manifest.
-        UnsupportedError: it is of a newer version.
-    """
-    n_bytes = store.size(name)
-    if n_bytes > MAX_BYTES:
-        raise CorruptError(f"a manifest of {n_bytes} bytes is not believed", file=name)
-    try:
-        found: Any = json.loads(store.read(name, 0, n_bytes))
-        if found["schema"] != SCHEMA:
-            raise ValueError(found["schema"])
-        if found["version"] > VERSION:
-            raise UnsupportedError(f"manifest version {found['version']} is newer than {VERSION}", file=name)
-        files = tuple(FileSum(str(f["path"]), int(f["size"]), _crc(f["crc32"])) for f in found["files"])
-        arrays = tuple(_array(entry) for entry in found["arrays"])
-        return Manifest(str(found["tool"]), found["digest"], files, arrays)
-    except (ValueError, KeyError, TypeError, RecursionError) as err:
-        raise CorruptError("not a ckpt manifest", file=name, hint="remove it, or copy the checkpoint again") from err
-
-
-def _crc(text: Any) -> int | None:
-    return None if text is None else int(text, 16)
-
-
-def _array(entry: Any) -> ManifestArray:
-    return ManifestArray(
-        str(entry["key"]),
-        str(entry["name"]),
-        str(entry["file"]),
-        int(entry["offset"]),
-        str(entry["dtype"]),
-        tuple(int(n) for n in entry["shape"]),
-        _crc(entry["crc32"]),
-        entry["digest"],
-    )
+            yield ManifestArray(
+                key,
+                array.name,
+                places.file_of(number),
+                places.offset_of(number),
+                array.dtype,
+                array.shape,
+                result.crcs[number] if crc else None,
+                result.digest_of(array.name),
+            )

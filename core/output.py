@@ -29,6 +29,16 @@ class Stage(WriteStore, Protocol):
         """Hears of a range that will not change any more, so that it may go to the disk now."""
 
 
+class Watch(Protocol):
+    """Sees what is written to arrays; called from several threads."""
+
+    def feed(self, number: int, offset: int, data: memoryview) -> None:
+        """Takes whole elements of an array, ``offset`` bytes from its start; valid during the call only."""
+
+    def pass_over(self, number: int, offset: int, n_bytes: int) -> None:
+        """The same, where all elements are zero."""
+
+
 class Output:
     """The runs of one item.
 
@@ -40,6 +50,7 @@ class Output:
         spare: buffer for casts.
         crc, digest: what to compute.
         progress: told about written bytes.
+        watch: sees what is written.
     """
 
     def __init__(
@@ -53,7 +64,9 @@ class Output:
         crc: bool,
         digest: bool,
         progress: Callable[[int], None] | None,
+        watch: Watch | None = None,
     ) -> None:
+        self._watch = watch
         self._source_size, self._size = (itemsize(name) for name in dtypes)
         self._cast: Cast | None = None if dtypes[0] == dtypes[1] else cast_of(*dtypes)
         self._stage = stage
@@ -83,11 +96,17 @@ class Output:
                 file = self._places.file_of(array)
                 self._stage.write(file, self._places.offset_of(array) + offset, piece)
                 self._settle(array, file, offset + len(piece))
+                if self._watch is not None:
+                    self._watch.feed(array, offset, piece)
             self._report(len(piece) * len(places))
 
     def put_zeros(self, destinations: Sequence[tuple[int, int]], delta: int, zeros: memoryview) -> None:
         """Accounts for zero elements of the target; the new files are zero already."""
-        self._feed([(array, (index + delta) * self._size) for array, index in destinations], zeros)
+        places = [(array, (index + delta) * self._size) for array, index in destinations]
+        self._feed(places, zeros)
+        if self._watch is not None:
+            for array, offset in places:
+                self._watch.pass_over(array, offset, len(zeros))
         self._report(len(zeros) * len(destinations))
 
     def put_piece(self, array: int, index: int, data: memoryview) -> None:
@@ -97,6 +116,8 @@ class Output:
             offset = self._places.offset_of(array) + (index + skip) * self._size
             self._stage.write(self._places.file_of(array), offset, piece)
             self._ledger.add_unsummed(array, len(piece))
+            if self._watch is not None:
+                self._watch.feed(array, (index + skip) * self._size, piece)
             self._report(len(piece))
 
     def check(self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int) -> None:
