@@ -409,6 +409,14 @@ class TransferOptions:
     no_digest: Annotated[
         bool, Flag("--no-digest", rich_help_panel=ENGINE, help="No content digests in the manifest.")
     ] = False
+    fingerprint: Annotated[
+        bool,
+        Flag(
+            "--fingerprint",
+            rich_help_panel=ENGINE,
+            help="Put fingerprints into the manifest, which are the same in every format and layout.",
+        ),
+    ] = False
     verify: Annotated[
         bool,
         Flag("--verify", rich_help_panel=ENGINE, help="Read the result again and compare every byte with the source."),

@@ -100,6 +100,9 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
         pairs.append(("replicas", f"{report.n_copies:,} compared, all equal"))
     if report.bytes_verified:
         pairs.append(("verified", f"{bytes_text(report.bytes_verified)} read again, equal to the source"))
+    if report.n_fingerprints:
+        again = f", for {report.n_read_back:,} the result was read again" if report.n_read_back else ""
+        pairs.append(("fingerprints", f"{report.n_fingerprints:,} in the manifest{again}"))
     pairs.append(("manifest", escaped(report.manifest)))
     pairs += _listed("not carried", report.dropped, style="yellow")
     pairs += _listed("note", report.notes, style="yellow")

@@ -4,7 +4,7 @@
 
     {"schema": "ckpt.transfer/1", "dry_run": false, "src": str, "dst": str, "source_format": str, "format": str,
      "n_tensors": int, "bytes_read": int, "bytes_written": int, "bytes_resumed": int, "bytes_verified": int,
-     "n_copies": int, "seconds": float, "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
+     "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float, "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
 
 and with ``--dry-run``::
 
@@ -118,6 +118,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         crc=not options.no_crc,
         digest=not options.no_digest,
         fsync=not options.no_fsync,
+        fingerprint=options.fingerprint,
         verify=options.verify,
         rules=options.rules,
         unknown=options.unknown or "refuse",
