@@ -4,7 +4,8 @@
 
     {"schema": "ckpt.transfer/1", "dry_run": false, "src": str, "dst": str, "source_format": str, "format": str,
      "n_tensors": int, "bytes_read": int, "bytes_written": int, "bytes_resumed": int, "bytes_verified": int,
-     "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float, "files": [str], "manifest": str, "notes": [str], "dropped": [str]}
+     "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float, "files": [str], "manifest": str,
+     "notes": [str], "dropped": [str]}
 
 and with ``--dry-run``::
 
