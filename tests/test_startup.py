@@ -30,7 +30,14 @@ def imported_by(*arguments: str, repo_dir: Path, exit_code: int = 0) -> set[str]
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["inspect", "--help"], ["convert", "--help"], ["reshard", "--help"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["inspect", "--help"],
+        ["convert", "--help"],
+        ["reshard", "--help"],
+        ["validate", "--help"],
+    ],
     ids=" ".join,
 )
 def test_help_imports_nothing_heavy(arguments: list[str], repo_dir: Path) -> None:
@@ -57,3 +64,35 @@ def test_a_usage_error_imports_nothing_heavy(repo_dir: Path) -> None:
 def test_inspect_imports_nothing_heavy(arguments: list[str], golden: Path, repo_dir: Path) -> None:
     name, *options = arguments
     assert imported_by("inspect", str(golden / name), *options, repo_dir=repo_dir) & HEAVY == set()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch_dcp/fsdp2_dp2",
+        "mcore_legacy/dense_gqa/tp2_pp2",
+        "mcore_legacy/dense_gqa/tp2_pp1_optim",
+        "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
+        "mcore0121_zarr/dense_gqa/tp2_pp2",
+        "hf/llama/safetensors_sharded",
+        "hf/llama/torch_single/model_zip.pt",
+        "deepspeed/zero1_dp2_bf16",
+    ],
+)
+def test_validate_imports_nothing_heavy_unless_it_is_deep(name: str, golden: Path, repo_dir: Path) -> None:
+    assert imported_by("validate", str(golden / name), "--headers", repo_dir=repo_dir) & (HEAVY | {"rich"}) == set()
+
+
+@pytest.mark.parametrize("format", ["text", "json", "junit", "sarif", "github"])
+def test_no_report_imports_anything_heavy(format: str, golden: Path, repo_dir: Path) -> None:
+    arguments = ["validate", str(golden / "torch_dcp/tp2_only"), "--format", format]
+    assert imported_by(*arguments, repo_dir=repo_dir) & (HEAVY | {"rich"}) == set()
+
+
+def test_the_table_of_checks_imports_nothing_heavy(repo_dir: Path) -> None:
+    assert imported_by("validate", "--list-checks", repo_dir=repo_dir) & (HEAVY | {"rich"}) == set()
+
+
+def test_a_newest_iteration_is_found_without_anything_heavy(golden: Path, repo_dir: Path) -> None:
+    root = golden / "mcore_torch_dist/dense_gqa/tp2_pp2"
+    assert imported_by("validate", "--newest-valid", str(root), repo_dir=repo_dir) & (HEAVY | {"rich"}) == set()
