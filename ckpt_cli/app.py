@@ -19,6 +19,7 @@ from typer import Exit, Option, Typer
 
 from ckpt_cli.command import Command, Group
 from ckpt_cli.failure import end_on_signals, failure_of
+from ckpt_cli.manifest_options import ManifestOptions
 from ckpt_cli.options import InspectOptions, TransferOptions, accepts
 from ckpt_cli.terminal import screen_of
 from ckpt_cli.validate_options import ValidateOptions
@@ -101,6 +102,15 @@ def _reshard(options: TransferOptions) -> Work:
     from ckpt_cli.reshard import reshard
 
     return partial(reshard, options)
+
+
+@app.command("manifest", cls=Command, short_help="Write down what a checkpoint holds, to check it later.")
+@accepts(ManifestOptions)
+def _manifest(options: ManifestOptions) -> Work:
+    """Read a checkpoint once and write ckpt-manifest.json: sizes, CRCs, digests, and fingerprints of its tensors."""
+    from ckpt_cli.manifest import manifest
+
+    return partial(manifest, options)
 
 
 @app.command("validate", cls=Command, short_help="Say whether a checkpoint is whole.")

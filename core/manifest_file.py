@@ -136,7 +136,12 @@ def manifest_lines(
 def _entries(entries: Iterable[dict[str, object]]) -> Iterator[str]:
     separator = ""
     for entry in entries:
-        yield separator + json.dumps(entry, ensure_ascii=False)
+        text = json.dumps(entry, ensure_ascii=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # a name that is no UTF-8, or a key of half a character
+            text = json.dumps(entry)
+        yield separator + text
         separator = ",\n"
 
 

@@ -74,7 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("core.checks", "core.checks.*", "core.validate"),
-        *("core.deep", "core.replica_difference"),
+        *("core.deep", "core.replica_difference", "core.inventory"),
         *("core.diff", "core.diff_*"),
         *("core.accepted", "core.newest", "core.plan_for"),
     ),

@@ -1,0 +1,87 @@
+"""``ckpt manifest``: writes down what a checkpoint holds, so that damage and differences can be told later.
+
+``--json`` prints one object (fields may be added, none change meaning)::
+
+    {"schema": "ckpt.manifest-report/1", "path": str, "format": str, "manifest": str, "n_files": int, "n_bytes": int,
+     "n_arrays": int, "n_fingerprints": int, "n_read_again": int, "seconds": float, "notes": [str]}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_cli.option_values import size_in_bytes
+from ckpt_cli.progress import progress_bar
+from ckpt_cli.terminal import Screen, escaped, screen_of
+
+if TYPE_CHECKING:
+    from ckpt_cli.manifest_options import ManifestOptions
+    from core.inventory import Inventory
+
+
+def manifest(options: ManifestOptions) -> int:
+    """Runs the command; returns the exit code.
+
+    Raises:
+        CheckpointingException: the checkpoint cannot be read, or there is a manifest already.
+    """
+    from core.inventory import check_free, inventory, usual_path, write_inventory
+    from core.job import DEFAULT_MEMORY_BYTES
+
+    begun = time.monotonic()
+    check_free(options.output or usual_path(options.path, iteration=options.iteration), force=options.force)
+    with progress_bar(is_wanted=not options.quiet and not options.json) as progress:
+        found = inventory(
+            options.path,
+            iteration=options.iteration,
+            rules=options.rules,
+            fingerprints=options.fingerprints,
+            threads=options.threads,
+            memory_bytes=DEFAULT_MEMORY_BYTES if options.memory is None else size_in_bytes(options.memory),
+            progress=progress,
+        )
+    path = write_inventory(found, options.output, force=options.force)
+    seconds = time.monotonic() - begun
+    if options.json:
+        print(json.dumps(_report(found, path, seconds)))
+    elif not options.quiet:
+        _tell(screen_of(sys.stdout), found, path, seconds)
+    return 0
+
+
+def _report(found: Inventory, path: Path, seconds: float) -> dict[str, object]:
+    return {
+        "schema": "ckpt.manifest-report/1",
+        "path": str(found.path),
+        "format": found.format,
+        "manifest": str(path),
+        "n_files": len(found.files),
+        "n_bytes": found.n_bytes,
+        "n_arrays": len(found.arrays),
+        "n_fingerprints": len(found.fingerprints or ()),
+        "n_read_again": found.n_read_again,
+        "seconds": seconds,
+        "notes": list(found.notes),
+    }
+
+
+def _tell(screen: Screen, found: Inventory, path: Path, seconds: float) -> None:
+    from ckpt_cli.render import bytes_text, facts, n_text, seconds_text
+
+    print(screen.plain(f"{screen.styled('✓ wrote', 'green', 'bold')} {screen.styled(escaped(str(path)), 'bold')}"))
+    rate = bytes_text(round(found.n_bytes / seconds)) if seconds > 0 else "–"
+    pairs = [
+        ("files", f"{n_text(len(found.files), 'file')}, {bytes_text(found.n_bytes)}"),
+        ("arrays", f"{len(found.arrays):,} with a digest"),
+        ("time", f"{seconds_text(seconds)} ({rate}/s)"),
+    ]
+    if found.fingerprints is not None:
+        again = f", {found.n_read_again:,} of them read again" if found.n_read_again else ""
+        pairs.insert(2, ("fingerprints", f"{len(found.fingerprints):,}{again}"))
+    pairs += [("note", escaped(note)) for note in found.notes]
+    for line in facts(screen, pairs):
+        print(line)

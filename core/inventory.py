@@ -1,0 +1,299 @@
+"""The manifest of a checkpoint that exists already: every file and every stored array is read once and summed up.
+
+Arrays are listed where their bytes lie dense in a file; compressed and strided ones are covered by their file's digest.
+Fingerprints are made of the same bytes as they pass by, save for tensors that are computed from others: those are read
+again (``core.fingerprint_feeds``, ``core.fingerprint_read``).
+
+A manifest says that a checkpoint is as it was, so none is made of one that is damaged already: what cannot be read, or
+does not have the CRCs that its own containers state, is an error. Copies on other ranks are summed up, but not compared
+with each other: ``ckpt validate --deep`` does that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from core import __version__
+from core.canonical import Canonical, canonical
+from core.catalog import Catalog, StoredArray
+from core.checks.tree import walked
+from core.checksum import ALGORITHM
+from core.errors import CheckpointingException, CorruptError, UsageError
+from core.fingerprint import Fingerprint
+from core.fingerprint_feeds import Feeds, is_dense_in_file
+from core.fingerprint_kernel import kernel
+from core.fingerprint_read import read_fingerprints
+from core.folders import sync_folder
+from core.layout import load_rules
+from core.linux import rename_new
+from core.manifest_file import MANIFEST, FileSum, ManifestArray, manifest_lines, manifest_name
+from core.open import Checkpoint, located, open_checkpoint
+from core.scan import DEFAULT_MEMORY_BYTES, scan
+from core.scan_sums import Scanned, Sum, Wanted
+from core.stated_sums import StatedSums
+from core.store import translated
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """What a manifest is going to say.
+
+    Args:
+        path: the checkpoint.
+        destination: where its manifest belongs.
+        format: name of its format.
+        files, arrays: the entries.
+        fingerprints: by canonical key; None if they were not asked for.
+        n_read_again: tensors that were read a second time for their fingerprints.
+        n_bytes: of all files.
+        notes: what the user should know.
+    """
+
+    path: Path
+    destination: Path
+    format: str
+    files: tuple[FileSum, ...]
+    arrays: tuple[ManifestArray, ...]
+    fingerprints: dict[str, Fingerprint] | None
+    n_read_again: int
+    n_bytes: int
+    notes: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        """The text of the manifest, in pieces."""
+        tool = f"ckpt-toolkit {__version__}"
+        return manifest_lines(tool, ALGORITHM, self.files, self.arrays, self.fingerprints)
+
+
+class _Observer:
+    """Hands the elements of arrays on to fingerprints, see ``core.scan.Observer``."""
+
+    def __init__(self, feeds: Feeds) -> None:
+        self._feeds = feeds
+
+    def sees(self, array: StoredArray) -> bool:
+        """See ``core.scan.Observer``."""
+        return self._feeds.sees(array.name)
+
+    def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
+        """See ``core.scan.Observer``."""
+        self._feeds.feed(array.name, start, data)
+
+    def finish(self, array: StoredArray) -> None:
+        """See ``core.scan.Observer``; an array's end means nothing to a tensor."""
+
+
+def inventory(
+    path: Path,
+    *,
+    iteration: int | None = None,
+    rules: Path | None = None,
+    fingerprints: bool = True,
+    threads: int | None = None,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> Inventory:
+    """Reads a checkpoint once, and sums it up.
+
+    Args:
+        path: see ``core.open``.
+        iteration: which iteration of a training root.
+        rules: a TOML file with additional layout rules.
+        fingerprints: whether to make them.
+        threads: that read; None for as many as there are processors.
+        memory_bytes: most memory that decoding and reading again may take.
+        progress: told about bytes.
+
+    Raises:
+        CheckpointingException: it cannot be read, is damaged, or changed while it was read.
+    """
+    found = open_checkpoint(path, iteration=iteration)
+    try:
+        form = canonical(found, rules=load_rules(rules))
+        every = walked(found.store.root, entry=found.store.entry).files
+        files = {name: size for name, size in every.items() if not _is_manifest(name)}
+        stored = list(_arrays(found.catalog))
+        threads = threads or len(os.sched_getaffinity(0))
+        with kernel(sum(files.values()) if fingerprints else 0) as products:
+            feeds = Feeds(form.catalog, stored, products) if fingerprints else None
+            scanned = scan(
+                found.catalog,
+                found.store,
+                [] if feeds is None else [_Observer(feeds)],
+                files=files,
+                wanted=Wanted(array_digests=True, file_digests=True),
+                stated_in=StatedSums(found.store, found.format.name),
+                arrays=stored,
+                threads=threads,
+                memory_bytes=memory_bytes,
+                progress=progress,
+            )
+        _refuse_damage(scanned)
+        made, n_again = None, 0
+        if feeds is not None:
+            made, n_again = _completed(feeds, form.catalog, found, threads=threads, memory_bytes=memory_bytes)
+        found.store.verify_unchanged()
+        entry = found.store.entry
+        return Inventory(
+            path=found.path,
+            destination=found.store.root / manifest_name(entry),
+            format=found.format.name,
+            files=tuple(FileSum(name, one.n_bytes, one.crc, one.digest) for name, one in _of_files(scanned, files)),
+            arrays=tuple(_array_entries(found, stored, scanned, form)),
+            fingerprints=made,
+            n_read_again=n_again,
+            n_bytes=sum(files.values()),
+            notes=(*found.notes, *_notes(form, fingerprints=fingerprints)),
+        )
+    finally:
+        found.store.close()
+
+
+def _is_manifest(name: str) -> bool:
+    last = name.rpartition("/")[2]
+    return last == MANIFEST or last.endswith(f".{MANIFEST}")
+
+
+def _arrays(catalog: Catalog) -> Iterator[StoredArray]:
+    """Every stored array, once."""
+    seen: set[str] = set()
+    for fragment in catalog.all_fragments():
+        array = fragment.array
+        if array is not None and array.name not in seen:
+            seen.add(array.name)
+            yield array
+
+
+def _of_files(scanned: Scanned, files: dict[str, int]) -> Iterator[tuple[str, Sum]]:
+    for name in files:
+        if name in scanned.files:
+            yield name, scanned.files[name]
+
+
+def _refuse_damage(scanned: Scanned) -> None:
+    """Ends the work if something is wrong with what was read.
+
+    Raises:
+        CheckpointingException: the first problem.
+    """
+    if scanned.problems:
+        raise scanned.problems[0].error
+    for wrong in scanned.wrong:
+        raise CorruptError(
+            f"{wrong.stated.name} has CRC-32 {wrong.found:08x}, the file states {wrong.stated.crc:08x}",
+            file=wrong.file,
+            span=(wrong.stated.start, wrong.stated.stop),
+            hint="the checkpoint is damaged: see ckpt validate --deep",
+        )
+
+
+def _completed(
+    feeds: Feeds, catalog: Catalog, found: Checkpoint, *, threads: int, memory_bytes: int
+) -> tuple[dict[str, Fingerprint], int]:
+    """All fingerprints, in the order of the tensors, and how many of them needed reading again."""
+    made = feeds.found()
+    rest = [key for key in catalog.tensors if key not in made]
+    if rest:
+        made |= read_fingerprints(catalog, found.store, rest, threads=threads, memory_bytes=memory_bytes)
+    return {key: made[key] for key in catalog.tensors}, len(rest)
+
+
+def _array_entries(
+    found: Checkpoint, stored: Iterable[StoredArray], scanned: Scanned, form: Canonical
+) -> Iterator[ManifestArray]:
+    """The arrays that lie dense in a file."""
+    keys: dict[str, str] = {}
+    for catalog in (form.catalog, found.catalog):
+        for fragment in catalog.all_fragments():
+            if fragment.array is not None:
+                keys.setdefault(fragment.array.name, fragment.key)
+    for array in stored:
+        with suppress(CheckpointingException):  # the scan has read it, or said why not
+            placed = found.catalog.bind(found.store, array)
+            known, extent = scanned.arrays.get(array.name), placed.extent
+            if known is None or extent is None or extent.encoding is not None or not is_dense_in_file(placed):
+                continue
+            key = keys.get(array.name, array.name)
+            yield ManifestArray(
+                key, array.name, extent.file, extent.offset, array.dtype, array.shape, known.crc, known.digest
+            )
+
+
+def _notes(form: Canonical, *, fingerprints: bool) -> Iterator[str]:
+    """What keeps the fingerprints from being comparable with those of other layouts."""
+    if not fingerprints or form.failure is None:
+        return
+    what = "the tensors" if not form.has_layout else "the optimizer's states"
+    effect = "the fingerprints are of this layout only" if not form.has_layout else "they have no fingerprints"
+    yield f"{what} are not in canonical form, so {effect}: {form.failure.message}"
+
+
+def write_inventory(found: Inventory, destination: Path | None = None, *, force: bool = False) -> Path:
+    """Writes a manifest: whole or not at all.
+
+    Args:
+        found: what it says.
+        destination: its name; None for the usual one.
+        force: replace one that is there.
+
+    Returns:
+        Its name.
+
+    Raises:
+        UsageError: it exists, or its directory does not.
+        CapacityError, StorageError: the system refuses.
+    """
+    path = found.destination if destination is None else destination
+    check_free(path, force=force)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with translated(str(path), doing="write"):
+        try:
+            with open(aside, "w", encoding="utf-8") as file:
+                file.writelines(found.lines())
+                file.flush()
+                os.fsync(file.fileno())
+            if force:
+                os.replace(aside, path)
+            else:
+                rename_new(aside, path)
+        except FileExistsError as err:
+            raise _taken(path) from err
+        finally:
+            with suppress(FileNotFoundError):
+                aside.unlink()
+    sync_folder(path.parent)
+    return path
+
+
+def usual_path(path: Path, *, iteration: int | None = None) -> Path:
+    """Where the manifest of a checkpoint belongs, found without reading it.
+
+    Raises:
+        UsageError: there is no such path.
+    """
+    place = located(path, iteration=iteration)
+    place.store.close()
+    return place.store.root / manifest_name(place.store.entry)
+
+
+def check_free(path: Path, *, force: bool) -> None:
+    """Refuses a name that a manifest cannot get, before the work begins.
+
+    Raises:
+        UsageError: see ``write_inventory``.
+    """
+    if not path.parent.is_dir():
+        raise UsageError("there is no such directory", file=str(path.parent), hint="make it first")
+    if path.is_dir() or (os.path.lexists(path) and not force):
+        raise _taken(path)
+
+
+def _taken(path: Path) -> UsageError:
+    return UsageError("it exists already", file=str(path), hint="check it with ckpt validate, or pass --force")
