@@ -26,7 +26,6 @@ from core.folder_lock import NO_LOCKS, lock_folder
 from core.folders import empty_folder, make_folders, remove_empty, sync_folder, sync_folders
 from core.journal import BATCH_BYTES, FileJournal, is_journal_of
 from core.leftover import clear_finished, remove_stage
-from core.manifest import manifest_name
 from core.replacement import check_may_go, put_back, replace_dir, replace_file
 from core.stage_store import StageStore
 from core.store import translated

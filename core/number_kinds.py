@@ -39,6 +39,8 @@ class NumberKind:
         has_infinity: ``first`` is infinity.
         nan: the only pattern that is NaN, where ``first`` is None.
         n_parts: numbers in an element.
+        huge: the magnitude of 2¹⁰⁰, where the type has such numbers: no weight is so large, but a flipped bit of the
+            exponent makes one.
     """
 
     n_bytes: int
@@ -46,20 +48,21 @@ class NumberKind:
     has_infinity: bool = True
     nan: int | None = None
     n_parts: int = 1
+    huge: int | None = None
 
 
 KINDS = {
-    "float64": NumberKind(8, 0x7FF0 << 48),
-    "float32": NumberKind(4, 0x7F80_0000),
+    "float64": NumberKind(8, 0x7FF0 << 48, huge=(1023 + 100) << 52),
+    "float32": NumberKind(4, 0x7F80_0000, huge=(127 + 100) << 23),
     "float16": NumberKind(2, 0x7C00),
-    "bfloat16": NumberKind(2, 0x7F80),
+    "bfloat16": NumberKind(2, 0x7F80, huge=(127 + 100) << 7),
     "float8_e5m2": NumberKind(1, 0x7C),
     "float8_e4m3fn": NumberKind(1, 0x7F, has_infinity=False),
     "float8_e4m3fnuz": NumberKind(1, None, nan=0x80),
     "float8_e5m2fnuz": NumberKind(1, None, nan=0x80),
     "float8_e8m0fnu": NumberKind(1, None, nan=0xFF),
-    "complex128": NumberKind(8, 0x7FF0 << 48, n_parts=2),
-    "complex64": NumberKind(4, 0x7F80_0000, n_parts=2),
+    "complex128": NumberKind(8, 0x7FF0 << 48, n_parts=2, huge=(1023 + 100) << 52),
+    "complex64": NumberKind(4, 0x7F80_0000, n_parts=2, huge=(127 + 100) << 23),
     "complex32": NumberKind(2, 0x7C00, n_parts=2),
 }
 """By canonical dtype name; types that are not here are always finite."""

@@ -7,7 +7,7 @@ largest magnitude, the largest as a signed one the positive. Only blocks with so
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from core.number_kinds import KINDS, NumberKind
@@ -17,27 +17,44 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
+class Count:
+    """Elements of one sort; of complex ones, any part counts.
+
+    Args:
+        n: how many.
+        first: index of the first one in C order; None without any.
+    """
+
+    n: int = 0
+    first: int | None = None
+
+    def add(self, n: int, first: int) -> None:
+        """Takes some more, ``n`` > 0."""
+        self.n += n
+        self.first = first if self.first is None else min(self.first, first)
+
+
+@dataclass(slots=True)
 class Facts:
     """About the elements of an array.
 
     Args:
-        n_nan, n_infinite: elements that are NaN, infinite; of complex ones, any part.
-        first_nan, first_infinite: index of the first one in C order; None without any.
+        nan, infinite: what is not finite.
+        huge: finite numbers of 2¹⁰⁰ and more.
         value: the pattern that all numbers have, as an integer; None where they differ, or there are none.
         is_read: all elements have been seen.
     """
 
-    n_nan: int = 0
-    n_infinite: int = 0
-    first_nan: int | None = None
-    first_infinite: int | None = None
+    nan: Count = field(default_factory=Count)
+    infinite: Count = field(default_factory=Count)
+    huge: Count = field(default_factory=Count)
     value: int | None = None
     is_read: bool = False
 
     @property
-    def is_finite(self) -> bool:
-        """Whether nothing is NaN or infinite."""
-        return self.n_nan == self.n_infinite == 0
+    def is_usual(self) -> bool:
+        """Whether nothing was counted."""
+        return self.nan.n == self.infinite.n == self.huge.n == 0
 
 
 _VARIOUS = -1
@@ -80,14 +97,13 @@ class ValueObserver:
             facts.value = value if facts.value in (None, value) else _VARIOUS
 
     def _count(self, facts: Facts, numbers: Any, kind: NumberKind, start: int) -> None:
-        is_nan, is_infinite = _masks(numbers, kind)
-        n_nan, first_nan = _counted(is_nan, kind)
-        n_infinite, first_infinite = _counted(is_infinite, kind)
-        with self._lock:
-            facts.n_nan += n_nan
-            facts.n_infinite += n_infinite
-            facts.first_nan = _earlier(facts.first_nan, first_nan, start)
-            facts.first_infinite = _earlier(facts.first_infinite, first_infinite, start)
+        for name, mask in _masks(numbers, kind).items():
+            if kind.n_parts > 1:
+                mask = mask.reshape(-1, kind.n_parts).any(axis=1)
+            n = int(mask.sum())
+            if n:
+                with self._lock:
+                    getattr(facts, name).add(n, start + int(mask.argmax()))
 
     def finish(self, array: StoredArray) -> None:
         """See Observer."""
@@ -104,41 +120,29 @@ def _numbers(data: memoryview, kind: NumberKind) -> Any:
 
 
 def _is_suspect(numbers: Any, top: int, kind: NumberKind) -> bool:
-    """Whether something may not be finite.
+    """Whether something may be to count.
 
     Args:
         top: the largest pattern, unsigned.
     """
     if kind.nan is not None:
         return top == kind.nan if kind.nan == 0xFF else top >= kind.nan and bool((numbers == kind.nan).any())
-    assert kind.first is not None
+    least = kind.first if kind.huge is None else kind.huge
+    assert least is not None
     sign = 1 << (8 * kind.n_bytes - 1)
     if top < sign:
-        return top >= kind.first
-    return top >= sign + kind.first or int(numbers.view(f"<i{kind.n_bytes}").max()) >= kind.first
+        return top >= least
+    return top >= sign + least or int(numbers.view(f"<i{kind.n_bytes}").max()) >= least
 
 
-def _masks(numbers: Any, kind: NumberKind) -> tuple[Any, Any]:
-    """Which numbers are NaN, and which are infinite."""
-    import numpy as np
-
+def _masks(numbers: Any, kind: NumberKind) -> dict[str, Any]:
+    """Which numbers are of each sort, by the names of ``Facts``."""
     if kind.first is None:
-        return numbers == kind.nan, np.zeros(len(numbers), bool)
+        return {"nan": numbers == kind.nan}
     magnitudes = numbers & numbers.dtype.type((1 << (8 * kind.n_bytes - 1)) - 1)
     if not kind.has_infinity:
-        return magnitudes >= kind.first, np.zeros(len(numbers), bool)
-    return magnitudes > kind.first, magnitudes == kind.first
-
-
-def _counted(mask: Any, kind: NumberKind) -> tuple[int, int | None]:
-    """Number of elements that a mask of numbers marks, and index of the first."""
-    if kind.n_parts > 1:
-        mask = mask.reshape(-1, kind.n_parts).any(axis=1)
-    n = int(mask.sum())
-    return n, int(mask.argmax()) if n else None
-
-
-def _earlier(known: int | None, found: int | None, start: int) -> int | None:
-    if found is None:
-        return known
-    return start + found if known is None else min(known, start + found)
+        return {"nan": magnitudes >= kind.first}
+    found = {"nan": magnitudes > kind.first, "infinite": magnitudes == kind.first}
+    if kind.huge is not None:
+        found["huge"] = (magnitudes >= kind.huge) & (magnitudes < kind.first)
+    return found

@@ -1,4 +1,4 @@
-"""CK710–CK719: numbers that no trained model holds: NaN, infinities, and weights that are all zero or all the same.
+"""CK710–CK719: numbers that no trained model holds: NaN, infinities, absurd ones, and weights that are all the same.
 
 What is usual is left alone: norms that are all 1 and biases that are all 0 at the start (only tensors with two axes of
 more than one element are looked at), second matrices of LoRA adapters, which begin as zeros, masks that hold −inf.
@@ -20,7 +20,7 @@ from core.checks.subject import Subject
 from core.deep import Watch
 from core.finding import Finding, Severity
 from core.number_kinds import KINDS
-from core.value_facts import Facts, ValueObserver
+from core.value_facts import Count, Facts, ValueObserver
 
 if TYPE_CHECKING:
     from core.box import Shape
@@ -61,8 +61,17 @@ ZERO_STATES = Code(
     "usual for parameters that are frozen or had no gradient yet",
     Level.DEEP,
 )
+HUGE = Code(
+    "CK715",
+    Severity.NOTE,
+    "numbers beyond 2^100",
+    "compare the tensor with another checkpoint: a flipped bit of an exponent looks so",
+    Level.DEEP,
+)
 
-CODES = (NAN, INFINITE, ZERO, CONSTANT, ZERO_STATES)
+CODES = (NAN, INFINITE, ZERO, CONSTANT, ZERO_STATES, HUGE)
+_COUNTS = ((NAN, "nan", "NaN"), (INFINITE, "infinite", "infinite"), (HUGE, "huge", "beyond 2^100"))
+"""Code, field of ``Facts``, in words."""
 
 _STATE = re.compile(r"(^|[./])(optim(izer)?|exp_avg(_sq)?|max_exp_avg_sq|momentum(_buffer)?)([./]|$)")
 _BEGINS_AS_ZEROS = re.compile(r"lora_(B|embedding_B)|lora\.up|linear_out|adaLN|modulation|zero_|gate_scale|bias")
@@ -97,7 +106,7 @@ def values(subject: Subject) -> Iterator[Finding]:
     assert isinstance(observer, ValueObserver)
     zero_states: list[str] = []
     for tensor in _tensors(subject, observer.facts):
-        yield from _not_finite(tensor)
+        yield from _counted(tensor)
         value = None if tensor.is_padding else _only_value(tensor)
         if value is None or not _is_matrix(tensor.meta.shape):
             continue
@@ -152,41 +161,48 @@ def _tensors_of(catalog: Catalog, facts: dict[str, Facts], left: dict[str, Facts
             if fragment.array is None or fragment.array.name not in facts:
                 continue
             left.pop(fragment.array.name, None)
-            if fragment.box not in boxes or not facts[fragment.array.name].is_finite:
+            if fragment.box not in boxes or not facts[fragment.array.name].is_usual:
                 boxes.add(fragment.box)
                 found.parts.append((fragment, facts[fragment.array.name]))
         if found.parts:
             yield found
 
 
-def _not_finite(tensor: _Tensor) -> Iterator[Finding]:
-    for code, what in ((NAN, "NaN"), (INFINITE, "infinite")):
+def _counted(tensor: _Tensor) -> Iterator[Finding]:
+    """What is to say about single numbers."""
+    key = tensor.meta.key
+    for code, name, what in _COUNTS:
         total = 0
         first: tuple[Shape, Fragment] | None = None
         counted: set[str] = set()
         for fragment, facts in tensor.parts:
-            n, at = (facts.n_nan, facts.first_nan) if code is NAN else (facts.n_infinite, facts.first_infinite)
+            count: Count = getattr(facts, name)
             assert fragment.array is not None
-            if at is None or fragment.array.name in counted:
+            if count.first is None or fragment.array.name in counted:
                 continue
             counted.add(fragment.array.name)
-            total += n
-            index = _index(fragment, at)
+            total += count.n
+            index = _index(fragment, count.first)
             if first is None or index < first[0]:
                 first = index, fragment
-        if first is None:
-            continue
-        severity = Severity.NOTE if code is INFINITE and _MASK.search(tensor.meta.key) else None
-        array = first[1].array
-        yield code.finding(
-            f"{total} of {tensor.meta.n_elements} elements are {what}, the first at index {first[0]}",
-            key=tensor.meta.key,
-            file=_file(array),
-            rank=_rank(array),
-            expected="finite numbers",
-            found=f"{total} {what}",
-            severity=severity,
-        )
+        if first is not None:
+            array = first[1].array
+            yield code.finding(
+                f"{total} of {tensor.meta.n_elements} elements are {what}, the first at index {first[0]}",
+                key=key,
+                file=_file(array),
+                rank=_rank(array),
+                expected="finite numbers" if code is not HUGE else "numbers of a usual size",
+                found=f"{total} {what}",
+                severity=_severity(code, tensor),
+            )
+
+
+def _severity(code: Code, tensor: _Tensor) -> Severity:
+    if code is NAN or not _MASK.search(tensor.meta.key):
+        is_weight = _is_matrix(tensor.meta.shape) and not _STATE.search(tensor.meta.key)
+        return Severity.WARNING if code is HUGE and is_weight else code.severity
+    return Severity.NOTE
 
 
 def _index(fragment: Fragment, at: int) -> Shape:
