@@ -18,6 +18,7 @@ from typing import Annotated
 from typer import Exit, Option, Typer
 
 from ckpt_cli.command import Command, Group
+from ckpt_cli.diff_options import DiffOptions
 from ckpt_cli.failure import end_on_signals, failure_of
 from ckpt_cli.manifest_options import ManifestOptions
 from ckpt_cli.options import InspectOptions, TransferOptions, accepts
@@ -120,6 +121,15 @@ def _validate(options: ValidateOptions) -> Work:
     from ckpt_cli.validate import validate
 
     return partial(validate, options)
+
+
+@app.command("diff", cls=Command, short_help="Say whether two checkpoints hold the same.")
+@accepts(DiffOptions)
+def _diff(options: DiffOptions) -> Work:
+    """Say whether two checkpoints hold the same, and how they differ; formats and layouts may be different ones."""
+    from ckpt_cli.diff import run_diff
+
+    return partial(run_diff, options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,14 +21,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.box import Shape, c_strides
 from core.box_reader import BoxReader
-from core.catalog import Catalog, TensorMeta
+from core.catalog import Catalog
 from core.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.diff_entries import EntryDiff, entry_diffs
 from core.diff_layout import is_of_layout
+from core.diff_prefix import prefix_hint, without_prefixes
+from core.diff_result import Diff, TensorDiff
 from core.diff_sides import Side, sides_of
-from core.diff_values import Tolerance, Values
+from core.diff_values import Tolerance
 from core.diff_work import BAND_BYTES, Compared, TensorWork
 from core.errors import CapacityError, UsageError
 from core.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
@@ -43,104 +44,7 @@ from core.transform import is_optimizer_key
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
 
-KINDS = ("only_a", "only_b", "shape", "dtype", "values", "close", "unread", "equal")
-"""Of tensors, the gravest first; the last three are no differences."""
-SAME = frozenset({"close", "unread", "equal"})
 _THREAD_BYTES = 8 * BAND_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDiff:
-    """One tensor of either checkpoint.
-
-    Args:
-        key: its name.
-        kind: one of ``KINDS``: ``dtype`` are equal or different values of different types, in an exact comparison;
-            ``close`` differ within the tolerance; ``unread`` have one shape and type, and no values were compared.
-        a, b: what it is on either side; None where it is not.
-        values: what differs; None where everything is equal, or nothing was read.
-        is_cast: of two types: the narrower holds the wider one's values, rounded; None where that cannot be told.
-        first: values of A and B at the first element that differs.
-    """
-
-    key: str
-    kind: str
-    a: TensorMeta | None = None
-    b: TensorMeta | None = None
-    values: Values | None = None
-    is_cast: bool | None = None
-    first: tuple[int | float | None, int | float | None] | None = None
-
-    @property
-    def is_same(self) -> bool:
-        """Whether it is no difference."""
-        return self.kind in SAME
-
-    @property
-    def meta(self) -> TensorMeta:
-        """What it is in A, or in B where A has none."""
-        found = self.a or self.b
-        assert found is not None
-        return found
-
-    @property
-    def role(self) -> str:
-        """``model``, ``moments``, ``masters`` or ``other``."""
-        return role_of(self.key)
-
-    def index_of(self, flat: int) -> Shape:
-        """The index of an element, given in C order."""
-        shape = self.meta.shape
-        return tuple(flat // step % n for step, n in zip(c_strides(shape), shape, strict=True))
-
-    @property
-    def order(self) -> tuple[object, ...]:
-        """Sorts what matters most first: by kind, then NaN, then by how far A and B are apart in lengths of A."""
-        values = self.values
-        relative = values.relative if values is not None else None
-        n_nan = values.n_nan if values is not None else 0
-        return (KINDS.index(self.kind), n_nan == 0, -(relative or 0.0), -(values.share if values else 0.0))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diff:
-    """Two checkpoints compared.
-
-    Args:
-        a, b: they.
-        rule: None for exact.
-        is_read: whether values were compared; else names, shapes and types only.
-        tensors: every tensor of either, what matters most first.
-        entries: what differs beside tensors.
-        of_layout: entries that differ because layouts, formats or directories do; they do not count.
-        n_entries: values beside tensors that were compared.
-        left_out: what was not compared although it should have been: then nobody can say that they are the same.
-        notes: what the user should know.
-        read_bytes: of tensors, both sides.
-        seconds: wall time.
-    """
-
-    a: Side
-    b: Side
-    rule: Tolerance | None
-    is_read: bool
-    tensors: tuple[TensorDiff, ...]
-    entries: tuple[EntryDiff, ...]
-    of_layout: tuple[EntryDiff, ...]
-    n_entries: int
-    left_out: tuple[str, ...]
-    notes: tuple[str, ...]
-    read_bytes: int
-    seconds: float
-
-    @property
-    def is_same(self) -> bool:
-        """Whether everything that was compared is equal, and everything was compared."""
-        return not self.entries and not self.left_out and all(tensor.is_same for tensor in self.tensors)
-
-    def of_kind(self, kind: str) -> list[TensorDiff]:
-        """The tensors of a kind, in order."""
-        return [tensor for tensor in self.tensors if tensor.kind == kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +57,7 @@ class DiffJob:
         rule: None for exact.
         reads: compare values; else names, shapes and types only.
         include, exclude: patterns of keys (``core.select``).
+        strip_prefix: texts that are taken off keys that begin with them, on either side.
         with_optimizer: compare the optimizer's state and settings too.
         with_entries: compare what is no tensor too.
         rules: a TOML file with additional layout rules.
@@ -168,6 +73,7 @@ class DiffJob:
     reads: bool = True
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
+    strip_prefix: Sequence[str] = ()
     with_optimizer: bool = True
     with_entries: bool = True
     rules: Path | None = None
@@ -190,7 +96,7 @@ def diff(job: DiffJob, *, progress: Progress | None = None) -> Diff:
     try:
         second = open_checkpoint(job.b, iteration=job.iteration_b)
         try:
-            a, b = sides_of(first, second, rules=rules)
+            a, b = without_prefixes(*sides_of(first, second, rules=rules), job.strip_prefix)
             found = _Comparison(job, a, b, progress).made(begun)
             first.store.verify_unchanged()
             second.store.verify_unchanged()
@@ -225,6 +131,7 @@ class _Comparison:
         both = zip("AB", (self._a, self._b), strict=True)
         notes = [f"{name}: {note}" for name, side in both for note in (*side.source.notes, *side.notes)]
         notes += [f"{one.key} is only in {'A' if one.a else 'B'}, where it shares another's bytes" for one in aliases]
+        hint = prefix_hint(self._a.catalog.tensors, self._b.catalog.tensors)
         left_out = [
             f"{name}: {what}"
             for name, side in zip("AB", (self._a, self._b), strict=True)
@@ -241,7 +148,7 @@ class _Comparison:
             of_layout=tuple(of_layout),
             n_entries=n_entries,
             left_out=tuple(left_out),
-            notes=tuple(dict.fromkeys(notes)),
+            notes=tuple(dict.fromkeys([*notes, *([hint] if hint else [])])),
             read_bytes=read_bytes,
             seconds=time.monotonic() - begun,
         )

@@ -165,8 +165,10 @@ def _difference(one: object, other: object, same_tensors: SameTensors) -> tuple[
         return None if n == 0 else (f"{len(one)} numbers", f"{n} of them differ")
     a, b = _shown(one), _shown(other)
     assert a is not None and b is not None
-    if a == b:
-        a, b = f"{a} ({_kind(one)})", f"{b} ({_kind(other)})" if _kind(one) != _kind(other) else f"another {b}"
+    if a == b and _kind(one) != _kind(other):
+        a, b = f"{a} ({_kind(one)})", f"{b} ({_kind(other)})"
+    elif a == b:
+        b = f"another {b}"
     return a, b
 
 

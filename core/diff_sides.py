@@ -29,13 +29,14 @@ from core.json_object import parsed_object
 from core.layout import Rules
 from core.layout_args import facts_of
 from core.layout_spec import with_implementation
-from core.layout_state import EXTRA_STATE
+from core.layout_state import EXTRA_STATE, OPTIMIZER
 from core.objects import loaded
 from core.open import Checkpoint
 from core.optim_format import role_of
 from core.optimizer import Optimizer
 from core.peek import first_values
 from core.topology import Topology
+from core.transform import is_optimizer_key
 
 if TYPE_CHECKING:
     from core.canonical import Canonical
@@ -78,7 +79,8 @@ def sides_of(a: Checkpoint, b: Checkpoint, *, rules: Rules) -> tuple[Side, Side]
     if not (forms[0].is_global and forms[1].is_global):
         return _rank_by_rank((a, b), forms)
     if forms[0].has_layout and forms[1].has_layout:
-        return _of_one_implementation((a, b), forms, rules)
+        sides = _of_one_implementation((a, b), forms, rules)
+        return sides if not any(side.left_out for side in sides) else (_model_of(sides[0]), _model_of(sides[1]))
     if forms[0].has_layout:
         return _with_hf(a, forms[0], b, forms[1])
     if forms[1].has_layout:
@@ -132,6 +134,14 @@ def _of_one_implementation(
         return first, replace(second, notes=(*second.notes, f"names are compared as they are: {err}"))
 
 
+def _model_of(side: Side) -> Side:
+    """A side without its optimizer, which is not understood on one of them."""
+    catalog = side.catalog
+    tensors = {key: meta for key, meta in catalog.tensors.items() if not is_optimizer_key(key)}
+    entries = {name: value for name, value in side.entries.items() if name != OPTIMIZER}
+    return replace(side, catalog=replace(catalog, tensors=tensors), entries=entries)
+
+
 def _is_local(catalog: Catalog, rules: Rules) -> bool:
     return facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors)).is_local
 
@@ -156,7 +166,7 @@ def _with_hf(megatron: Checkpoint, form: Canonical, other: Checkpoint, plain: Ca
     first = Side(megatron, replace(form.catalog, tensors=model), {}, (), tuple(notes))
     model = {key: meta for key, meta in mapped.tensors.items() if role_of(key) == "model"}
     note = f"compared under Megatron's names ({config.get('model_type')})"
-    return first, Side(other, replace(mapped, tensors=model), {}, (), (note,))
+    return first, Side(other, replace(mapped.with_attrs(topology=None), tensors=model), {}, (), (note,))
 
 
 def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
@@ -169,7 +179,7 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     if isinstance(optimizer, Optimizer):
         step = _number(catalog, store, optimizer.step)
         groups = [dict(group.settings) for group in optimizer.groups]
-        found["optimizer"] = {**({} if step is None else {"step": step}), "param_groups": groups, **optimizer.entries}
+        found[OPTIMIZER] = {**({} if step is None else {"step": step}), "param_groups": groups, **optimizer.entries}
     for path, key in carried_of(catalog).items():
         found[path] = _document(store, path, key)
     return found

@@ -25,7 +25,6 @@ Number = int | float
 
 _AT_ONCE = 1 << 16
 """Elements; the temporary arrays then stay in the cache."""
-_NATIVE = {"complex128": "c16", "complex64": "c8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,15 +279,23 @@ def _decoded(data: memoryview, dtype: str) -> Any:
     if row.kind in ("int", "uint"):
         return np.frombuffer(data, f"{row.kind[0]}{row.itemsize}")
     if row.kind == "complex":
-        if dtype == "complex32":
-            return np.frombuffer(data, "f2").astype("f8").view("c16")
-        return np.frombuffer(data, _NATIVE[dtype]).astype("c16")
+        parts = {"complex128": "f8", "complex64": "f4", "complex32": "f2"}[dtype]
+        with np.errstate(invalid="ignore"):
+            return np.frombuffer(data, parts).astype("f8").view("c16")
     if dtype == "float64":
         return np.frombuffer(data, "f8")
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return _single(data, dtype).astype("f8")
+
+
+def _single(data: memoryview, dtype: str) -> Any:
+    """Floats of at most 32 bits as float32."""
+    import numpy as np
+
     if dtype == "float32":
-        return np.frombuffer(data, "f4").astype("f8")
+        return np.frombuffer(data, "f4")
     if dtype == "bfloat16":
-        return (np.frombuffer(data, "u2").astype("u4") << np.uint32(16)).view("f4").astype("f8")
-    wide: Any = np.empty(len(data) // row.itemsize, "f4")
+        return (np.frombuffer(data, "u2").astype("u4") << np.uint32(16)).view("f4")
+    wide: Any = np.empty(len(data) // DTYPES[dtype].itemsize, "f4")
     cast_of(dtype, "float32")(data, memoryview(wide.view("u1")))
-    return wide.astype("f8")
+    return wide

@@ -1,0 +1,114 @@
+"""The options of ``ckpt diff``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, BadParameter, Option
+
+from ckpt_cli.option_values import whole
+from ckpt_cli.options import CHECKS, CONTENT, ENGINE, LAYOUT, TALK, Flag
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise BadParameter(f"{text!r} is not a number of at least 0")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffOptions:
+    """``ckpt diff``."""
+
+    a: Annotated[Path, Argument(metavar="A", help="A checkpoint: a directory, a file or a training root.")]
+    b: Annotated[Path, Argument(metavar="B", help="The other one; it may be of another format and layout.")]
+    rtol: Annotated[
+        float | None,
+        Option(
+            "--rtol",
+            metavar="X",
+            parser=_tolerance,
+            rich_help_panel=CHECKS,
+            help="Compare by value: equal where |A-B| <= ATOL + X·|B|, also across dtypes. [bit for bit]",
+        ),
+    ] = None
+    atol: Annotated[
+        float | None,
+        Option("--atol", metavar="X", parser=_tolerance, rich_help_panel=CHECKS, help="The ATOL of --rtol. [0]"),
+    ] = None
+    nan_differs: Annotated[
+        bool,
+        Flag("--nan-differs", rich_help_panel=CHECKS, help="With --rtol or --atol: NaN does not equal NaN."),
+    ] = False
+    stat_only: Annotated[
+        bool, Flag("--stat-only", rich_help_panel=CHECKS, help="Names, shapes, dtypes and entries; reads no tensor.")
+    ] = False
+    read: Annotated[
+        bool, Flag("--read", rich_help_panel=CHECKS, help="Read the tensors although both manifests have fingerprints.")
+    ] = False
+    include: Annotated[
+        list[str] | None,
+        Option("--include", metavar="GLOB", rich_help_panel=CONTENT, help="Compare only these tensors; repeatable."),
+    ] = None
+    exclude: Annotated[
+        list[str] | None,
+        Option("--exclude", metavar="GLOB", rich_help_panel=CONTENT, help="Leave these tensors and entries out."),
+    ] = None
+    tensors_only: Annotated[
+        bool, Flag("--tensors-only", rich_help_panel=CONTENT, help="No arguments, settings, counters, random states.")
+    ] = False
+    no_optim: Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave the optimizer's state out.")] = (
+        False
+    )
+    strip_prefix: Annotated[
+        list[str] | None,
+        Option(
+            "--strip-prefix",
+            metavar="TEXT",
+            rich_help_panel=CONTENT,
+            help="Take this off keys that begin with it, on either side.",
+        ),
+    ] = None
+    iteration: Annotated[
+        int | None,
+        Option("--iteration", metavar="N", parser=whole(0), rich_help_panel=LAYOUT, help="Of A, a training root."),
+    ] = None
+    iteration_b: Annotated[
+        int | None,
+        Option("--iteration-b", metavar="N", parser=whole(0), rich_help_panel=LAYOUT, help="Of B. [as --iteration]"),
+    ] = None
+    rules: Annotated[
+        Path | None,
+        Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),
+    ] = None
+    memory: Annotated[
+        str | None,
+        Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Most memory the process may use. [512MiB]"),
+    ] = None
+    threads: Annotated[
+        int | None,
+        Option("--threads", "-j", metavar="N", parser=whole(1, 64), rich_help_panel=ENGINE, help="Threads. [2]"),
+    ] = None
+    limit: Annotated[
+        int | None,
+        Option(
+            "--limit",
+            metavar="N",
+            parser=whole(0),
+            rich_help_panel=TALK,
+            help="Show at most N lines of each list; 0 for all. [10]",
+        ),
+    ] = None
+    flat: Annotated[bool, Flag("--flat", rich_help_panel=TALK, help="One line a tensor; layers are not folded.")] = (
+        False
+    )
+    json: Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")] = False
+    quiet: Annotated[bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print the verdict only.")] = False
+    debug: Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")] = False

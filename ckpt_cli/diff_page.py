@@ -1,0 +1,334 @@
+"""What ``ckpt diff`` prints: the verdict first, then what matters most.
+
+Tensors that differ in numbers of their keys only (layers, experts), and have one shape, are one row; its figures are
+those of the worst of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckpt_cli.render import Cell, bytes_text, facts, n_text, seconds_text, shape_text, table
+from ckpt_cli.terminal import Screen, columns_of, escaped
+from core.diff_entries import EntryDiff
+from core.diff_result import Diff, TensorDiff
+from core.diff_sides import Side
+from core.select import folded
+from core.summary import ROLES
+
+_GROUPS = {"model": "model", "moments": "optimizer moments", "masters": "master weights", "other": "other"}
+_COLUMNS = {
+    "equal": "equal",
+    "close": "close",
+    "unread": "alike",
+    "values": "values",
+    "dtype": "dtype",
+    "shape": "shape",
+    "only_a": "only in A",
+    "only_b": "only in B",
+}
+_NUMBER = re.compile(r"(?<![^.\s])(0|[1-9]\d*)(?![^.\s/])")
+_END = "\0"
+_MAX_NOTES = 6
+
+
+def page_of(screen: Screen, found: Diff, *, limit: int, is_flat: bool) -> Iterator[str]:
+    """The whole page.
+
+    Args:
+        limit: most lines of a list; 0 for all.
+        is_flat: one row a tensor.
+    """
+    yield verdict_line(screen, found)
+    yield from facts(screen, _facts(found), indent=2)
+    if any(not one.is_same for one in found.tensors) or found.of_kind("close"):
+        yield ""
+        yield from table(screen, list(_counts(found)), align="<" + ">" * len(_COLUMNS), indent=2)
+    hand = _Lists(screen, limit, is_flat)
+    for kind, title in (("only_a", "only in A"), ("only_b", "only in B")):
+        yield from hand.listed(title, found.of_kind(kind), _only_row)
+    yield from hand.listed("shapes, A and B", found.of_kind("shape"), _shape_row)
+    yield from hand.listed("dtypes, A and B", found.of_kind("dtype"), _dtype_row)
+    yield from hand.listed("values, the farthest apart first", found.of_kind("values"), _values_row, head=_VALUES_HEAD)
+    if found.rule is not None:
+        close = sorted(found.of_kind("close"), key=lambda one: one.order)
+        yield from hand.listed("within the tolerance, not equal", close, _values_row, head=_VALUES_HEAD)
+    yield from hand.entries("beside tensors", found.entries)
+
+
+def verdict_line(screen: Screen, found: Diff) -> str:
+    """One line: whether they are the same, and if not, how much of them differs."""
+    text, is_good = _verdict(found)
+    mark = screen.styled("✓" if is_good else "✗", "green" if is_good else "red", "bold")
+    return screen.plain(f"{mark} {screen.styled(text, 'bold')}")
+
+
+def _verdict(found: Diff) -> tuple[str, bool]:
+    differing = sum(not one.is_same for one in found.tensors)
+    tensors = n_text(len(found.tensors), "tensor")
+    entries = n_text(len(found.entries), "entry", "entries") + " beside them"
+    if differing:
+        rest = f", {entries}" if found.entries else ""
+        return f"they differ: {differing:,} of {tensors}{rest}", False
+    how = _how(found)
+    if found.left_out:
+        return f"what could be compared is the same ({tensors} {how}), but not everything could be", False
+    if found.entries:
+        verb = "differs" if len(found.entries) == 1 else "differ"
+        return f"the tensors are the same ({len(found.tensors):,}, {how}), but {entries} {verb}", False
+    values = f" and {n_text(found.n_entries, 'value')} beside them" if found.n_entries else ""
+    size = bytes_text(sum(one.meta.n_bytes for one in found.tensors))
+    if not found.is_read:
+        return f"alike: {tensors} ({size}) {how}{values}", True
+    return f"the same: {tensors} ({size}) {how}{values}", True
+
+
+def _how(found: Diff) -> str:
+    if not found.is_read:
+        return "of equal names, shapes and dtypes; no values were read"
+    n_close = len(found.of_kind("close"))
+    if found.rule is None or not n_close:
+        return "bit for bit"
+    return f"within the tolerance, {n_close:,} of them not bit for bit"
+
+
+def _facts(found: Diff) -> Iterator[tuple[str, Cell | str]]:
+    yield "A", _side_text(found.a)
+    yield "B", _side_text(found.b)
+    if found.rule is not None:
+        nan = "NaN equals NaN" if found.rule.equal_nan else "NaN differs from NaN"
+        yield "equal if", f"|A-B| <= {found.rule.atol:g} + {found.rule.rtol:g}·|B|, {nan}"
+    if found.is_read:
+        rate = f", {bytes_text(round(found.read_bytes / found.seconds))}/s" if found.seconds > 1 else ""
+        yield "read", f"{bytes_text(found.read_bytes)} in {seconds_text(found.seconds)}{rate}"
+    if found.of_layout:
+        some = ", ".join(escaped(entry.path.removeprefix("args.")) for entry in found.of_layout[:3])
+        more = ", …" if len(found.of_layout) > 3 else ""
+        count = n_text(len(found.of_layout), "entry", "entries")
+        yield (
+            "layout",
+            Cell(f"{count} differ as layout, format or directory do, and do not count: {some}{more}", ("dim",)),
+        )
+    for number, text in enumerate(found.left_out):
+        yield "" if number else "left out", Cell(escaped(text), ("red",))
+    for number, text in enumerate(found.notes[:_MAX_NOTES]):
+        yield "" if number else "note", Cell(escaped(text), ("yellow",))
+    if len(found.notes) > _MAX_NOTES:
+        yield "", Cell(f"… {len(found.notes) - _MAX_NOTES} more (--json lists all)", ("dim",))
+
+
+def _side_text(side: Side) -> str:
+    parts = [side.source.format.name]
+    if side.topology is not None:
+        parts.append(str(side.topology))
+    if side.source.iteration is not None:
+        parts.append(f"iteration {side.source.iteration}")
+    return f"{escaped(str(side.source.path))}  ({', '.join(parts)})"
+
+
+def _counts(found: Diff) -> Iterator[list[Cell | str]]:
+    """How many tensors of each group are of each kind; columns and rows without any are left out."""
+    kinds = [kind for kind in _COLUMNS if found.of_kind(kind)]
+    yield ["", *(Cell(_COLUMNS[kind], ("dim",)) for kind in kinds)]
+    for role in ROLES:
+        members = [one.kind for one in found.tensors if one.role == role]
+        if members:
+            numbers = [members.count(kind) for kind in kinds]
+            yield [_GROUPS[role], *(_count_cell(kind, n) for kind, n in zip(kinds, numbers, strict=True))]
+
+
+def _count_cell(kind: str, n: int) -> Cell:
+    if n == 0:
+        return Cell("·", ("dim",))
+    return Cell(f"{n:,}", ("green",) if kind in ("equal", "close", "unread") else ("red",))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Tensors that are shown as one."""
+
+    name: str
+    worst: TensorDiff
+    members: Sequence[TensorDiff]
+
+
+RowCells = Callable[[_Row], list[Cell | str]]
+_VALUES_HEAD = ("", "differing", "max |Δ|", "|Δ|/|A|", "cosine", "first difference")
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """Prints lists of tensors and entries."""
+
+    screen: Screen
+    limit: int
+    is_flat: bool
+
+    def listed(
+        self, title: str, tensors: Sequence[TensorDiff], cells: RowCells, *, head: Sequence[str] = ()
+    ) -> Iterator[str]:
+        """A section; nothing where there are no tensors."""
+        if not tensors:
+            return
+        rows = [_Row(escaped(one.key), one, (one,)) for one in tensors] if self.is_flat else list(_folded(tensors))
+        shown = rows[: self.limit] if self.limit else rows
+        yield ""
+        yield self.screen.plain(self.screen.styled(f"{title} ({len(tensors):,})", "bold"))
+        made: list[list[Cell | str]] = [[Cell(text, ("dim",)) for text in head]] if head else []
+        made += [[row.name, *cells(row)] for row in shown]
+        yield from self._table(made, has_head=bool(head))
+        yield from self._more(sum(len(row.members) for row in rows[len(shown) :]), "tensor")
+
+    def entries(self, title: str, entries: Sequence[EntryDiff]) -> Iterator[str]:
+        """The entries that differ."""
+        if not entries:
+            return
+        lines = folded((f"{one.path}{_END}{_change(one)}" for one in entries), end=_END)
+        shown = lines[: self.limit] if self.limit else lines
+        yield ""
+        yield self.screen.plain(self.screen.styled(f"{title} ({len(entries):,})", "bold"))
+        rows: list[list[Cell | str]] = []
+        for line in shown:
+            path, _, change = line.partition(_END)
+            rows.append([escaped(path), Cell(escaped(change), ("dim",))])
+        yield from self._table(rows, has_head=False)
+        yield from self._more(len(lines) - len(shown), "line")
+
+    def _more(self, n: int, noun: str) -> Iterator[str]:
+        if n:
+            yield self.screen.plain(self.screen.styled(f"  … {n_text(n, f'more {noun}')}; --limit 0 shows all", "dim"))
+
+    def _table(self, rows: list[list[Cell | str]], *, has_head: bool) -> Iterator[str]:
+        """Aligned columns; where they are too wide, names on lines of their own."""
+        n_columns = max(map(len, rows))
+        align = "<" + ">" * (n_columns - 2) * has_head + "<" * (1 if has_head else n_columns - 1)
+        width = self.screen.width
+        lines = list(table(Screen(), rows, align=align, indent=2))
+        if width is None or all(columns_of(line) <= width for line in lines):
+            yield from table(self.screen, rows, align=align, indent=2)
+            return
+        rest = [[Cell("  "), *row[1:]] for row in rows]
+        for row, line in zip(rows, table(self.screen, rest, align=align, indent=2), strict=True):
+            name = row[0].text if isinstance(row[0], Cell) else row[0]
+            if name:
+                yield self.screen.plain(f"  {name}")
+            yield line
+
+
+def _folded(tensors: Iterable[TensorDiff]) -> Iterator[_Row]:
+    """Tensors that differ in numbers of their keys only, in order of the worst."""
+    alike: dict[tuple[object, ...], list[TensorDiff]] = {}
+    for one in tensors:
+        shapes = tuple((meta.dtype, meta.shape) if meta else None for meta in (one.a, one.b))
+        alike.setdefault((_NUMBER.sub("#", one.key), shapes), []).append(one)
+    for members in alike.values():
+        names = folded((one.key + _END for one in members), end=_END)
+        name = escaped(names[0].removesuffix(_END))
+        if len(names) > 1:
+            n_more = len(members) - _standing(names[0])
+            name += f" and {n_more} more" if n_more > 0 else " …"
+        yield _Row(name, members[0], members)
+
+
+def _standing(name: str) -> int:
+    """How many keys a folded name stands for, at least."""
+    n = 1
+    for inside in re.findall(r"\[([\d,:-]+)\]", name):
+        n *= sum(_length(part) for part in inside.split(","))
+    return n
+
+
+def _length(part: str) -> int:
+    span, _, step = part.partition(":")
+    first, _, last = span.partition("-")
+    return (int(last or first) - int(first)) // int(step or 1) + 1
+
+
+def _only_row(row: _Row) -> list[Cell | str]:
+    meta = row.worst.meta
+    size = bytes_text(sum(one.meta.n_bytes for one in row.members))
+    return [Cell(meta.dtype, ("cyan",)), shape_text(meta.shape), Cell(size, ("dim",))]
+
+
+def _shape_row(row: _Row) -> list[Cell | str]:
+    a, b = row.worst.a, row.worst.b
+    assert a is not None and b is not None
+    return [shape_text(a.shape), f"→ {shape_text(b.shape)}"]
+
+
+def _dtype_row(row: _Row) -> list[Cell | str]:
+    a, b = row.worst.a, row.worst.b
+    assert a is not None and b is not None
+    types = Cell(f"{a.dtype} → {b.dtype}", ("cyan",))
+    members = [one for one in row.members if one.values is not None or one.is_cast is not None]
+    if not members:
+        return [types, ""]
+    if all(one.is_cast for one in members):
+        exact = all(one.values is not None and not one.values.n_differing for one in members)
+        return [types, Cell("the same values" if exact else "the same values, rounded", ("green",))]
+    values = row.worst.values
+    far = "" if values is None or values.relative is None else f": |Δ|/|A| {_short(values.relative)}"
+    return [types, Cell(f"other values{far}", ("red",))]
+
+
+def _values_row(row: _Row) -> list[Cell | str]:
+    values = [one.values for one in row.members if one.values is not None]
+    worst = row.worst
+    n_differing, n_elements = sum(one.n_differing for one in values), sum(one.n_elements for one in values)
+    maxima = [one.max_abs for one in values if one.max_abs is not None]
+    cosines = [one.cosine for one in values if one.cosine is not None]
+    n_nan = sum(one.n_nan for one in values)
+    relative = worst.values.relative if worst.values is not None else None
+    share = f"{n_differing:,} of {n_elements:,} ({_percent(n_differing, n_elements)})"
+    return [
+        Cell(share),
+        Cell(f"{n_nan:,} NaN" if n_nan else _short(max(maxima)) if maxima else "–", ("red",) if n_nan else ()),
+        Cell("–" if relative is None else _short(relative), ("yellow",)),
+        Cell(_cosine(min(cosines)) if cosines else "–"),
+        Cell(_first(worst, is_one=len(row.members) == 1), ("dim",)),
+    ]
+
+
+def _first(one: TensorDiff, *, is_one: bool) -> str:
+    values = one.values
+    if values is None or values.first is None:
+        return ""
+    where = shape_text(one.index_of(values.first))
+    number = "" if is_one else next((f"{m[0]} " for m in [_NUMBER.search(one.key)] if m), "")
+    lead = f"in {number}at " if number else ""
+    if one.first is None or one.first[0] is None or one.first[1] is None:
+        return lead + where
+    return f"{lead}{where}: {_value(one.first[0])} → {_value(one.first[1])}"
+
+
+def _value(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+def _short(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def _percent(part: int, whole: int) -> str:
+    if part == 0 or part == whole:
+        return "100 %" if part else "0 %"
+    value = 100 * part / whole
+    return f"{value:.2g} %" if value < 99 else "> 99 %"
+
+
+def _cosine(value: float) -> str:
+    rest = 1 - value
+    if rest >= 1e-3 or math.isnan(rest):
+        return f"{value:.3f}"
+    return "1" if rest < 1e-15 else f"1 - {rest:.1g}"
+
+
+def _change(entry: EntryDiff) -> str:
+    if entry.kind == "only_a":
+        return f"only in A: {entry.a}"
+    if entry.kind == "only_b":
+        return f"only in B: {entry.b}"
+    return f"{entry.a} → {entry.b}"
