@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -140,6 +140,14 @@ def translated(label: str, *, doing: str) -> Iterator[None]:
         raise StorageError(f"cannot {doing}: {reason}", file=label, hint=hint) from err
 
 
+def _is(kind: Callable[[], bool]) -> bool:
+    """Whether a directory entry is of a kind; a link that leads to itself is of none."""
+    try:
+        return kind()
+    except OSError:
+        return False
+
+
 class LocalStore:
     """A directory of the local file system, read with ``pread`` from any number of threads.
 
@@ -168,16 +176,16 @@ class LocalStore:
 
     def files(self, under: str = "") -> list[str]:
         """See ReadStore; symbolic links to regular files count."""
-        return [name for name, entry in self._entries(under) if entry.is_file()]
+        return [name for name, entry in self._entries(under) if _is(entry.is_file)]
 
     def folders(self, under: str = "") -> list[str]:
         """See ReadStore; symbolic links to directories count."""
-        return [name for name, entry in self._entries(under) if entry.is_dir()]
+        return [name for name, entry in self._entries(under) if _is(entry.is_dir)]
 
     def sizes(self, under: str = "") -> Mapping[str, int]:
         """See ReadStore; one pass over the directory, no file is opened."""
         with translated(str(self.path(under) if under else self.root), doing="list the directory"):
-            return {name: entry.stat().st_size for name, entry in self._entries(under) if entry.is_file()}
+            return {name: entry.stat().st_size for name, entry in self._entries(under) if _is(entry.is_file)}
 
     def _entries(self, under: str) -> list[tuple[str, os.DirEntry[str]]]:
         folder = self.path(under) if under else self.root

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.checks import Check, Level, checks
-from core.checks.opening import UNREADABLE
+from core.checks.opening import UNREADABLE, is_explained
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, UsageError
 from core.finding import Finding, Severity
@@ -126,6 +126,8 @@ def _run(check: Check, subject: Subject) -> None:
     try:
         subject.findings += check.run(subject)
     except CheckpointingException as err:
+        if is_explained(subject, err):
+            return
         found = UNREADABLE.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span, hint=err.hint)
         subject.findings.append(found)
 

@@ -17,13 +17,13 @@ from core.checks import Check, Level
 from core.checks.file_codes import DCP_ITEM, DCP_METADATA, DCP_ORPHAN, DCP_OVERLAP, EXTRA
 from core.checks.problems import finding_of, problems_of
 from core.checks.subject import Subject
-from core.checks.torch_zips import check_records, descriptors
+from core.checks.torch_zips import check_records, descriptors, opened
 from core.errors import CheckpointingException, MissingShardError, Report, TruncatedError
 from core.finding import Finding, Severity
 from core.formats.dcp import METADATA, check_files, stated_metadata
 from core.formats.dcp_columns import DcpItem, DcpMetadata
 from core.formats.dcp_safetensors import with_raw_files
-from core.formats.torch_zip import Archive, check_kind, read_archive
+from core.formats.torch_zip import Archive, check_kind
 
 CODES = ()
 _FORMATS = ("dcp", "torch_dist")
@@ -117,13 +117,14 @@ def _items(subject: Subject, metadata: DcpMetadata) -> Iterator[tuple[str, DcpIt
 
 def _item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
     store = subject.store
-    opened: list[Archive] = []
+    archives: list[Archive] = []
 
     def look(report: Report) -> None:
-        archive = read_archive(store, item.file, start=item.offset, n_bytes=item.n_bytes, report=report)
-        check_kind(archive)
+        archive, is_whole = opened(store, item.file, report, start=item.offset, n_bytes=item.n_bytes)
+        if is_whole:
+            check_kind(archive)
         check_records(store, archive, report, reads=True)
-        opened.append(archive)
+        archives.append(archive)
 
     problems = problems_of(look)
     for err in problems:
@@ -135,8 +136,8 @@ def _item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
             key=key,
             expected=f"a torch zip at bytes {item.offset}–{item.offset + item.n_bytes}",
         )
-    if not problems and opened:
-        yield from descriptors(store, opened[0], key=key)
+    if not problems:
+        yield from descriptors(store, archives[0], key=key)
 
 
 def _overlaps(metadata: DcpMetadata) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ ZIP_OVERLAP = Code("CK123", Severity.ERROR, "zip records overlap or reach outsid
 ZIP_CODING = Code("CK124", Severity.ERROR, "a zip record is encrypted or oddly compressed", "save it again with torch")
 ZIP_ORDER = Code("CK125", Severity.ERROR, "a torch file's byte order is none", _AGAIN)
 ZIP_DESCRIPTOR = Code("CK126", Severity.ERROR, "two CRC fields of a record differ", _AGAIN, Level.HEADERS)
-ZIP_SMALL_CRC = Code("CK127", Severity.ERROR, "a pickle or small record has another CRC", _AGAIN, Level.HEADERS)
+ZIP_SMALL_CRC = Code("CK127", Severity.ERROR, "a pickle or small record has another CRC", _AGAIN)
 ZIP_NO_PICKLE = Code("CK128", Severity.ERROR, "a torch file has no pickle", "this is no file that torch.save wrote")
 ZIP_STORAGE = Code("CK129", Severity.ERROR, "a tensor does not fit its record", _AGAIN)
 
@@ -57,8 +57,8 @@ ZARR_BEYOND = Code("CK143", Severity.ERROR, "a zarr chunk lies beyond the grid",
 ZARR_SEPARATOR = Code(
     "CK144", Severity.ERROR, "chunks have names of another kind", "correct the separator or encoding in the metadata"
 )
-ZARR_SHARD = Code("CK145", Severity.ERROR, "a zarr shard contradicts itself", _AGAIN, Level.HEADERS)
-ZARR_INNER = Code("CK146", Severity.ERROR, "a zarr shard lacks a chunk", _ALL_FILES, Level.HEADERS)
+ZARR_SHARD = Code("CK145", Severity.ERROR, "a zarr shard contradicts itself", _AGAIN)
+ZARR_INNER = Code("CK146", Severity.ERROR, "a zarr shard lacks a chunk", _ALL_FILES)
 ZARR_TWO = Code(
     "CK147", Severity.WARNING, "zarr 2 and zarr 3 metadata side by side", "remove the one that is not meant"
 )

@@ -16,8 +16,10 @@ from collections.abc import Iterator, Sequence
 from core.box import Box, whole
 from core.catalog import Fragment, TensorMeta
 from core.checks import Check, Code
+from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.coverage import first_hole, first_overlap, is_tiled
+from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 
 _AGAIN = "use another checkpoint: this one was not written properly, or was edited"
@@ -53,7 +55,12 @@ def tiled(subject: Subject) -> Iterator[Finding]:
     for key, meta in catalog.tensors.items():
         if key in known:
             continue  # has a finding already: chunks that were left out would only look like gaps
-        fragments = catalog.fragments(key)
+        try:
+            fragments = catalog.fragments(key)
+        except CheckpointingException as err:  # the index of a zarr shard
+            if not subject.is_explained(err.file):
+                yield finding_of(err, default=ENTRY, key=key)
+            continue
         if len(fragments) == 1 and fragments[0].box.shape == meta.shape:
             continue
         yield from _of_tensor(meta, fragments, lists_chunks=lists_chunks)

@@ -24,14 +24,16 @@ CODES = (UNREADABLE,)
 def readable(subject: Subject) -> Iterator[Finding]:
     """The error that reading the metadata ended with, unless an error was found at the same place."""
     err = subject.failure if subject.catalog is None else None
-    if err is None or _is_explained(subject, err):
+    if err is None or is_explained(subject, err):
         return
     yield UNREADABLE.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span, hint=err.hint)
 
 
-def _is_explained(subject: Subject, err: CheckpointingException) -> bool:
-    """Whether another finding says what the error says: one about its file or, if it names none, any error."""
+def is_explained(subject: Subject, err: CheckpointingException) -> bool:
+    """Whether a finding says what an error says: one about its file or tensor or, if it names no file, any error."""
     errors = [finding for finding in subject.findings if finding.severity == Severity.ERROR]
+    if err.key is not None and any(finding.key == err.key for finding in errors):
+        return True
     if err.file is None or Path(err.file) in (subject.path, subject.root, subject.store.root):
         return bool(errors)
     named = _absolute(subject, err.file)

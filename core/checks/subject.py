@@ -79,8 +79,11 @@ class Subject:
 
     @cached_property
     def tree(self) -> Tree:
-        """What lies in the directory; of one file, only that."""
-        return walked(self.store.root, entry=self.store.entry)
+        """What lies in the directory; of one file, only that.
+
+        What is no checkpoint may be a whole file system, of which only the first levels are looked at.
+        """
+        return walked(self.store.root, entry=self.store.entry, depth=1 if self.format is None else None)
 
     @cached_property
     def files(self) -> Mapping[str, int]:

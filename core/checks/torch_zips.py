@@ -91,10 +91,21 @@ def _file(subject: Subject, name: str) -> Iterator[Finding]:
 
 
 def _zip(store: ReadStore, name: str, report: Report, *, level: Level) -> None:
-    archive = read_archive(store, name, report=report)
-    if "constants.pkl" not in archive.records:
+    archive, is_whole = opened(store, name, report)
+    if is_whole and "constants.pkl" not in archive.records:
         check_kind(archive)
     check_records(store, archive, report, reads=level >= Level.HEADERS)
+
+
+def opened(
+    store: ReadStore, name: str, report: Report, *, start: int = 0, n_bytes: int | None = None
+) -> tuple[Archive, bool]:
+    """A zip's directory, and whether no record is left out because of what was reported."""
+    problems: list[CheckpointingException] = []
+    archive = read_archive(store, name, start=start, n_bytes=n_bytes, report=problems.append)
+    for problem in problems:
+        report(problem)
+    return archive, not problems
 
 
 def check_records(store: ReadStore, archive: Archive, report: Report, *, reads: bool) -> None:

@@ -45,12 +45,13 @@ class Tree:
         return [path[len(prefix) :] for path in self.files if path.startswith(prefix)]
 
 
-def walked(root: Path, *, entry: str | None = None) -> Tree:
+def walked(root: Path, *, entry: str | None = None, depth: int | None = None) -> Tree:
     """The tree of a directory, or of one file in it.
 
     Args:
         root: the directory.
         entry: the one file that counts; None for all.
+        depth: how many levels of directories are looked into; None for all that a checkpoint may have.
     """
     tree = Tree()
     if entry is not None:
@@ -60,7 +61,9 @@ def walked(root: Path, *, entry: str | None = None) -> Tree:
     waiting = [""]
     while waiting:
         folder = waiting.pop()
-        waiting += reversed(_listed(tree, root, folder, seen))
+        below = _listed(tree, root, folder, seen)
+        if depth is None or folder.count("/") + bool(folder) < depth:
+            waiting += reversed(below)
     tree.files = dict(sorted(tree.files.items()))
     return tree
 
@@ -85,7 +88,9 @@ def _listed(tree: Tree, root: Path, folder: str, seen: set[tuple[int, int]]) -> 
         tree.folders.append(folder)
     for entry in found:
         try:
-            if entry.is_file():
+            if entry.is_symlink() and not os.path.exists(path / entry.name):
+                tree.others[prefix + entry.name] = "a link that leads nowhere"
+            elif entry.is_file():
                 tree.files[prefix + entry.name] = entry.stat().st_size
             elif entry.is_dir():
                 if entry.name != _GIT:

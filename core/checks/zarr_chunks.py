@@ -76,6 +76,7 @@ def _folders(subject: Subject, marker: str, parsed: Parsed) -> Iterator[_Folder 
     """The arrays, and what is wrong with directories that are none."""
     store = subject.store
     groups: set[str] = set()
+    bare: list[str] = []
     pending: list[_Folder | Finding] = []
 
     def is_array(folder: str, listing: Mapping[str, int]) -> bool:
@@ -96,8 +97,11 @@ def _folders(subject: Subject, marker: str, parsed: Parsed) -> Iterator[_Folder 
     for folder, listing, found in folders_of(store, is_array=is_array):
         yield from pending
         pending.clear()
-        if not found and folder not in groups and folder.rpartition("/")[2] != "c":
-            yield from _no_array(subject, folder, listing, marker)
+        if found or folder in groups or folder.startswith(tuple(bare)):
+            continue
+        for finding in _no_array(subject, folder, listing, marker):
+            bare.append(_joined(folder, ""))
+            yield finding
 
 
 def _no_array(subject: Subject, folder: str, listing: Mapping[str, int], marker: str) -> Iterator[Finding]:
@@ -142,7 +146,7 @@ def _chunks(subject: Subject, folder: _Folder) -> Iterator[Finding]:
         return
     for err in problems:
         yield finding_of(err, default=ZARR_METADATA, expected=_expected(array), found=_found(subject, err))
-    if array.sharding is not None and not is_missing and places:
+    if array.sharding is not None and not problems:
         for err in problems_of(
             lambda report: fragments_of_chunks(store, folder.key, array, places[0], file=folder.file, report=report)
         ):
