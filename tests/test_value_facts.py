@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -24,7 +25,7 @@ def facts_of(data: bytes, dtype: str, *, cuts: list[int] | None = None, seed: in
     observer = ValueObserver()
     assert observer.sees(array)
     borders = [0, *(cuts or []), array.shape[0]]
-    runs = list(zip(borders, borders[1:], strict=False))
+    runs = list(pairwise(borders))
     random.Random(seed).shuffle(runs)
     for start, stop in runs:
         if start < stop:
