@@ -48,7 +48,7 @@ TOP_LEVEL = (
 )
 """The usual entries of a rank file, in the order in which Megatron makes them."""
 
-_OF_THE_RUN = ("iteration", "checkpoint_version", "opt_param_scheduler")
+OF_THE_RUN = ("iteration", "checkpoint_version", "opt_param_scheduler")
 """Entries by which ranks tell that they are of one step."""
 _CHUNK = re.compile(r"model(0|[1-9]\d*)?$")
 _SHARDED = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)$")
@@ -298,7 +298,7 @@ def beside(ranks: Mapping[Coords, tuple[str, object]], topology: Topology, dropp
         )
         has_tensors = any(isinstance(leaf, TensorLeaf) for leaf in walk(head.get(name)))
         if name not in head or differing is not None or (len(roots) > 1 and has_tensors):
-            if name in _OF_THE_RUN and differing is not None:
+            if name in OF_THE_RUN and differing is not None:
                 raise CorruptError(
                     f"{name} differs from that in {head_dir}",
                     rank=differing,

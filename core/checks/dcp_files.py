@@ -22,6 +22,7 @@ from core.errors import CheckpointingException, MissingShardError, Report, Trunc
 from core.finding import Finding, Severity
 from core.formats.dcp import METADATA, check_files, stated_metadata
 from core.formats.dcp_columns import DcpItem, DcpMetadata
+from core.formats.dcp_metadata import salvaged_metadata
 from core.formats.dcp_safetensors import with_raw_files
 from core.formats.torch_zip import Archive, check_kind
 
@@ -37,7 +38,7 @@ def data_files(subject: Subject) -> Iterator[Finding]:
         if subject.files.get(METADATA) == 0:
             return
         try:
-            metadata = stated_metadata(subject.store)
+            metadata = _metadata(subject)
         except MissingShardError as err:
             if err.key is not None:  # one of its chunks; that .metadata itself is missing is an unfinished save
                 yield finding_of(err, default=DCP_METADATA, file=METADATA)
@@ -64,6 +65,21 @@ def data_files(subject: Subject) -> Iterator[Finding]:
     yield from _unnamed(subject, set(map(str, named)))
 
 
+def _metadata(subject: Subject) -> DcpMetadata:
+    """What ``.metadata`` says, without entries that make no sense, which have checks of their own.
+
+    Raises:
+        CheckpointingException: it is absent, or nothing of it can be read.
+    """
+    try:
+        return stated_metadata(subject.store)
+    except CheckpointingException as err:
+        if not (err.rule or "").startswith("dcp."):
+            raise
+        data = subject.store.read(METADATA, 0, subject.files[METADATA])
+        return salvaged_metadata(data, label=METADATA, report=lambda problem: None)
+
+
 def _lost(subject: Subject, err: CheckpointingException) -> Finding:
     size = subject.files.get(err.file or "")
     expected = f"at least {err.span[1]} bytes" if isinstance(err, TruncatedError) and err.span else "the file"
@@ -87,7 +103,7 @@ def _unnamed(subject: Subject, named: set[str]) -> Iterator[Finding]:
 def items(subject: Subject) -> Iterator[Finding]:
     """CK151, CK152: items lie where ``.metadata`` says, and do not overlap."""
     try:
-        metadata = stated_metadata(subject.store)
+        metadata = _metadata(subject)
     except CheckpointingException:
         return  # said by ``data_files``
     whole = [item for item in _items(subject, metadata) if item[1].offset + item[1].n_bytes <= _size(subject, item[1])]

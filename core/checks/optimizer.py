@@ -12,7 +12,7 @@ Source: what ``core.optim_ranks``, ``core.optim_global`` and ``core.optim_proof`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from core.catalog import Catalog, StoredArray
 from core.checks import Check, Code, Level
@@ -87,7 +87,32 @@ def of_ranks(subject: Subject) -> Iterator[Finding]:
         strange = list(_strange(subject, catalog, states))
     for err in problems:
         yield from _finding(err, has_data=has_data)
+    if catalog.attrs.get(OPTIMIZER) == "float16":
+        yield from _untrained(states, {err.rank for err in problems})
     yield from strange
+
+
+def _untrained(states: Sequence[ParamState], known: Container[str | None]) -> Iterator[Finding]:
+    """Parameters that have states on other ranks of their stage: frozen ones are frozen everywhere.
+
+    Args:
+        known: ranks of which something is wrong already.
+    """
+    trained: dict[tuple[int, int], dict[str, set[str]]] = {}
+    for state in states:
+        ranks = trained.setdefault(state.param.chunk.where, {})
+        ranks.setdefault(state.param.chunk.folder, set()).add(state.param.name)
+    for ranks in trained.values():
+        every = set().union(*ranks.values())
+        for folder, names in ranks.items():
+            for name in sorted(every - names) if folder not in known else ():
+                yield STATES.finding(
+                    "other ranks have optimizer states of this parameter, this one has none",
+                    key=name,
+                    rank=folder,
+                    expected=f"states of {len(every)} parameters",
+                    found=f"of {len(names)}",
+                )
 
 
 def _states(

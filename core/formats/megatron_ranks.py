@@ -85,7 +85,8 @@ class RankFiles:
 
     def root(self, file: str) -> Mapping[object, object]:
         """The top-level entries of a file, by name; tensors in it have no keys of the checkpoint. {} for no dict."""
-        return as_mapping(self._alike.read(file).pattern.tree.value) or {}
+        alike = self._alike.read(file)
+        return as_mapping(_with_arguments(alike.pattern.tree.value, alike.arguments)) or {}
 
     def model(self, file: str, folder: str, coords: Coords) -> RankContent:
         """The content of a rank's model_optim_rng.pt.

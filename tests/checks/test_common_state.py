@@ -1,0 +1,76 @@
+"""What stands beside the model contradicts itself, the directory's name, or what lies there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from core.checks import Level
+from tests.edited import Rows, copied, counted, edit_rank, edit_rows, found_in
+
+RANKS = "mcore_legacy/dense_gqa/tp2_pp2_optim"
+DIST = "mcore_torch_dist/dense_gqa/tp2_pp2"
+ZARR = "mcore0121_zarr/dense_gqa/tp2_pp2"
+
+
+def test_ranks_of_another_step_are_named_and_the_others_are_not(golden: Path, tmp_path: Path) -> None:
+    folder = copied(golden, RANKS, tmp_path)
+    edit_rank(folder / "mp_rank_00_000", lambda loaded: loaded.update(iteration=20))
+
+    def change(loaded: dict[str, Any]) -> None:
+        loaded["checkpoint_version"] = 2.0
+        loaded["opt_param_scheduler"]["num_steps"] = 7
+        del loaded["rng_state"]
+
+    edit_rank(folder / "mp_rank_01_001", change)
+    found = {(finding.code, finding.rank, finding.key) for finding in found_in(folder, Level.HEADERS)}
+    assert found == {
+        ("CK503", "mp_rank_00_000", "iteration"),
+        ("CK503", "mp_rank_01_001", "checkpoint_version"),
+        ("CK503", "mp_rank_01_001", "opt_param_scheduler"),
+        ("CK505", "mp_rank_01_001", "rng_state"),
+    }
+
+
+def test_a_renamed_iteration_is_found(golden: Path, tmp_path: Path) -> None:
+    folder = copied(golden, DIST, tmp_path)
+    folder = folder.rename(folder.parent / "iter_0000020")
+    (finding,) = found_in(folder)
+    assert (finding.code, finding.found) == ("CK502", "iteration 10")
+
+
+def test_versions_that_nobody_writes_are_found(golden: Path, tmp_path: Path) -> None:
+    folder = copied(golden, RANKS, tmp_path)
+    for rank in sorted(folder.glob("mp_rank_*")):
+        edit_rank(rank, lambda loaded: loaded.update(checkpoint_version=9))
+    assert "CK504" in counted(found_in(folder))
+
+
+def test_absent_random_states_are_named_one_by_one(golden: Path, tmp_path: Path) -> None:
+    folder = copied(golden, DIST, tmp_path)
+    gone = ["rng_state/shard_0.1_2.2", "rng_state/shard_1.0_2.2"]
+
+    def change(rows: Rows) -> None:
+        for key in gone:
+            del rows[key]
+
+    edit_rows(folder, change)
+    findings = found_in(folder)
+    assert {(finding.code, finding.key) for finding in findings} == {("CK505", key) for key in gone}
+
+
+def test_a_backend_that_does_not_lie_there_is_found(golden: Path, tmp_path: Path) -> None:
+    for name, other in ((DIST, "zarr"), (ZARR, "torch_dist")):
+        folder = copied(golden, name, tmp_path / other)
+        config = json.loads((folder / "metadata.json").read_text())
+        (folder / "metadata.json").write_text(json.dumps({**config, "sharded_backend": other}))
+        assert "CK506" in counted(found_in(folder))
+
+
+def test_absent_arguments_are_a_warning_where_the_names_are_megatrons(golden: Path, tmp_path: Path) -> None:
+    import torch
+
+    folder = copied(golden, "mcore0161_torch_dist/dense_gqa/tp2_pp2", tmp_path)
+    torch.save({"iteration": 10, "checkpoint_version": 3.0}, folder / "common.pt")
+    assert counted(found_in(folder)) == {"CK501": 1}
