@@ -46,7 +46,8 @@ def newest_valid(options: ValidateOptions) -> int:
     for one in () if options.quiet else newest.skipped:
         print(f"ckpt: {label} {escaped(one.path)}: {escaped(one.why)}", file=sys.stderr)
     if newest.path is None:
-        print(f"ckpt: no iteration in {escaped(str(root))} is whole", file=sys.stderr)
+        what = "no iteration is whole in" if newest.skipped else "there are no iterations in"
+        print(f"ckpt: {what} {escaped(str(root))}", file=sys.stderr)
         return 1
     return 0
 
@@ -57,11 +58,12 @@ def _only_root(options: ValidateOptions) -> Path:
         raise UsageError("--newest-valid takes one training root", hint="run it once for each")
     named = (
         ("--output", options.output),
+        ("--report", options.report),
         ("--write-baseline", options.write_baseline),
         ("--plan-for", options.plan_for),
     )
     for name, value in named:
-        if value is not None:
+        if value:
             raise UsageError(f"--newest-valid prints a path; {name} does not go with it", hint="leave one out")
     if options.format not in (None, "text", "json"):
         raise UsageError(f"--newest-valid is no report as {options.format}", hint="leave --format out")

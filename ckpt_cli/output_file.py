@@ -12,17 +12,26 @@ from core.errors import UsageError
 from core.store import translated
 
 
+def check_place(path: Path) -> None:
+    """Refuses what cannot be written, before the work that is to be reported begins.
+
+    Raises:
+        UsageError: the path is a directory, or its directory does not exist.
+    """
+    if path.is_dir():
+        raise UsageError("this is a directory, and no file to write", file=str(path), hint="give the name of a file")
+    if not path.parent.is_dir():
+        raise UsageError("there is no such directory to write to", file=str(path.parent), hint="make it first")
+
+
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Writes a text file; one that is there is replaced, a pipe or device is written to.
 
     Raises:
-        UsageError: the path is a directory, or its directory does not exist.
+        UsageError: as for ``check_place``.
         CapacityError, StorageError: the system refuses.
     """
-    if path.is_dir():
-        raise UsageError("-o: this is a directory", file=str(path), hint="give the name of a file")
-    if not path.parent.is_dir():
-        raise UsageError("-o: there is no such directory", file=str(path.parent), hint="make it first")
+    check_place(path)
     data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
     with translated(str(path), doing="write"):
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.option_values import size_in_bytes
-from ckpt_cli.output_file import write_lines
+from ckpt_cli.output_file import check_place, write_lines
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.terminal import Screen, screen_of
 from ckpt_cli.verdict import Verdict, exit_code_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from core.plan_for import Request
 
 _SUFFIXES = {".json": "json", ".xml": "junit", ".sarif": "sarif", ".txt": "text"}
-"""What ``-o`` writes, unless ``--format`` says it."""
+"""What ``--report`` writes, and ``-o`` where ``--format`` does not say it."""
 
 
 def validate(options: ValidateOptions) -> int:
@@ -82,6 +82,15 @@ def _check(options: ValidateOptions) -> None:
     if options.baseline is not None and options.write_baseline is not None:
         raise UsageError("--baseline and --write-baseline exclude each other", hint="give one")
     _request(options)
+    for path in options.report or ():
+        if path.suffix.lower() not in _SUFFIXES:
+            raise UsageError(
+                f"--report: which format? {path.name!r} ends in none of: {', '.join(_SUFFIXES)}",
+                hint="name it so, or use --format and -o",
+            )
+    for path in (options.output, options.write_baseline, *(options.report or ())):
+        if path is not None:
+            check_place(path)
     if options.rules is not None and not options.rules.is_file():
         raise UsageError(
             "--rules: there is no such file", file=str(options.rules), hint="check the spelling of the path"
@@ -145,6 +154,8 @@ def _cores() -> int:
 
 def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
     """Writes the report, or the reports, where they are wanted."""
+    for path in options.report or ():
+        write_lines(path, _lines(_SUFFIXES[path.suffix.lower()], verdicts, options, Screen()))
     asked = "json" if options.json else options.format
     if options.output is not None:
         format = asked or _SUFFIXES.get(options.output.suffix.lower(), "text")

@@ -93,7 +93,23 @@ class ValidateOptions:
     ] = None
     output: Annotated[
         Path | None,
-        Option("-o", "--output", metavar="FILE", rich_help_panel=OUTPUT, help="Write the report there, not to stdout."),
+        Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            help="Write the report there; stdout then shows text.",
+        ),
+    ] = None
+    report: Annotated[
+        list[Path] | None,
+        Option(
+            "--report",
+            metavar="FILE",
+            parser=Path,
+            rich_help_panel=OUTPUT,
+            help="Write another report, as FILE's suffix says: .json, .xml (JUnit), .sarif, .txt; repeatable.",
+        ),
     ] = None
     json: Annotated[bool, Flag("--json", rich_help_panel=OUTPUT, help="The same as --format json.")] = False
     limit: Annotated[

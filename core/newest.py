@@ -56,11 +56,12 @@ def newest_valid(root: Path, is_whole: Callable[[Path], tuple[bool, Validation]]
         is_whole: says of an iteration's directory whether it may be used, and what was found in it.
 
     Raises:
-        UsageError: there is no such directory, or it holds no iterations.
+        UsageError: there is no such directory.
     """
+    iterations = _iterations(root)
     last = _last_finished(root)
     skipped = [Skipped(str(root / name), "not finished: its name is that of a stage") for name in _unfinished(root)]
-    for number, path in reversed(_iterations(root)):
+    for number, path in reversed(iterations):
         if last is not None and number > last[0]:
             why = f"newer than {last[0]}, which {last[1]} names; that is written last, so this save was not finished"
             skipped.append(Skipped(str(path), why))
@@ -76,27 +77,26 @@ def iteration_paths(root: Path) -> list[Path]:
     """Every iteration of a training root, the oldest first.
 
     Raises:
-        UsageError: as for ``newest_valid``.
+        UsageError: there is no such directory, or it holds no iterations.
     """
-    return [path for _, path in _iterations(root)]
-
-
-def _iterations(root: Path) -> list[tuple[int, Path]]:
-    if not root.is_dir():
-        raise UsageError("no such directory", file=str(root), hint="check the spelling of the path")
-    found = sorted(iteration_dirs(LocalStore(root)).items())
+    found = _iterations(root)
     if not found:
         raise UsageError(
             "there are no iterations here",
             file=str(root),
             hint="point at the directory that holds iter_0000010, step-10, checkpoint-10, global_step10 or the like",
         )
-    return [(number, root / name) for number, name in found]
+    return [path for _, path in found]
+
+
+def _iterations(root: Path) -> list[tuple[int, Path]]:
+    if not root.is_dir():
+        raise UsageError("no such directory", file=str(root), hint="check the spelling of the path")
+    return [(number, root / name) for number, name in sorted(iteration_dirs(LocalStore(root)).items())]
 
 
 def _unfinished(root: Path) -> Iterator[str]:
-    if root.is_dir():
-        yield from (name for name in LocalStore(root).folders() if _UNFINISHED.search(name))
+    yield from (name for name in LocalStore(root).folders() if _UNFINISHED.search(name))
 
 
 def _last_finished(root: Path) -> tuple[int, str] | None:

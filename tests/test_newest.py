@@ -112,7 +112,15 @@ def test_numbers_are_compared_and_not_names(root: Path) -> None:
     ]
 
 
-def test_a_directory_without_iterations_is_a_usage_error(golden: Path, tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing", golden / SOURCE):
-        with pytest.raises(UsageError):
+def test_a_directory_without_iterations_has_no_newest(golden: Path, tmp_path: Path) -> None:
+    for path in (tmp_path, golden / SOURCE):
+        assert newest(path) == Newest(None, None, ())
+        with pytest.raises(UsageError, match="no iterations"):
+            iteration_paths(path)
+
+
+def test_a_root_that_is_no_directory_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(UsageError, match="no such directory"):
             newest(path)

@@ -111,7 +111,9 @@ def test_the_current_directory_is_looked_at_without_a_path(
         (["--newest-valid", "a", "b"], "takes one training root"),
         (["--newest-valid", "--format", "junit"], "no report as junit"),
         (["--newest-valid", "-o", "x"], "--output does not go with it"),
-        (["--newest-valid"], "no iterations here"),
+        (["--newest-valid", "--report", "x.json"], "--report does not go with it"),
+        (["--newest-valid", "no/such"], "no such directory"),
+        (["--report", "report.html"], "which format?"),
         (["--all-iterations"], "no iterations here"),
         (["-o", "no/such/dir/report.json"], "no such directory"),
         (["-o", "."], "this is a directory"),
@@ -182,7 +184,19 @@ def test_a_report_goes_into_a_file_and_people_still_see_the_page(bad: Path, run:
         assert (tmp_path / name).read_text("utf-8").startswith(begins)
     run(bad, "-o", tmp_path / "r.txt", "--format", "github")
     assert (tmp_path / "r.txt").read_text("utf-8").startswith("::error")
+    run(bad, "-o", tmp_path / "r.json", "--format", "sarif")
+    assert json.loads((tmp_path / "r.json").read_text())["version"] == "2.1.0"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "r.json", "r.sarif", "r.txt", "r.xml"]
+
+
+def test_one_run_makes_reports_for_several_readers(bad: Path, run: Run, tmp_path: Path) -> None:
+    names = [tmp_path / name for name in ("r.xml", "r.sarif", "r.json", "r.txt")]
+    words = [word for name in names for word in ("--report", name)]
+    code, out, _ = run(bad, "--format", "github", *words)
+    assert code == 1
+    assert out.startswith("::error")
+    assert [name.read_text("utf-8")[:1] for name in names] == ["<", "{", "{", "✗"]
+    assert "version" in json.loads(names[1].read_text())
 
 
 def test_a_report_replaces_the_file_behind_a_link(good: Path, run: Run, tmp_path: Path) -> None:
@@ -248,8 +262,10 @@ def test_without_a_whole_iteration_newest_valid_has_exit_code_1(golden: Path, tm
     shutil.rmtree(root / "iter_0000010")
     code, out, err = run("--newest-valid", root)
     assert (code, out) == (1, "")
-    assert err.endswith("is whole\n")
+    assert f"no iteration is whole in {root}" in err
     assert shown(run, "--newest-valid", root)["path"] is None
+    shutil.rmtree(root / "iter_0000020")
+    assert run("--newest-valid", root) == (1, "", f"ckpt: there are no iterations in {root}\n")
 
 
 def test_iterations_are_chosen_one_or_all(golden: Path, tmp_path: Path, run: Run) -> None:
