@@ -131,6 +131,7 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
             memory_bytes=_memory_bytes(options),
             progress=progress,
             plan_for=_request(options),
+            against=options.against,
         )
 
 

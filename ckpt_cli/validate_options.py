@@ -47,6 +47,15 @@ class ValidateOptions:
         Path | None,
         Option("--write-baseline", metavar="FILE", rich_help_panel=CHECKS, help="Write what is found as a baseline."),
     ] = None
+    against: Annotated[
+        Path | None,
+        Option(
+            "--against",
+            metavar="PATH",
+            rich_help_panel=CHECKS,
+            help="Whether all tensors are those of a manifest with fingerprints, or of another checkpoint.",
+        ),
+    ] = None
     plan_for: Annotated[
         str | None,
         Option(

@@ -99,6 +99,11 @@ def digest_of(data: bytes | bytearray | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(b"".join(blocks))
 
 
+def digest_of_blocks(blocks: list[bytes]) -> bytes:
+    """The digest of a string from the hashes of all of its blocks."""
+    return xxhash.xxh3_128_digest(b"".join(blocks))
+
+
 class RunSum:
     """CRC-32 and block hashes of one run of consecutive bytes of an array, fed in order.
 

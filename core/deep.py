@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from core.catalog import StoredArray
     from core.checks.subject import Subject
 
-_WATCHERS: tuple[str, ...] = ("values", "replicas")
+_WATCHERS: tuple[str, ...] = ("values", "replicas", "manifests", "integrity_json", "fingerprints")
 """Modules of ``core.checks`` with a function ``watch(subject) -> Watch``."""
 
 

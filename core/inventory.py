@@ -30,8 +30,9 @@ from core.fingerprint_read import read_fingerprints
 from core.folders import sync_folder
 from core.layout import load_rules
 from core.linux import rename_new
-from core.manifest_file import MANIFEST, FileSum, ManifestArray, manifest_lines, manifest_name
+from core.manifest_file import FileSum, ManifestArray, manifest_lines, manifest_name
 from core.open import Checkpoint, located, open_checkpoint
+from core.recorded import is_manifest
 from core.scan import DEFAULT_MEMORY_BYTES, scan
 from core.scan_sums import Scanned, Sum, Wanted
 from core.stated_sums import StatedSums
@@ -118,7 +119,7 @@ def inventory(
     try:
         form = canonical(found, rules=load_rules(rules))
         every = walked(found.store.root, entry=found.store.entry).files
-        files = {name: size for name, size in every.items() if not _is_manifest(name)}
+        files = {name: size for name, size in every.items() if not is_manifest(name)}
         stored = list(_arrays(found.catalog))
         threads = threads or len(os.sched_getaffinity(0))
         with kernel(sum(files.values()) if fingerprints else 0) as products:
@@ -154,11 +155,6 @@ def inventory(
         )
     finally:
         found.store.close()
-
-
-def _is_manifest(name: str) -> bool:
-    last = name.rpartition("/")[2]
-    return last == MANIFEST or last.endswith(f".{MANIFEST}")
 
 
 def _arrays(catalog: Catalog) -> Iterator[StoredArray]:

@@ -19,6 +19,8 @@ from core.layout import load_rules
 from core.open import located
 
 if TYPE_CHECKING:
+    from core.against import Against
+    from core.layout import Rules
     from core.plan_for import Request
 
 Progress = Callable[[int, int], None]
@@ -66,6 +68,7 @@ def validate(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
     plan_for: Request | None = None,
+    against: Path | None = None,
 ) -> Validation:
     """Examines one checkpoint.
 
@@ -77,12 +80,14 @@ def validate(
         threads, memory_bytes: for the levels that read data; None for as many threads as there are processors.
         progress: told about bytes that were read.
         plan_for: also say whether it can be loaded or resharded so.
+        against: also compare its tensors, by fingerprint, with this manifest or checkpoint.
 
     Raises:
         UsageError: there is no such path, or it is not that iteration.
     """
     begun = time.monotonic()
     table = load_rules(rules)
+    other = None if against is None else _against(against, table, threads=threads, memory_bytes=memory_bytes)
     place = located(path, iteration=iteration)
     subject = Subject(
         path=place.path,
@@ -97,6 +102,7 @@ def validate(
         memory_bytes=memory_bytes,
         progress=progress,
         plan_for=plan_for,
+        against=other,
     )
     n_checks = 0
     try:
@@ -119,6 +125,12 @@ def validate(
         )
     finally:
         place.store.close()
+
+
+def _against(path: Path, rules: Rules, *, threads: int | None, memory_bytes: int) -> Against:
+    from core.against import against_of
+
+    return against_of(path, rules=rules, threads=threads, memory_bytes=memory_bytes)
 
 
 def _run(check: Check, subject: Subject) -> None:

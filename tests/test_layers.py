@@ -62,14 +62,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.copy", "core.copier", "core.output", "core.ledger"),
         *("core.stage_store", "core.folder_lock", "core.folders", "core.leftover", "core.replacement"),
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),
-        *("core.fingerprint_feeds", "core.fingerprint_read", "core.manifest_file"),
+        *("core.fingerprint_feeds", "core.fingerprint_read", "core.manifest_file", "core.recorded"),
         *("core.scan", "core.scan_*", "core.stated_sums"),
     ),
     (
         *("core.changes", "core.job_checks", "core.job_sizes", "core.global_form"),
         *("core.convert", "core.contract", "core.summary"),
         *("core.explain", "core.verify", "core.relink"),
-        *("core.canonical", "core.fingerprint_copy", "core.planned_store"),
+        *("core.canonical", "core.fingerprint_copy", "core.planned_store", "core.against"),
         *("core.live_load", "core.live_save"),
     ),
     (

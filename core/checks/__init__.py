@@ -110,6 +110,7 @@ _MODULES = (
     *("files", "tracker", "torch_zips", "safetensors_headers", "zarr_chunks", "dcp_files", "rank_files", "index"),
     *("geometry", "items", "layout", "named_states", "optimizer", "common_state"),
     *("crcs", "values", "replicas"),
+    *("manifests", "integrity_json", "fingerprints"),
     "planned",
     "opening",
 )

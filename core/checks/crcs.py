@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from core.checks import Check, Code, Level
+from core.checks.integrity_json import sha256_names
 from core.checks.subject import Subject
 from core.errors import TruncatedError
 from core.finding import Finding, Severity
@@ -109,7 +110,7 @@ def unproven(subject: Subject) -> Iterator[Finding]:
     if catalog is None or any(finding.severity == Severity.ERROR for finding in subject.findings):
         return
     extents = (piece.array.extent for key in catalog.tensors for piece in catalog.fragments(key) if piece.array)
-    files = {extent.file for extent in extents if extent is not None} - scanned.covered
+    files = {extent.file for extent in extents if extent is not None} - scanned.covered - _recorded(subject)
     left = {file: scanned.files[file].n_bytes for file in files if file in scanned.files}
     if any(left.values()):
         first = max(sorted(left), key=left.__getitem__)
@@ -118,6 +119,13 @@ def unproven(subject: Subject) -> Iterator[Finding]:
             "a flipped bit in them cannot be told",
             found=f"{first}" + (f" and {len(left) - 1} more files" if len(left) > 1 else ""),
         )
+
+
+def _recorded(subject: Subject) -> set[str]:
+    """Files whose bytes a manifest or Megatron's ``integrity.json`` states."""
+    known = subject.recorded
+    listed = set() if known is None or known.manifest is None else {one.path for one in known.manifest.files if one.crc}
+    return listed | sha256_names(subject)
 
 
 CHECKS = (Check(stated_crcs, Level.DEEP), Check(readable, Level.DEEP), Check(unproven, Level.DEEP))

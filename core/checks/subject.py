@@ -19,10 +19,12 @@ from core.finding import Finding, Severity
 from core.formats import Format
 from core.layout_rules import Rules
 from core.open import Checkpoint
+from core.recorded import Recorded, recorded
 from core.scan import DEFAULT_MEMORY_BYTES, Progress
 from core.store import LocalStore
 
 if TYPE_CHECKING:
+    from core.against import Against
     from core.plan_for import Request
 
 
@@ -54,6 +56,7 @@ class Subject:
         findings: what has been found so far; checks that come later may look at it.
         threads, memory_bytes, progress: for reading data, see ``core.scan.scan``.
         plan_for: sizes to plan for, or None.
+        against: fingerprints to compare with, or None.
 
     Reading its metadata may fail: ``catalog`` is then None, and ``failure`` says why.
     """
@@ -71,6 +74,12 @@ class Subject:
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     progress: Progress | None = None
     plan_for: Request | None = None
+    against: Against | None = None
+
+    @cached_property
+    def recorded(self) -> Recorded | None:
+        """What its manifest says; None if there is none."""
+        return recorded(self.store.root, entry=self.store.entry)
 
     @cached_property
     def deep(self) -> Deep:

@@ -1,0 +1,86 @@
+"""What a checkpoint is compared with by fingerprint: a manifest, or another checkpoint of any format and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.canonical import canonical
+from core.errors import UsageError
+from core.fingerprint import SCHEME, Fingerprint
+from core.fingerprint_read import read_fingerprints
+from core.layout import Rules
+from core.manifest_file import Manifest, read_manifest
+from core.open import located, open_checkpoint
+from core.recorded import is_manifest, recorded
+from core.scan import DEFAULT_MEMORY_BYTES
+from core.store import LocalStore
+
+_DEFAULT_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """The fingerprints to compare with.
+
+    Args:
+        label: where they come from.
+        fingerprints: by canonical key.
+    """
+
+    label: str
+    fingerprints: Mapping[str, Fingerprint]
+
+
+def against_of(
+    path: Path, *, rules: Rules, threads: int | None = None, memory_bytes: int | None = DEFAULT_MEMORY_BYTES
+) -> Against:
+    """The fingerprints of a manifest, of the manifest of a checkpoint, or of a checkpoint, which is then read.
+
+    Args:
+        path: a manifest, or see ``core.open``.
+        rules: the layout's table.
+        threads, memory_bytes: for reading.
+
+    Raises:
+        UsageError: there is no such path, or the manifest has no fingerprints.
+        CheckpointingException: it cannot be read.
+    """
+    if path.is_file() and (is_manifest(path.name) or _holds_schema(path)):
+        store = LocalStore(path.parent)
+        try:
+            return _of_manifest(read_manifest(store, path.name), str(path))
+        finally:
+            store.close()
+    place = located(path)
+    place.store.close()
+    known = recorded(place.store.root, entry=place.store.entry)
+    if known is not None and known.manifest is not None and known.manifest.scheme == SCHEME:
+        return Against(f"the manifest of {path}", known.manifest.fingerprints)
+    opened = open_checkpoint(path)
+    try:
+        catalog = canonical(opened, rules=rules).catalog
+        found = read_fingerprints(catalog, opened.store, threads=threads or _DEFAULT_THREADS, memory_bytes=memory_bytes)
+        return Against(str(path), found)
+    finally:
+        opened.store.close()
+
+
+def _holds_schema(path: Path) -> bool:
+    """Whether a file with another name begins like a manifest."""
+    if path.suffix != ".json":
+        return False
+    with path.open("rb") as file:
+        return b'"ckpt-manifest"' in file.read(200)
+
+
+def _of_manifest(manifest: Manifest, label: str) -> Against:
+    if manifest.scheme != SCHEME:
+        what = "no fingerprints" if manifest.scheme is None else f"fingerprints {manifest.scheme}, not {SCHEME}"
+        raise UsageError(
+            f"--against: the manifest has {what}",
+            file=label,
+            hint="write it with ckpt manifest, or ckpt convert --fingerprint; or name the checkpoint itself",
+        )
+    return Against(label, manifest.fingerprints)

@@ -1,0 +1,164 @@
+"""CK820–CK824: the tensors are those of a manifest, or of another checkpoint, in any format and layout (--against).
+
+They are compared by fingerprint (``core.fingerprint``), which is made of every byte of the checkpoint that is
+examined; of the other one, where it has a manifest with fingerprints, no data are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from core.canonical import Canonical, canonical_of
+from core.catalog import StoredArray
+from core.checks import Check, Code, Level
+from core.checks.subject import Subject
+from core.deep import Watch
+from core.errors import CheckpointingException
+from core.finding import Finding, Severity
+from core.fingerprint import Fingerprint
+from core.fingerprint_feeds import Feeds
+from core.fingerprint_kernel import kernel
+from core.fingerprint_read import read_fingerprints
+
+_DEFAULT_THREADS = 2
+_OTHER = "see what differs: ckpt diff A B"
+
+UNREAD = Code("CK820", Severity.ERROR, "a tensor has no fingerprint", "mend what else is reported of it")
+MISSING = Code("CK821", Severity.ERROR, "a tensor of the other checkpoint is missing", _OTHER)
+EXTRA = Code("CK822", Severity.WARNING, "a tensor that the other checkpoint does not have", _OTHER)
+OTHER_KIND = Code("CK823", Severity.ERROR, "a tensor has another dtype or shape", _OTHER)
+DIFFERENT = Code("CK824", Severity.ERROR, "a tensor holds other values", _OTHER)
+
+CODES = (UNREAD, MISSING, EXTRA, OTHER_KIND, DIFFERENT)
+
+
+class _Observer:
+    """Hands the elements of a scan on, see ``core.scan.Observer``."""
+
+    def __init__(self, feeds: Feeds, stack: ExitStack) -> None:
+        self.feeds = feeds
+        self.stack = stack
+
+    def sees(self, array: StoredArray) -> bool:
+        """See ``core.scan.Observer``."""
+        return self.feeds.sees(array.name)
+
+    def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
+        """See ``core.scan.Observer``."""
+        self.feeds.feed(array.name, start, data)
+
+    def finish(self, array: StoredArray) -> None:
+        """See ``core.scan.Observer``."""
+
+
+def watch(subject: Subject) -> Watch:
+    """The elements of all tensors, if there is something to compare with."""
+    form = subject.canonical
+    if subject.against is None or form is None or subject.catalog is None:
+        return Watch()
+    stored = {
+        fragment.array.name: fragment.array
+        for fragment in subject.catalog.all_fragments()
+        if fragment.array is not None
+    }
+    stack = ExitStack()
+    products = stack.enter_context(kernel(sum(subject.files.values())))
+    return Watch(observers=(_Observer(Feeds(form.catalog, stored.values(), products), stack),))
+
+
+def against(subject: Subject) -> Iterator[Finding]:
+    """Every tensor has the dtype, the shape and the fingerprint that it should have."""
+    if subject.against is None:
+        return
+    try:
+        form = _form(subject)
+    except CheckpointingException as err:
+        form = None
+        yield UNREAD.finding(f"nothing can be compared: {err.message}", file=err.file, key=err.key)
+    if form is None:
+        return
+    wanted = subject.against.fingerprints
+    common = [key for key in form.catalog.tensors if key in wanted]
+    if wanted and not common:
+        yield MISSING.finding(
+            f"no tensor has a name in common with {subject.against.label}",
+            expected=next(iter(wanted)),
+            found=next(iter(form.catalog.tensors), "no tensor"),
+            hint="names of Megatron and of Hugging Face differ: convert one of them, or use ckpt diff",
+        )
+        return
+    yield from _names(subject, form)
+    found, unread = _found(subject, form, common)
+    yield from unread
+    for key in common:
+        if key in found:
+            yield from _compared(key, wanted[key], found[key], subject.against.label)
+
+
+def _form(subject: Subject) -> Canonical | None:
+    """The canonical form of all files: at the lowest level the subject's is of a sample."""
+    if subject.level == Level.METADATA and subject.format is not None and subject.format.sample is not None:
+        return canonical_of(subject.format.read(subject.store), subject.store, rules=subject.rules)
+    return subject.canonical
+
+
+def _names(subject: Subject, form: Canonical) -> Iterator[Finding]:
+    assert subject.against is not None
+    tensors, wanted = form.catalog.tensors, subject.against.fingerprints
+    for key, other in wanted.items():
+        if key not in tensors:
+            yield MISSING.finding(f"{subject.against.label} has it", key=key, expected=_kind(other), found="nothing")
+    for key, meta in tensors.items():
+        if key not in wanted:
+            kind = _kind(Fingerprint(meta.dtype, meta.shape, ""))
+            yield EXTRA.finding(f"{subject.against.label} does not have it", key=key, expected="nothing", found=kind)
+
+
+def _found(subject: Subject, form: Canonical, keys: list[str]) -> tuple[dict[str, Fingerprint], list[Finding]]:
+    """Fingerprints of tensors, and what is wrong with those that have none."""
+    found: dict[str, Fingerprint] = {}
+    if subject.level == Level.DEEP:
+        for observer in subject.deep.watches["fingerprints"].observers:
+            if isinstance(observer, _Observer):
+                found = observer.feeds.found()
+                observer.stack.close()
+    rest = [key for key in keys if key not in found]
+    try:
+        return found | _read(subject, form, rest), []
+    except CheckpointingException:
+        problems = []
+    for key in rest:  # one by one, so that the others are compared all the same
+        try:
+            found |= _read(subject, form, [key])
+        except CheckpointingException as err:
+            problems.append(UNREAD.finding(err.message, file=err.file, key=key, rank=err.rank, span=err.span))
+    return found, problems
+
+
+def _read(subject: Subject, form: Canonical, keys: list[str]) -> dict[str, Fingerprint]:
+    threads = subject.threads or _DEFAULT_THREADS
+    return (
+        read_fingerprints(form.catalog, subject.store, keys, threads=threads, memory_bytes=subject.memory_bytes)
+        if keys
+        else {}
+    )
+
+
+def _compared(key: str, wanted: Fingerprint, found: Fingerprint, label: str) -> Iterator[Finding]:
+    if (wanted.dtype, wanted.shape) != (found.dtype, found.shape):
+        yield OTHER_KIND.finding(f"in {label} it is another", key=key, expected=_kind(wanted), found=_kind(found))
+    elif wanted.text != found.text:
+        yield DIFFERENT.finding(
+            f"its fingerprint is not that of {label}",
+            key=key,
+            expected=f"{wanted.text[:16]}…",
+            found=f"{found.text[:16]}…",
+        )
+
+
+def _kind(one: Fingerprint) -> str:
+    return f"{one.dtype} of shape {list(one.shape)}"
+
+
+CHECKS = (Check(against),)
