@@ -97,7 +97,7 @@ def test_a_flipped_bit_in_any_kind_of_record_is_found(copied: Copied, name: str)
                 assert wrong.span == (one.start, one.stop) and wrong.expected == f"CRC-32 {one.crc:08x}"
                 n_named += wrong.key is not None
     opened.store.close()
-    assert tried >= 2 and (n_named or "zarr" in name) and errors(path) == []
+    assert tried >= 2 and (n_named or not name.startswith(("mcore_", "torch_dcp"))) and errors(path) == []
 
 
 def fail(error: CheckpointingException) -> None:
