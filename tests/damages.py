@@ -264,6 +264,13 @@ TABLE = (
         ("CK111", "model_zip.pt"),
     ),
     row("hf/llama/torch_single/model_legacy.pt", "an old file, cut short", "", b.cut, ("CK103", "model_legacy.pt")),
+    row(
+        TORCH,
+        "a tar file of torch 0.1",
+        "",
+        lambda p: p.write_bytes(bytes(257) + b"ustar" + bytes(600)),
+        ("CK109", "model_zip.pt"),
+    ),
     # --- safetensors
     row(ONE, "cut short", "model.safetensors", b.cut, ("CK103", "model.safetensors")),
     row(
@@ -382,6 +389,13 @@ TABLE = (
     row(DCP, "a writer without items", "", lambda p: (p / "__2_0.distcp").write_bytes(b"")),
     row(DCP, "no metadata", ".metadata", Path.unlink, ("CK515", ".metadata")),
     row(DCP, "short metadata", ".metadata", b.cut, ("CK103", ".metadata")),
+    row(
+        DCP,
+        "metadata that name a file outside",
+        ".metadata",
+        lambda p: p.write_bytes(p.read_bytes().replace(b"__1_0.distcp", b"../_0.distcp")),
+        ("CK110", ".metadata"),
+    ),
     row(DCP, "malformed metadata", ".metadata", lambda p: _bytes(p, _no_opcodes), ("CK150", ".metadata")),
     row(DCP, "empty metadata", ".metadata", lambda p: p.write_bytes(b""), ("CK102", ".metadata")),
     row(

@@ -36,7 +36,7 @@ _LEFT_OVER = re.compile(
 _STAGES = re.compile(r"^(\.ckpt-stage|\..+\.ckpt-stage)$")
 _POINTER = b"version https://git-lfs.github.com"
 _MARKUP = re.compile(rb"\s*<(!doctype|html|\?xml|error)", re.IGNORECASE)
-_SMALL_BYTES = 64 << 10
+_SMALL_BYTES = 16 << 10
 
 
 def regular(subject: Subject) -> Iterator[Finding]:

@@ -32,11 +32,15 @@ TWICE = Code("CK524", Severity.ERROR, "two shards hold one tensor", _MIXED)
 SHADOWED = Code("CK525", Severity.WARNING, "a single file is loaded in place of the shards", "remove one of the two")
 SMALL = Code("CK526", Severity.ERROR, "a configuration file is no JSON", "copy the file again")
 
-CODES = (BROKEN, NOT_HELD, NOT_LISTED, TOTAL, TWICE, SHADOWED, SMALL)
+NO_CONFIG = Code("CK527", Severity.NOTE, "weights without a configuration", "copy config.json as well")
+
+CODES = (BROKEN, NOT_HELD, NOT_LISTED, TOTAL, TWICE, SHADOWED, SMALL, NO_CONFIG)
 _FORMATS = ("safetensors", "torch_bin")
 
 _INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json$")
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.(safetensors|bin)$")
+_SINGLE = re.compile(r"(model|pytorch_model|adapter_model)\.(safetensors|bin)$")
+_CONFIGS = ("config.json", "adapter_config.json", "model_index.json")
 _MAX_JSON_BYTES = 64 << 20
 _MOST_NAMED = 100
 
@@ -196,4 +200,20 @@ def small_files(subject: Subject) -> Iterator[Finding]:
             yield finding_of(err, default=SMALL, file=name, expected="a JSON object")
 
 
-CHECKS = (Check(indexes, formats=_FORMATS), Check(small_files, formats=_FORMATS))
+def configuration(subject: Subject) -> Iterator[Finding]:
+    """CK527: transformers, peft and diffusers load a directory by its configuration."""
+    is_one = any(_INDEX.match(name) or _SINGLE.match(name) for name in subject.files)
+    if subject.store.entry is None and is_one and not any(name in subject.files for name in _CONFIGS):
+        yield NO_CONFIG.finding(
+            "the directory holds weights of Hugging Face's names, but no configuration",
+            file=_CONFIGS[0],
+            expected=_CONFIGS[0],
+            found="no such file",
+        )
+
+
+CHECKS = (
+    Check(indexes, formats=_FORMATS),
+    Check(small_files, formats=_FORMATS),
+    Check(configuration, formats=_FORMATS),
+)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core.checks import Check, Code
+from core.checks.problems import finding_of
 from core.checks.subject import Subject
-from core.errors import CheckpointingException
+from core.errors import CheckpointingException, MissingShardError, TruncatedError
 from core.finding import Finding, Severity
 
 UNREADABLE = Code(
@@ -26,7 +27,8 @@ def readable(subject: Subject) -> Iterator[Finding]:
     err = subject.failure if subject.catalog is None else None
     if err is None or is_explained(subject, err):
         return
-    yield UNREADABLE.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span, hint=err.hint)
+    is_of_file = err.file is not None and isinstance(err, (TruncatedError, MissingShardError))
+    yield finding_of(err, default=UNREADABLE, code=None if is_of_file else UNREADABLE)
 
 
 def is_explained(subject: Subject, err: CheckpointingException) -> bool:

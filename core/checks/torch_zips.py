@@ -81,20 +81,22 @@ def _file(subject: Subject, name: str) -> Iterator[Finding]:
             )
         return
     problems: list[CheckpointingException] = []
+    archives: list[Archive] = []
     if kind == "zip":
-        problems = problems_of(lambda report: _zip(store, name, report, level=subject.level))
+        problems = problems_of(lambda report: archives.append(_zip(store, name, report, level=subject.level)))
         yield from findings_of(problems, default=MALFORMED, file=name)
     if not problems and (subject.catalog is None or kind == "legacy"):
         yield from findings_of(problems_of(lambda report: parse(store, name)), default=MALFORMED, file=name)
-    if kind == "zip" and not problems and subject.level >= Level.HEADERS:
-        yield from descriptors(store, read_archive(store, name))
+    if archives and not problems and subject.level >= Level.HEADERS:
+        yield from descriptors(store, archives[0])
 
 
-def _zip(store: ReadStore, name: str, report: Report, *, level: Level) -> None:
+def _zip(store: ReadStore, name: str, report: Report, *, level: Level) -> Archive:
     archive, is_whole = opened(store, name, report)
     if is_whole and "constants.pkl" not in archive.records:
         check_kind(archive)
     check_records(store, archive, report, reads=level >= Level.HEADERS)
+    return archive
 
 
 def opened(

@@ -11,11 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from core.checks import Level, file_codes, index, tracker
+from core.box import Box
+from core.checks import Level, dcp_files, file_codes, index, tracker
 from core.checks.problems import finding_of
+from core.checks.subject import Subject
 from core.errors import StorageError
 from core.finding import Finding, Severity
 from core.formats import zarr3
+from core.formats.dcp import stated_metadata
+from core.formats.dcp_columns import DcpItem
+from core.formats.dcp_metadata_writer import ChunkRow, TensorRow, write_metadata
+from core.layout import load_rules
+from core.open import located
+from core.store import LocalStore
 from core.validate import validate
 from tests import broken as b
 from tests.damages import FIRST, ITER, RANKS, SECOND, SHARDS, STEP, TABLE, TORCH, ZARR, ZARR3, ZERO, Row
@@ -58,7 +66,7 @@ def test_a_damage_is_found_and_named(row: Row, golden: Path, sharded: Path, tmp_
 
 def test_every_code_has_a_broken_file() -> None:
     shown = {code for row in TABLE for code, _ in row.found}
-    elsewhere = {"CK105", "CK109", "CK110", "CK151", "CK153", "CK513", "CK524"}
+    elsewhere = {"CK105", "CK151", "CK153", "CK513", "CK524", "CK527"}
     codes = {code.code for code in (*file_codes.ALL, *tracker.CODES, *index.CODES)}
     assert codes - shown == elsewhere
 
@@ -128,6 +136,52 @@ def test_a_newer_iteration_is_a_note(golden: Path, tmp_path: Path) -> None:
     assert own(found) == []
     assert [(finding.code, finding.severity) for finding in found if finding.code == "CK513"] == [
         ("CK513", Severity.NOTE)
+    ]
+
+
+def test_items_that_share_bytes_are_found(golden: Path, tmp_path: Path) -> None:
+    path = copied(golden / "torch_dcp/tp2_only", tmp_path)
+    stated = stated_metadata(LocalStore(path))
+    rows = [
+        TensorRow(key, tensor.dtype, tensor.shape, [ChunkRow(*box_and_place(*chunk)) for chunk in stated.chunks(key)])
+        for key, tensor in stated.tensors.items()
+    ]
+    first, second = rows[0], rows[1]
+    (chunk, *_), (other, *rest) = list(first.chunks), list(second.chunks)
+    moved = other._replace(file=chunk.file, item_offset=chunk.item_offset + 8, item_bytes=chunk.item_bytes)
+    (path / ".metadata").write_bytes(
+        write_metadata([first, second._replace(chunks=[moved, *rest]), *rows[2:]], planner_data=None)
+    )
+    found = own(validate(path, level=Level.HEADERS).findings)
+    assert {("CK151", chunk.file), ("CK152", chunk.file)} <= set(found)
+
+
+def box_and_place(box: Box, item: DcpItem) -> tuple[tuple[int, ...], tuple[int, ...], str, int, int]:
+    return box.offset, box.shape, item.file, item.offset, item.n_bytes
+
+
+def test_items_that_no_entry_refers_to_are_a_note(golden: Path) -> None:
+    place = located(golden / "torch_dcp/tp2_only")
+    subject = Subject(
+        path=place.path,
+        root=place.path,
+        store=place.store,
+        format=place.format,
+        level=Level.METADATA,
+        rules=load_rules(None),
+    )
+    assert subject.catalog is not None
+    subject.catalog = subject.catalog.with_attrs(orphans=("gone",))
+    assert [(f.code, f.key, f.severity) for f in dcp_files.data_files(subject)] == [("CK153", "gone", Severity.NOTE)]
+
+
+def test_weights_without_a_configuration_are_a_note(golden: Path, tmp_path: Path) -> None:
+    path = copied(golden / SHARDS, tmp_path)
+    (path / "config.json").unlink()
+    found = validate(path).findings
+    assert own(found) == []
+    assert [(finding.code, finding.severity) for finding in found if finding.code == "CK527"] == [
+        ("CK527", Severity.NOTE)
     ]
 
 

@@ -1,0 +1,71 @@
+"""CK101, CK103: every stored array lies inside its file, whatever the format.
+
+The readers of the built-in formats make sure of it for what they place themselves; this check holds for all of them,
+and for those of other packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from core.catalog import Catalog, StoredArray
+from core.checks import Check, Level
+from core.checks.file_codes import MALFORMED, MISSING, TRUNCATED
+from core.checks.problems import finding_of
+from core.checks.subject import Subject
+from core.dtypes import itemsize
+from core.errors import CheckpointingException
+from core.finding import Finding
+
+CODES = ()
+
+
+def inside(subject: Subject) -> Iterator[Finding]:
+    """The end of the last array in each file, against the file's size; one finding a file."""
+    catalog = subject.catalog
+    if catalog is None:
+        return
+    last: dict[str, tuple[int, str]] = {}
+    for key in (*catalog.tensors, *catalog.hidden):
+        try:
+            for file, end in _ends(catalog, key):
+                if end > last.get(file, (-1, ""))[0]:
+                    last[file] = (end, key)
+        except CheckpointingException as err:
+            if not subject.is_explained(err.file):
+                yield finding_of(err, default=MALFORMED, key=key)
+    for file, (end, key) in sorted(last.items()):
+        size = subject.files.get(file)
+        if (size is None or size < end) and not subject.is_explained(file):
+            yield (MISSING if size is None else TRUNCATED).finding(
+                "a tensor lies in a file that is not there" if size is None else "a tensor lies behind the file's end",
+                file=file,
+                key=key,
+                span=None if size is None else (size, end),
+                expected=f"at least {end} bytes",
+                found="no such file" if size is None else f"{size} bytes",
+            )
+
+
+def _ends(catalog: Catalog, key: str) -> Iterator[tuple[str, int]]:
+    """(file, byte behind the last one in it that is known) of every array of a tensor."""
+    for fragment in catalog.fragments(key):
+        array = fragment.array
+        if array is not None and array.extent is not None:
+            yield array.extent.file, array.extent.offset + _n_bytes(array)
+
+
+def _n_bytes(array: StoredArray) -> int:
+    extent = array.extent
+    assert extent is not None
+    if extent.item_bytes is not None:
+        return extent.item_bytes
+    if extent.encoding is not None:
+        return 0  # only the encoding knows
+    if extent.strides is None or 0 in array.shape:
+        return array.n_bytes
+    last = sum((n - 1) * step for n, step in zip(array.shape, extent.strides, strict=True))
+    return (last + 1) * itemsize(array.dtype)
+
+
+CHECKS = (Check(inside, Level.HEADERS),)
