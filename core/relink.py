@@ -33,7 +33,7 @@ _BOUND_OPTIMIZERS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_ga
 """Forms of optimizer state that load only at the sizes they were saved with."""
 _ANY = frozenset({
     *("src", "dst", "to", "iteration", "keeps_layout", "optim", "metadata_only"),
-    *("memory_bytes", "threads", "resume", "force", "crc", "digest", "fsync"),
+    *("memory_bytes", "threads", "resume", "force", "crc", "digest", "fsync", "fingerprint"),
 })  # fmt: skip
 """Fields of a job that do not change what stands in the files."""
 
