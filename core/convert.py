@@ -197,6 +197,7 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
             "--tie proves that two tensors are equal, which --on-replica-mismatch first does not do", hint="give one"
         )
     form = global_form(job, source, format)
+    _check_text(form.catalog)
     notes = [*source.notes, *form.notes]
     checked = vetted(form.catalog, keeps_unknown=format.partition == "ranks", drop_unknown=job.drop_unknown)
     dropped = [*form.dropped, *checked.dropped]
@@ -236,6 +237,23 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         dropped=tuple(folded(dropped, end=" (")),
         form=checked.catalog,
     )
+
+
+def _check_text(catalog: Catalog) -> None:
+    """Returns if every name can be written as text.
+
+    Raises:
+        UnsupportedError: one holds half a surrogate pair.
+    """
+    for key in (*catalog.tensors, *catalog.objects, *catalog.hidden):
+        try:
+            key.encode()
+        except UnicodeEncodeError as err:
+            raise UnsupportedError(
+                f"a name is no text that can be written: {err.reason}",
+                key=key,
+                hint="leave it out with --exclude, or rename it with --rename",
+            ) from err
 
 
 def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:

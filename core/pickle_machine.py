@@ -24,7 +24,8 @@ class Limits:
     """What a pickle may ask for.
 
     Args:
-        max_objects: containers and records (each takes 60 to 250 bytes).
+        max_objects: containers (60 to 70 bytes each); a record counts as three, a set as four.
+        objects_per_byte: as many objects a byte of the pickle, beside ``_FREE_OBJECTS``. Real pickles have at most 0.1.
         max_depth: nesting of the result, None for any. Counted along a depth-first walk.
         max_int_bytes: bytes of one integer; Python refuses to print much longer ones.
         max_string_bytes: bytes of one string.
@@ -32,12 +33,18 @@ class Limits:
     """
 
     max_objects: int = 50_000_000
+    objects_per_byte: float = 1 / 3
     max_depth: int | None = 1000
     max_int_bytes: int = 4096
     max_string_bytes: int = 1 << 32
     max_marks: int = 100_000
 
+    def objects_of(self, n_bytes: int) -> int:
+        """Objects that a pickle of that length may make."""
+        return min(self.max_objects, _FREE_OBJECTS + int(self.objects_per_byte * n_bytes))
 
+
+_FREE_OBJECTS = 1_000_000
 _MISSING = object()
 _float = struct.Struct(">d").unpack_from
 _int4 = struct.Struct("<i").unpack_from
@@ -99,7 +106,7 @@ class Machine:
         memoize = memo.append
         sparse: dict[int, Any] = {}
         limits = self._limits
-        left = limits.max_objects
+        most = left = limits.objects_of(len(data))
         max_marks = limits.max_marks
         actions = self._actions
         check_key = self._guard.check
@@ -173,7 +180,7 @@ class Machine:
                     else:
                         _not_a("mapping", target)
                 elif op == 0x52:  # REDUCE
-                    left -= 1
+                    left -= 3
                     args = stack.pop()
                     fn = stack[-1]
                     action = actions.get(id(fn))
@@ -189,7 +196,7 @@ class Machine:
                     if left < 0:
                         self._too_many()
                 elif op == 0x81:  # NEWOBJ
-                    left -= 1
+                    left -= 3
                     args = stack.pop()
                     fn = stack[-1]
                     action = self._makers.get(id(fn))
@@ -389,7 +396,7 @@ class Machine:
                         else:
                             _not_a("set", stack[-1])
                 elif op == 0x92:  # NEWOBJ_EX
-                    left -= 1
+                    left -= 3
                     if left < 0:
                         self._too_many()
                     kwargs = stack.pop()
@@ -399,7 +406,7 @@ class Machine:
                     _check_callable(stack[-1])
                     stack[-1] = Inert("newobj_ex", stack[-1], args, kwargs=kwargs)
                 elif op == 0x69 or op == 0x6F:  # INST, OBJ
-                    left -= 1
+                    left -= 3
                     if left < 0:
                         self._too_many()
                     items = stack
@@ -426,7 +433,7 @@ class Machine:
                     _refuse(op)
         finally:
             self.at = i
-            self.n_objects = limits.max_objects - left
+            self.n_objects = most - left
 
     @property
     def names(self) -> set[Global]:
@@ -438,7 +445,10 @@ class Machine:
         return found - {GETATTR} if self._folds == {True} else found
 
     def _too_many(self) -> NoReturn:
-        raise UnsafeError(f"the pickle makes more than {self._limits.max_objects} objects")
+        raise UnsafeError(
+            "the pickle makes more objects than pickles of its length do",
+            hint="do not trust this file; if it is yours, report what wrote it",
+        )
 
     @staticmethod
     def _get(sparse: dict[int, Any], index: int) -> object:

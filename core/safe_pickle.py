@@ -6,9 +6,9 @@ REDUCE, NEWOBJ, INST and OBJ become an ``Inert`` with its arguments; BUILD sets 
 its ``entries`` and ``items``. Refused by name: the copyreg extension registry (EXT1/2/4), out-of-band buffers,
 text persistent ids.
 
-Bounds: every opcode is at least one byte and makes at most one object, so memory is below about 130 times the length
-of the pickle, and ``Limits.max_objects`` bounds it absolutely; time is linear; nothing recurses. Lengths are compared
-with the data before anything is allocated.
+Bounds: the number of objects is limited in proportion to the length of the pickle (``Limits``), so that memory stays
+below 100 MB and 40 times that length; time is linear; nothing recurses. Lengths are compared with the data before
+anything is allocated.
 
 Some callables that only make plain values are normalised (``core.pickle_reduce``): ``torch.Size`` to a tuple, sets,
 bytes of protocol 2, ``getattr(Class, "name")`` to a longer name, module names of Python 2.

@@ -28,6 +28,7 @@ from core.errors import (
 )
 
 MAX_OPEN_FILES = 128
+MAX_LINKED_FOLDERS = 10_000
 _IOV_MAX = 1024
 
 
@@ -163,6 +164,8 @@ class LocalStore:
         self.entry = entry
         self._open: OrderedDict[str, _OpenFile] = OrderedDict()
         self._seen: dict[str, tuple[int, int, int]] = {}
+        self._links: set[tuple[str, str]] = set()
+        """Directories that are links, as they were listed: (directory above, name)."""
         self._lock = threading.Lock()
 
     @property
@@ -179,8 +182,39 @@ class LocalStore:
         return [name for name, entry in self._entries(under) if _is(entry.is_file)]
 
     def folders(self, under: str = "") -> list[str]:
-        """See ReadStore; symbolic links to directories count."""
-        return [name for name, entry in self._entries(under) if _is(entry.is_dir)]
+        """See ReadStore; symbolic links to directories count, if they lead to none of those that they lie in.
+
+        Raises:
+            UnsafeError: so many directories are reached by links that they may lead round for ever.
+        """
+        found: list[str] = []
+        for name, entry in self._entries(under):
+            if entry.is_symlink():
+                if not self._is_followed(under, name):
+                    continue
+                self._links.add((under, name))
+                if len(self._links) > MAX_LINKED_FOLDERS:
+                    raise UnsafeError(
+                        f"more than {MAX_LINKED_FOLDERS} directories are reached by links",
+                        file=under,
+                        hint="remove the links; directories that lead into each other are no checkpoint",
+                    )
+                found.append(name)
+            elif _is(entry.is_dir):
+                found.append(name)
+        return found
+
+    def _is_followed(self, under: str, name: str) -> bool:
+        """Whether a link leads to a directory, and to none of those above it."""
+        try:
+            target = os.stat(self.root / under / name)
+            if not stat.S_ISDIR(target.st_mode):
+                return False
+            parts = under.split("/") if under else []
+            above = [os.stat(self.root.joinpath(*parts[:n])) for n in range(len(parts) + 1)]
+        except OSError:
+            return False
+        return all((target.st_dev, target.st_ino) != (one.st_dev, one.st_ino) for one in above)
 
     def sizes(self, under: str = "") -> Mapping[str, int]:
         """See ReadStore; one pass over the directory, no file is opened."""
@@ -224,8 +258,24 @@ class LocalStore:
         return self._seen[name]
 
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
-        """See ReadStore and ``read_into``."""
-        buffer = bytearray(n_bytes)
+        """See ReadStore and ``read_into``; what the file does not hold is refused before memory is taken for it.
+
+        Raises:
+            CapacityError: it is more than fits in memory.
+        """
+        with self._file(name) as fd, translated(name, doing="read"):
+            size = self._seen[name][0]
+            if offset + n_bytes > size:
+                raise _too_short(name, size, offset, n_bytes)
+            try:
+                found = os.pread(fd, n_bytes, offset)
+                if len(found) == n_bytes:
+                    return found
+                buffer = bytearray(n_bytes)  # a signal, or more than one call reads
+            except (MemoryError, OverflowError) as err:
+                raise CapacityError(
+                    f"{n_bytes} bytes are to be read at once, which do not fit in memory", file=name
+                ) from err
         self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
 
@@ -241,12 +291,7 @@ class LocalStore:
             while done < len(buffer):
                 n = os.preadv(fd, [buffer[done:]], offset + done)
                 if n == 0:
-                    raise TruncatedError(
-                        f"the file ends at byte {offset + done}, {len(buffer) - done} bytes too early",
-                        file=name,
-                        span=(offset, offset + len(buffer)),
-                        hint="copy the checkpoint again, or use an older one",
-                    )
+                    raise _too_short(name, offset + done, offset, len(buffer))
                 done += n
 
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -343,6 +388,15 @@ def _close(fd: int) -> None:
     """Closes a file that was only read: nothing can be lost by it."""
     with suppress(OSError):
         os.close(fd)
+
+
+def _too_short(name: str, end: int, offset: int, n_bytes: int) -> TruncatedError:
+    return TruncatedError(
+        f"the file ends at byte {end}, {offset + n_bytes - end} bytes too early",
+        file=name,
+        span=(offset, offset + n_bytes),
+        hint="copy the checkpoint again, or use an older one",
+    )
 
 
 class _OpenFile:

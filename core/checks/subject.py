@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +17,11 @@ from core.deep import Deep, examined
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 from core.formats import Format
+from core.inert import Global
 from core.layout_rules import Rules
 from core.open import Checkpoint
 from core.recorded import Recorded, recorded
+from core.safe_pickle import noting_names
 from core.scan import DEFAULT_MEMORY_BYTES, Progress
 from core.store import LocalStore
 
@@ -81,6 +83,8 @@ class Subject:
         """What its manifest says; None if there is none."""
         return recorded(self.store.root, entry=self.store.entry)
 
+    _named: set[Global] = field(default_factory=set)
+
     @cached_property
     def deep(self) -> Deep:
         """What reading every byte gave; at the deepest level only."""
@@ -105,11 +109,21 @@ class Subject:
         if self.format is None:
             return None
         is_sample = self.level == Level.METADATA and self.format.sample is not None
-        try:
-            return self.format.sample(self.store) if is_sample and self.format.sample else self.format.read(self.store)
-        except CheckpointingException as err:
-            self.failure = self.failure or err
-            return None
+        with noting_names() as names:
+            try:
+                read = self.format.sample if is_sample and self.format.sample else self.format.read
+                return read(self.store)
+            except CheckpointingException as err:
+                self.failure = self.failure or err
+                return None
+            finally:
+                self._named |= names
+
+    @property
+    def named(self) -> Set[Global]:
+        """Names that the pickles have which were read for the metadata."""
+        _ = self.catalog
+        return self._named
 
     @cached_property
     def salvaged(self) -> Salvaged:

@@ -161,7 +161,7 @@ def _check_weight(meta: TensorMeta) -> None:
         raise UnsupportedError(
             "the name cannot be that of a directory", key=meta.key, hint="rename it with --rename"
         ) from err
-    if "/" in meta.key or len(meta.key.encode()) > 255:
+    if "/" in meta.key or len(meta.key.encode("utf-8", "replace")) > 255:
         raise UnsupportedError("the name cannot be that of a directory", key=meta.key, hint="rename it with --rename")
     kind = DTYPES[meta.dtype].kind
     if kind == "packed" or (kind == "float" and meta.dtype != "float32"):

@@ -162,7 +162,7 @@ def _scanned(head: bytes, file: str) -> tuple[int, Location] | None:
         name = head[at + LOCAL.size : at + LOCAL.size + n_name]
         data = at + LOCAL.size + n_name + n_extra
         record = name.partition(b"/")[2]
-        if found is not None and record == found.record.encode():
+        if found is not None and record == found.record.encode("utf-8", "surrogatepass"):
             return (data, found) if data <= len(head) else None
         end = _end_of_record(head, data) if flags & HAS_DESCRIPTOR else data
         if end is None:
