@@ -1,0 +1,295 @@
+"""What is fuzzed: readers of untrusted bytes, each a function that may raise nothing but the project's errors.
+
+``tests/fuzz`` runs them under hypothesis, ``scripts/fuzz`` under atheris. A target gets the bytes of one file and reads
+them as the formats do; where a whole checkpoint can be made around that file, it goes on to its tensors and objects.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from core import journal
+from core.catalog import Catalog
+from core.decoded import DecodedStore
+from core.errors import CheckpointingException
+from core.formats import dcp, dcp_metadata, ocdbt_nodes, safetensors, torch_file, torch_legacy, zarr, zarr3
+from core.formats.hf_index import read_index
+from core.formats.mcore_config import config_of
+from core.formats.ocdbt_nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, Place
+from core.formats.ocdbt_tree import TREE, leaves_of
+from core.formats.torch_tensor import TensorReader
+from core.formats.zarr_crc32c import crc32c
+from core.inert import TensorLeaf
+from core.json_object import object_of
+from core.manifest import MANIFEST, read_manifest
+from core.objects import loaded
+from core.peek import first_values
+from core.pickle_writer import dumps
+from core.safe_pickle import classify, globals_of, load
+from core.store import MemoryStore
+from core.summary import groups_of
+
+_MOST = 24
+"""Tensors, and pieces of each, that are looked at."""
+_SMALL = 1 << 20
+"""Bytes above which the elements of an encoded array are not decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One of them.
+
+    Args:
+        run: reads some bytes; an error of the project's tree is a fine result.
+        seeds: patterns of real files, below a directory of checkpoints.
+        made: seeds that no file is.
+    """
+
+    run: Callable[[bytes], None]
+    seeds: tuple[str, ...] = ()
+    made: tuple[bytes, ...] = ()
+
+
+def survives(target: Target, data: bytes) -> CheckpointingException | None:
+    """The error of the project's tree in which an input ends, or None; any other exception comes out."""
+    try:
+        target.run(data)
+    except CheckpointingException as err:
+        str(err)
+        err.fields()
+        return err
+    return None
+
+
+def _pickle(data: bytes) -> None:
+    value = load(data, label="x.pkl")
+    for name in globals_of(value):
+        classify(name)
+    with suppress(CheckpointingException):
+        dumps(value)
+
+
+def _torch_pickle(data: bytes) -> None:
+    reader = TensorReader()
+    value = load(data, label="data.pkl", hooks=reader.hooks)
+    assert all(leaf.key in reader.locations for leaf in _leaves(value))
+
+
+def _leaves(value: object) -> Iterable[TensorLeaf]:
+    from core.inert import walk
+
+    return (node for node in walk(value) if isinstance(node, TensorLeaf))
+
+
+def _torch(data: bytes) -> None:
+    store = MemoryStore({"x.pt": data}, entry="x.pt")
+    if torch_file.FORMAT.sniff(store):
+        _explored(torch_file.FORMAT.read(store), store)
+
+
+def _legacy(data: bytes) -> None:
+    store = MemoryStore({"x.pt": data}, entry="x.pt")
+    torch_legacy.pickle_end(store, "x.pt", 0, len(data))
+    _torch(data)
+
+
+def _item(data: bytes) -> None:
+    """A DCP item of an f32 tensor of four."""
+    from core.catalog import Extent, StoredArray
+
+    store = MemoryStore({"__0_0.distcp": data})
+    late = StoredArray("w", "float32", (4,), Extent("__0_0.distcp", 0, item_bytes=len(data)))
+    bound = torch_file.item_location(store, late)
+    assert bound.extent is not None
+    if bound.extent.strides is None:
+        store.read("__0_0.distcp", bound.extent.offset, bound.n_bytes)
+
+
+def _metadata(data: bytes) -> None:
+    found = dcp_metadata._metadata_by_machine(data, ".metadata")
+    files = dict.fromkeys(found.files[:_MOST], b"")
+    catalog = dcp.catalog_of(found, format="dcp")
+    _explored(catalog, MemoryStore(files))
+
+
+def _safetensors(data: bytes) -> None:
+    store = MemoryStore({"x.safetensors": data}, entry="x.safetensors")
+    if safetensors.FORMAT.sniff(store):
+        _explored(safetensors.FORMAT.read(store), store)
+    from core.formats.safetensors_header import read_header
+
+    read_header(store, "x.safetensors")
+
+
+def _zarray(data: bytes) -> None:
+    """The metadata of an array with a few chunks of 16 bytes."""
+    chunks = {f"w/{name}": bytes(16) for name in ("0", "0.0", "0.1", "1.0", "1.1", "0.0.0")}
+    _hierarchy(zarr.FORMAT, {"w/.zarray": data, **chunks})
+
+
+def _zarr_json(data: bytes) -> None:
+    chunks = {f"w/{name}": bytes(16) for name in ("c", "0", "0.0", "c/0", "c/1", "c/0/0", "c/0/1", "c.0", "c/0/0/0")}
+    _hierarchy(zarr3.FORMAT, {"zarr.json": b'{"zarr_format":3,"node_type":"group"}', "w/zarr.json": data, **chunks})
+
+
+def _shard(data: bytes) -> None:
+    """A shard, its index closed by a right checksum where it would be."""
+    closed = data[:-4] + crc32c(data[-36:-4]).to_bytes(4, "little")
+    for content in (data, closed):
+        try:
+            _hierarchy(zarr3.FORMAT, {"zarr.json": b'{"zarr_format":3,"node_type":"group"}', **_sharded(content)})
+        except CheckpointingException:
+            continue
+
+
+def _sharded(content: bytes) -> dict[str, bytes]:
+    metadata = (
+        b'{"zarr_format":3,"node_type":"array","shape":[4],"data_type":"float32","fill_value":0,'
+        b'"chunk_grid":{"name":"regular","configuration":{"chunk_shape":[4]}},'
+        b'"chunk_key_encoding":{"name":"default","configuration":{"separator":"/"}},'
+        b'"codecs":[{"name":"sharding_indexed","configuration":{"chunk_shape":[2],"codecs":[{"name":"bytes",'
+        b'"configuration":{"endian":"little"}},{"name":"zstd"}],"index_codecs":[{"name":"bytes","configuration":'
+        b'{"endian":"little"}},{"name":"crc32c"}],"index_location":"end"}}]}'
+    )
+    return {"w/zarr.json": metadata, "w/c/0": content}
+
+
+def _chunk(data: bytes) -> None:
+    """The stored bytes of a compressed chunk; the first byte chooses the codecs."""
+    from core.catalog import Extent, StoredArray
+    from core.formats.zarr_decode import ChunkCoding, EncodedChunk
+
+    chains = (("gzip",), ("zlib",), ("bz2",), ("zstd",), ("zstd", "crc32c"), ("gzip", "zstd"), ())
+    chain = chains[data[0] % len(chains)] if data else ()
+    body = data[1:]
+    if chain[-1:] == ("crc32c",):
+        body += crc32c(body).to_bytes(4, "little")
+    coding = ChunkCoding("float32", (4, 8), (1, 0), is_big_endian=True, codecs=chain)
+    chunk = EncodedChunk(coding, len(body))
+    dense = chunk.decode(MemoryStore({"c": body}), StoredArray("w", "float32", (4, 8), Extent("c", 0)), 0)
+    assert len(dense) == 128
+
+
+def _hierarchy(format: object, files: dict[str, bytes]) -> None:
+    store = MemoryStore(files)
+    _explored(format.read(store), store)  # type: ignore[attr-defined]
+
+
+def _hf_index(data: bytes) -> None:
+    store = MemoryStore({"m.safetensors.index.json": data, "m-00001-of-00001.safetensors": b"\x02\0\0\0\0\0\0\0{}"})
+    read_index(store, "m.safetensors.index.json")
+    _explored(safetensors.FORMAT.read(store), store)
+
+
+def _json(data: bytes) -> None:
+    object_of(data, file="x.json")
+
+
+def _config(data: bytes) -> None:
+    config_of(MemoryStore({"metadata.json": data}))
+
+
+def _tree(data: bytes) -> None:
+    leaves_of(MemoryStore({TREE: data}), "")
+
+
+def _manifest(data: bytes) -> None:
+    read_manifest(MemoryStore({MANIFEST: data}))
+
+
+def _journal(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
+        file.write(b'{"journal":1,"plan":"p"}\n' + data)
+        file.flush()
+        made = journal.FileJournal(Path(file.name), "p", sync=lambda names: None)
+        for item in range(4):
+            made.done(item)
+        made.close()
+
+
+def _ocdbt(data: bytes) -> None:
+    """A manifest or node around a body, its length and checksum right: the first byte says which."""
+    if not data:
+        return
+    kind, body = data[0], data[1:]
+    magic = NODE_MAGIC if kind & 1 else MANIFEST_MAGIC
+    head = magic.to_bytes(4, "big") + (12 + len(body) + 4).to_bytes(8, "little")
+    whole = head + body
+    whole += crc32c(whole).to_bytes(4, "little")
+    budget = Budget(1 << 20)
+    budget.earn(len(whole))
+    if kind & 1:
+        ocdbt_nodes.read_node(whole, Place("", "d/0", 0, len(whole)), kind >> 1 & 1, budget)
+    else:
+        ocdbt_nodes.read_manifest(whole, budget)
+
+
+def _explored(catalog: Catalog, store: MemoryStore) -> None:
+    """Looks at everything that a catalog promises, as the commands would."""
+    groups_of(catalog.tensors.values())
+    for name in globals_of([item.value for item in catalog.objects.values()]):
+        classify(name)
+    for key in islice(catalog.tensors, _MOST):
+        try:
+            _explored_tensor(catalog, store, key)
+        except CheckpointingException as err:
+            str(err)
+    loaded(catalog, store, torch_file.load_object)
+
+
+def _explored_tensor(catalog: Catalog, store: MemoryStore, key: str) -> None:
+    pieces = catalog.fragments(key)
+    decoded = DecodedStore(store)
+    for piece in pieces[:_MOST]:
+        if piece.array is None:
+            continue
+        array = catalog.bind(store, piece.array)
+        extent = array.extent
+        assert extent is not None and extent.item_bytes is None
+        if extent.encoding is None and extent.strides is None and array.n_bytes < _SMALL:
+            store.read(extent.file, extent.offset, array.n_bytes)
+        elif extent.encoding is not None and extent.encoding.unit_bytes < _SMALL:
+            extent.encoding.decode(decoded, array, 0)
+    first_values(store, catalog, key, 4)
+
+
+def _varints(*numbers: int) -> bytes:
+    found = bytearray()
+    for number in numbers:
+        while number > 127:
+            found.append(number & 127 | 128)
+            number >>= 7
+        found.append(number)
+    return bytes(found)
+
+
+TARGETS: dict[str, Target] = {
+    "pickle": Target(_pickle, (".metadata",), (b"\x80\x04]\x94.", b"cos\nsystem\n(S'id'\ntR.", b"(lp0\nI1\na.")),
+    "torch_pickle": Target(_torch_pickle, ("data.pkl",)),
+    "zip": Target(_torch, ("*.pt", "*.bin")),
+    "legacy": Target(_legacy, ("*legacy*.pt",)),
+    "dcp_item": Target(_item, ()),
+    "dcp_metadata": Target(_metadata, (".metadata",)),
+    "safetensors": Target(_safetensors, ("*.safetensors",)),
+    "zarr2": Target(_zarray, (".zarray",)),
+    "zarr3": Target(_zarr_json, ("zarr.json",)),
+    "zarr_shard": Target(_shard, (), (bytes(40), bytes(16) + b"\0" * 8 + b"\x08" + b"\0" * 27)),
+    "zarr_chunk": Target(_chunk, (), (b"\0\x1f\x8b\x08", b"\1x\x9c\x03\0\0\0\0\1", b"\2BZh9", b"\3\x28\xb5\x2f\xfd")),
+    "index_json": Target(_hf_index, ("*.index.json",)),
+    "json": Target(_json, ("config.json", "metadata.json"), (b'{"a":' * 40,)),
+    "mcore_config": Target(_config, ("metadata.json",)),
+    "orbax_tree": Target(_tree, ("_METADATA",)),
+    "manifest": Target(
+        _manifest, (), (b'{"schema":"ckpt-manifest","version":1,"digest":null,"files":[],"arrays":[]}',)
+    ),
+    "journal": Target(_journal, (), (b'{"items":[[0,[["w",0,4,7]],[["f","w",4,7,0,0,4,7]]]]}\n',)),
+    "ocdbt": Target(
+        _ocdbt, ("manifest.ocdbt",), (b"\0\0\0" + bytes(16) + _varints(0, 1024, 100000), b"\1\0\0\0\0\1\1")
+    ),
+}

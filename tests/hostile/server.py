@@ -1,0 +1,104 @@
+"""Runs command lines one by one in children with limits, forked from a process that has imported what they use.
+
+A line of JSON on stdin, ``[[argument, …], working directory]``; a line on stdout: how the command ended, what it
+printed, the processor time it took and by how much its memory grew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from importlib import import_module
+from typing import NoReturn
+
+WALL_S = 60
+CPU_S = 40
+ADDRESS_BYTES = 2 << 30
+_PRELOADED = (
+    *("ckpt_cli.app", "ckpt_cli.inspect", "ckpt_cli.convert", "ckpt_cli.validate", "core.convert", "core.validate"),
+    *("core.formats", "core.summary", "numpy", "zstandard"),
+)
+
+
+def serve() -> None:
+    """Answers every line of stdin."""
+    for name in _PRELOADED:
+        import_module(name)
+    from core.formats import formats
+
+    formats()
+    for line in sys.stdin:
+        arguments, folder = json.loads(line)
+        print(json.dumps(_run(arguments, folder)), flush=True)
+
+
+def _run(arguments: list[str], folder: str) -> dict[str, object]:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        begun = time.monotonic()
+        before = _resident_bytes()
+        pid = os.fork()
+        if pid == 0:
+            _be_child(arguments, folder, out.fileno(), err.fileno())
+        _, status, used = _waited(pid, begun + WALL_S)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read(1 << 22).decode("utf-8", "surrogateescape"))
+    return {
+        "code": os.waitstatus_to_exitcode(status),
+        "out": texts[0],
+        "err": texts[1],
+        "cpu_s": used.ru_utime + used.ru_stime,
+        "grown_bytes": max(0, (used.ru_maxrss << 10) - before),
+    }
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _waited(pid: int, deadline: float) -> tuple[int, int, resource.struct_rusage]:
+    while True:
+        found = os.wait4(pid, os.WNOHANG)
+        if found[0]:
+            return found
+        if time.monotonic() > deadline:
+            os.kill(pid, 9)
+            return os.wait4(pid, 0)
+        time.sleep(0.002)
+
+
+def _be_child(arguments: list[str], folder: str, out: int, err: int) -> NoReturn:
+    code = 99
+    try:
+        os.chdir(folder)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        with open("/proc/self/statm", "rb") as statm:
+            mapped = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_BYTES, mapped + ADDRESS_BYTES))
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)
+        from ckpt_cli.app import main
+
+        code = main(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        import traceback
+
+        os.write(2, traceback.format_exc().encode("utf-8", "replace"))
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
