@@ -4,7 +4,7 @@ Exits with 0 if they do, with 1 if they do not, or if something of them could no
 
 ``--json`` prints one object (schema ``ckpt.diff/1``; fields may be added, none change meaning)::
 
-    {"schema": "ckpt.diff/1", "same": bool, "method": "read" | "fingerprints" | "metadata",
+    {"schema": "ckpt.diff/1", "same": bool, "method": "read" | "fingerprints" | "metadata", "by_fingerprint": int,
      "tolerance": {"rtol": float, "atol": float, "equal_nan": bool} | null,
      "a": {"path": str, "format": str, "iteration": int | null, "parallel": str | null}, "b": …,
      "counts": {"equal": int, "close": int, "unread": int, "values": int, "dtype": int, "shape": int, "only_a": int,
@@ -21,7 +21,8 @@ Exits with 0 if they do, with 1 if they do not, or if something of them could no
 ``tensors`` lists those that are not equal, what matters most first. A kind is one of those in ``counts``: ``close`` are
 equal within the tolerance only, ``unread`` have equal names, shapes and types and were not read. ``nan`` counts the
 elements that are NaN on one side, ``relative`` is |A-B| / |A| in the Euclidean norm, ``is_cast`` says whether the
-narrower of two dtypes holds the wider one's values, rounded. Numbers that JSON has not are "inf", "-inf" and "nan".
+narrower of two dtypes holds the wider one's values, rounded. ``by_fingerprint`` counts tensors that were not read,
+because the fingerprints in both manifests are equal. Numbers that JSON has not are "inf", "-inf" and "nan".
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ def _job(options: DiffOptions) -> DiffJob:
         raise UsageError("--nan-differs is for comparing by value", hint="give --rtol or --atol with it")
     if options.stat_only and (has_tolerance or options.read):
         raise UsageError("--stat-only reads no values", hint="leave --rtol, --atol and --read out")
+    if options.rules is not None and not options.rules.is_file():
+        raise UsageError(
+            "--rules: there is no such file", file=str(options.rules), hint="check the spelling of the path"
+        )
     rule = Tolerance(options.rtol or 0.0, options.atol or 0.0, not options.nan_differs) if has_tolerance else None
     defaults = DiffJob(a=options.a, b=options.b)
     return DiffJob(
@@ -88,6 +93,7 @@ def _job(options: DiffOptions) -> DiffJob:
         iteration_b=options.iteration if options.iteration_b is None else options.iteration_b,
         rule=rule,
         reads=not options.stat_only,
+        believes=not options.read,
         include=tuple(options.include or ()),
         exclude=tuple(options.exclude or ()),
         strip_prefix=tuple(options.strip_prefix or ()),
@@ -104,7 +110,8 @@ def _as_json(found: Diff) -> dict[str, object]:
     return {
         "schema": "ckpt.diff/1",
         "same": found.is_same,
-        "method": "read" if found.is_read else "metadata",
+        "method": _method(found),
+        "by_fingerprint": found.n_by_fingerprint,
         "tolerance": None if found.rule is None else asdict(found.rule),
         "a": _side_json(found.a),
         "b": _side_json(found.b),
@@ -118,6 +125,13 @@ def _as_json(found: Diff) -> dict[str, object]:
         "bytes_read": found.read_bytes,
         "seconds": round(found.seconds, 3),
     }
+
+
+def _method(found: Diff) -> str:
+    """How it was found out; ``fingerprints`` if no tensor had to be read."""
+    if not found.is_read:
+        return "metadata"
+    return "fingerprints" if found.n_by_fingerprint and not found.read_bytes else "read"
 
 
 def _side_json(side: Side) -> dict[str, object]:

@@ -90,6 +90,8 @@ def _how(found: Diff) -> str:
     if not found.is_read:
         return "of equal names, shapes and dtypes; no values were read"
     n_close = len(found.of_kind("close"))
+    if found.n_by_fingerprint == len(found.tensors) > 0:
+        return "by their fingerprints"
     if found.rule is None or not n_close:
         return "bit for bit"
     return f"within the tolerance, {n_close:,} of them not bit for bit"
@@ -102,8 +104,16 @@ def _facts(found: Diff) -> Iterator[tuple[str, Cell | str]]:
         nan = "NaN equals NaN" if found.rule.equal_nan else "NaN differs from NaN"
         yield "equal if", f"|A-B| <= {found.rule.atol:g} + {found.rule.rtol:g}·|B|, {nan}"
     if found.is_read:
-        rate = f", {bytes_text(round(found.read_bytes / found.seconds))}/s" if found.seconds > 1 else ""
+        rate = (
+            f", {bytes_text(round(found.read_bytes / found.seconds))}/s"
+            if found.read_bytes and found.seconds > 1
+            else ""
+        )
         yield "read", f"{bytes_text(found.read_bytes)} in {seconds_text(found.seconds)}{rate}"
+    if found.n_by_fingerprint:
+        n = n_text(found.n_by_fingerprint, "tensor")
+        text = f"{n} not read: the fingerprints in both manifests are equal (--read reads them)"
+        yield "proven", Cell(text, ("green",))
     if found.of_layout:
         some = ", ".join(escaped(entry.path.removeprefix("args.")) for entry in found.of_layout[:3])
         more = ", …" if len(found.of_layout) > 3 else ""

@@ -18,13 +18,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from core.box_reader import BoxReader
 from core.catalog import Catalog
 from core.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.diff_entries import EntryDiff, entry_diffs
+from core.diff_fingerprints import Stated, stated_equal
 from core.diff_layout import is_of_layout
 from core.diff_prefix import prefix_hint, without_prefixes
 from core.diff_result import Diff, TensorDiff
@@ -56,6 +57,7 @@ class DiffJob:
         iteration_a, iteration_b: which iterations of training roots.
         rule: None for exact.
         reads: compare values; else names, shapes and types only.
+        believes: take the word of both manifests where their fingerprints are equal, and read the rest only.
         include, exclude: patterns of keys (``core.select``).
         strip_prefix: texts that are taken off keys that begin with them, on either side.
         with_optimizer: compare the optimizer's state and settings too.
@@ -71,6 +73,7 @@ class DiffJob:
     iteration_b: int | None = None
     rule: Tolerance | None = None
     reads: bool = True
+    believes: bool = True
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     strip_prefix: Sequence[str] = ()
@@ -115,6 +118,8 @@ class _Comparison:
         self._a, self._b = a, b
         self._progress = progress
         self._is_wanted = _selector(job, a, b)
+        is_sure = job.rule is None or job.rule.equal_nan
+        self._stated = stated_equal(a, b) if job.reads and job.believes and is_sure else Stated()
         memory = _cache_bytes(job, a.catalog, b.catalog)
         self._reader_a = BoxReader(a.catalog, a.source.store, cache_bytes=memory)
         self._reader_b = BoxReader(b.catalog, b.source.store, cache_bytes=memory)
@@ -131,6 +136,7 @@ class _Comparison:
         both = zip("AB", (self._a, self._b), strict=True)
         notes = [f"{name}: {note}" for name, side in both for note in (*side.source.notes, *side.notes)]
         notes += [f"{one.key} is only in {'A' if one.a else 'B'}, where it shares another's bytes" for one in aliases]
+        notes += self._stated.notes
         hint = prefix_hint(self._a.catalog.tensors, self._b.catalog.tensors)
         left_out = [
             f"{name}: {what}"
@@ -172,6 +178,8 @@ class _Comparison:
             if key not in have_a:
                 found[key] = TensorDiff(key=key, kind="only_b", b=b)
         if self._job.reads:
+            for key in self._stated.equal & found.keys():
+                found[key] = replace(found[key], kind="equal", is_by_fingerprint=True)
             wanted = [key for key, one in found.items() if one.kind in ("unread", "dtype")]
             for result in self._compared(wanted, found):
                 found[result.key] = _judged(found[result.key], result)
@@ -225,7 +233,7 @@ class _Comparison:
 
 
 def _is_read(one: TensorDiff) -> bool:
-    return one.kind in ("values", "close", "equal") or one.values is not None
+    return not one.is_by_fingerprint and (one.kind in ("values", "close", "equal") or one.values is not None)
 
 
 def _judged(before: TensorDiff, found: Compared) -> TensorDiff:

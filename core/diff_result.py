@@ -29,6 +29,7 @@ class TensorDiff:
         values: what differs; None where everything is equal, or nothing was read.
         is_cast: of two types: the narrower holds the wider one's values, rounded; None where that cannot be told.
         first: values of A and B at the first element that differs.
+        is_by_fingerprint: equal by the word of both manifests, and not read.
     """
 
     key: str
@@ -38,6 +39,7 @@ class TensorDiff:
     values: Values | None = None
     is_cast: bool | None = None
     first: tuple[int | float | None, int | float | None] | None = None
+    is_by_fingerprint: bool = False
 
     @property
     def is_same(self) -> bool:
@@ -106,6 +108,11 @@ class Diff:
     def is_same(self) -> bool:
         """Whether everything that was compared is equal, and everything was compared."""
         return not self.entries and not self.left_out and all(tensor.is_same for tensor in self.tensors)
+
+    @property
+    def n_by_fingerprint(self) -> int:
+        """Tensors that are equal by the word of both manifests."""
+        return sum(tensor.is_by_fingerprint for tensor in self.tensors)
 
     def of_kind(self, kind: str) -> list[TensorDiff]:
         """The tensors of a kind, in order."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckpt_cli.app import main
 from core import diff_work
 from core.convert import Job, TopologyChange, run
 from core.diff import DiffJob, diff
@@ -381,3 +382,51 @@ def test_a_resharded_checkpoint_is_the_same(golden: Path, tmp_path: Path) -> Non
     out = converted(source, tmp_path / "out", "megatron", topology=TopologyChange(tp=4, pp=1))
     found = compare(source, out)
     assert found.is_same, found.entries
+
+
+def with_manifest(source: Path, copy: Path) -> Path:
+    shutil.copytree(source, copy)
+    assert main(["manifest", str(copy), "--quiet"]) == 0
+    return copy
+
+
+def test_what_both_manifests_call_equal_is_not_read(golden: Path, tmp_path: Path) -> None:
+    a = with_manifest(golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "a")
+    b = with_manifest(golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "b")
+    found = compare(a, b)
+    assert found.is_same
+    assert (found.n_by_fingerprint, found.read_bytes) == (31, 0)
+    read = compare(a, b, believes=False)
+    assert (read.is_same, read.n_by_fingerprint) == (True, 0)
+    assert read.read_bytes > 0
+    assert compare(a, b, rule=Tolerance(equal_nan=False)).n_by_fingerprint == 0
+    assert compare(golden / "mcore_legacy/dense_gqa/tp2_pp2", b).n_by_fingerprint == 0
+
+
+def test_a_manifest_of_before_a_change_is_not_believed(golden: Path, tmp_path: Path) -> None:
+    a = with_manifest(golden / "hf/llama/safetensors_single", tmp_path / "a")
+    b = with_manifest(golden / "hf/llama/safetensors_sharded", tmp_path / "b")
+    assert compare(a, b).n_by_fingerprint == 30
+    weights = next(a.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    found = compare(a, b)
+    assert only(found).kind == "values"
+    assert any("younger than it" in note for note in found.notes)
+    (b / "ckpt-manifest.json").write_text("{}")
+    assert any("its manifest is not used" in note for note in compare(b, b).notes)
+
+
+def test_a_tensor_whose_fingerprints_differ_is_read(golden: Path, tmp_path: Path) -> None:
+    one = {"w": torch.arange(50.0), "v": torch.ones(3)}
+    a, b = (saved(tmp_path / name, one) for name in ("a.pt", "b.safetensors"))
+    changed = {**one, "w": one["w"] * 2}
+    c = saved(tmp_path / "c.pt", changed)
+    for path in (a, b, c):
+        assert main(["manifest", str(path), "--quiet"]) == 0
+    assert compare(a, b).n_by_fingerprint == 2
+    found = compare(b, c)
+    assert found.n_by_fingerprint == 1
+    assert only(found).key == "w"
+    assert only(found).values is not None

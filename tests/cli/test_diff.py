@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_cli.app import main
+from ckpt_cli.diff_page import page_of
+from ckpt_cli.terminal import Screen, columns_of
+from core.diff import DiffJob, diff
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line in this process; returns exit code, stdout, stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main(["diff", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def saved(path: Path, content: object) -> Path:
+    torch.save(content, path)
+    return path
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """Two files that differ in every way."""
+    one: dict[str, Any] = {f"layers.{n}.w": torch.ones(4, 3) * (n + 1) for n in range(6)}
+    one |= {"gone": torch.zeros(2), "shape": torch.zeros(2, 3), "dtype": torch.ones(3), "nan": torch.ones(2), "step": 1}
+    other = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in one.items()}
+    other.pop("gone")
+    for n in range(1, 5):
+        other[f"layers.{n}.w"][1, 2] += n
+    other |= {"new": torch.ones(1), "shape": torch.zeros(3, 2), "dtype": torch.ones(3).half(), "step": 2}
+    other["nan"] = torch.tensor([1.0, math.nan])
+    return saved(tmp_path / "a.pt", one), saved(tmp_path / "b.pt", other)
+
+
+def test_the_verdict_comes_first_and_the_exit_code_says_it(golden: Path, run: Run, pair: tuple[Path, Path]) -> None:
+    case = golden / "mcore_legacy/dense_gqa/tp2_pp2"
+    code, out, err = run(case, golden / "mcore_legacy/dense_gqa/tp4_pp1")
+    assert (code, err) == (0, "")
+    first, *rest = out.splitlines()
+    assert first.startswith("✓ the same: 31 tensors (")
+    assert "bit for bit" in first
+    assert any("megatron, TP2 PP2, iteration 10" in line for line in rest)
+    assert any("entries differ as layout, format or directory do, and do not count" in line for line in rest)
+    code, out, err = run(*pair)
+    assert (code, err) == (1, "")
+    assert out.splitlines()[0] == "✗ they differ: 9 of 11 tensors, 1 entry beside them"
+
+
+def test_what_matters_most_is_listed_first_and_layers_are_folded(run: Run, pair: tuple[Path, Path]) -> None:
+    lines = run(*pair)[1].splitlines()
+    titles = [line for line in lines if line and not line.startswith(" ")]
+    assert titles[1:] == [
+        "only in A (1)",
+        "only in B (1)",
+        "shapes, A and B (1)",
+        "dtypes, A and B (1)",
+        "values, the farthest apart first (5)",
+        "beside tensors (1)",
+    ]
+    rows = lines[lines.index(titles[5]) + 2 :]
+    assert rows[0].split()[:5] == ["nan", "1", "of", "2", "(50"]
+    assert "1 NaN" in rows[0]
+    assert rows[1].split()[:4] == ["layers.[1-4].w", "4", "of", "48"]
+    assert "[1, 2]: 5 → 9" in rows[1]
+    assert any(line.split() == ["dtype", "float32", "→", "float16", "the", "same", "values"] for line in lines)
+    assert any(line.split() == ["step", "1", "→", "2"] for line in lines)
+    flat = run(*pair, "--flat")[1]
+    assert "layers.4.w" in flat
+    assert "layers.[" not in flat
+    assert "more tensor" in run(*pair, "--flat", "--limit", "2")[1]
+
+
+def test_the_page_fits_a_narrow_terminal(pair: tuple[Path, Path]) -> None:
+    found = diff(DiffJob(a=pair[0], b=pair[1]))
+    for line in page_of(Screen(width=60), found, limit=10, is_flat=False):
+        assert columns_of(line) <= 60 or "of 48" in line or "ckpt" in line or line.startswith(("  A", "  B", "   "))
+    text = "\n".join(page_of(Screen(width=200, has_unicode=False), found, limit=10, is_flat=False))
+    assert "✓" not in text
+    assert "→" not in text
+
+
+def test_json_is_one_object_with_everything(run: Run, pair: tuple[Path, Path]) -> None:
+    code, out, err = run(*pair, "--json")
+    assert (code, err) == (1, "")
+    made = json.loads(out)
+    assert made["schema"] == "ckpt.diff/1"
+    assert (made["same"], made["method"], made["tolerance"]) == (False, "read", None)
+    assert made["counts"] == {
+        "equal": 2, "unread": 0, "close": 0, "values": 5, "dtype": 1, "shape": 1, "only_b": 1, "only_a": 1
+    }  # fmt: skip
+    by_key = {one["key"]: one for one in made["tensors"]}
+    assert by_key["gone"]["b"] is None
+    values = by_key["layers.2.w"]["values"]
+    assert (values["elements"], values["differing"], values["max_abs"], values["first"]) == (12, 1, 2.0, [1, 2])
+    assert (values["first_a"], values["first_b"], values["max_at"]) == (3.0, 5.0, [1, 2])
+    assert values["relative"] == pytest.approx(2 / math.sqrt(12 * 9))
+    assert by_key["nan"]["values"]["first_b"] == "nan"
+    assert by_key["dtype"]["is_cast"] is True
+    assert made["entries"] == [{"path": "step", "kind": "changed", "a": "1", "b": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (["--rtol", "1e-3"], 0, "✓ the same: 1 tensor (40 B) within the tolerance, 1 of them not bit for bit"),
+        (["--atol", "1e-9"], 1, "✗ they differ: 1 of 1 tensor"),
+        (["--rtol", "1e-3", "--nan-differs"], 1, "✗ they differ"),
+        (["--stat-only"], 0, "✓ alike: 1 tensor (40 B) of equal names, shapes and dtypes; no values were read"),
+        (["--quiet"], 1, "✗ they differ: 1 of 1 tensor"),
+    ],
+)
+def test_options_change_what_counts(run: Run, tmp_path: Path, options: list[str], code: int, text: str) -> None:
+    a = torch.arange(10.0)
+    a[0] = math.nan
+    one, other = saved(tmp_path / "a.pt", {"w": a}), saved(tmp_path / "b.pt", {"w": a * 1.0001})
+    got, out, err = run(one, other, *options)
+    assert (got, err) == (code, "")
+    assert out.startswith(text)
+    if "--quiet" in options:
+        assert out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--rtol", "-1"], "'-1' is not a number of at least 0"),
+        (["--rtol", "nan"], "'nan' is not a number of at least 0"),
+        (["--nan-differs"], "--nan-differs is for comparing by value"),
+        (["--stat-only", "--rtol", "1"], "--stat-only reads no values"),
+        (["--memory", "lots"], "'lots' is not a size"),
+        (["--include", "nope"], "matches 'nope'"),
+        (["--strip-prefix", "nope"], "begins with 'nope'"),
+        (["--rules", "no/such.toml"], "--rules: there is no such file"),
+    ],
+)
+def test_mistakes_give_one_line_and_exit_code_2(
+    run: Run, pair: tuple[Path, Path], options: list[str], text: str
+) -> None:
+    code, out, err = run(*pair, *options)
+    assert (code, out) == (2, "")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+def test_only_the_tensors_or_only_the_model(golden: Path, run: Run) -> None:
+    one, other = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim", golden / "mcore_legacy/dense_gqa/tp1_pp1"
+    code, out, _ = run(one, other)
+    assert code == 1
+    assert "only in A (93)" in out
+    assert run(one, other, "--no-optim", "--tensors-only")[0] == 0
+
+
+def test_names_cannot_reach_the_terminal(run: Run, tmp_path: Path) -> None:
+    one = saved(tmp_path / "a.pt", {"w\x1b[2J": torch.ones(2), "text": "x\x1b[31m", "deep": {"k\x07": 1}})
+    other = saved(tmp_path / "b.pt", {"w\x1b[2J": torch.zeros(2), "text": "y\u202e", "deep": {"k\x07": 2}})
+    for options in ([], ["--flat"], ["--json"]):
+        code, out, _ = run(one, other, *options)
+        assert code == 1
+        assert not set(out) & {"\x1b", "\u202e", "\x07"}
+
+
+def test_missing_checkpoints_are_usage_errors(run: Run, pair: tuple[Path, Path]) -> None:
+    code, out, err = run(pair[0], pair[0].with_name("none.pt"))
+    assert (code, out) == (2, "")
+    assert "none.pt" in err
