@@ -7,11 +7,11 @@ same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from core.box import Shape
-from core.catalog import Catalog, TensorMeta
+from core.catalog import Catalog, Coords, TensorMeta
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report
 from core.inert import TensorLeaf, walk
 from core.layout_args import facts_of
@@ -48,26 +48,37 @@ class Understood:
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
 
-def understood(catalog: Catalog, rules: Rules, *, report: Report) -> Understood | None:
+def understood(
+    catalog: Catalog, rules: Rules, *, report: Report, sample: Collection[str] | None = None
+) -> Understood | None:
     """The model of a catalog with Megatron's names, as far as it is understood.
 
     Args:
         catalog: of rank files, which may be incomplete, or of global tensors, its objects loaded.
         report: takes what is wrong: the rules of ``merged``, ``origins_of`` and ``check_complete``, and
             ``layout.args``, ``.ranks_differ``, ``.shapes``, ``.tied``.
+        sample: rank directories that stand for all others, which are like them; None for all.
     """
-    read = _ranks if catalog.attrs.get("is_rank_local") else _global
     try:
-        return read(catalog, rules, report)
+        if not catalog.attrs.get("is_rank_local"):
+            return _global(catalog, rules, report)
+        return _ranks(catalog, rules, report, sample)
     except CheckpointingException as err:
         report(err.breaking("layout.args"))
         return None
 
 
-def _ranks(catalog: Catalog, rules: Rules, report: Report) -> Understood:
+def _ranks(catalog: Catalog, rules: Rules, report: Report, sample: Collection[str] | None) -> Understood:
     ranks = ranks_of(catalog)
     facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(local_names(ranks)))
-    model = merged(catalog, ranks, facts, rules, report=report)
+    if sample is not None:
+        facts, ranks = _sampled(facts, ranks, sample)
+
+    def told(error: CheckpointingException) -> None:
+        if sample is None or error.rule != "layout.ranks":
+            report(error)
+
+    model = merged(catalog, ranks, facts, rules, report=told)
     check_complete(model.tensors, facts, rules, report=report)
     shapes: dict[str, Shape] = {}
     for name, tensor in model.tensors.items():
@@ -82,6 +93,24 @@ def _ranks(catalog: Catalog, rules: Rules, report: Report) -> Understood:
             report(err.breaking("layout.shapes"))
     facts = _checked(shapes, {name: tensor.rule for name, tensor in model.tensors.items()}, facts, rules, report)
     return Understood(facts, shapes, held=model.tensors, files=tuple(model.files.values()))
+
+
+def _sampled(
+    facts: Facts, ranks: Mapping[Coords, tuple[str, object]], sample: Collection[str]
+) -> tuple[Facts, Mapping[Coords, tuple[str, object]]]:
+    """Some ranks, and the facts for them: those of one expert parallel rank are seen as all experts that there are."""
+    ep = facts.topology.ep
+    kept = {
+        tuple(number for number in coords if number[0] != "ep"): found
+        for coords, found in ranks.items()
+        if found[0] in sample
+    }
+    if len(kept) < len(sample):
+        return facts, ranks  # expert parallel ranks differ among themselves, so all are needed
+    if ep == 1:
+        return facts, kept
+    n_experts = None if facts.n_experts is None else facts.n_experts // ep
+    return replace(facts, topology=replace(facts.topology, ep=1), n_experts=n_experts), kept
 
 
 def _absent_heads(model: RankModel, facts: Facts) -> Iterator[CheckpointingException]:

@@ -48,8 +48,8 @@ def sensible(subject: Subject) -> Iterator[Finding]:
 def tiled(subject: Subject) -> Iterator[Finding]:
     """Gaps, overlaps and chunks that are listed twice, of every tensor."""
     catalog = subject.salvaged.catalog
-    if catalog is None or subject.format is None:
-        return
+    if catalog is None or subject.format is None or catalog.attrs.get("is_rank_local"):
+        return  # every tensor of a rank is one array
     known = {err.key for err in subject.salvaged.problems}
     lists_chunks = subject.format.name in _LISTS_CHUNKS
     for key, meta in catalog.tensors.items():

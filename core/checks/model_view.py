@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from core.catalog import Catalog
 from core.errors import CheckpointingException
+from core.formats.megatron import MODEL_FILE
 from core.formats.torch_file import load_object
 from core.layout import is_megatron
 from core.layout_global import common_entries
 from core.layout_problems import Understood, understood
 from core.layout_rules import Rules
+from core.layout_unshard import ranks_of
 from core.objects import loaded
 
 if TYPE_CHECKING:
@@ -26,11 +28,13 @@ class ModelView:
         catalog: its metadata, objects loaded; None if it is not Megatron's, or cannot be read.
         understood: None if nothing is understood.
         problems: what is wrong with its layout.
+        is_sample: some ranks stand for all.
     """
 
     catalog: Catalog | None = None
     understood: Understood | None = None
     problems: tuple[CheckpointingException, ...] = ()
+    is_sample: bool = False
 
     @property
     def args(self) -> object:
@@ -51,5 +55,14 @@ def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> Model
     except CheckpointingException:
         return ModelView()  # found where files are looked at
     problems: list[CheckpointingException] = []
-    found = understood(catalog, rules, report=problems.append)
-    return ModelView(catalog, found, tuple(problems))
+    sample = _opened(catalog, store) if catalog.attrs.get("n_unopened") else None
+    found = understood(catalog, rules, report=problems.append, sample=sample)
+    return ModelView(catalog, found, tuple(problems), is_sample=sample is not None)
+
+
+def _opened(catalog: Catalog, store: ReadStore) -> set[str]:
+    """The rank directories whose files were opened: the first of each pipeline stage and length."""
+    first: dict[tuple[object, int], str] = {}
+    for coords, (folder, _) in ranks_of(catalog).items():
+        first.setdefault((dict(coords).get("pp"), store.sizes(folder)[MODEL_FILE]), folder)
+    return set(first.values())

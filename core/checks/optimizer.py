@@ -75,6 +75,8 @@ def of_ranks(subject: Subject) -> Iterator[Finding]:
         return  # the optimizer would seem not to fit, as the parameters are not right themselves
     if any(err.rule in ("ranks.folders", "ranks.files") for err in subject.salvaged.problems):
         return
+    if view.is_sample and catalog.attrs.get("topology") != model.facts.topology:
+        return  # with expert parallelism, some ranks do not stand for all of the optimizer
     has_data = subject.level >= Level.HEADERS
     problems, states = _states(subject, catalog, model, proves=has_data)
     strange: list[Finding] = []
