@@ -73,7 +73,7 @@ class DiffOptions:
             "--strip-prefix",
             metavar="TEXT",
             rich_help_panel=CONTENT,
-            help="Take this off keys that begin with it, on either side.",
+            help="Take this off keys that begin with it, where that brings more keys together.",
         ),
     ] = None
     iteration: Annotated[

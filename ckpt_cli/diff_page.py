@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt_cli.render import Cell, bytes_text, facts, n_text, seconds_text, shape_text, table
@@ -48,8 +49,8 @@ def page_of(screen: Screen, found: Diff, *, limit: int, is_flat: bool) -> Iterat
         yield ""
         yield from table(screen, list(_counts(found)), align="<" + ">" * len(_COLUMNS), indent=2)
     hand = _Lists(screen, limit, is_flat)
-    for kind, title in (("only_a", "only in A"), ("only_b", "only in B")):
-        yield from hand.listed(title, found.of_kind(kind), _only_row)
+    for name, missing in _missing(found):
+        yield from hand.listed(f"only in {name}", missing, _only_row, whole=_whole_groups(found, missing))
     yield from hand.listed("shapes, A and B", found.of_kind("shape"), _shape_row)
     yield from hand.listed("dtypes, A and B", found.of_kind("dtype"), _dtype_row)
     yield from hand.listed("values, the farthest apart first", found.of_kind("values"), _values_row, head=_VALUES_HEAD)
@@ -71,6 +72,16 @@ def _verdict(found: Diff) -> tuple[str, bool]:
     tensors = n_text(len(found.tensors), "tensor")
     entries = n_text(len(found.entries), "entry", "entries") + " beside them"
     if differing:
+        if all(one.is_same or (one.kind == "dtype" and one.is_cast) for one in found.tensors) and not found.entries:
+            return f"they differ in dtypes only: {differing:,} of {tensors} hold the same values in another one", False
+        missing = [f"{len(some):,} are only in {name}" for name, some in _missing(found) if some]
+        n_both = len(found.tensors) - sum(len(some) for _, some in _missing(found))
+        if n_both and n_both == len(found.tensors) - differing:
+            rest = f", and {entries} differ" if found.entries else ""
+            return (
+                f"the tensors of both are the same ({n_both:,}, {_how(found)}), but {' and '.join(missing)}{rest}",
+                False,
+            )
         rest = f", {entries}" if found.entries else ""
         return f"they differ: {differing:,} of {tensors}{rest}", False
     how = _how(found)
@@ -86,11 +97,16 @@ def _verdict(found: Diff) -> tuple[str, bool]:
     return f"the same: {tensors} ({size}) {how}{values}", True
 
 
+def _missing(found: Diff) -> tuple[tuple[str, list[TensorDiff]], ...]:
+    """The tensors that only one side has."""
+    return ("A", found.of_kind("only_a")), ("B", found.of_kind("only_b"))
+
+
 def _how(found: Diff) -> str:
     if not found.is_read:
         return "of equal names, shapes and dtypes; no values were read"
     n_close = len(found.of_kind("close"))
-    if found.n_by_fingerprint == len(found.tensors) > 0:
+    if found.n_by_fingerprint == sum(one.a is not None and one.b is not None for one in found.tensors) > 0:
         return "by their fingerprints"
     if found.rule is None or not n_close:
         return "bit for bit"
@@ -122,6 +138,8 @@ def _facts(found: Diff) -> Iterator[tuple[str, Cell | str]]:
             "layout",
             Cell(f"{count} differ as layout, format or directory do, and do not count: {some}{more}", ("dim",)),
         )
+    if found.rule is None and found.is_read and any(one.kind == "dtype" for one in found.tensors):
+        yield "hint", Cell("--rtol 0 compares values, whatever their dtypes", ("dim",))
     for number, text in enumerate(found.left_out):
         yield "" if number else "left out", Cell(escaped(text), ("red",))
     for number, text in enumerate(found.notes[:_MAX_NOTES]):
@@ -178,12 +196,28 @@ class _Lists:
     is_flat: bool
 
     def listed(
-        self, title: str, tensors: Sequence[TensorDiff], cells: RowCells, *, head: Sequence[str] = ()
+        self,
+        title: str,
+        tensors: Sequence[TensorDiff],
+        cells: RowCells,
+        *,
+        head: Sequence[str] = (),
+        whole: Collection[str] = (),
     ) -> Iterator[str]:
-        """A section; nothing where there are no tensors."""
+        """A section; nothing where there are no tensors.
+
+        Args:
+            head: of the columns.
+            whole: groups that are one row each.
+        """
         if not tensors:
             return
-        rows = [_Row(escaped(one.key), one, (one,)) for one in tensors] if self.is_flat else list(_folded(tensors))
+        if self.is_flat:
+            rows = [_Row(escaped(one.key), one, (one,)) for one in tensors]
+        else:
+            grouped = [[one for one in tensors if one.role == role] for role in whole]
+            rows = [_Row(f"all {_GROUPS[some[0].role]}", some[0], some) for some in grouped]
+            rows += _folded(one for one in tensors if one.role not in whole)
         shown = rows[: self.limit] if self.limit else rows
         yield ""
         yield self.screen.plain(self.screen.styled(f"{title} ({len(tensors):,})", "bold"))
@@ -221,6 +255,8 @@ class _Lists:
             yield from table(self.screen, rows, align=align, indent=2)
             return
         rest = [[Cell("  "), *row[1:]] for row in rows]
+        if has_head and any(columns_of(line) > width for line in table(Screen(), rest, align=align, indent=2)):
+            rest = [[*row[:-1], _without_values(row[-1])] for row in rest]
         for row, line in zip(rows, table(self.screen, rest, align=align, indent=2), strict=True):
             name = row[0].text if isinstance(row[0], Cell) else row[0]
             if name:
@@ -257,9 +293,17 @@ def _length(part: str) -> int:
     return (int(last or first) - int(first)) // int(step or 1) + 1
 
 
+def _whole_groups(found: Diff, missing: Sequence[TensorDiff]) -> list[str]:
+    """The groups of which all tensors are missing on one side: there is nothing to compare them with."""
+    n_all, n_missing = (Counter(one.role for one in some) for some in (found.tensors, missing))
+    return [role for role in ROLES if role != "model" and n_missing[role] == n_all[role] > 1]
+
+
 def _only_row(row: _Row) -> list[Cell | str]:
     meta = row.worst.meta
     size = bytes_text(sum(one.meta.n_bytes for one in row.members))
+    if row.name.startswith("all "):
+        return [Cell(n_text(len(row.members), "tensor")), "", Cell(size, ("dim",))]
     return [Cell(meta.dtype, ("cyan",)), shape_text(meta.shape), Cell(size, ("dim",))]
 
 
@@ -312,6 +356,12 @@ def _first(one: TensorDiff, *, is_one: bool) -> str:
     if one.first is None or one.first[0] is None or one.first[1] is None:
         return lead + where
     return f"{lead}{where}: {_value(one.first[0])} → {_value(one.first[1])}"
+
+
+def _without_values(cell: Cell | str) -> Cell:
+    """Where the first difference is, without what is there."""
+    text = cell.text if isinstance(cell, Cell) else cell
+    return Cell(text.partition(": ")[0], ("dim",))
 
 
 def _value(value: float) -> str:

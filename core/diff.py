@@ -59,7 +59,7 @@ class DiffJob:
         reads: compare values; else names, shapes and types only.
         believes: take the word of both manifests where their fingerprints are equal, and read the rest only.
         include, exclude: patterns of keys (``core.select``).
-        strip_prefix: texts that are taken off keys that begin with them, on either side.
+        strip_prefix: texts that are taken off keys that begin with them (``core.diff_prefix``).
         with_optimizer: compare the optimizer's state and settings too.
         with_entries: compare what is no tensor too.
         rules: a TOML file with additional layout rules.

@@ -14,22 +14,28 @@ _SAMPLED = 2000
 
 
 def without_prefixes(a: Side, b: Side, prefixes: Sequence[str]) -> tuple[Side, Side]:
-    """Both sides without prefixes, each taken off wherever a key begins with it.
+    """Both sides without prefixes: each is taken off one side or both, whichever brings more keys together.
 
     Raises:
         UsageError: no key of either begins with one of them, or two keys become one.
     """
     for prefix in prefixes:
-        sides = [side if _having(side, prefix) is None else _stripped(side, prefix) for side in (a, b)]
-        if not prefix or (sides[0] is a and sides[1] is b):
+        stripped = [_stripped(side, prefix) if prefix and _has(side, prefix) else None for side in (a, b)]
+        if stripped == [None, None]:
             raise UsageError(f"--strip-prefix: no key of either checkpoint begins with {prefix!r}")
-        a, b = sides
+        one, other = stripped[0] or a, stripped[1] or b
+        a, b = max(((one, other), (one, b), (a, other)), key=lambda pair: _n_common(*pair))
     return a, b
 
 
-def _having(side: Side, prefix: str) -> str | None:
-    """A tensor's key that begins with a prefix, or None."""
-    return next((key for key in side.catalog.tensors if key.startswith(prefix)), None)
+def _n_common(a: Side, b: Side) -> int:
+    """Keys of tensors that both have."""
+    return len(a.catalog.tensors.keys() & b.catalog.tensors.keys())
+
+
+def _has(side: Side, prefix: str) -> bool:
+    """Whether a tensor's key begins with a prefix."""
+    return any(key.startswith(prefix) for key in side.catalog.tensors)
 
 
 def _stripped(side: Side, prefix: str) -> Side:

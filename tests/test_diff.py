@@ -314,6 +314,10 @@ def test_a_prefix_is_proposed_and_taken_off(tmp_path: Path) -> None:
     assert kinds(found) == {"only_a": 4, "only_b": 4}
     assert any("--strip-prefix model." in note for note in found.notes)
     assert compare(a, b, strip_prefix=["model."]).is_same
+    deeper = saved(tmp_path / "c.pt", {f"model.model.{key}": tensor for key, tensor in one.items()})
+    assert any("--strip-prefix model." in note for note in compare(b, deeper).notes)
+    assert compare(b, deeper, strip_prefix=["model."]).is_same
+    assert compare(a, deeper, strip_prefix=["model.", "model."]).is_same
     with pytest.raises(UsageError, match="begins with 'x'"):
         compare(a, b, strip_prefix=["x"])
 
