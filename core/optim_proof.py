@@ -19,6 +19,7 @@ from core.catalog import StoredArray, bind_nothing
 from core.decoded import DecodedStore
 from core.dtypes import dtype_of, itemsize
 from core.errors import MissingShardError
+from core.optim_rounding import MOST, is_nan, rounding_of
 from core.store import ReadStore
 
 RUN = 16
@@ -82,9 +83,13 @@ def rounds_to(master: bytes, master_dtype: str, weight: bytes, weight_dtype: str
         UnsupportedError: the cast is not made.
     """
     if master_dtype != weight_dtype:
-        rounded = bytearray(len(weight))
-        cast_of(master_dtype, weight_dtype)(memoryview(master), memoryview(rounded))
-        master = bytes(rounded)
+        few = rounding_of(master_dtype, weight_dtype) if len(master) <= MOST * itemsize(master_dtype) else None
+        if few is not None:
+            master = few(master)
+        else:
+            rounded = bytearray(len(weight))
+            cast_of(master_dtype, weight_dtype)(memoryview(master), memoryview(rounded))
+            master = bytes(rounded)
     if master == weight:
         return True
     size = itemsize(weight_dtype)
@@ -112,6 +117,9 @@ def _place(index: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def _is_nan(data: bytes, dtype: str) -> bool:
+    known = is_nan(data, dtype)
+    if known is not None:
+        return known
     wide = bytearray(8)
     cast_of(dtype, "float64")(memoryview(data), memoryview(wide))
     value: float = struct.unpack("<d", wide)[0]

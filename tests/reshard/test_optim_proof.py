@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from core.cast import cast_of
 from core.catalog import Extent, StoredArray
 from core.errors import MissingShardError
 from core.optim_proof import is_master, rounds_to, sample
+from core.optim_rounding import is_nan, rounding_of
 from core.store import MemoryStore
 
 
@@ -62,3 +64,38 @@ def test_nans_equal_each_other_and_zeros_keep_their_sign() -> None:
 def test_an_array_that_lies_nowhere_is_an_error() -> None:
     with pytest.raises(MissingShardError):
         sample(MemoryStore({}), StoredArray("a", "float32", (2,)))
+
+
+def edges() -> bytes:
+    """float32 bits around every place where rounding to 16 bits turns: ties, subnormals, overflow, NaNs; and others."""
+    tops = np.arange(1 << 16, dtype=np.uint32) << 16
+    lows = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
+    return bytes((tops[:, None] | lows[None, :]).ravel().astype("<u4").tobytes())
+
+
+@pytest.mark.parametrize("target", ["bfloat16", "float16"])
+def test_a_few_elements_are_rounded_as_numpy_rounds_them(target: str) -> None:
+    few = rounding_of("float32", target)
+    assert few is not None
+    data = edges()
+    wanted = bytearray(len(data) // 2)
+    cast_of("float32", target)(memoryview(data), memoryview(wanted))
+    found = few(data)
+    infinity = {"bfloat16": 0x7F80, "float16": 0x7C00}[target]
+    a, b = (np.frombuffer(bits, "<u2") & 0x7FFF for bits in (found, wanted))
+    is_number = b <= infinity
+    assert np.array_equal(a > infinity, ~is_number)
+    assert np.array_equal(np.frombuffer(found, "<u2")[is_number], np.frombuffer(wanted, "<u2")[is_number])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_no_number_is_told_without_numpy(dtype: str) -> None:
+    size = 4 if dtype == "float32" else 2
+    infinity = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}[dtype]
+    sign = 1 << 8 * size - 1
+    for bits in (0, 1, infinity - 1, infinity):
+        for signed in (bits, bits | sign):
+            assert is_nan(signed.to_bytes(size, "little"), dtype) is False
+    for bits in (infinity + 1, sign - 1, sign | infinity + 1):
+        assert is_nan(bits.to_bytes(size, "little"), dtype) is True
+    assert is_nan(b"\x7f", "float8_e4m3fn") is None
