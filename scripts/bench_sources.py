@@ -16,6 +16,7 @@ those are the ones whose resharding cuts rows. KIND is one of
 - ``orbax``: zarr arrays without compression in an OCDBT database, by tensorstore
 - ``chunks``: a DCP directory of ``--bytes`` chunks (64 to a tensor), its metadata torch's own, its data a hole
 - ``tiny``: a DCP directory of one tensor
+- ``shards``: ``--bytes`` safetensors files of one small tensor each, and their index
 """
 
 from __future__ import annotations
@@ -82,10 +83,16 @@ class Values:
     """Bits for any tensor, different for every key, without generating gigabytes."""
 
     _N_OFFSETS = 1 << 20
+    are_normal = False
+    """Normal numbers, as weights are, in place of any bits, of which some are NaN."""
 
     def __init__(self) -> None:
         n = 2 * FFN * HIDDEN + self._N_OFFSETS
-        bits = np.frombuffer(np.random.default_rng(7).bytes(2 * n), dtype=np.int16)
+        rng = np.random.default_rng(7)
+        if self.are_normal:
+            bits = (rng.standard_normal(n, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.int16)
+        else:
+            bits = np.frombuffer(rng.bytes(2 * n), dtype=np.int16)
         self._bits = torch.from_numpy(bits.copy())
 
     def of(self, weight: Weight) -> torch.Tensor:
@@ -336,12 +343,25 @@ def make_tiny(folder: Path) -> None:
     dcp.save({"weight": torch.arange(16.0)}, checkpoint_id=folder, no_dist=True)
 
 
+def make_shards(folder: Path, n_files: int) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    names = {f"model.layers.{n}.weight": f"model-{n + 1:05}-of-{n_files:05}.safetensors" for n in range(n_files)}
+    for n, (key, name) in enumerate(names.items()):
+        save_file({key: torch.full((8, 8), float(n))}, folder / name)
+    index = {"metadata": {"total_size": 256 * n_files}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes one synthetic checkpoint.")
     parser.add_argument("kind")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--bytes", type=int, default=4 << 30, help="size of the weights (of 'chunks': how many)")
+    parser.add_argument("--normal", action="store_true", help="normal numbers in place of any bits")
     options = parser.parse_args()
+    Values.are_normal = options.normal
     if options.kind.startswith("megatron-tp"):
         tp, _, rest = options.kind.removeprefix("megatron-tp").partition("-")
         make_megatron(options.folder, options.bytes, int(tp), has_optimizer=rest == "optim")
@@ -357,6 +377,7 @@ def main() -> None:
             "zarr3-zstd": partial(make_zarr3, compresses=True),
             "orbax": make_orbax,
             "chunks": make_chunks,
+            "shards": make_shards,
         }
         makers[options.kind](options.folder, options.bytes)
 
