@@ -113,7 +113,7 @@ def _hf_total(content: dict[str, dict[str, int]]) -> None:
     content["metadata"]["total_size"] += 2
 
 
-def _without_config(path: Path) -> None:
+def _without_index(path: Path) -> None:
     (path / INDEX).unlink()
     (path / SECOND).unlink()
 
@@ -489,7 +489,45 @@ TABLE = (
         Path.unlink,
         ("CK101", "zero/norm.weight/exp_avg_sq.pt"),
     ),
+    row(
+        UNIVERSAL,
+        "no step of a parameter",
+        f"{STEP}_universal/zero/norm.weight/step.pt",
+        Path.unlink,
+        ("CK101", "zero/norm.weight/step.pt"),
+    ),
+    row(
+        UNIVERSAL,
+        "no groups",
+        f"{STEP}_universal/zero/optimizer_state.pt",
+        Path.unlink,
+        ("CK101", "zero/optimizer_state.pt"),
+    ),
+    row(
+        UNIVERSAL,
+        "no model file",
+        f"{STEP}_universal/mp_rank_00_model_states.pt",
+        Path.unlink,
+        ("CK101", "mp_rank_00_model_states.pt"),
+    ),
+    row(UNIVERSAL, "no tracker", "latest_universal", Path.unlink, ("CK514", "../latest_universal")),
+    row(ZERO, "no tracker", "latest", Path.unlink, ("CK514", "../latest")),
+    row(
+        ZARR,
+        "a missing random state",
+        f"{ITER}/rng_state/shard_0.1_2.2.pt",
+        Path.unlink,
+        ("CK162", "rng_state/shard_0.1_2.2.pt"),
+    ),
     # --- indexes
+    row(SHARDS, "no index", INDEX, Path.unlink, ("CK528", INDEX)),
+    row(
+        "torch_dcp/hf_storage_dp2",
+        "no file of a rank",
+        "shard-00002-model-00001-of-00002.safetensors",
+        Path.unlink,
+        ("CK163", "shard-00002-model-00001-of-00002.safetensors"),
+    ),
     row(SHARDS, "a missing shard", FIRST, Path.unlink, ("CK101", FIRST)),
     row(
         BINS,
@@ -498,7 +536,7 @@ TABLE = (
         Path.unlink,
         ("CK101", "pytorch_model-00002-of-00003.bin"),
     ),
-    row(SHARDS, "a missing shard and no index", "", _without_config, ("CK101", SECOND)),
+    row(SHARDS, "a missing shard and no index", "", _without_index, ("CK101", SECOND), ("CK528", INDEX)),
     row(SHARDS, "a malformed index", INDEX, b.cut, ("CK520", INDEX)),
     row(
         SHARDS,

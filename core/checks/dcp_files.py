@@ -18,7 +18,7 @@ from core.checks.file_codes import DCP_ITEM, DCP_METADATA, DCP_ORPHAN, DCP_OVERL
 from core.checks.problems import finding_of, problems_of
 from core.checks.subject import Subject
 from core.checks.torch_zips import check_records, descriptors, opened
-from core.errors import CheckpointingException, MissingShardError, Report, TruncatedError
+from core.errors import CheckpointingException, MissingShardError, Report, TruncatedError, UnsafeError
 from core.finding import Finding, Severity
 from core.formats.dcp import METADATA, check_files, stated_metadata
 from core.formats.dcp_columns import DcpItem, DcpMetadata
@@ -32,13 +32,14 @@ _SUFFIX = ".distcp"
 
 
 def data_files(subject: Subject) -> Iterator[Finding]:
-    """CK101, CK103, CK106, CK150: what ``.metadata`` names is there, and nothing else."""
+    """CK101, CK103, CK106, CK110, CK150: what ``.metadata`` names is there, and nothing else."""
+    problems: list[CheckpointingException] = []
     named: object = None if subject.catalog is None else subject.catalog.attrs.get("item_files")
     if not isinstance(named, (tuple, list)):
         if subject.files.get(METADATA) == 0:
             return
         try:
-            metadata = _metadata(subject)
+            metadata = _metadata(subject, problems.append)
         except MissingShardError as err:
             if err.key is not None:  # one of its chunks; that .metadata itself is missing is an unfinished save
                 yield finding_of(err, default=DCP_METADATA, file=METADATA)
@@ -62,11 +63,18 @@ def data_files(subject: Subject) -> Iterator[Finding]:
             expected="an entry for each item",
             found="items alone",
         )
-    yield from _unnamed(subject, set(map(str, named)))
+    outside = [err for err in problems if isinstance(err, UnsafeError)]
+    if outside:
+        yield finding_of(outside[0], default=DCP_METADATA, file=METADATA, expected="names inside", found=len(outside))
+    if not any(err.rule == "dcp.items" for err in problems):  # else a name that is not understood may be this one
+        yield from _unnamed(subject, set(map(str, named)))
 
 
-def _metadata(subject: Subject) -> DcpMetadata:
+def _metadata(subject: Subject, report: Report) -> DcpMetadata:
     """What ``.metadata`` says, without entries that make no sense, which have checks of their own.
+
+    Args:
+        report: told of what is left out.
 
     Raises:
         CheckpointingException: it is absent, or nothing of it can be read.
@@ -77,7 +85,7 @@ def _metadata(subject: Subject) -> DcpMetadata:
         if not (err.rule or "").startswith("dcp."):
             raise
         data = subject.store.read(METADATA, 0, subject.files[METADATA])
-        return salvaged_metadata(data, label=METADATA, report=lambda problem: None)
+        return salvaged_metadata(data, label=METADATA, report=report)
 
 
 def _lost(subject: Subject, err: CheckpointingException) -> Finding:
@@ -103,7 +111,7 @@ def _unnamed(subject: Subject, named: set[str]) -> Iterator[Finding]:
 def items(subject: Subject) -> Iterator[Finding]:
     """CK151, CK152: items lie where ``.metadata`` says, and do not overlap."""
     try:
-        metadata = _metadata(subject)
+        metadata = _metadata(subject, lambda problem: None)
     except CheckpointingException:
         return  # said by ``data_files``
     whole = [item for item in _items(subject, metadata) if item[1].offset + item[1].n_bytes <= _size(subject, item[1])]

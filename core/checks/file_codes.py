@@ -69,6 +69,8 @@ DCP_ITEM = Code("CK152", Severity.ERROR, "an item is not where .metadata says", 
 DCP_ORPHAN = Code("CK153", Severity.NOTE, "stored items that no entry refers to", "nothing to do")
 
 RANK_MISSING = Code("CK160", Severity.ERROR, "a rank's files are missing", _ALL_FILES)
+OBJECT_SHARD = Code("CK162", Severity.ERROR, "a shard of an object is missing", _ALL_FILES)
+PIECES = Code("CK163", Severity.WARNING, "ranks have pieces in different files", _ALL_FILES)
 RANK_EXTRA = Code("CK161", Severity.ERROR, "a rank that the arguments do not allow", "move files of other runs away")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Code))

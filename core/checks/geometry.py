@@ -19,7 +19,7 @@ from core.checks import Check, Code
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.coverage import first_hole, first_overlap, is_tiled
-from core.errors import CheckpointingException
+from core.errors import CheckpointingException, UnsafeError
 from core.finding import Finding, Severity
 
 _AGAIN = "use another checkpoint: this one was not written properly, or was edited"
@@ -41,7 +41,7 @@ def sensible(subject: Subject) -> Iterator[Finding]:
     """What had to be left out of the metadata."""
     for err in subject.salvaged.problems:
         code = _BY_RULE.get(err.rule or "")
-        if code is not None:
+        if code is not None and not isinstance(err, UnsafeError):  # a name that leads outside is said once, of the file
             yield code.finding(err.message, file=err.file, key=err.key, span=err.span)
 
 

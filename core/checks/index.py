@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from core.checks import Check, Code, Level
-from core.checks.file_codes import EXTRA, MISSING
+from core.checks.file_codes import EXTRA, MISSING, PIECES
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
@@ -32,13 +32,17 @@ TWICE = Code("CK524", Severity.ERROR, "two shards hold one tensor", _MIXED)
 SHADOWED = Code("CK525", Severity.WARNING, "a single file is loaded in place of the shards", "remove one of the two")
 SMALL = Code("CK526", Severity.ERROR, "a configuration file is no JSON", "copy the file again")
 
+NO_INDEX = Code(
+    "CK528", Severity.WARNING, "shards without an index", "copy the index as well; transformers loads shards by it"
+)
 NO_CONFIG = Code("CK527", Severity.NOTE, "weights without a configuration", "copy config.json as well")
 
-CODES = (BROKEN, NOT_HELD, NOT_LISTED, TOTAL, TWICE, SHADOWED, SMALL, NO_CONFIG)
+CODES = (BROKEN, NOT_HELD, NOT_LISTED, TOTAL, TWICE, SHADOWED, SMALL, NO_CONFIG, NO_INDEX)
 _FORMATS = ("safetensors", "torch_bin")
 
 _INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json$")
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.(safetensors|bin)$")
+_PIECE = re.compile(r"shard-(\d+)-(model-\d+-of-\d+)\.safetensors$")
 _SINGLE = re.compile(r"(model|pytorch_model|adapter_model)\.(safetensors|bin)$")
 _CONFIGS = ("config.json", "adapter_config.json", "model_index.json")
 _MAX_JSON_BYTES = 64 << 20
@@ -58,8 +62,9 @@ def indexes(subject: Subject) -> Iterator[Finding]:
             yield from _against_files(subject, index)
         yield from _total(subject, index, is_only=len(names) == 1)
         yield from _not_named(subject, index)
-    if not names and subject.catalog is None:
+    if not names:
         yield from _series(subject)
+    yield from _pieces(subject)
 
 
 def _is_of_pieces(subject: Subject, index: Index) -> bool:
@@ -171,10 +176,18 @@ def _series(subject: Subject) -> Iterator[Finding]:
     series: dict[tuple[str, str, str], set[int]] = {}
     for name in subject.files:
         shard = _SHARD.match(name)
-        if shard is not None and "/" not in name:
+        if shard is not None and "/" not in name and not _PIECE.match(name):
             series.setdefault((shard[1], shard[3], shard[4]), set()).add(int(shard[2]))
     for (stem, total, suffix), numbers in series.items():
-        if 0 in numbers:
+        index = f"{stem}.{suffix}.index.json"
+        if int(total) > 1 and index not in subject.files:
+            yield NO_INDEX.finding(
+                "the shards are numbered, but no index says what they hold",
+                file=index,
+                expected=index,
+                found="no such file",
+            )
+        if 0 in numbers or subject.catalog is not None:
             continue
         lost = [number for number in range(1, min(int(total), 1 << 20) + 1) if number not in numbers]
         for number in lost[:_MOST_NAMED]:
@@ -184,6 +197,28 @@ def _series(subject: Subject) -> Iterator[Finding]:
                 expected="the file",
                 found="no such file",
             )
+
+
+def _pieces(subject: Subject) -> Iterator[Finding]:
+    """CK163: each rank of torch's Hugging Face storage has the same files; the shapes are stated nowhere."""
+    held: dict[str, dict[int, set[str]]] = {}
+    for path in subject.files:
+        folder, _, name = path.rpartition("/")
+        piece = _PIECE.match(name)
+        if piece is not None:
+            held.setdefault(folder, {}).setdefault(int(piece[1]), set()).add(piece[2])
+    for folder, ranks in held.items():
+        every = set().union(*ranks.values())
+        for rank, numbers in sorted(ranks.items()):
+            for number in sorted(every - numbers):
+                name = f"shard-{rank:05d}-{number}.safetensors"
+                yield PIECES.finding(
+                    "other ranks have pieces in a file of this number, this one has no such file",
+                    file=f"{folder}/{name}" if folder else name,
+                    rank=str(rank),
+                    expected=f"files of {len(every)} numbers",
+                    found=f"{len(numbers)}",
+                )
 
 
 def small_files(subject: Subject) -> Iterator[Finding]:

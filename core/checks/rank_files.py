@@ -173,24 +173,33 @@ def _gaps(files: Mapping[int, str], what: str, *, n_ranks: int | None) -> Iterat
 
 
 def universal(subject: Subject) -> Iterator[Finding]:
-    """Every parameter's directory has its master, and the states that all others have."""
-    folders = [name for name in subject.tree.folders if name.startswith("zero/") and name.count("/") == 1]
-    held = {
-        folder: {n for n in ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt") if f"{folder}/{n}" in subject.files}
-        for folder in folders
+    """A universal checkpoint: its model and optimizer files, and what every parameter's directory has."""
+    models = _series(subject, _ZERO_MODEL)
+    if models:
+        yield from _gaps(models, "model", n_ranks=None)
+    elif not any(map(_MODEL.match, subject.files)):
+        yield _lacks("mp_rank_00_model_states.pt", "no file says what the model's state is", found="no model file")
+    if "zero/optimizer_state.pt" not in subject.files:
+        yield _lacks("zero/optimizer_state.pt", "the optimizer's groups are not there", found="no such file")
+    held: dict[str, set[str]] = {
+        name: set() for name in subject.tree.folders if name.startswith("zero/") and name.count("/") == 1
     }
+    for path in subject.files:
+        folder, _, name = path.rpartition("/")
+        if folder in held and name.endswith(".pt"):
+            held[folder].add(name)
+    trained = [names for names in held.values() if len(names) > 1]
+    counts = Counter(name for names in trained for name in names)
+    usual = {name for name, n in counts.items() if 2 * n > len(trained)}
     for folder, names in held.items():
-        lacking = [] if "fp32.pt" in names else ["fp32.pt"]
-        if len(names & {"exp_avg.pt", "exp_avg_sq.pt"}) == 1 and sum(map(len, held.values())) > 2 * len(held):
-            lacking += sorted({"exp_avg.pt", "exp_avg_sq.pt"} - names)
-        for name in lacking:
-            yield MISSING.finding(
-                "the parameter's directory lacks the file",
-                file=f"{folder}/{name}",
-                key=folder.removeprefix("zero/"),
-                expected=name,
-                found=", ".join(sorted(names)) or "nothing",
-            )
+        for name in sorted((usual if len(names) > 1 else {"fp32.pt"}) - names):
+            key = folder.removeprefix("zero/")
+            found = ", ".join(sorted(names)) or "nothing"
+            yield _lacks(f"{folder}/{name}", "the parameter's directory lacks the file", found=found, key=key)
+
+
+def _lacks(file: str, message: str, *, found: str, key: str | None = None) -> Finding:
+    return MISSING.finding(message, file=file, key=key, expected=file.rpartition("/")[2], found=found)
 
 
 CHECKS = (

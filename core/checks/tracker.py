@@ -53,7 +53,12 @@ UNREADABLE = Code("CK516", Severity.ERROR, "metadata.json cannot be read", "copy
 CODES = (ABSENT, MALFORMED, UNFINISHED_NAMED, NEWER, NO_TRACKER, UNFINISHED, UNREADABLE)
 
 _DEEPSPEED = ("latest", "latest_universal")
-_MEGATRON_DIR = re.compile(r"iter_(\d+)$")
+_TRACKED = (
+    (re.compile(r"iter_(\d+)$"), TRACKER, "Megatron"),
+    (re.compile(r"global_step(\d+)$"), "latest", "DeepSpeed"),
+    (re.compile(r"global_step(\d+)_universal$"), "latest_universal", "DeepSpeed"),
+)
+"""Directories of iterations, their tracker, and who begins anew without it."""
 _MAX_BYTES = 256
 
 
@@ -188,14 +193,15 @@ def _named(subject: Subject, name: str, file: str) -> Iterator[Finding]:
 
 
 def _no_tracker(subject: Subject, folders: list[str]) -> Iterator[Finding]:
-    found = [name for name in folders if _MEGATRON_DIR.match(name)]
-    if found:
-        yield NO_TRACKER.finding(
-            f"there are {len(found)} iterations, but no {TRACKER}: Megatron would begin anew",
-            file=_relative(subject, TRACKER),
-            expected=TRACKER,
-            found="no such file",
-        )
+    for pattern, tracker, who in _TRACKED:
+        found = [name for name in folders if pattern.match(name)]
+        if found:
+            yield NO_TRACKER.finding(
+                f"there are {len(found)} iterations, but no {tracker}: {who} would begin anew",
+                file=_relative(subject, tracker),
+                expected=tracker,
+                found="no such file",
+            )
 
 
 CHECKS = (Check(unfinished), Check(trackers))

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice, product
+from math import prod
 
 from core.checks import Check, Level
-from core.checks.file_codes import ZARR_METADATA, ZARR_SEPARATOR, ZARR_TWO
+from core.checks.file_codes import OBJECT_SHARD, ZARR_METADATA, ZARR_SEPARATOR, ZARR_TWO
 from core.checks.problems import finding_of, problems_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.finding import Finding
+from core.formats.mcore_objects import parts_of_sharded_object
 from core.formats.zarr_array import ZarrArray
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
 from core.formats.zarr_chunks import PlaceOf, folder_places, fragments_of_chunks
@@ -29,6 +32,7 @@ from core.store import ReadStore
 CODES = ()
 
 _MAX_METADATA_BYTES = 256 << 20
+_MOST_NAMED = 100
 Parsed = Callable[[ReadStore, str, str], ZarrArray | None]
 """(store, metadata file, key) → the array; None if it is a group."""
 
@@ -184,6 +188,28 @@ def _other_names(subject: Subject, folder: _Folder) -> ChunkNames | None:
     return None
 
 
+def objects(subject: Subject) -> Iterator[Finding]:
+    """CK162: where some shards of a ShardedObject are there, all of its grid are."""
+    held: dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]] = {}
+    for path in subject.files:
+        parts = parts_of_sharded_object(path.removesuffix(".pt")) if path.endswith(".pt") else None
+        if parts is not None and len(parts[1]) == len(parts[2]) and min(parts[2]) > 0:
+            held.setdefault((parts[0], parts[2]), set()).add(parts[1])
+    for (name, shape), offsets in held.items():
+        if prod(shape) <= len(offsets):
+            continue
+        absent = (offset for offset in product(*map(range, shape)) if offset not in offsets)
+        for offset in islice(absent, _MOST_NAMED):
+            key = f"{name}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
+            yield OBJECT_SHARD.finding(
+                "other shards of the object are there, this one is not",
+                file=f"{key}.pt",
+                key=key,
+                expected=f"{prod(shape)} shards",
+                found=f"{len(offsets)}",
+            )
+
+
 def two_versions(subject: Subject) -> Iterator[Finding]:
     """CK147: an array has the metadata of one version."""
     for name in subject.files:
@@ -202,4 +228,8 @@ def _joined(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-CHECKS = (Check(arrays, formats=("zarr", "zarr3")), Check(two_versions, formats=("zarr", "zarr3")))
+CHECKS = (
+    Check(arrays, formats=("zarr", "zarr3")),
+    Check(objects, formats=("zarr",)),
+    Check(two_versions, formats=("zarr", "zarr3")),
+)
