@@ -17,8 +17,12 @@ from core.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLe
 
 MAX_PAIRS = 5_000_000
 """Most pairs of values that are compared; a checkpoint of 10⁵ parameters has about as many."""
+MAX_FOUND = 100_000
+"""Most differences that are told."""
 _TEXT = 60
 _LONG = 16
+_MAX_NAME = 300
+_MAX_PATH = 2000
 
 SameTensors = Callable[[str, str], str | None]
 """Compares the tensors of two leaves, by their keys; None if they are equal, else how they differ."""
@@ -38,6 +42,10 @@ class EntryDiff:
     kind: str
     a: str | None = None
     b: str | None = None
+
+
+_Pair = tuple[str, object, object]
+"""A path, and what is there in A and in B."""
 
 
 class _Absent:
@@ -67,34 +75,45 @@ def entry_diffs(
     found: list[EntryDiff] = []
     seen: set[tuple[int, int]] = set()
     n_pairs = n_leaves = 0
-    stack: list[tuple[str, object, object]] = [("", a, b)]
-    while stack:
-        path, one, other = stack.pop()
+    stack: list[Iterator[_Pair]] = [iter([("", a, b)])]
+    while stack and len(found) < MAX_FOUND:
+        pair = next(stack[-1], None)
+        if pair is None:
+            stack.pop()
+            continue
+        path, one, other = pair
         n_pairs += 1
         if n_pairs > MAX_PAIRS:
             raise CapacityError(
-                f"more than {MAX_PAIRS} values that are no tensors are not compared", hint="leave them out: --tensors"
+                f"more than {MAX_PAIRS} values that are no tensors are not compared",
+                hint="leave them out: --tensors-only",
             )
-        if one is _ABSENT or other is _ABSENT:
-            kind = "only_b" if one is _ABSENT else "only_a"
-            found.append(EntryDiff(path, kind, _shown(one), _shown(other)))
-            n_leaves += 1
-            continue
-        inside = _parts(one, other)
+        inside = None if one is _ABSENT or other is _ABSENT else _parts(one, other)
         if inside is None:
             n_leaves += 1
-            difference = _difference(one, other, same_tensors)
-            if difference is not None:
-                found.append(EntryDiff(path, "changed", *difference))
-            continue
-        if (id(one), id(other)) not in seen:
+            entry = _entry(path, one, other, same_tensors)
+            if entry is not None:
+                found.append(entry)
+        elif (id(one), id(other)) not in seen:
             seen.add((id(one), id(other)))
-            stack += [(_joined(path, name), x, y) for name, x, y in reversed(list(inside))]
+            stack.append(_below(path, inside))
+    if stack:
+        found.append(EntryDiff("…", "changed", f"more than {MAX_FOUND} entries", "not compared any further"))
     return found, n_leaves
 
 
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+def _entry(path: str, one: object, other: object, same_tensors: SameTensors) -> EntryDiff | None:
+    """How two values without parts differ, or None."""
+    if one is _ABSENT or other is _ABSENT:
+        return EntryDiff(path, "only_b" if one is _ABSENT else "only_a", _shown(one), _shown(other))
+    difference = _difference(one, other, same_tensors)
+    return None if difference is None else EntryDiff(path, "changed", *difference)
+
+
+def _below(path: str, inside: Iterator[_Pair]) -> Iterator[_Pair]:
+    """The parts with their whole paths; very long ones are cut, and then shared by all that is below."""
+    for name, one, other in inside:
+        yield path if len(path) > _MAX_PATH else f"{path}.{name}" if path else name, one, other
 
 
 def _parts(one: object, other: object) -> Iterator[tuple[str, object, object]] | None:
@@ -150,7 +169,10 @@ def _class_of(value: object) -> str:
 
 
 def _name(key: object) -> str:
-    return key if isinstance(key, str) else str(key) if isinstance(key, (int, float, Global)) else f"<{_kind(key)}>"
+    """A key as a part of a path."""
+    if isinstance(key, str):
+        return key if len(key) <= _MAX_NAME else f"{key[:_MAX_NAME]}…"
+    return str(_shown(key)) if isinstance(key, (int, float, Global)) else f"<{_kind(key)}>"
 
 
 def _difference(one: object, other: object, same_tensors: SameTensors) -> tuple[str, str] | None:

@@ -96,3 +96,18 @@ def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff_entries, "MAX_PAIRS", 100)
     with pytest.raises(CapacityError, match="more than 100 values"):
         diffs({"x": [[n] for n in range(200)]}, {"x": [[n] for n in range(200)]})
+
+
+def test_what_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diff_entries, "MAX_FOUND", 10)
+    found = diffs({"x": [None] * 50, "big": {1 << 30_000: 1}}, {"x": [True] * 50, "big": {1 << 30_000: 2}})
+    assert len(found) == 11
+    assert found[-1].b == "not compared any further"
+
+
+def test_keys_of_any_kind_have_a_name() -> None:
+    one: dict[object, object] = {1 << 30_000: 1, (1, 2): 1, 2.5: 1, None: 1, "k" * 1000: 1, Global("m", "C"): 1}
+    paths = [entry.path for entry in diffs({"x": one}, {"x": dict.fromkeys(one, 2)})]
+    assert paths == [
+        "x.an integer of 30001 bits", "x.<tuple>", "x.2.5", "x.<NoneType>", f"x.{'k' * 300}…", "x.m.C"
+    ]  # fmt: skip
