@@ -6,13 +6,12 @@ those of the worst of them.
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from ckpt_cli.render import Cell, bytes_text, facts, n_text, seconds_text, shape_text, table
+from ckpt_cli.diff_rows import END, VALUES_HEAD, Row, RowCells, dtype_row, folded_rows, only_row, shape_row, values_row
+from ckpt_cli.render import Cell, bytes_text, facts, n_text, seconds_text, table
 from ckpt_cli.terminal import Screen, columns_of, escaped
 from core.diff_entries import EntryDiff
 from core.diff_result import Diff, TensorDiff
@@ -31,8 +30,6 @@ _COLUMNS = {
     "only_a": "only in A",
     "only_b": "only in B",
 }
-_NUMBER = re.compile(r"(?<![^.\s])(0|[1-9]\d*)(?![^.\s/])")
-_END = "\0"
 _MAX_NOTES = 6
 
 
@@ -50,13 +47,13 @@ def page_of(screen: Screen, found: Diff, *, limit: int, is_flat: bool) -> Iterat
         yield from table(screen, list(_counts(found)), align="<" + ">" * len(_COLUMNS), indent=2)
     hand = _Lists(screen, limit, is_flat)
     for name, missing in _missing(found):
-        yield from hand.listed(f"only in {name}", missing, _only_row, whole=_whole_groups(found, missing))
-    yield from hand.listed("shapes, A and B", found.of_kind("shape"), _shape_row)
-    yield from hand.listed("dtypes, A and B", found.of_kind("dtype"), _dtype_row)
-    yield from hand.listed("values, the farthest apart first", found.of_kind("values"), _values_row, head=_VALUES_HEAD)
+        yield from hand.listed(f"only in {name}", missing, only_row, whole=_whole_groups(found, missing))
+    yield from hand.listed("shapes, A and B", found.of_kind("shape"), shape_row)
+    yield from hand.listed("dtypes, A and B", found.of_kind("dtype"), dtype_row)
+    yield from hand.listed("values, the farthest apart first", found.of_kind("values"), values_row, head=VALUES_HEAD)
     if found.rule is not None:
         close = sorted(found.of_kind("close"), key=lambda one: one.order)
-        yield from hand.listed("within the tolerance, not equal", close, _values_row, head=_VALUES_HEAD)
+        yield from hand.listed("within the tolerance, not equal", close, values_row, head=VALUES_HEAD)
     yield from hand.entries("beside tensors", found.entries)
 
 
@@ -175,19 +172,6 @@ def _count_cell(kind: str, n: int) -> Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """Tensors that are shown as one."""
-
-    name: str
-    worst: TensorDiff
-    members: Sequence[TensorDiff]
-
-
-RowCells = Callable[[_Row], list[Cell | str]]
-_VALUES_HEAD = ("", "differing", "max |Δ|", "|Δ|/|A|", "cosine", "first difference")
-
-
-@dataclass(frozen=True, slots=True)
 class _Lists:
     """Prints lists of tensors and entries."""
 
@@ -213,11 +197,11 @@ class _Lists:
         if not tensors:
             return
         if self.is_flat:
-            rows = [_Row(escaped(one.key), one, (one,)) for one in tensors]
+            rows = [Row(escaped(one.key), one, (one,)) for one in tensors]
         else:
             grouped = [[one for one in tensors if one.role == role] for role in whole]
-            rows = [_Row(f"all {_GROUPS[some[0].role]}", some[0], some) for some in grouped]
-            rows += _folded(one for one in tensors if one.role not in whole)
+            rows = [Row(f"all {_GROUPS[some[0].role]}", some[0], some) for some in grouped]
+            rows += folded_rows(one for one in tensors if one.role not in whole)
         shown = rows[: self.limit] if self.limit else rows
         yield ""
         yield self.screen.plain(self.screen.styled(f"{title} ({len(tensors):,})", "bold"))
@@ -230,13 +214,13 @@ class _Lists:
         """The entries that differ."""
         if not entries:
             return
-        lines = folded((f"{one.path}{_END}{_change(one)}" for one in entries), end=_END)
+        lines = folded((f"{one.path}{END}{_change(one)}" for one in entries), end=END)
         shown = lines[: self.limit] if self.limit else lines
         yield ""
         yield self.screen.plain(self.screen.styled(f"{title} ({len(entries):,})", "bold"))
         rows: list[list[Cell | str]] = []
         for line in shown:
-            path, _, change = line.partition(_END)
+            path, _, change = line.partition(END)
             rows.append([escaped(path), Cell(escaped(change), ("dim",))])
         yield from self._table(rows, has_head=False)
         yield from self._more(len(lines) - len(shown), "line")
@@ -264,126 +248,16 @@ class _Lists:
             yield line
 
 
-def _folded(tensors: Iterable[TensorDiff]) -> Iterator[_Row]:
-    """Tensors that differ in numbers of their keys only, in order of the worst."""
-    alike: dict[tuple[object, ...], list[TensorDiff]] = {}
-    for one in tensors:
-        shapes = tuple((meta.dtype, meta.shape) if meta else None for meta in (one.a, one.b))
-        alike.setdefault((_NUMBER.sub("#", one.key), shapes), []).append(one)
-    for members in alike.values():
-        names = folded((one.key + _END for one in members), end=_END)
-        name = escaped(names[0].removesuffix(_END))
-        if len(names) > 1:
-            n_more = len(members) - _standing(names[0])
-            name += f" and {n_more} more" if n_more > 0 else " …"
-        yield _Row(name, members[0], members)
-
-
-def _standing(name: str) -> int:
-    """How many keys a folded name stands for, at least."""
-    n = 1
-    for inside in re.findall(r"\[([\d,:-]+)\]", name):
-        n *= sum(_length(part) for part in inside.split(","))
-    return n
-
-
-def _length(part: str) -> int:
-    span, _, step = part.partition(":")
-    first, _, last = span.partition("-")
-    return (int(last or first) - int(first)) // int(step or 1) + 1
-
-
 def _whole_groups(found: Diff, missing: Sequence[TensorDiff]) -> list[str]:
     """The groups of which all tensors are missing on one side: there is nothing to compare them with."""
     n_all, n_missing = (Counter(one.role for one in some) for some in (found.tensors, missing))
     return [role for role in ROLES if role != "model" and n_missing[role] == n_all[role] > 1]
 
 
-def _only_row(row: _Row) -> list[Cell | str]:
-    meta = row.worst.meta
-    size = bytes_text(sum(one.meta.n_bytes for one in row.members))
-    if row.name.startswith("all "):
-        return [Cell(n_text(len(row.members), "tensor")), "", Cell(size, ("dim",))]
-    return [Cell(meta.dtype, ("cyan",)), shape_text(meta.shape), Cell(size, ("dim",))]
-
-
-def _shape_row(row: _Row) -> list[Cell | str]:
-    a, b = row.worst.a, row.worst.b
-    assert a is not None and b is not None
-    return [shape_text(a.shape), f"→ {shape_text(b.shape)}"]
-
-
-def _dtype_row(row: _Row) -> list[Cell | str]:
-    a, b = row.worst.a, row.worst.b
-    assert a is not None and b is not None
-    types = Cell(f"{a.dtype} → {b.dtype}", ("cyan",))
-    members = [one for one in row.members if one.values is not None or one.is_cast is not None]
-    if not members:
-        return [types, ""]
-    if all(one.is_cast for one in members):
-        exact = all(one.values is not None and not one.values.n_differing for one in members)
-        return [types, Cell("the same values" if exact else "the same values, rounded", ("green",))]
-    values = row.worst.values
-    far = "" if values is None or values.relative is None else f": |Δ|/|A| {_short(values.relative)}"
-    return [types, Cell(f"other values{far}", ("red",))]
-
-
-def _values_row(row: _Row) -> list[Cell | str]:
-    values = [one.values for one in row.members if one.values is not None]
-    worst = row.worst
-    n_differing, n_elements = sum(one.n_differing for one in values), sum(one.n_elements for one in values)
-    maxima = [one.max_abs for one in values if one.max_abs is not None]
-    cosines = [one.cosine for one in values if one.cosine is not None]
-    n_nan = sum(one.n_nan for one in values)
-    relative = worst.values.relative if worst.values is not None else None
-    share = f"{n_differing:,} of {n_elements:,} ({_percent(n_differing, n_elements)})"
-    return [
-        Cell(share),
-        Cell(f"{n_nan:,} NaN" if n_nan else _short(max(maxima)) if maxima else "–", ("red",) if n_nan else ()),
-        Cell("–" if relative is None else _short(relative), ("yellow",)),
-        Cell(_cosine(min(cosines)) if cosines else "–"),
-        Cell(_first(worst, is_one=len(row.members) == 1), ("dim",)),
-    ]
-
-
-def _first(one: TensorDiff, *, is_one: bool) -> str:
-    values = one.values
-    if values is None or values.first is None:
-        return ""
-    where = shape_text(one.index_of(values.first))
-    number = "" if is_one else next((f"{m[0]} " for m in [_NUMBER.search(one.key)] if m), "")
-    lead = f"in {number}at " if number else ""
-    if one.first is None or one.first[0] is None or one.first[1] is None:
-        return lead + where
-    return f"{lead}{where}: {_value(one.first[0])} → {_value(one.first[1])}"
-
-
 def _without_values(cell: Cell | str) -> Cell:
     """Where the first difference is, without what is there."""
     text = cell.text if isinstance(cell, Cell) else cell
     return Cell(text.partition(": ")[0], ("dim",))
-
-
-def _value(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.6g}"
-
-
-def _short(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-
-
-def _percent(part: int, whole: int) -> str:
-    if part == 0 or part == whole:
-        return "100 %" if part else "0 %"
-    value = 100 * part / whole
-    return f"{value:.2g} %" if value < 99 else "> 99 %"
-
-
-def _cosine(value: float) -> str:
-    rest = 1 - value
-    if rest >= 1e-3 or math.isnan(rest):
-        return f"{value:.3f}"
-    return "1" if rest < 1e-15 else f"1 - {rest:.1g}"
 
 
 def _change(entry: EntryDiff) -> str:
