@@ -25,6 +25,8 @@ TORCH_BYTES = 64 << 20
 """From this amount of data on, it pays to import torch."""
 _EXACT_TERMS = 1024
 """Products of a byte and a factor that float32 adds exactly: 1024 · 128 · 127 < 2^24."""
+_FEW = 32
+"""Blocks that, sharing the upper digits of their numbers, are worth a step of their own."""
 _SAFE_TERMS = 32
 """Products of a block's sum (26 bits) and a weight (31 bits) that int64 adds without overflow."""
 
@@ -168,8 +170,16 @@ def weighed(sums: Array, blocks: range | Array) -> Array:
     if not len(blocks):
         return total
     upper_digits = blocks // TABLE
-    weights = low[blocks % TABLE] * middle[upper_digits % TABLE] % PRIME
-    return _dot(sums, weights * high[upper_digits // TABLE] % PRIME)
+    places = blocks - upper_digits * TABLE
+    borders = np.flatnonzero(np.diff(upper_digits)) + 1
+    if len(borders) * _FEW > len(blocks):
+        weights = low[places] * middle[upper_digits % TABLE] % PRIME
+        return _dot(sums, weights * high[upper_digits // TABLE] % PRIME)
+    for start, stop in zip((0, *borders), (*borders, len(blocks)), strict=True):  # runs that share their upper digits
+        upper = int(upper_digits[start])
+        part = _dot(sums[start:stop], low[places[start:stop]])
+        total += part * (middle[upper % TABLE] * high[upper // TABLE] % PRIME) % PRIME
+    return total % PRIME
 
 
 def _dot(sums: Array, weights: Array) -> Array:

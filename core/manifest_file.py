@@ -214,7 +214,7 @@ def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
             scheme=None if scheme is None else str(scheme),
             fingerprints={str(one["key"]): _fingerprint(one, scheme) for one in found.get("fingerprints", ())},
         )
-    except (ValueError, KeyError, TypeError, AttributeError, CorruptError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, CorruptError) as err:
         why = err.message if isinstance(err, CorruptError) else "an entry is missing or is something else"
         raise CorruptError(
             f"not a ckpt manifest: {why}", file=name, hint="remove it, and make a new one with ckpt manifest"

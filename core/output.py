@@ -92,12 +92,13 @@ class Output:
         for skip, piece in self._casted(data):
             places = [(array, (index + delta + skip) * self._size) for array, index in destinations]
             self._feed(places, piece)
+            if self._watch is not None:  # before it is written, while the bytes are in the processor's cache
+                for array, offset in places:
+                    self._watch.feed(array, offset, piece)
             for array, offset in places:
                 file = self._places.file_of(array)
                 self._stage.write(file, self._places.offset_of(array) + offset, piece)
                 self._settle(array, file, offset + len(piece))
-                if self._watch is not None:
-                    self._watch.feed(array, offset, piece)
             self._report(len(piece) * len(places))
 
     def put_zeros(self, destinations: Sequence[tuple[int, int]], delta: int, zeros: memoryview) -> None:

@@ -126,7 +126,11 @@ def _wrong_arrays(
     subject: Subject, arrays: list[ManifestArray] | tuple[ManifestArray, ...], places: Places, *, digests: bool
 ) -> Iterator[Finding]:
     for array in arrays:
-        n_bytes = itemsize(array.dtype)
+        try:
+            n_bytes = itemsize(array.dtype)
+        except CheckpointingException as err:
+            yield BROKEN.finding(err.message, file=array.file, key=array.key)
+            continue
         for extent in array.shape:
             n_bytes *= extent
         known = places.get((array.file, array.offset, n_bytes)) or _sum_of_range(subject, array, n_bytes)
