@@ -25,8 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ckpt_cli.app import main as main_of_ckpt
 from tests.faults.case import Case, Cases, sampled
+from tests.faults.saved import SAVE, SavedTarget, preload_saving
 from tests.faults.target import KINDS, Kind, Target
 
+ALL = (*KINDS, SAVE)
 Counts = Counter[tuple[str, str]]
 """Of cases, by target and fault."""
 
@@ -37,7 +39,7 @@ def main() -> int:
     """Parses the command line, runs, prints."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--golden", type=Path, help="the golden checkpoints, unpacked")
-    parser.add_argument("--targets", nargs="+", choices=[kind.name for kind in KINDS], help="only these")
+    parser.add_argument("--targets", nargs="+", choices=[kind.name for kind in ALL], help="only these")
     parser.add_argument("--faults", nargs="+", metavar="TEXT", help="only faults whose name holds one of these")
     parser.add_argument("--sample", type=int, metavar="N", help="only N cases of each target, fault and mode")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
@@ -48,7 +50,7 @@ def main() -> int:
     begun = time.monotonic()
     tried: Counts = Counter()
     failed: Counts = Counter()
-    kinds = [kind for kind in KINDS if not options.targets or kind.name in options.targets]
+    kinds = [kind for kind in ALL if not options.targets or kind.name in options.targets]
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         options.golden = options.golden or _unpacked(Path(folder) / "golden")
         preload(kinds, options.golden, Path(folder))
@@ -66,12 +68,15 @@ def of_kind(options: argparse.Namespace, work: tuple[Kind, str, Path]) -> tuple[
     """Runs the cases of one target in one mode; how many were tried, and how many failed, by target and fault."""
     kind, mode, work_dir = work
     work_dir.mkdir()
-    found = list(Cases(Target(kind, options.golden, work_dir, force=mode == "force")).all())
+    force = mode == "force"
+    target = SavedTarget(work_dir, force=force) if kind == SAVE else Target(kind, options.golden, work_dir, force=force)
+    found = list(Cases(target).all())
     if options.faults:
         found = [case for case in found if any(text in case.fault for text in options.faults)]
     if options.sample is not None:
         found = sampled(found, options.sample, seed=options.seed)
     tried, failed = Counter(), Counter()
+    print(f"{kind.name}, {mode}: {len(found)} cases", file=sys.stderr, flush=True)
     for case in found:
         tried[kind.name, case.fault] += 1
         if report(case, f"{kind.name}, {mode}"):
@@ -104,6 +109,9 @@ def print_table(tried: Counter[tuple[str, str]], failed: Counter[tuple[str, str]
 def preload(kinds: Sequence[Kind], golden_dir: Path, work_dir: Path) -> None:
     """Imports what the forks would import one by one, by doing everything once."""
     for kind in kinds:
+        if kind == SAVE:
+            preload_saving(work_dir / "preloaded" / "save")
+            continue
         verb, *rest = kind.arguments
         dst = work_dir / "preloaded" / kind.name / kind.dst
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from core.dist_checkpointing.core import CheckpointingConfig
 
 STAGE = ".ckpt-stage"
+_ATTEMPTS = 2
 _DATA = "data"
 _OLD = "old"
 _ENTRIES = "entries.json"
@@ -121,7 +122,9 @@ class Publication:
 
     def _check_stage(self) -> None:
         """Files of a stage that was removed are gone, also where a rank that came later has made it again."""
-        if not is_current(self._lock_fd, self._stage_dir):
+        with translated(str(self.checkpoint_dir), doing="look at"):
+            is_ours = is_current(self._lock_fd, self._stage_dir)
+        if not is_ours:
             raise StorageError(
                 f"somebody has removed the directory, or {STAGE} in it, during the save",
                 file=str(self.checkpoint_dir),
@@ -275,9 +278,18 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 def _end(stage_dir: Path, lock_fd: int, owner: int) -> None:
     """Removes a stage, then unlocks it; in a fork of its owner, which has a copy of everything, nothing is removed."""
-    if os.getpid() == owner and is_current(lock_fd, stage_dir):  # else it is another save's
-        with suppress(OSError, CheckpointingException):
-            _empty(stage_dir)
-            stage_dir.rmdir()
+    interrupt: KeyboardInterrupt | None = None
+    for _ in range(_ATTEMPTS if os.getpid() == owner else 0):
+        try:
+            if is_current(lock_fd, stage_dir):  # else it is another save's
+                _empty(stage_dir)
+                stage_dir.rmdir()
+            break
+        except (OSError, CheckpointingException):
+            continue
+        except KeyboardInterrupt as err:  # it can wait until the stage is gone
+            interrupt = err
     with suppress(OSError):
         os.close(lock_fd)
+    if interrupt is not None:
+        raise interrupt

@@ -22,6 +22,7 @@ from tests.faults.operations import (
     CHANGES,
     LOOKS,
     READS,
+    RENAMES,
     WRITES,
     Disturb,
     Operation,
@@ -29,7 +30,8 @@ from tests.faults.operations import (
 )
 from tests.faults.order import unordered
 from tests.faults.process import Ended
-from tests.faults.target import BATCH_BYTES, Target
+from tests.faults.saved import SavedTarget
+from tests.faults.target import BATCH_BYTES, Target, tree
 
 KNOWN_CODES = (2, 3, 6, 7)
 """Exit codes that a fault of the system may lead to."""
@@ -54,7 +56,7 @@ class Case:
 class Cases:
     """All disturbances of one target."""
 
-    target: Target
+    target: Target | SavedTarget
     trace: list[Operation] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,29 +66,15 @@ class Cases:
 
     def all(self) -> Iterator[Case]:
         """Every case."""
-        yield from self.order()
         yield from self.kills()
-        yield from self.kills_with_resume()
         yield from self.errors()
-        yield from self.full_disks()
         yield from self.lacking()
         yield from self.signals()
+        if isinstance(self.target, Target):
+            yield from self.order(self.target)
+            yield from self.kills_with_resume()
+            yield from self.changed_sources(self.target)
         yield from self.others()
-
-    def order(self) -> Iterator[Case]:
-        """Data is on the disk before a name says that it is there."""
-
-        def check(name: str, *more: str) -> Iterator[str]:
-            self.target.begin_anew()
-            ended = self.target.run(*more, dst=self.target.place / name)
-            yield from unordered(ended.trace, dst=f"place/{name}")
-            if ended.code != 0:
-                yield f"exit code {ended.code}: {ended.output[-300:]}"
-
-        name = self.target.kind.dst
-        yield Case("order of syncs", "whole run", lambda: check(name))
-        yield Case("order of syncs", "with a journal", lambda: check(name, "--resume"))
-        yield Case("order of syncs", "in new directories", lambda: check(f"made/here/{name}"))
 
     def kills(self) -> Iterator[Case]:
         """SIGKILL before, after and half-way through everything."""
@@ -99,8 +87,23 @@ class Cases:
             name = f"{when} {_named(operation)}"
             yield Case("SIGKILL, --resume", name, self._killed(operation, when, "--resume"))
 
+    def order(self, target: Target) -> Iterator[Case]:
+        """Data is on the disk before a name says that it is there."""
+
+        def check(name: str, *more: str) -> Iterator[str]:
+            target.begin_anew()
+            ended = target.run(*more, dst=target.place / name)
+            yield from unordered(ended.trace, dst=f"place/{name}")
+            if ended.code != 0:
+                yield f"exit code {ended.code}: {ended.output[-300:]}"
+
+        name = target.kind.dst
+        yield Case("order of syncs", "whole run", lambda: check(name))
+        yield Case("order of syncs", "with a journal", lambda: check(name, "--resume"))
+        yield Case("order of syncs", "in new directories", lambda: check(f"made/here/{name}"))
+
     def errors(self) -> Iterator[Case]:
-        """Each operation fails once, in every way that the kernel knows."""
+        """Each operation fails once, in every way that the kernel knows, or all of them from one on: a full disk."""
         for number in (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EMFILE):
             for operation in self.trace:
                 if is_errno_of(operation, number):
@@ -108,12 +111,10 @@ class Cases:
                     disturb = how.failed(operation.number, number)
                     yield Case(name, _named(operation), self._failed(operation, disturb))
 
-    def full_disks(self) -> Iterator[Case]:
-        """From some operation on nothing can be written any more."""
         names = (*WRITES, "create", "mkdir", "fallocate64")
         for operation in self.trace:
             if operation.name in names:
-                for more in ((), ("--resume",)):
+                for more in ((), ("--resume",)) if isinstance(self.target, Target) else ((),):
                     disturb = how.failed_from(operation.number, errno.ENOSPC, names)
                     yield Case(
                         "full from then on", f"{_named(operation)} {more}", self._failed(operation, disturb, *more)
@@ -150,20 +151,24 @@ class Cases:
 
     def signals(self) -> Iterator[Case]:
         """Ctrl-C and a polite request to end, at any moment."""
-        for what in (signal.SIGINT, signal.SIGTERM):
+        for what in (signal.SIGINT, signal.SIGTERM) if isinstance(self.target, Target) else (signal.SIGINT,):
             for operation in self.trace:
                 if operation.name not in LOOKS:
                     disturb = how.signalled(operation.number, what)
                     yield Case("SIGINT, SIGTERM", f"{what.name} {_named(operation)}", self._signalled(what, disturb))
 
     def others(self) -> Iterator[Case]:
-        """Somebody else writes the same, changes the source, or looks at the destination."""
+        """Somebody else writes the same, or looks at the destination."""
         for operation in self.trace:
             if operation.name in (*CHANGES, "fsync", "flock"):
                 yield Case("second writer", _named(operation), self._beside_a_second(operation))
-            if operation.name in (*READS, "open", "rename"):
-                yield Case("source changed", _named(operation), self._source_changed(operation))
         yield Case("reader meanwhile", "at every operation", self._looked_at)
+
+    def changed_sources(self, target: Target) -> Iterator[Case]:
+        """The source changes while it is read."""
+        for operation in self.trace:
+            if operation.name in (*READS, "open", *RENAMES):
+                yield Case("source changed", _named(operation), self._source_changed(target, operation))
 
     # ------------------------------------------------------------------ how they are judged
 
@@ -187,7 +192,13 @@ class Cases:
             yield from self._whole(ended)
             had_stage = any(self.target.stage_dir.glob("*")) and self.target.state() != "new"
             again = yield from self._again(*more)
-            if had_stage and again is not None and "ckpt-stage" not in again.output and not more:
+            if (
+                had_stage
+                and isinstance(self.target, Target)
+                and again is not None
+                and "ckpt-stage" not in again.output
+                and not more
+            ):
                 yield f"the stage that was left behind is not named: {again.output[-300:]}"
             if more and again is not None and "continuing" in again.output:
                 yield from self._lost(ended, again)
@@ -260,40 +271,38 @@ class Cases:
 
         return check
 
-    def _source_changed(self, operation: Operation) -> Callable[[], Iterator[str]]:
+    def _source_changed(self, target: Target, operation: Operation) -> Callable[[], Iterator[str]]:
         def check() -> Iterator[str]:
-            self.target.begin_anew()
+            target.begin_anew()
 
             def change() -> None:
-                file = max(self.target.src.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+                file = max(target.src.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
                 content = bytearray(file.read_bytes())
                 content[-1000:] = bytes(255 - byte for byte in content[-1000:])
                 file.write_bytes(content)
 
-            ended = self.target.run(disturb=how.paused(operation.number, change))
+            ended = target.run(disturb=how.paused(operation.number, change))
             if ended.code == 0:
                 begun = [o for o in ended.trace if o.number < operation.number and o.path.startswith("src")]
-                if self.target.state() == "new" or not any(o.name in ("open", *READS) for o in begun):
+                if target.state() == "new" or not any(o.name in ("open", *READS) for o in begun):
                     pass  # changed after the last look, or before the first
-                elif self._is_of_now():
+                elif self._is_of_now(target):
                     pass
                 else:
                     yield "a mixture of the source before and after"
-            elif self.target.state() not in ("none", "old"):
-                yield f"exit code {ended.code}, and the destination is {self.target.state()}"
+            elif target.state() not in ("none", "old"):
+                yield f"exit code {ended.code}, and the destination is {target.state()}"
             elif ended.code not in KNOWN_CODES:
                 yield f"exit code {ended.code}: {ended.output[-300:]}"
-            self.target.restore_source()
+            target.restore_source()
 
         return check
 
-    def _is_of_now(self) -> bool:
-        from tests.faults.target import tree
-
-        found = tree(self.target.dst)
-        self.target.begin_anew()
-        self.target.run()
-        return tree(self.target.dst) == found
+    def _is_of_now(self, target: Target) -> bool:
+        found = tree(target.dst)
+        target.begin_anew()
+        target.run()
+        return tree(target.dst) == found
 
     def _looked_at(self) -> Iterator[str]:
         self.target.begin_anew()
@@ -309,6 +318,8 @@ class Cases:
 
         ended = self.target.run(disturb=how.observed(look))
         wanted = ["old" if self.target.force else "none", "new"]
+        if isinstance(self.target, SavedTarget) and self.target.force:
+            wanted.insert(1, "none")
         if ended.code != 0 or states.read_text().split("\n") != wanted:
             yield f"seen one after the other: {states.read_text().split(chr(10))}"
 
@@ -322,10 +333,7 @@ class Cases:
 
     def _may_be_aside(self, ended: Ended) -> bool:
         """Without an exchange of names there is a moment between two renames; the old one must be safe then."""
-        from tests.faults.target import tree
-
-        aside = self.target.stage_dir / "old" / self.target.kind.dst
-        return ended.code == -signal.SIGKILL and aside.exists() and tree(aside) == self.target.old
+        return ended.code == -signal.SIGKILL and self.target.is_aside()
 
     def _judged(self, ended: Ended, operation: Operation) -> Iterator[str]:
         if ended.code is None:

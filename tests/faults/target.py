@@ -163,6 +163,11 @@ class Target:
         """Whether the neighbour and the source are as they were."""
         return (self.place / "neighbour").read_text() == "precious"
 
+    def is_aside(self) -> bool:
+        """Whether the next run can put the old destination back."""
+        aside = self.stage_dir / "old" / self.kind.dst
+        return aside.exists() and tree(aside) == self.old
+
     @property
     def _is_file(self) -> bool:
         return self.dst.suffix != ""
