@@ -77,6 +77,7 @@ def agreeing(subject: Subject) -> Iterator[Finding]:
 def fitting(subject: Subject) -> Iterator[Finding]:
     """Everything that ``core.layout_problems`` finds."""
     is_incomplete = any(err.rule in _CAUSES for err in subject.salvaged.problems)
+    is_whole = subject.format is not None and (subject.format.is_mcore or subject.format.partition == "ranks")
     seen: set[tuple[object, ...]] = set()
     for err in subject.model.problems:
         code = _BY_RULE.get(err.rule or "", ENTRY)
@@ -85,7 +86,7 @@ def fitting(subject: Subject) -> Iterator[Finding]:
         where = (code.code, err.key, err.rank, err.message if code is not NAMES else _listed_in(err))
         if where not in seen:
             seen.add(where)
-            yield _finding(code, err)
+            yield _finding(code, err, severity=None if is_whole or code not in _FOLLOWS else Severity.NOTE)
 
 
 def _listed_in(err: CheckpointingException) -> str:
@@ -93,13 +94,14 @@ def _listed_in(err: CheckpointingException) -> str:
     return err.message.partition(" is in ")[0]
 
 
-def _finding(code: Code, err: CheckpointingException) -> Finding:
+def _finding(code: Code, err: CheckpointingException, *, severity: Severity | None = None) -> Finding:
+    """An error as a finding; other formats than Megatron's own may hold a part of a model, which is worth a note."""
     if isinstance(err, UnknownTensorError):
         code = UNKNOWN
     elif isinstance(err, UnsupportedError):
         code = NOT_HANDLED
     hint = None if isinstance(err, UnknownTensorError) else err.hint
-    return code.finding(err.message, file=err.file, key=err.key, rank=err.rank, hint=hint)
+    return code.finding(err.message, file=err.file, key=err.key, rank=err.rank, hint=hint, severity=severity)
 
 
 def padded(subject: Subject) -> Iterator[Finding]:
@@ -109,7 +111,9 @@ def padded(subject: Subject) -> Iterator[Finding]:
         return
     fields = fields_of(subject.model.args)
     stated, n_rows = size_in(fields, "padded_vocab_size"), model.facts.vocab_size
+    has_free_rows = subject.format is None or subject.format.partition != "ranks"
     for name, rows in _vocabulary(subject, model):
+        is_explained = n_rows is None or explains(model.facts, n_rows, rows)
         if n_rows is not None and rows < n_rows:
             yield VOCABULARY.finding(
                 "the tensor has fewer rows than the vocabulary",
@@ -118,14 +122,14 @@ def padded(subject: Subject) -> Iterator[Finding]:
                 found=f"{rows} rows",
                 severity=Severity.ERROR,
             )
-        elif stated is not None and stated != rows:
+        elif stated not in (None, rows) and not (has_free_rows and is_explained):
             yield VOCABULARY.finding(
                 "the tensor has not the rows that the arguments say",
                 key=name,
                 expected=f"{stated} rows (padded_vocab_size)",
                 found=f"{rows} rows",
             )
-        elif stated is None and n_rows is not None and not explains(model.facts, n_rows, rows):
+        elif stated is None and not is_explained:
             yield VOCABULARY.finding(
                 f"no tensor parallel size pads {n_rows} rows to as many",
                 key=name,

@@ -143,9 +143,9 @@ def _shapes(
     wanted = meta or next(iter(shapes[key] for key in param.keys.values()))
     for key in param.keys.values():
         found = shapes[key].shape
-        is_flat = len(found) == 1 or ".experts." in key  # flattened by FSDP, or transposed by older Megatron
-        if found == wanted.shape or (is_flat and prod(found) == prod(wanted.shape)):
-            continue
+        is_rearranged = len(found) != len(wanted.shape) or ".experts." in key
+        if found == wanted.shape or (is_rearranged and prod(found) == prod(wanted.shape)):
+            continue  # flattened by FSDP, cut up or transposed by older Megatron, as converted without its metadata
         yield SHAPE.finding(
             "the state has another shape than its parameter",
             file=_file_of(catalog, key),

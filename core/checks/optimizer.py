@@ -197,4 +197,4 @@ def _of_whole(subject: Subject, catalog: Catalog, err: CheckpointingException, *
     yield BUFFERS.finding(err.message, file=err.file, key=err.key, rank=err.rank, span=err.span)
 
 
-CHECKS = (Check(of_ranks, formats=("megatron",)), Check(of_global))
+CHECKS = (Check(of_ranks, formats=("megatron",)), Check(of_global, formats=("torch_dist", "zarr")))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from core.checks import Level
+from core.convert import Job, run
 from core.finding import Severity
 from tests.edited import Rows, chunks_of, copied, counted, edit_rank, edit_rows, found_in, nothing
 from tests.rank_files import MODEL_FILE
@@ -202,3 +203,16 @@ def test_a_global_checkpoint_that_lacks_tensors_and_layers_is_incomplete(golden:
         "output_layer.weight",
         "decoder.layers.3.mlp.linear_fc2.weight",
     }
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_parts_of_models_without_padding_are_no_damage_in_formats_that_hold_anything(
+    golden: Path, tmp_path: Path, to: str
+) -> None:
+    target = tmp_path / ("out.pt" if to == "torch" else "out")
+    run(Job(src=golden / RANKS, dst=target, to=to, fsync=False))
+    assert found_in(target, Level.HEADERS) == []
+    part = tmp_path / ("part.pt" if to == "torch" else "part")
+    run(Job(src=golden / RANKS, dst=part, to=to, exclude=("output_layer*",), fsync=False))
+    assert found_in(part, Level.HEADERS) == []
+    assert "CK311" in counted(found_in(part, least=Severity.NOTE))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from core.checks import Level
+from core.convert import Job, run
 from core.finding import Severity
 from tests.edited import Rows, chunks_of, copied, counted, edit_rank, edit_rows, found_in
 
@@ -162,3 +163,9 @@ def test_masters_of_global_checkpoints_are_compared_with_their_weights(golden: P
     assert {finding.severity for finding in findings} == {Severity.WARNING}
     assert {finding.key for finding in findings} == {f"decoder.layers.{n}.mlp.linear_fc2.weight" for n in range(4)}
     assert counted(findings) == {"CK407": 4}
+
+
+def test_states_that_older_megatron_cut_up_are_no_damage_without_its_metadata(golden: Path, tmp_path: Path) -> None:
+    name = "mcore0121_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_fully_sharded_model_space"
+    run(Job(src=golden / name, dst=tmp_path / "out", to="dcp", fsync=False))
+    assert found_in(tmp_path / "out", Level.HEADERS) == []
