@@ -8,10 +8,9 @@ takes the greatest difference and the cosine of those that differ. Sources are o
 from __future__ import annotations
 
 import argparse
-import subprocess
+import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,13 +48,10 @@ for path in Path(sys.argv[1]).glob("*.json"):
 """
 
 
-def cat(*paths: Path) -> float:
-    """Seconds that reading all files takes."""
+def cat(*paths: Path) -> Run:
+    """Reads all files."""
     files = [str(found) for path in paths for found in files_of(path)]
-    with open("/dev/null", "wb") as null:
-        began = time.perf_counter()
-        subprocess.run(["cat", *files], check=True, stdout=null)
-        return time.perf_counter() - began
+    return run(["sh", "-c", 'cat "$@" > /dev/null', "sh", *files])
 
 
 def differing(*command: str | Path) -> Run:
@@ -63,19 +59,19 @@ def differing(*command: str | Path) -> Run:
     return run(["sh", "-c", '"$@" || [ $? = 1 ]', "sh", *command])
 
 
-def measured(
-    case: Case, a: Path, b: Path, other: Callable[[], float], *, n_runs: int, options: tuple[str, ...]
-) -> Case:
-    """Fills a case with runs of ``ckpt diff`` and of something else, in turn."""
+def measured(case: Case, a: Path, b: Path, other: Callable[[], Run], *, n_runs: int) -> list[Run]:
+    """Fills a case with runs of ``ckpt diff`` and of something else, in turn; returns the latter."""
+    others: list[Run] = []
     warm(a)
     warm(b)
     for number in range(n_runs):
         for is_ours in (number % 2 == 0, number % 2 == 1):
             if is_ours:
-                case.ours.append(differing(*ckpt("diff", a, b, *options)))
+                case.ours.append(differing(*ckpt("diff", a, b)))
             else:
-                case.copies.append(other())
-    return case
+                others.append(other())
+                case.copies.append(others[-1].wall_s)
+    return others
 
 
 def main() -> None:
@@ -87,7 +83,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         cases = _cases(Path(name), round(options.gib * GIB), options.runs)
         print(table(cases))
-        rss = max(one.rss_bytes or 0 for one in cases if not one.name.startswith("torch"))
+        rss = max(one.rss_bytes or 0 for one in cases)
         print(f"peak RSS of ckpt diff: {rss / 1e6:.0f} MB, whatever the size ({options.gib:g} GiB each)")
     failed = [case.name for case in cases if case.is_met is False]
     if failed:
@@ -112,13 +108,13 @@ def _cases(folder: Path, n_bytes: int, n_runs: int) -> list[Case]:
     torch = folder / "compare.py"
     torch.write_text(_TORCH)
 
-    def in_memory(a: Path, b: Path) -> Callable[[], float]:
-        return lambda: run([sys.executable, torch, a, b]).wall_s
+    def in_memory(a: Path, b: Path) -> Callable[[], Run]:
+        return lambda: run([sys.executable, torch, a, b])
 
-    def reading(a: Path, b: Path) -> Callable[[], float]:
+    def reading(a: Path, b: Path) -> Callable[[], Run]:
         return lambda: cat(a, b)
 
-    rows: list[tuple[Case, Path, Path, Callable[[], float]]] = [
+    rows: list[tuple[Case, Path, Path, Callable[[], Run]]] = [
         (Case("equal: safetensors, a copy", 2.5, 1.5, unit="× cat"), flat, same, reading(flat, same)),
         (Case("equal: 8 rank files, torch_dist", 3, 2, unit="× cat"), ranks, dist, reading(ranks, dist)),
         (Case("one element differs", 3, 2, unit="× cat"), flat, one_bit, reading(flat, one_bit)),
@@ -126,11 +122,17 @@ def _cases(folder: Path, n_bytes: int, n_runs: int) -> list[Case]:
         (Case("one element differs", 0.5, unit="× torch"), flat, one_bit, in_memory(flat, one_bit)),
         (Case("every element differs", 1, unit="× torch"), flat, every, in_memory(flat, every)),
     ]
-    cases = [measured(case, a, b, other, n_runs=n_runs, options=()) for case, a, b, other in rows]
-    alone = Case("torch alone, every element differs", unit="× torch")
-    alone.ours = [run([sys.executable, torch, flat, every])]
-    alone.copies = [one.wall_s for one in alone.ours]
-    return [*cases, alone]
+    cases = []
+    for case, a, b, other in rows:
+        others = measured(case, a, b, other, n_runs=n_runs)
+        cases.append(case)
+        ours_cpu, other_cpu = (statistics.median(one.cpu_s for one in some) for some in (case.ours, others))
+        rss = max(one.rss_bytes for one in others)
+        print(
+            f"{case.name} ({case.unit}): CPU {ours_cpu:.2f} s, other {other_cpu:.2f} s and {rss / 1e6:.0f} MB",
+            flush=True,
+        )
+    return cases
 
 
 if __name__ == "__main__":
