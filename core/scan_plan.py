@@ -24,11 +24,13 @@ from core.box import is_c_contiguous
 from core.catalog import StoredArray
 from core.checksum import BLOCK_BYTES
 from core.dtypes import itemsize
-from core.errors import CorruptError, TruncatedError
+from core.errors import CapacityError, CheckpointingException, CorruptError, TruncatedError
 from core.stated import Stated
 
 WINDOW_BYTES = BLOCK_BYTES
 """Most bytes of a file that a thread holds at once, and the blocks in which large arrays are handed out."""
+MAX_SHARING = 64
+"""How many times over the arrays may share the bytes of a file; thousands of views of one storage would never end."""
 SEGMENT_BYTES = 32 << 20
 """About how many bytes of a file a thread reads before it takes the next piece of work."""
 
@@ -119,7 +121,7 @@ def _first(pair: tuple[int, int]) -> int:
 
 def plan_file(
     file: str, n_bytes: int, arrays: Sequence[tuple[StoredArray, StoredArray]], stated: Iterable[Stated]
-) -> tuple[FilePlan, list[tuple[StoredArray, CorruptError]]]:
+) -> tuple[FilePlan, list[tuple[StoredArray, CheckpointingException]]]:
     """How a file is read.
 
     Args:
@@ -129,12 +131,13 @@ def plan_file(
         stated: CRCs that it states.
 
     Returns:
-        The plan, and the arrays that do not lie in the file.
+        The plan, and the arrays that do not lie in the file, or of which there are too many.
     """
     lines: list[Line] = []
     apart: list[Apart] = []
     empty: list[StoredArray] = []
-    wrong: list[tuple[StoredArray, CorruptError]] = []
+    wrong: list[tuple[StoredArray, CheckpointingException]] = []
+    total = 0
     for array, bound in arrays:
         extent = bound.extent
         assert extent is not None and not extent.is_late, "bound before"
@@ -142,7 +145,7 @@ def plan_file(
             empty.append(array)
         elif extent.encoding is not None:
             apart.append(Apart(array, bound))
-        elif err := _outside(bound, n_bytes):
+        elif err := _outside(bound, n_bytes) or _too_many(bound, total := total + array.n_bytes, n_bytes):
             wrong.append((array, err))
         elif extent.strides is None or is_c_contiguous(bound.shape, extent.strides):
             lines.append(Line(extent.offset, extent.offset + array.n_bytes, array))
@@ -198,3 +201,14 @@ def _outside(bound: StoredArray, n_bytes: int) -> CorruptError | None:
             hint="copy the checkpoint again, or use an older one",
         )
     return None
+
+
+def _too_many(bound: StoredArray, total_bytes: int, n_bytes: int) -> CapacityError | None:
+    """What is wrong with an array that is one view too many of the bytes of its file."""
+    if total_bytes <= MAX_SHARING * n_bytes:
+        return None
+    extent = bound.extent
+    assert extent is not None
+    return CapacityError(
+        f"the arrays up to this one have {total_bytes} bytes in a file of {n_bytes}", file=extent.file, key=bound.name
+    )

@@ -20,7 +20,7 @@ from core.dtypes import itemsize
 from core.errors import CheckpointingException, CorruptError, Report
 from core.open import open_checkpoint
 from core.scan import files_below, scan
-from core.scan_plan import SEGMENT_BYTES, WINDOW_BYTES, plan_file
+from core.scan_plan import MAX_SHARING, SEGMENT_BYTES, WINDOW_BYTES, plan_file
 from core.scan_sums import Wanted
 from core.stated import Stated
 from core.store import MemoryStore, ReadStore
@@ -192,6 +192,12 @@ def test_a_repetition_without_end_is_refused() -> None:
     array = StoredArray("x", "int8", (1 << 40,), Extent("f", 0, strides=(0,)))
     found = scan(catalog_over("f", [array]), MemoryStore({"f": b"1234"}), [Collected0()])
     assert [problem.error.code for problem in found.problems] == ["capacity"]
+
+
+def test_thousands_of_views_of_one_storage_are_refused() -> None:
+    arrays = [StoredArray(f"{n}", "int8", (1000,), Extent("f", 0)) for n in range(1000)]
+    found = scan(catalog_over("f", arrays), MemoryStore({"f": bytes(1000)}), [Collected()])
+    assert len(found.problems) == 1000 - MAX_SHARING
 
 
 class Collected0(Collected):
