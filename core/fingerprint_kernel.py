@@ -171,7 +171,7 @@ def weighed(sums: Array, blocks: range | Array) -> Array:
         return total
     upper_digits = blocks // TABLE
     places = blocks - upper_digits * TABLE
-    borders = np.flatnonzero(np.diff(upper_digits)) + 1
+    borders: Array = np.flatnonzero(np.diff(upper_digits)) + 1
     if len(borders) * _FEW > len(blocks):
         weights = low[places] * middle[upper_digits % TABLE] % PRIME
         return _dot(sums, weights * high[upper_digits // TABLE] % PRIME)
