@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from io import TextIOWrapper
+from itertools import pairwise
 from typing import Annotated
 
 from typer import Exit, Option, Typer
@@ -185,10 +186,15 @@ def _report(err: BaseException, arguments: list[str]) -> int:
             label = screen_of(sys.stderr).styled("error:", "bold", "red")
             print(f"ckpt: {label} {failure.line}", file=sys.stderr)
     try:
-        if "--json" in options and failure.line:
+        if _wants_json(options) and failure.line:
             print(json.dumps({"error": {**failure.fields, "exit_code": failure.exit_code}}))
         sys.stdout.flush()
     except OSError:  # a full disk or a closed pipe; the interpreter's own flush at the end must not fail again
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return failure.exit_code
+
+
+def _wants_json(options: list[str]) -> bool:
+    """Whether a program reads stdout, as far as a line tells that may not parse."""
+    return "--json" in options or "--format=json" in options or ("--format", "json") in pairwise(options)

@@ -95,6 +95,12 @@ def test_json_prints_the_error_as_an_object(capsys: pytest.CaptureFixture[str]) 
     assert err.startswith("ckpt: error: ")
 
 
+@pytest.mark.parametrize("words", [["--json"], ["--format", "json"], ["--format=json"]])
+def test_every_way_to_ask_for_json_gets_the_error_so(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "no/such/path", *words]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "usage"
+
+
 def test_a_traceback_comes_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
     main(["inspect", "no/such/path"])
     assert "Traceback" not in capsys.readouterr().err
