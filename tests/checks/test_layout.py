@@ -216,3 +216,15 @@ def test_parts_of_models_without_padding_are_no_damage_in_formats_that_hold_anyt
     run(Job(src=golden / RANKS, dst=part, to=to, exclude=("output_layer*",), fsync=False))
     assert found_in(part, Level.HEADERS) == []
     assert "CK311" in counted(found_in(part, least=Severity.NOTE))
+
+
+def test_extra_states_of_different_lengths_are_no_damage(golden: Path, tmp_path: Path) -> None:
+    import torch
+
+    folder = copied(golden, RANKS, tmp_path)
+    name = "decoder.layers.0.mlp.linear_fc1._extra_state"
+    every_rank(folder, lambda loaded: loaded["model"].update({name: torch.zeros(47, dtype=torch.uint8)}))
+    edit_rank(
+        folder / "mp_rank_01_000", lambda loaded: loaded["model"].update({name: torch.zeros(0, dtype=torch.uint8)})
+    )
+    assert found_in(folder, Level.HEADERS) == []
