@@ -90,7 +90,7 @@ def _job(options: DiffOptions) -> DiffJob:
         a=options.a,
         b=options.b,
         iteration_a=options.iteration,
-        iteration_b=options.iteration if options.iteration_b is None else options.iteration_b,
+        iteration_b=options.iteration_b,
         rule=rule,
         reads=not options.stat_only,
         believes=not options.read,

@@ -78,11 +78,17 @@ class DiffOptions:
     ] = None
     iteration: Annotated[
         int | None,
-        Option("--iteration", metavar="N", parser=whole(0), rich_help_panel=LAYOUT, help="Of A, a training root."),
+        Option(
+            "--iteration",
+            metavar="N",
+            parser=whole(0),
+            rich_help_panel=LAYOUT,
+            help="Which iteration of A, a training root.",
+        ),
     ] = None
     iteration_b: Annotated[
         int | None,
-        Option("--iteration-b", metavar="N", parser=whole(0), rich_help_panel=LAYOUT, help="Of B. [as --iteration]"),
+        Option("--iteration-b", metavar="N", parser=whole(0), rich_help_panel=LAYOUT, help="Which iteration of B."),
     ] = None
     rules: Annotated[
         Path | None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckpt_cli.app import main
 from ckpt_cli.diff_page import page_of
@@ -179,3 +180,16 @@ def test_missing_checkpoints_are_usage_errors(run: Run, pair: tuple[Path, Path])
     code, out, err = run(pair[0], pair[0].with_name("none.pt"))
     assert (code, out) == (2, "")
     assert "none.pt" in err
+
+
+def test_iterations_of_training_roots_are_chosen_apart(run: Run, tmp_path: Path) -> None:
+    for number, value in ((1, 1.0), (2, 2.0)):
+        folder = tmp_path / f"iter_{number:07d}"
+        folder.mkdir()
+        save_file({"w": torch.full((3,), value)}, folder / "model.safetensors")
+    plain = tmp_path / "iter_0000001"
+    assert run(tmp_path, plain, "--iteration", "1")[0] == 0
+    assert run(tmp_path, plain)[0] == 1
+    code, out, _ = run(tmp_path, tmp_path, "--iteration", "1", "--iteration-b", "2")
+    assert code == 1
+    assert "iter_0000002" in out
