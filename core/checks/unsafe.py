@@ -1,8 +1,8 @@
 """CK601–CK605: what other software would do with these files that nobody wants, by name; nothing is done here.
 
-Every pickle is read by the inert reader: those of ``.metadata``, of the files of ``torch.save`` (also what their pickles
-drop again), of objects that have streams of their own, and of streams inside bytes. Which names are dangerous is a
-matter of a list (``core.pickle_names``), which is never complete; unknown names are noted.
+Every pickle is read by the inert reader: those of ``.metadata``, of the files of ``torch.save``, of objects that have
+streams of their own, and of streams inside bytes; also what a pickle drops again counts. Which names are dangerous is
+a matter of a list (``core.pickle_names``), which is never complete; unknown names are noted.
 
 At the lowest level, one of the files that are called alike and have one size is read, and some hundred objects.
 """

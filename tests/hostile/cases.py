@@ -90,11 +90,21 @@ ITEM = torch_zip(b"\x80\x02" + FOUR + b".", **{"data/0": bytes(16)})
 ROW = TensorRow("w", "float32", (4,), [ChunkRow((0,), (4,), "__0_0.distcp", 0, len(ITEM))])
 METADATA = write_metadata([ROW], planner_data=None)
 ZARRAY = {
-    **{"zarr_format": 2, "shape": [4], "chunks": [2], "dtype": "<f4", "compressor": None},
-    **{"fill_value": 0, "filters": None, "order": "C"},
+    "zarr_format": 2,
+    "shape": [4],
+    "chunks": [2],
+    "dtype": "<f4",
+    "compressor": None,
+    "fill_value": 0,
+    "filters": None,
+    "order": "C",
 }
 ZARR_JSON = {
-    **{"zarr_format": 3, "node_type": "array", "shape": [4], "data_type": "float32", "fill_value": 0},
+    "zarr_format": 3,
+    "node_type": "array",
+    "shape": [4],
+    "data_type": "float32",
+    "fill_value": 0,
     "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2]}},
     "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
     "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
@@ -112,8 +122,14 @@ TORCH = {"checkpoint.pt": PLAIN_TORCH}
 ORBAX = {"manifest.ocdbt": b"x", "_METADATA": "{}"}
 ROOT = {"latest_checkpointed_iteration.txt": "1", **{f"iter_0000001/{name}": data for name, data in MCORE.items()}}
 BASES: dict[str, dict[str, bytes | str]] = {
-    **{"dcp": DCP, "safetensors": SAFE, "zarr": ZARR, "zarr3": ZARR3, "torch_dist": MCORE, "torch": TORCH},
-    **{"orbax": ORBAX, "root": ROOT},
+    "dcp": DCP,
+    "safetensors": SAFE,
+    "zarr": ZARR,
+    "zarr3": ZARR3,
+    "torch_dist": MCORE,
+    "torch": TORCH,
+    "orbax": ORBAX,
+    "root": ROOT,
 }
 """Small checkpoints that are sound, but for Orbax's."""
 
@@ -242,12 +258,7 @@ PICKLES: dict[str, bytes] = {
     "a call by getattr": b"c__builtin__\ngetattr\n(cos\npath\n" + text("os") + b"tR.",
     "a call in a hook": b"\x80\x02" + FOUR.replace(b"ccollections\nOrderedDict\n)R", CALL) + b".",
     "a call inside bytes": b"\x80\x02ctorch.storage\n_load_from_bytes\n"
-    + b"B"
-    + struct.pack("<I", len(CALL) + 3)
-    + b"\x80\x02"
-    + CALL
-    + b"."
-    + b"\x85R.",
+    b"B" + struct.pack("<I", len(CALL) + 3) + b"\x80\x02" + CALL + b"." + b"\x85R.",
     "a surrogate": b"\x80\x02}" + text("\udc80") + FOUR + b"s.",
     "escape sequences": b"\x80\x02}" + text("\x1b]0;owned\x07\x1b[2J\r\u202e") + FOUR + b"s.",
     "a name with lines": b"\x80\x02}" + text("a\nckpt: fine\n") + FOUR + b"s.",
@@ -285,7 +296,7 @@ def as_object(data: bytes) -> Make:
 JSONS: dict[str, bytes] = {
     "100000 brackets": b"[" * 100_000,
     "100000 objects": b'{"a":' * 100_000,
-    "60 MB of brackets": b"[]," * (20 << 20),
+    "12 MB of brackets": b"[]," * (4 << 20),
     "a number of 100000 digits": b'{"metadata": ' + b"9" * 100_000 + b"}",
     "a number of 4000 digits": b'{"zarr_format": ' + b"9" * 4000 + b"}",
     "a key twice": b'{"weight_map": {}, "weight_map": {}}',
@@ -351,8 +362,14 @@ def _index(**weight_map: str) -> Make:
     return changed("safetensors", **{"model.safetensors.index.json": json.dumps({"weight_map": weight_map})})
 
 
-def _deflated(record: str, data: bytes, **others: bytes) -> Make:
-    return torch_file(zipped({"data.pkl": b"\x80\x02}.", **others, record: data}, method=zipfile.ZIP_DEFLATED))
+def _deflated(record: str, begin: bytes, unit: bytes, n: int, end: bytes = b"", **others: bytes) -> Make:
+    """A torch file with a deflated record of ``n`` equal units."""
+
+    def make(folder: Path) -> Path:
+        records = {"data.pkl": b"\x80\x02}.", **others, record: begin + unit * n + end}
+        return torch_file(zipped(records, method=zipfile.ZIP_DEFLATED))(folder)
+
+    return make
 
 
 def _patched(data: bytes, old: bytes, new: bytes) -> Make:
@@ -472,7 +489,7 @@ def _sparse_legacy(folder: Path) -> Path:
     return folder / "model.pt"
 
 
-_NULLS = zlib.compress(bytes(64 << 20), 9)
+_NULLS = zlib.compress(bytes(16 << 20), 1)
 OTHERS: dict[str, Make] = {
     "metadata: a path that climbs": _placed("../../etc/passwd", 0, 100),
     "metadata: an absolute path": _placed("/etc/passwd", 0, 100),
@@ -499,14 +516,16 @@ OTHERS: dict[str, Make] = {
     "metadata: a terabyte of one string": _sparse_metadata,
     "metadata: an object of a terabyte": _sparse_object,
     "zip: a pickle of a terabyte": _sparse_zip,
-    "zip: a deflated pickle of 64 MB": _deflated("data.pkl", b"\x80\x02" + b"N0" * (32 << 20) + b"}."),
-    "zip: a deflated pickle of lists": _deflated("data.pkl", b"\x80\x02(" + b"]" * (48 << 20) + b"l."),
-    "zip: a deflated storage of 256 MB": _deflated(
+    "zip: a deflated pickle of 16 MB": _deflated("data.pkl", b"\x80\x02", b"N0", 8 << 20, b"}."),
+    "zip: a deflated pickle of lists": _deflated("data.pkl", b"\x80\x02(", b"]", 16 << 20, b"l."),
+    "zip: a deflated storage of 64 MB": _deflated(
         "data/0",
-        bytes(256 << 20),
+        b"",
+        bytes(1 << 20),
+        64,
         **{
             "data.pkl": b"\x80\x02}X\x01\0\0\0w"
-            + tensor_opcodes(b"J\0\0\0\x04\x85", b"K\x01\x85", b"J\0\0\0\x04")
+            + tensor_opcodes(b"J\0\0\0\x01\x85", b"K\x01\x85", b"J\0\0\0\x04")
             + b"s."
         },
     ),
@@ -584,7 +603,7 @@ OTHERS: dict[str, Make] = {
     "zarr3: a million shards in one file": _zarr_json(shape=[1 << 20], chunk_grid=_grid(1 << 20), codecs=_sharding(1)),
     "zarr3: 2^60 chunks": _zarr_json(shape=[1 << 60], chunk_grid=_grid(1)),
     "zarr3: 60 axes of 2": _zarr_json(shape=[2] * 60, chunk_grid=_grid(*[1] * 60)),
-    "zarr3: a gzip bomb": _bomb("gzip", gzip.compress(bytes(64 << 20))),
+    "zarr3: a gzip bomb": _bomb("gzip", gzip.compress(bytes(16 << 20), 1)),
     "zarr3: a zlib bomb": _bomb("zlib", _NULLS),
     "zarr3: a codec of control characters": _bomb("\x1b[2J", b""),
     "zarr3: a codec that unpickles": _bomb("numcodecs.pickle", pickle.dumps(1)),

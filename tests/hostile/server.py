@@ -33,7 +33,8 @@ def serve() -> None:
     formats()
     for line in sys.stdin:
         arguments, folder = json.loads(line)
-        print(json.dumps(_run(arguments, folder)), flush=True)
+        sys.stdout.write(json.dumps(_run(arguments, folder)) + "\n")
+        sys.stdout.flush()
 
 
 def _run(arguments: list[str], folder: str) -> dict[str, object]:

@@ -1,0 +1,137 @@
+"""Every hostile checkpoint, and every command: a documented end, soon, in bounded memory, and printable."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.hostile.cases import CASES, MARKER, SOUND, Make
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc")
+
+MAX_GROWN_BYTES = 1 << 30
+MAX_CPU_S = 30
+"""Not how fast it is, but that it ends: a busy machine counts more."""
+
+_COMMANDS: dict[str, tuple[str, ...]] = {
+    "inspect": ("inspect", "SRC"),
+    "convert": ("convert", "SRC", "out", "--to", "torch"),
+    "validate": ("validate", "SRC"),
+    "validate --headers": ("validate", "SRC", "--headers", "--format", "json"),
+    "validate --deep": ("validate", "SRC", "--deep"),
+    "manifest": ("manifest", "SRC", "-o", "manifest.json"),
+    "diff": ("diff", "SRC", "SRC", "--stat-only"),
+}
+_REFUSED = (1, 2, 3, 4, 5, 6, 7)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    cpu_s: float
+    grown_bytes: int
+
+
+class Server:
+    """The process that runs the commands, see ``tests/hostile/server.py``."""
+
+    def __init__(self, repo_dir: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(repo_dir), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, str(repo_dir / "tests/hostile/server.py")]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def run(self, arguments: list[str], folder: Path) -> Ended:
+        """Runs one command line in a directory."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([arguments, str(folder)]) + "\n")
+        self._process.stdin.flush()
+        return Ended(**json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(repo_dir: Path) -> Iterator[Server]:
+    made = Server(repo_dir)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """An empty directory, removed at once: there are terabytes in it, and names that pytest cannot remove."""
+    made = tmp_path / "work"
+    made.mkdir()
+    yield made
+    subprocess.run(["rm", "-rf", str(made)], check=True)
+
+
+def _check(server: Server, make: Make, folder: Path, command: str) -> Ended:
+    source = make(folder)
+    before = set(os.listdir(folder))
+    found = server.run([str(source) if word == "SRC" else word for word in _COMMANDS[command]], folder)
+    assert "Traceback" not in found.err
+    assert found.code in (0, *_REFUSED), found.err
+    assert found.cpu_s < MAX_CPU_S
+    assert found.grown_bytes < MAX_GROWN_BYTES
+    assert all(line.isprintable() for line in (found.out + found.err).split("\n"))
+    assert MARKER not in os.listdir(folder)
+    made = set(os.listdir(folder)) - before
+    assert made <= {"out", "manifest.json"}
+    if found.code:
+        assert made == set()
+    if found.code > 1:
+        assert found.err.count("\n") == 1
+        assert found.err.startswith("ckpt: error: ")
+    for name in made:
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return found
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+@pytest.mark.parametrize("case", SOUND)
+def test_what_hostile_ones_are_made_of_is_read(case: str, command: str, server: Server, folder: Path) -> None:
+    found = _check(server, SOUND[case], folder, command)
+    assert found.code == 0, found.err + found.out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_hostile_checkpoint_ends_every_command_in_order(case: str, server: Server, folder: Path) -> None:
+    """Every case is validated; which other command sees it goes round."""
+    others = [name for name in _COMMANDS if name != "validate --headers"]
+    turn = list(CASES).index(case)
+    for number, command in enumerate(("validate --headers", others[turn % len(others)])):
+        place = folder / str(number)
+        place.mkdir()
+        _check(server, CASES[case], place, command)
+
+
+def test_there_are_more_than_a_hundred() -> None:
+    assert len(CASES) > 300
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if ": a call" in name or "runs code" in name])
+def test_whoever_would_run_code_is_found_and_not_converted(case: str, server: Server, folder: Path) -> None:
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+    assert _check(server, CASES[case], folder / "a", "convert").code in (3, 4, 5)
+    found = _check(server, CASES[case], folder / "b", "validate --headers")
+    assert found.code == 1
