@@ -35,6 +35,7 @@ CODES = (DANGEROUS, UNKNOWN, PROGRAM, LEADS_OUT, ODD_NAME)
 _MOST_OBJECTS = 256
 """Streams of objects that are read at the lowest level."""
 _MOST_SHOWN = 50
+"""Names, and places of a dangerous one, that are findings of their own."""
 _BARE_PICKLE = re.compile(r"(^|/)(\.metadata(\.tmp)?|[^/]*\.(pkl|pickle))$")
 _MAX_BARE_BYTES = 64 << 20
 _METADATA = ".metadata"
@@ -52,17 +53,18 @@ def pickled_names(subject: Subject) -> Iterator[Finding]:
     for place, names in _named(subject):
         for name in names:
             places.setdefault(name, []).append(place)
-    for name in sorted(places, key=str):
-        verdict = classify(name)
-        where = places[name]
-        if verdict == "dangerous":
-            for file, key in where[:_MOST_SHOWN]:
-                message = f"{str(name)[:200]} is named, which would run code in software that unpickles it"
-                yield DANGEROUS.finding(message, file=file, key=key, found=str(name)[:200])
-        elif verdict == "unknown":
-            others = f", and {len(where) - 1} other places" if len(where) > 1 else ""
-            file, key = where[0]
-            yield UNKNOWN.finding(f"{str(name)[:200]} is named{others}", file=file, key=key, found=str(name)[:200])
+    dangerous = sorted((name for name in places if classify(name) == "dangerous"), key=str)
+    for name in dangerous[:_MOST_SHOWN]:
+        for file, key in places[name][:_MOST_SHOWN]:
+            message = f"{str(name)[:200]} is named, which would run code in software that unpickles it"
+            yield DANGEROUS.finding(message, file=file, key=key, found=str(name)[:200])
+    unknown = sorted((name for name in places if classify(name) == "unknown"), key=str)
+    for number, name in enumerate(unknown[:_MOST_SHOWN], 1):
+        (file, key), *others = places[name]
+        message = f"{str(name)[:200]} is named" + (f", and at {len(others)} other places" if others else "")
+        if number == _MOST_SHOWN < len(unknown):
+            message += f"; so are {len(unknown) - number} other unknown names"
+        yield UNKNOWN.finding(message, file=file, key=key, found=str(name)[:200])
 
 
 def _named(subject: Subject) -> Iterator[tuple[Place, set[Global]]]:

@@ -15,7 +15,7 @@ import time
 from importlib import import_module
 from typing import NoReturn
 
-WALL_S = 60
+WALL_S = 600
 CPU_S = 40
 ADDRESS_BYTES = 2 << 30
 _PRELOADED = (
