@@ -15,6 +15,7 @@ from core.catalog import Catalog, StoredArray
 from core.checks import Level
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
+from core.inventory import inventory, write_inventory
 from core.layout import load_rules, unshard
 from core.open import Checkpoint, open_checkpoint
 from core.stated_sums import StatedSums
@@ -151,6 +152,15 @@ def test_metadata_that_cannot_be_read_leaves_the_files_to_be_checked(copied: Cop
 def test_what_has_no_checksum_is_said(golden: Path, name: str) -> None:
     (note,) = [finding for finding in deep(golden / name) if finding.code == "CK704"]
     assert note.severity == Severity.NOTE and "ckpt manifest" in (note.hint or "")
+
+
+def test_a_manifest_is_a_checksum_and_tells_a_flipped_bit(copied: Copied) -> None:
+    path = copied("hf/llama/safetensors_single")
+    write_inventory(inventory(path))
+    assert not [finding for finding in deep(path) if finding.code == "CK704"]
+    file = path / "model.safetensors"
+    flip(file, file.stat().st_size - 77, bit=2)
+    assert any(finding.file == file.name for finding in errors(path))
 
 
 def test_nothing_is_said_of_a_whole_checkpoint_with_checksums(golden: Path) -> None:
