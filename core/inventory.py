@@ -41,6 +41,9 @@ from core.store import translated
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
 
+_PART = ".ckpt-part"
+"""Ending of a manifest that is being written; a run that was killed leaves such a file."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
@@ -119,7 +122,7 @@ def inventory(
     try:
         form = canonical(found, rules=load_rules(rules))
         every = walked(found.store.root, entry=found.store.entry).files
-        files = {name: size for name, size in every.items() if not is_manifest(name)}
+        files = {name: size for name, size in every.items() if not is_manifest(name.removesuffix(_PART))}
         stored = list(_arrays(found.catalog))
         threads = threads or len(os.sched_getaffinity(0))
         with kernel(sum(files.values()) if fingerprints else 0) as products:
@@ -248,10 +251,12 @@ def write_inventory(found: Inventory, destination: Path | None = None, *, force:
     """
     path = found.destination if destination is None else destination
     check_free(path, force=force)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f".{path.name}{_PART}")
     with translated(str(path), doing="write"):
         try:
-            with open(aside, "w", encoding="utf-8") as file:
+            with suppress(FileNotFoundError):
+                aside.unlink()  # of a run that was killed; a link there would lead the bytes elsewhere
+            with open(aside, "x", encoding="utf-8") as file:
                 file.writelines(found.lines())
                 file.flush()
                 os.fsync(file.fileno())

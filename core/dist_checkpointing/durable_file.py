@@ -26,7 +26,9 @@ def write_file(checkpoint_dir: str | os.PathLike[str], name: str, pieces: Iterab
     """
     root = Path(checkpoint_dir)
     path = root / checked_name(name)
-    if not root.is_dir():
+    with translated(str(root), doing="look at"):
+        is_there = root.is_dir()
+    if not is_there:
         raise StorageError("the directory does not exist", file=str(root), hint="make it before saving into it")
     with translated(str(path), doing="write"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -216,7 +216,9 @@ def _check_directory(checkpoint_dir: Path) -> None:
         raise UsageError(
             "the directory to save into does not exist", file=str(checkpoint_dir), hint="make it before the save"
         )
-    if not checkpoint_dir.is_dir():
+    with translated(str(checkpoint_dir), doing="look at"):
+        is_dir = checkpoint_dir.is_dir()
+    if not is_dir:
         raise UsageError("a checkpoint is saved into a directory, this is a file", file=str(checkpoint_dir))
 
 

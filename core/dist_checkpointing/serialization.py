@@ -56,6 +56,7 @@ from core.dist_checkpointing.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from core.errors import UnsupportedError, UsageError
+from core.store import translated
 
 _CONTENT_METADATA_KEY = "content_metadata"
 T = TypeVar("T")
@@ -204,7 +205,9 @@ def _save_common(
 
 
 def _check_seen(data_dir: Path) -> None:
-    if not data_dir.is_dir():
+    with translated(str(data_dir), doing="look at"):
+        is_seen = data_dir.is_dir()
+    if not is_seen:
         raise UsageError(
             "this rank does not see the directory that rank 0 has made",
             file=str(data_dir),

@@ -8,6 +8,7 @@ forked for one case.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import errno
 import fcntl
@@ -89,7 +90,7 @@ def watch(root: Path, trace_path: Path, disturb: Disturb) -> None:
         setattr(os, name, watched.on_two(name, getattr(os, name)))
     os.open = watched.opened(os.open)
     fcntl.flock = watched.on_path("flock", fcntl.flock)
-    io.open = watched.io_open  # type: ignore[assignment]
+    io.open = builtins.open = watched.io_open  # type: ignore[assignment]
     libc = linux._libc()
     libc.fallocate64 = watched.on_libc("fallocate64", libc.fallocate64, lambda fd, mode, offset, n: (fd, "", n, offset))
     libc.renameat2 = watched.on_libc("renameat2", libc.renameat2, lambda a, old, b, new, flags: (old, new, 0, -1))
