@@ -67,7 +67,7 @@ def examined(subject: Subject) -> Deep:
         catalog,
         subject.store,
         [one for watch in watches.values() for one in watch.observers],
-        files=subject.files,
+        files={name: size for name, size in subject.files.items() if name not in subject.hollow},
         file_observers=[one for watch in watches.values() for one in watch.file_observers],
         wanted=Wanted(
             array_digests=digests,
@@ -75,9 +75,13 @@ def examined(subject: Subject) -> Deep:
             digests_of=frozenset(chain.from_iterable(watch.digests_of for watch in watches.values())),
         ),
         stated_in=StatedSums(subject.store, None if subject.format is None else subject.format.name),
-        arrays=(array for array in chain(stored, more) if array is not None),
+        arrays=(array for array in chain(stored, more) if array is not None and _file(array) not in subject.hollow),
         threads=subject.threads,
         memory_bytes=subject.memory_bytes,
         progress=subject.progress,
     )
     return Deep(scanned, watches)
+
+
+def _file(array: StoredArray) -> str | None:
+    return None if array.extent is None else array.extent.file

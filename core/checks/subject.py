@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,11 +24,14 @@ from core.open import Checkpoint
 from core.recorded import Recorded, recorded
 from core.safe_pickle import noting_names
 from core.scan import DEFAULT_MEMORY_BYTES, Progress
-from core.store import LocalStore
+from core.store import LocalStore, translated
 
 if TYPE_CHECKING:
     from core.against import Against
     from core.plan_for import Request
+
+
+_LARGE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,13 @@ class Subject:
     def files(self) -> Mapping[str, int]:
         """Every regular file of the checkpoint with its size, by relative path; the one file, if it is one."""
         return self.tree.files
+
+    @cached_property
+    def hollow(self) -> Set[str]:
+        """Large files of which the disk holds next to nothing: reading their zeros would take hours."""
+        large = [name for name, size in self.files.items() if size >= _LARGE_BYTES]
+        with translated(self.store.label, doing="check"):
+            return {name for name in large if os.stat(self.store.path(name)).st_blocks << 9 < self.files[name] >> 8}
 
     @cached_property
     def catalog(self) -> Catalog | None:

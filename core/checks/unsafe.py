@@ -1,4 +1,4 @@
-"""CK601–CK605: what other software would do with these files that nobody wants, by name; nothing is done here.
+"""CK601–CK606: what other software would do with these files that nobody wants, by name; nothing is done here.
 
 Every pickle is read by the inert reader: those of ``.metadata``, of the files of ``torch.save``, of objects that have
 streams of their own, and of streams inside bytes; also what a pickle drops again counts. Which names are dangerous is
@@ -30,7 +30,9 @@ PROGRAM = Code("CK603", Severity.WARNING, "a program lies among the weights", "r
 LEADS_OUT = Code("CK604", Severity.NOTE, "a link leads out of the checkpoint", "copy the file itself along")
 ODD_NAME = Code("CK605", Severity.WARNING, "a file's name is no printable text", "rename it, or remove it")
 
-CODES = (DANGEROUS, UNKNOWN, PROGRAM, LEADS_OUT, ODD_NAME)
+HOLLOW = Code("CK606", Severity.WARNING, "a large file is nearly all holes", "copy it again: it may not have ended")
+
+CODES = (DANGEROUS, UNKNOWN, PROGRAM, LEADS_OUT, ODD_NAME, HOLLOW)
 
 _MOST_OBJECTS = 256
 """Streams of objects that are read at the lowest level."""
@@ -113,6 +115,18 @@ def files_beside(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def holes(subject: Subject) -> Iterator[Finding]:
+    """CK606: what ``--deep`` does not read, as there is nothing in it."""
+    for name in sorted(subject.hollow):
+        stored = os.stat(subject.store.path(name)).st_blocks << 9
+        yield HOLLOW.finding(
+            "the disk holds next to none of its bytes; --deep does not read it",
+            file=name,
+            expected=f"{subject.files[name]} bytes",
+            found=f"{stored} bytes",
+        )
+
+
 def links(subject: Subject) -> Iterator[Finding]:
     """CK604: files that are links to elsewhere, save for those of a hub cache, which consists of them."""
     root = os.path.realpath(subject.store.root)
@@ -125,4 +139,4 @@ def links(subject: Subject) -> Iterator[Finding]:
             yield LEADS_OUT.finding("the file is a link", file=name, found=target)
 
 
-CHECKS = (Check(pickled_names), Check(files_beside), Check(links))
+CHECKS = (Check(pickled_names), Check(files_beside), Check(holes), Check(links))

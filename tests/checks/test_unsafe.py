@@ -127,3 +127,11 @@ def test_nested_streams_are_bounded() -> None:
     for _ in range(10):
         data = pickle.dumps(data, 4)
     assert Global("posix", "system") not in nested_names(load(data, label="x"))
+
+
+def test_a_giant_of_holes_is_named_and_not_read(tmp_path: Path) -> None:
+    saved(tmp_path / "checkpoint.pt", {"w": torch.zeros(2)})
+    with (tmp_path / "notes.txt").open("wb") as file:
+        file.truncate(1 << 40)
+    (finding,) = found(tmp_path, "CK606", Level.DEEP)
+    assert finding.file == "notes.txt"
