@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.faults.disturb import nothing
 from tests.faults.operations import Disturb, Operation, read_trace, watch
 
-PATIENCE_S = 60
+PATIENCE_S = 180
 
 
 @dataclass(frozen=True, slots=True)
