@@ -2,7 +2,8 @@
 
     {"schema": "ckpt.validate/1", "level": "metadata" | "headers" | "deep", "strict": bool, "valid": bool,
      "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int, "bytes": int, "tensors": int,
-                      "checks": int, "seconds": float, "counts": {"error": int, "warning": int, "note": int},
+                      "checks": int, "seconds": float, "against": {"name": str, "tensors": int} | null,
+                      "counts": {"error": int, "warning": int, "note": int},
                       "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}]}
 
 where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str, "message": str, "file": str,
@@ -50,6 +51,9 @@ def _checkpoint(verdict: Verdict) -> dict[str, object]:
         "tensors": validation.n_tensors,
         "checks": validation.n_checks,
         "seconds": round(validation.seconds, 6),
+        "against": None
+        if validation.against is None
+        else dict(zip(("name", "tensors"), validation.against, strict=True)),
         "counts": {severity.label: judgement.n_of(severity) for severity in sorted(Severity, reverse=True)},
         "findings": list(map(_finding, judgement.counted)),
         "ignored": list(map(_finding, judgement.ignored)),

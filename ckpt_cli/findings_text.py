@@ -82,7 +82,10 @@ def _facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
         rate = f", {bytes_text(round(validation.n_bytes / validation.seconds))}/s"
     yield "read", f"{_READ[validation.level]}, in {seconds_text(validation.seconds)}{rate}"
     if validation.level in _UNREAD:
-        yield "not read", Cell(_UNREAD[validation.level], ("dim",))
+        yield "unchecked", Cell(_UNREAD[validation.level], ("dim",))
+    if validation.against is not None:
+        label, n = validation.against
+        yield "compared", f"every byte of {n_text(n, 'tensor')}, by fingerprint, with {escaped(label)}"
     for name, findings in (("ignored", judgement.ignored), ("known", judgement.known)):
         if findings:
             some = ", ".join(sorted({finding.code for finding in findings}))

@@ -37,9 +37,10 @@ class Validation:
         level: how much was read.
         findings: the worst first.
         n_files, n_bytes: regular files of the checkpoint, and their bytes.
-        n_tensors: tensors that its metadata names.
+        n_tensors: global tensors that its metadata names; 0 where they are not known.
         n_checks: checks that ran.
         seconds: wall time.
+        against: what its tensors were compared with, by fingerprint, and how many were; None if that was not asked for.
     """
 
     path: str
@@ -51,6 +52,7 @@ class Validation:
     n_tensors: int
     n_checks: int
     seconds: float
+    against: tuple[str, int] | None = None
 
     @property
     def worst(self) -> Severity | None:
@@ -110,7 +112,6 @@ def validate(
         for check in checks(level, None if place.format is None else place.format.name):
             _run(check, subject)
             n_checks += 1
-        catalog = subject.catalog
         files = {} if place.format is None else subject.files  # what is no checkpoint may be a whole file system
         return Validation(
             path=str(place.path),
@@ -119,12 +120,18 @@ def validate(
             findings=tuple(sorted(subject.findings, key=lambda finding: finding.order)),
             n_files=len(files),
             n_bytes=sum(files.values()),
-            n_tensors=0 if catalog is None else len(catalog.tensors),
+            n_tensors=_n_tensors(subject),
             n_checks=n_checks,
             seconds=time.monotonic() - begun,
+            against=None if other is None else (other.label, subject.n_compared),
         )
     finally:
         place.store.close()
+
+
+def _n_tensors(subject: Subject) -> int:
+    form = subject.canonical
+    return len(form.catalog.tensors) if form is not None and form.is_global else 0
 
 
 def _against(path: Path, rules: Rules, *, threads: int | None, memory_bytes: int) -> Against:

@@ -90,6 +90,7 @@ def against(subject: Subject) -> Iterator[Finding]:
         return
     yield from _names(subject, form)
     found, unread = _found(subject, form, common)
+    subject.n_compared = len(found)
     yield from unread
     for key in common:
         if key in found:

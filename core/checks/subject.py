@@ -63,6 +63,7 @@ class Subject:
         threads, memory_bytes, progress: for reading data, see ``core.scan.scan``.
         plan_for: sizes to plan for, or None.
         against: fingerprints to compare with, or None.
+        n_compared: tensors that were compared with them.
 
     Reading its metadata may fail: ``catalog`` is then None, and ``failure`` says why.
     """
@@ -81,6 +82,7 @@ class Subject:
     progress: Progress | None = None
     plan_for: Request | None = None
     against: Against | None = None
+    n_compared: int = 0
 
     @cached_property
     def recorded(self) -> Recorded | None:

@@ -68,15 +68,15 @@ def test_a_whole_checkpoint_takes_few_lines_and_says_what_was_not_read() -> None
     assert page(verdict()) == "\n".join(
         [
             "✓ no findings in runs/iter_0000010",
-            "  format    dcp",
-            "  size      3 files, 4.00 KiB, 7 tensors",
-            "  read      names, sizes and metadata, in 0.25 s",
-            "  not read  what is inside the containers (--headers); checksums and values (--deep)",
+            "  format     dcp",
+            "  size       3 files, 4.00 KiB, 7 tensors",
+            "  read       names, sizes and metadata, in 0.25 s",
+            "  unchecked  what is inside the containers (--headers); checksums and values (--deep)",
         ]
     )
-    assert "not read  checksums and values (--deep)" in page(verdict(level=Level.HEADERS))
+    assert "unchecked  checksums and values (--deep)" in page(verdict(level=Level.HEADERS))
     deep = page(verdict(level=Level.DEEP))
-    assert "not read" not in deep
+    assert "unchecked" not in deep
     assert "every byte, in 0.25 s, 16.0 KiB/s" in deep
 
 
