@@ -16,6 +16,7 @@ from core.bands import ITEM_BYTES, Item, items_of
 from core.catalog import StoredArray
 from core.checksum import BLOCK_BYTES, RunSum
 from core.copier import Copier, band_bytes_of
+from core.crew import Crew
 from core.decoded import DecodedStore
 from core.ledger import ItemRecord, Ledger
 from core.output import Stage, Watch
@@ -162,8 +163,7 @@ class _Run:
         self._ledger = Ledger(plan.places, stage_store, crc=crc, digest=digest)
         self._items = self._all_items()
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
+        self._crew = Crew("copy")
         self._read_bytes = 0
         self._resumed_bytes = 0
 
@@ -186,50 +186,33 @@ class _Run:
 
     def go(self, n_threads: int) -> None:
         """Runs the threads; the calling thread waits and stays open to signals."""
-        threads = [threading.Thread(target=self._work, name=f"copy-{i}", daemon=True) for i in range(n_threads)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.5)
-        except BaseException:
-            self._stop.set()
-            _join([thread for thread in threads if thread.ident is not None])
-            raise
-        if self._error is not None:
-            raise self._error
+        self._crew.run(self._work, n_threads)
 
     def _next(self) -> tuple[int, Item] | None:
         with self._lock:
-            return None if self._stop.is_set() else next(self._items, None)
+            return None if self._crew.is_stopped() else next(self._items, None)
 
     def _work(self) -> None:
-        try:
-            copier = Copier(
-                self._source_store,
-                self._stage_store,
-                self._plan.places,
-                self._ledger,
-                buffer_bytes=self._buffer_bytes,
-                crc=self._crc,
-                digest=self._digest,
-                progress=self._progress,
-                is_stopped=self._stop.is_set,
-                watch=self._watch,
-            )
-            while (found := self._next()) is not None:
-                number, item = found
-                if not self._is_resumed(number):
-                    record, files = copier.do(item)
-                    if self._journal is not None and record is not None:
-                        self._journal.add(number, record, files)
-            with self._lock:
-                self._read_bytes += copier.read_bytes
-        except BaseException as err:
-            with self._lock:
-                self._error = self._error or err
-            self._stop.set()
+        copier = Copier(
+            self._source_store,
+            self._stage_store,
+            self._plan.places,
+            self._ledger,
+            buffer_bytes=self._buffer_bytes,
+            crc=self._crc,
+            digest=self._digest,
+            progress=self._progress,
+            is_stopped=self._crew.is_stopped,
+            watch=self._watch,
+        )
+        while (found := self._next()) is not None:
+            number, item = found
+            if not self._is_resumed(number):
+                record, files = copier.do(item)
+                if self._journal is not None and record is not None:
+                    self._journal.add(number, record, files)
+        with self._lock:
+            self._read_bytes += copier.read_bytes
 
     def _is_resumed(self, number: int) -> bool:
         """Whether an earlier run did an item, and its bytes are in the stage with the CRCs it recorded."""
@@ -269,15 +252,3 @@ class _Run:
             crcs=self._ledger.crcs,
             digests=self._ledger.digests if self._digest else None,
         )
-
-
-def _join(threads: list[threading.Thread], *, patience: int = 3) -> None:
-    """Waits for threads that were told to stop; a few interrupts are overheard: they still write."""
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join(0.5)
-            except KeyboardInterrupt:
-                patience -= 1
-                if patience == 0:
-                    raise

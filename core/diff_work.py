@@ -18,6 +18,7 @@ from math import prod
 from core.box import Box, Shape, c_strides
 from core.box_reader import BoxReader, TensorReader, bands
 from core.cast import cast_of, check_cast
+from core.crew import Crew
 from core.diff_values import Tolerance, Values, compared, holds_nan, shown, square_sum
 from core.dtypes import itemsize
 from core.errors import CheckpointingException, UnsupportedError
@@ -102,8 +103,7 @@ class TensorWork:
         self._items = self._all_items(keys)
         self._again: deque[_Item] = deque()
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
+        self._crew = Crew("diff")
         self._done: list[Compared] = []
 
     def run(self, threads: int) -> list[Compared]:
@@ -112,20 +112,7 @@ class TensorWork:
         Raises:
             CheckpointingException: the first error of a thread.
         """
-        workers = [threading.Thread(target=self._work, name=f"diff-{n}", daemon=True) for n in range(threads)]
-        try:
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                while worker.is_alive():
-                    worker.join(0.5)
-        finally:
-            self._stop.set()
-            for worker in workers:
-                if worker.ident is not None:
-                    worker.join()
-        if self._error is not None:
-            raise self._error
+        self._crew.run(self._work, threads)
         return self._done
 
     def _all_items(self, keys: Iterable[tuple[str, str]]) -> Iterator[_Item]:
@@ -143,27 +130,22 @@ class TensorWork:
 
     def _next(self) -> _Item | None:
         with self._lock:
-            if self._stop.is_set():
+            if self._crew.is_stopped():
                 return None
             return self._again.popleft() if self._again else next(self._items, None)
 
     def _work(self) -> None:
-        try:
-            hand = _Hand(self._rule)
-            while (item := self._next()) is not None:
-                job, boxes, is_equal = item
-                for box in boxes:
-                    if self._stop.is_set():
-                        return
-                    if is_equal:
-                        hand.sum_up(job, box, lock=self._lock)
-                    else:
-                        self._advance(hand.compare(job, box, lock=self._lock))
-                self._finish(job)
-        except BaseException as err:
-            with self._lock:
-                self._error = self._error or err
-            self._stop.set()
+        hand = _Hand(self._rule)
+        while (item := self._next()) is not None:
+            job, boxes, is_equal = item
+            for box in boxes:
+                if self._crew.is_stopped():
+                    return
+                if is_equal:
+                    hand.sum_up(job, box, lock=self._lock)
+                else:
+                    self._advance(hand.compare(job, box, lock=self._lock))
+            self._finish(job)
 
     def _finish(self, job: _Job) -> None:
         """One group of a tensor is done; the last one may call for its equal bands."""
@@ -197,7 +179,7 @@ class _Hand:
         job.a.read(box, a, self._raw.view)
         job.b.read(box, b, self._raw.view)
         start = sum(i * step for i, step in zip(box.offset, c_strides(job.shape), strict=True))
-        if self._is_equal(a, b, job):
+        if self._is_equal(a, job):
             with lock:
                 if not job.differs:
                     job.equal.append(box)
@@ -225,8 +207,12 @@ class _Hand:
         with lock:
             job.values.add_equal(n, square)
 
-    def _is_equal(self, a: memoryview, b: memoryview, job: _Job) -> bool:
-        """Whether nothing in two bands needs a closer look."""
+    def _is_equal(self, a: memoryview, job: _Job) -> bool:
+        """Whether nothing in the two bands that were read last needs a closer look.
+
+        Args:
+            a: A's.
+        """
         if job.dtypes[0] != job.dtypes[1] or not self._a.begins_as(self._b, len(a)):
             return False
         return self._rule is None or self._rule.equal_nan or not holds_nan(a, job.dtypes[0])

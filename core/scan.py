@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from core.catalog import StoredArray
+from core.crew import Crew
 from core.dtypes import itemsize
 from core.errors import CheckpointingException, MissingShardError
 from core.scan_apart import ApartReader, Budget, is_checked
@@ -221,23 +222,11 @@ class _Run:
         self._done_bytes = 0
         self._taking = threading.Lock()
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
+        self._crew = Crew("scan")
 
     def go(self, n_threads: int) -> None:
         """Runs the threads; the calling thread waits and stays open to signals."""
-        threads = [threading.Thread(target=self._work, name=f"scan-{i}", daemon=True) for i in range(n_threads)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.5)
-        except BaseException:
-            self._stop.set()
-            raise
-        if self._error is not None:
-            raise self._error
+        self._crew.run(self._work, n_threads)
 
     def _all_items(self) -> Iterator[_Segment | _Single]:
         for name in [*self._files, *(name for name in self._arrays if name not in self._files)]:
@@ -301,32 +290,27 @@ class _Run:
 
     def _next(self) -> _Segment | _Single | None:
         with self._taking:
-            return None if self._stop.is_set() else next(self._items, None)
+            return None if self._crew.is_stopped() else next(self._items, None)
 
     def _work(self) -> None:
         window = memoryview(mmap.mmap(-1, WINDOW_BYTES))
-        apart = ApartReader(self._store, self._budget, is_stopped=self._stop.is_set)
-        try:
-            while (item := self._next()) is not None:
-                array = item.array.array if isinstance(item, _Single) else None
-                try:
-                    if isinstance(item, _Single):
-                        self._read_single(item, apart)
-                    else:
-                        self._read_segment(item, window)
-                except CheckpointingException as err:
-                    self._note(item.file.plan.file, array, err)
-        except BaseException as err:
-            with self._lock:
-                self._error = self._error or err
-            self._stop.set()
+        apart = ApartReader(self._store, self._budget, is_stopped=self._crew.is_stopped)
+        while (item := self._next()) is not None:
+            array = item.array.array if isinstance(item, _Single) else None
+            try:
+                if isinstance(item, _Single):
+                    self._read_single(item, apart)
+                else:
+                    self._read_segment(item, window)
+            except CheckpointingException as err:
+                self._note(item.file.plan.file, array, err)
 
     def _read_segment(self, item: _Segment, window: memoryview) -> None:
         file, name = item.file, item.file.plan.file
         sums = SegmentSums(file.plan, item.start, item.lines, self._wanted)
         hands = _Hands(file, item.lines)
         for start, stop in file.plan.windows(item.start, item.stop):
-            if self._stop.is_set():
+            if self._crew.is_stopped():
                 return
             data = window[: stop - start]
             self._store.read_into(name, start, data)

@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "core.number_kinds",
             "core.value_facts",
         ),
-        *("core.encoding", "core.decoded", "core.json_object"),
+        *("core.encoding", "core.decoded", "core.json_object", "core.crew"),
         *("core.safe_pickle", "core.pickle_*"),
         *("core.live", "core.share"),
         *("core.fingerprint", "core.fingerprint_kernel", "core.fingerprint_sums"),
