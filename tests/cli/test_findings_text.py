@@ -123,8 +123,8 @@ def test_what_does_not_count_is_counted() -> None:
     )
     text = page(verdict([finding(file="a"), finding(file="b")], acceptance=acceptance))
     assert text.startswith("✓ no findings in")
-    assert "ignored   1 finding (CK100)" in text
-    assert "known     1 finding (CK100)" in text
+    assert "ignored    1 finding (CK100)" in text
+    assert "known      1 finding (CK100)" in text
 
 
 def test_quiet_shows_only_checkpoints_with_errors() -> None:
