@@ -20,7 +20,7 @@ from pathlib import Path
 from core import __version__
 from core.canonical import Canonical, canonical
 from core.catalog import Catalog, StoredArray
-from core.checks.tree import walked
+from core.checks.tree import hollow_files, walked
 from core.checksum import ALGORITHM
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.fingerprint import Fingerprint
@@ -123,6 +123,12 @@ def inventory(
         form = canonical(found, rules=load_rules(rules))
         every = walked(found.store.root, entry=found.store.entry).files
         files = {name: size for name, size in every.items() if not is_manifest(name.removesuffix(_PART))}
+        for name in sorted(hollow_files(found.store, files)):
+            raise CorruptError(
+                "the disk holds next to none of the file's bytes",
+                file=name,
+                hint="copy it again: it may not have ended",
+            )
         stored = list(_arrays(found.catalog))
         threads = threads or len(os.sched_getaffinity(0))
         with kernel(sum(files.values()) if fingerprints else 0) as products:

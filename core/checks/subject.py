@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,7 @@ from core.canonical import Canonical, canonical
 from core.catalog import Catalog
 from core.checks import Level
 from core.checks.model_view import ModelView, model_view
-from core.checks.tree import Tree, walked
+from core.checks.tree import Tree, hollow_files, walked
 from core.deep import Deep, examined
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
@@ -24,14 +23,11 @@ from core.open import Checkpoint
 from core.recorded import Recorded, recorded
 from core.safe_pickle import noting_names
 from core.scan import DEFAULT_MEMORY_BYTES, Progress
-from core.store import LocalStore, translated
+from core.store import LocalStore
 
 if TYPE_CHECKING:
     from core.against import Against
     from core.plan_for import Request
-
-
-_LARGE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +108,7 @@ class Subject:
     @cached_property
     def hollow(self) -> Set[str]:
         """Large files of which the disk holds next to nothing: reading their zeros would take hours."""
-        large = [name for name, size in self.files.items() if size >= _LARGE_BYTES]
-        with translated(self.store.label, doing="check"):
-            return {name for name in large if os.stat(self.store.path(name)).st_blocks << 9 < self.files[name] >> 8}
+        return hollow_files(self.store, self.files)
 
     @cached_property
     def catalog(self) -> Catalog | None:

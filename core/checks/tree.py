@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from core.store import LocalStore, translated
+
 MAX_DEPTH = 64
 """Directories in each other; more are not looked into."""
+
+_LARGE_BYTES = 4 << 30
 
 _GIT = ".git"
 """Of a repository that was cloned: no part of the checkpoint."""
@@ -121,3 +126,15 @@ def _look(tree: Tree, name: str, path: Path) -> None:
 
 def _reason(err: OSError) -> str:
     return os.strerror(err.errno).lower() if err.errno else str(err)
+
+
+def hollow_files(store: LocalStore, files: Mapping[str, int]) -> Set[str]:
+    """Names of large files of which the disk holds next to nothing: reading their zeros would take hours.
+
+    Args:
+        store: where they lie.
+        files: name → bytes.
+    """
+    large = [name for name, size in files.items() if size >= _LARGE_BYTES]
+    with translated(store.label, doing="check"):
+        return {name for name in large if os.stat(store.path(name)).st_blocks << 9 < files[name] >> 8}

@@ -14,10 +14,11 @@ from torch.distributed import checkpoint
 
 from core.checks import Level
 from core.convert import Job, run
-from core.errors import UnsafeError
+from core.errors import CorruptError, UnsafeError
 from core.finding import Finding
 from core.formats.torch_nested import nested_names
 from core.inert import Global
+from core.inventory import inventory
 from core.safe_pickle import load
 from core.validate import validate
 
@@ -135,3 +136,5 @@ def test_a_giant_of_holes_is_named_and_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     (finding,) = found(tmp_path, "CK606", Level.DEEP)
     assert finding.file == "notes.txt"
+    with pytest.raises(CorruptError, match="next to none"):
+        inventory(tmp_path)
