@@ -114,6 +114,11 @@ class StoredArray:
         return prod(self.shape) * itemsize(self.dtype)
 
 
+def array_name(key: str, box: Box) -> str:
+    """What a stored array is called that holds one box of a tensor of several."""
+    return f"{key}@{','.join(map(str, box.offset))}"
+
+
 def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
     """A run of an array's elements, in C order, as an array of its own with another shape.
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.box import Box, Shape
-from core.catalog import Catalog, Fragment, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta, array_name
 from core.errors import CorruptError, MissingShardError
 from core.layout_facts import Facts
 from core.layout_parts import parts_of
@@ -162,7 +162,7 @@ def _within(piece: Fragment, axis: int, run: _Run) -> Fragment | None:
 def _renamed(piece: Fragment) -> Fragment:
     """A chunk of its own for what a part has of a chunk."""
     assert piece.array is not None, "chunks that are to be written are arrays"
-    name = f"{piece.key}@{','.join(map(str, piece.box.offset))}"
+    name = array_name(piece.key, piece.box)
     array = replace(piece.array, name=name, shape=piece.box.shape)
     return replace(piece, array=array, at=(0,) * len(array.shape))
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from core.box import Box, whole
-from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, bind_nothing
+from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, array_name, bind_nothing
 from core.errors import UnsupportedError, UsageError
 from core.inert import TensorLeaf, walk
 from core.layout_args import facts_of, replaced
@@ -291,7 +291,7 @@ def _chunks(
             for piece in cuts[member.key].pieces(rank):
                 box = member.box(piece.box)
                 if box not in found:
-                    name = f"{key}@{','.join(map(str, box.offset))}"
+                    name = array_name(key, box)
                     dtype = catalog.tensors[member.key].dtype
                     array = StoredArray(name, dtype, box.shape, coords=_file(number))
                     found[box] = Fragment(key, box, array, (0,) * len(box.shape))

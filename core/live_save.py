@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from core.box import Box, whole
-from core.catalog import Catalog, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, Fragment, StoredArray, StoredObject, TensorMeta, array_name
 from core.checksum import BLOCK_BYTES, crc32
 from core.copy import execute
 from core.errors import UsageError
@@ -196,7 +196,7 @@ def target_of(held: Sequence[Held], format: Format, attrs: Mapping[str, object])
             return (Fragment(key, whole(meta.shape), array(key, meta, whole(meta.shape), number), (0,)),)
         meta = metas[key]
         return tuple(
-            Fragment(key, box, array(f"{key}@{','.join(map(str, box.offset))}", meta, box, number), (0,) * box.rank)
+            Fragment(key, box, array(array_name(key, box), meta, box, number), (0,) * box.rank)
             for box, number in boxes[key].items()
         )
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from core.box import Box
-from core.catalog import Catalog, Fragment, StoredArray, TensorMeta, bind_nothing, catalog_of_arrays
+from core.catalog import Catalog, Fragment, StoredArray, TensorMeta, array_name, bind_nothing, catalog_of_arrays
 from core.formats import Format
 from core.formats.hf_files import carried_of, without_carried
 from core.objects import inlined, state_dict, with_common, with_objects
@@ -90,7 +90,7 @@ def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
                 key,
                 box,
                 StoredArray(
-                    key if len(boxes) == 1 else f"{key}@{','.join(map(str, box.offset))}",
+                    key if len(boxes) == 1 else array_name(key, box),
                     meta.dtype,
                     box.shape,
                     coords=() if (number := number_of.get(box)) is None else (("file", number),),

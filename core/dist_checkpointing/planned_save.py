@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from core.box import Box, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta, array_name
 from core.convert import is_file_of
 from core.coverage import first_hole, first_overlap, is_tiled
 from core.dist_checkpointing.torch_dtypes import dtype_name
@@ -72,7 +72,9 @@ class Planned:
         def fragments_of(key: str) -> Sequence[Fragment]:
             dtype = self.tensors[key].dtype
             return tuple(
-                Fragment(key, box, StoredArray(_name(key, box), dtype, box.shape, Extent(str(rank), 0)), _zeros(box))
+                Fragment(
+                    key, box, StoredArray(array_name(key, box), dtype, box.shape, Extent(str(rank), 0)), _zeros(box)
+                )
                 for box, rank in self.pieces[key].items()
             )
 
@@ -209,7 +211,9 @@ def _by_writer(target: Catalog, save: Planned) -> Catalog:
             return before(key)
         dtype = save.tensors[key].dtype
         return tuple(
-            Fragment(key, box, StoredArray(_name(key, box), dtype, box.shape, coords=((HOLDER, rank),)), _zeros(box))
+            Fragment(
+                key, box, StoredArray(array_name(key, box), dtype, box.shape, coords=((HOLDER, rank),)), _zeros(box)
+            )
             for box, rank in save.pieces[key].items()
         )
 
@@ -294,10 +298,6 @@ def check_same_places(before: Layout, after: Layout) -> None:
                 key=name,
                 hint="save to dcp, and convert that",
             )
-
-
-def _name(key: str, box: Box) -> str:
-    return f"{key}@{','.join(map(str, box.offset))}"
 
 
 def _zeros(box: Box) -> tuple[int, ...]:

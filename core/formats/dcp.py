@@ -51,6 +51,7 @@ from core.catalog import (
     StoredArray,
     StoredObject,
     TensorMeta,
+    array_name,
     metas_of,
     whole_fragment,
 )
@@ -287,7 +288,7 @@ def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
     origin = (0,) * len(tensor.shape)
     made = []
     for row, (box, item) in enumerate(metadata.chunks(key), tensor.first):
-        array = StoredArray(f"{key}@{','.join(map(str, box.offset))}", tensor.dtype, box.shape)
+        array = StoredArray(array_name(key, box), tensor.dtype, box.shape)
         transforms = metadata.descriptors.get(row)
         if transforms:
             place = Extent(item.file, item.offset, encoding=StreamItem(transforms, item.n_bytes, array.n_bytes))

@@ -12,7 +12,7 @@ from itertools import islice, product
 from typing import TYPE_CHECKING
 
 from core.box import Shape, whole
-from core.catalog import Extent, Fragment, StoredArray, whole_fragment
+from core.catalog import Extent, Fragment, StoredArray, array_name, whole_fragment
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, TruncatedError, raising
 from core.formats.zarr_chunk_names import is_like_a_chunk
 from core.formats.zarr_decode import EncodedChunk
@@ -218,7 +218,7 @@ def _fragment(
     key: str, coding: ChunkCoding, box: Box, place: Place, strides: Shape | None, *, is_only: bool = False
 ) -> Fragment:
     """What one stored chunk holds of a tensor."""
-    name = key if is_only else f"{key}@{','.join(map(str, box.offset))}"
+    name = key if is_only else array_name(key, box)
     if coding.is_plain:
         extent = Extent(place.file, place.offset, strides)
     else:
@@ -243,7 +243,7 @@ def _shard_fragments(store: ReadStore, key: str, array: ZarrArray, box: Box, pla
     )
     if _is_dense(inner, shard_shape, index):
         start, _ = index.place(0) or (0, 0)
-        name = f"{key}@{','.join(map(str, box.offset))}"
+        name = array_name(key, box)
         yield Fragment(
             key, box, StoredArray(name, inner.dtype, shard_shape, Extent(place.file, start)), (0,) * box.rank
         )
