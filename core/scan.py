@@ -27,6 +27,7 @@ from core.errors import CheckpointingException, MissingShardError
 from core.scan_apart import ApartReader, Budget, is_checked
 from core.scan_plan import WINDOW_BYTES, Apart, FilePlan, Line, plan_file
 from core.scan_sums import FileSums, Problem, Scanned, SegmentSums, Sum, Wanted, sum_of_nothing
+from core.store import files_below
 
 if TYPE_CHECKING:
     from core.catalog import Catalog
@@ -127,20 +128,6 @@ def scan(
     )
     run.go(threads or len(os.sched_getaffinity(0)))
     return run.result
-
-
-def files_below(store: ReadStore) -> dict[str, int]:
-    """Every regular file of a store with its size, by name; the one file, if the store is one."""
-    if store.entry is not None:
-        return {store.entry: store.sizes()[store.entry]}
-    found: dict[str, int] = {}
-    folders = [""]
-    while folders:
-        under = folders.pop()
-        prefix = f"{under}/" if under else ""
-        found.update((prefix + name, size) for name, size in store.sizes(under).items())
-        folders += [prefix + name for name in store.folders(under)]
-    return dict(sorted(found.items()))
 
 
 def _by_file(arrays: Iterable[StoredArray]) -> dict[str, list[StoredArray]]:

@@ -149,6 +149,20 @@ def _is(kind: Callable[[], bool]) -> bool:
         return False
 
 
+def files_below(store: ReadStore) -> dict[str, int]:
+    """Every regular file of a store with its size, by name; the one file, if the store is one."""
+    if store.entry is not None:
+        return {store.entry: store.size(store.entry)}
+    found: dict[str, int] = {}
+    folders = [""]
+    while folders:
+        under = folders.pop()
+        prefix = f"{under}/" if under else ""
+        found.update((prefix + name, size) for name, size in store.sizes(under).items())
+        folders += [prefix + name for name in store.folders(under)]
+    return dict(sorted(found.items()))
+
+
 class LocalStore:
     """A directory of the local file system, read with ``pread`` from any number of threads.
 

@@ -6,7 +6,6 @@ reason; its optimizer entries, which have no global names, are listed under thei
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -27,6 +26,7 @@ from core.layout_state import texts_of
 from core.objects import loaded
 from core.optim_format import TITLES, optim_format_of, role_of
 from core.quantize import companion
+from core.store import files_below
 from core.target import retyped, source_and_target
 from core.transform import cast_of, without_optimizer
 
@@ -307,19 +307,9 @@ def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:
 
 def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
     """(regular files, their bytes, ranks that wrote ``.distcp`` files or None)."""
-    store = checkpoint.store
-    if store.entry is not None:
-        return 1, os.stat(store.path(store.entry)).st_size, None
-    names: list[str] = []
-    folders = [""]
-    while folders:
-        under = folders.pop()
-        prefix = under + "/" if under else ""
-        names += [prefix + name for name in store.files(under)]
-        folders += [prefix + name for name in store.folders(under)]
-    sizes = [os.stat(store.path(name)).st_size for name in names]
-    writers = {found[1] for name in names if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
-    return len(names), sum(sizes), len(writers) or None
+    sizes = files_below(checkpoint.store)
+    writers = {found[1] for name in sizes if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
+    return len(sizes), sum(sizes.values()), len(writers) or None
 
 
 def _parallel(catalog: Catalog | None) -> dict[str, int]:

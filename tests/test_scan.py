@@ -19,11 +19,11 @@ from core.decoded import DecodedStore
 from core.dtypes import itemsize
 from core.errors import CheckpointingException, CorruptError, Report
 from core.open import open_checkpoint
-from core.scan import files_below, scan
+from core.scan import scan
 from core.scan_plan import MAX_SHARING, SEGMENT_BYTES, WINDOW_BYTES, plan_file
 from core.scan_sums import Wanted
 from core.stated import Stated
-from core.store import MemoryStore, ReadStore
+from core.store import MemoryStore, ReadStore, files_below
 
 ALL = Wanted(array_digests=True, file_digests=True)
 
