@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core import __version__
 from core.catalog import Catalog
@@ -24,7 +25,6 @@ from core.commit import Stage
 from core.copy import execute
 from core.errors import UnsupportedError, UsageError
 from core.explain import Explained, explained
-from core.fingerprint_copy import CopyFingerprints, watched
 from core.formats import Format, format_called, formats
 from core.formats.hf_files import carried_of, documents_of
 from core.formats.torch_file import load_object
@@ -50,6 +50,9 @@ from core.safe_pickle import noting_names
 from core.select import folded
 from core.target import partitioned, source_and_target, tensors_only
 from core.verify import check_memory, verify
+
+if TYPE_CHECKING:
+    from core.fingerprint_copy import CopyFingerprints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -478,6 +481,8 @@ def _watch(prepared: Prepared) -> AbstractContextManager[CopyFingerprints | None
     job = prepared.job
     if not job.fingerprint:
         return nullcontext()
+    from core.fingerprint_copy import watched
+
     entry = prepared.dst.name if prepared.is_file else None
     return watched(prepared.plan, entry=entry, rules=load_rules(job.rules, unknown=job.unknown))
 
