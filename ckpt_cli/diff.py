@@ -34,7 +34,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ckpt_cli.diff_page import page_of, verdict_line
-from ckpt_cli.option_values import size_in_bytes
+from ckpt_cli.option_values import check_rules, size_in_bytes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.terminal import screen_of
 from core.diff import DiffJob, diff
@@ -80,10 +80,7 @@ def _job(options: DiffOptions) -> DiffJob:
         raise UsageError("--nan-differs is for comparing by value", hint="give --rtol or --atol with it")
     if options.stat_only and (has_tolerance or options.read):
         raise UsageError("--stat-only reads no values", hint="leave --rtol, --atol and --read out")
-    if options.rules is not None and not options.rules.is_file():
-        raise UsageError(
-            "--rules: there is no such file", file=str(options.rules), hint="check the spelling of the path"
-        )
+    check_rules(options.rules)
     rule = Tolerance(options.rtol or 0.0, options.atol or 0.0, not options.nan_differs) if has_tolerance else None
     defaults = DiffJob(a=options.a, b=options.b)
     return DiffJob(

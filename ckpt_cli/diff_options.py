@@ -10,7 +10,19 @@ from typing import Annotated
 from typer import Argument, BadParameter, Option
 
 from ckpt_cli.option_values import whole
-from ckpt_cli.options import CHECKS, CONTENT, ENGINE, LAYOUT, TALK, Flag
+from ckpt_cli.options import (
+    CHECKS,
+    CONTENT,
+    LAYOUT,
+    TALK,
+    Debug,
+    Flag,
+    Json,
+    Memory,
+    NoOptim,
+    RulesFile,
+    threads_option,
+)
 
 
 def _tolerance(text: str) -> float:
@@ -64,9 +76,7 @@ class DiffOptions:
     tensors_only: Annotated[
         bool, Flag("--tensors-only", rich_help_panel=CONTENT, help="No arguments, settings, counters, random states.")
     ] = False
-    no_optim: Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave the optimizer's state out.")] = (
-        False
-    )
+    no_optim: NoOptim = False
     strip_prefix: Annotated[
         list[str] | None,
         Option(
@@ -90,17 +100,11 @@ class DiffOptions:
         int | None,
         Option("--iteration-b", metavar="N", parser=whole(0), rich_help_panel=LAYOUT, help="Which iteration of B."),
     ] = None
-    rules: Annotated[
-        Path | None,
-        Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),
-    ] = None
-    memory: Annotated[
-        str | None,
-        Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Most memory the process may use. [512MiB]"),
-    ] = None
+    rules: RulesFile = None
+    memory: Memory = None
     threads: Annotated[
         int | None,
-        Option("--threads", "-j", metavar="N", parser=whole(1, 64), rich_help_panel=ENGINE, help="Threads. [2]"),
+        threads_option("Threads. [2]"),
     ] = None
     limit: Annotated[
         int | None,
@@ -115,6 +119,6 @@ class DiffOptions:
     flat: Annotated[bool, Flag("--flat", rich_help_panel=TALK, help="One line a tensor; layers are not folded.")] = (
         False
     )
-    json: Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")] = False
+    json: Json = False
     quiet: Annotated[bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print the verdict only.")] = False
-    debug: Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")] = False
+    debug: Debug = False

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.option_values import size_in_bytes
+from ckpt_cli.option_values import check_rules, size_in_bytes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.terminal import Screen, escaped, screen_of
 
@@ -33,6 +33,7 @@ def manifest(options: ManifestOptions) -> int:
     from core.job import DEFAULT_MEMORY_BYTES
 
     begun = time.monotonic()
+    check_rules(options.rules)
     check_free(options.output or usual_path(options.path, iteration=options.iteration), force=options.force)
     with progress_bar(is_wanted=not options.quiet and not options.json) as progress:
         found = inventory(

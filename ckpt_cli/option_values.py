@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from typer import BadParameter
 
@@ -95,6 +96,16 @@ def names_of(text: str | None) -> str | None:
     if text is not None and not re.fullmatch(r"hf(:[A-Za-z0-9_.-]+)?|megatron", text):
         raise UsageError(f"--names: {text!r} is none of: hf, hf:MODEL_TYPE, megatron", hint="for example hf:qwen3_moe")
     return text
+
+
+def check_rules(path: Path | None) -> None:
+    """Refuses a file of ``--rules`` that is not there.
+
+    Raises:
+        UsageError: see there.
+    """
+    if path is not None and not path.is_file():
+        raise UsageError("--rules: there is no such file", file=str(path), hint="check the spelling of the path")
 
 
 def one_of(*words: str) -> Callable[[str], str]:

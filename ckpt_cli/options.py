@@ -62,6 +62,33 @@ def accepts(options: type[Options]) -> Callable[[Callable[[Options], Result]], C
 Flag = partial(Option, show_default=False)
 
 
+def _iteration(panel: str) -> object:
+    return Option(
+        "--iteration", metavar="N", parser=whole(0), rich_help_panel=panel, help="Which iteration of a training root."
+    )
+
+
+def threads_option(text: str) -> object:
+    """``--threads``, with what they do and how many there are else."""
+    return Option("--threads", "-j", metavar="N", parser=whole(1, 64), rich_help_panel=ENGINE, help=text)
+
+
+RulesFile = Annotated[
+    Path | None,
+    Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),
+]
+Iteration = Annotated[int | None, _iteration(OUTPUT)]
+CheckedIteration = Annotated[int | None, _iteration(CHECKS)]
+NoOptim = Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave the optimizer's state out.")]
+Memory = Annotated[
+    str | None,
+    Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Most memory the process may use. [512MiB]"),
+]
+ReadingThreads = Annotated[int | None, threads_option("Threads that read. [as many as cores]")]
+Json = Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")]
+Debug = Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectOptions:
     """``ckpt inspect``."""
@@ -139,16 +166,7 @@ class TransferOptions:
             help=f"{', '.join(TARGETS)}. [DST's suffix; that of SRC, if only its content changes]",
         ),
     ] = None
-    iteration: Annotated[
-        int | None,
-        Option(
-            "--iteration",
-            metavar="N",
-            parser=whole(0),
-            rich_help_panel=OUTPUT,
-            help="Which iteration of a training root.",
-        ),
-    ] = None
+    iteration: Iteration = None
     max_shard_size: Annotated[
         str | None,
         Option("--max-shard-size", metavar="SIZE", rich_help_panel=OUTPUT, help="Most bytes of a file: 5GB, 500MB."),
@@ -281,10 +299,7 @@ class TransferOptions:
             help="The megatron-core that will load the rank files; else they suit the one that wrote SRC.",
         ),
     ] = None
-    rules: Annotated[
-        Path | None,
-        Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),
-    ] = None
+    rules: RulesFile = None
     unknown: Annotated[
         str | None,
         Option(
@@ -365,9 +380,7 @@ class TransferOptions:
             help="float8 with scales for linear weights or a glob's: block (128 × 128), tensor, none.",
         ),
     ] = None
-    no_optim: Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave the optimizer's state out.")] = (
-        False
-    )
+    no_optim: NoOptim = False
     rng: Annotated[
         str | None,
         Option(
@@ -393,15 +406,10 @@ class TransferOptions:
         Flag("--drop-unknown", rich_help_panel=CONTENT, help="Leave out objects of classes that are not known."),
     ] = False
 
-    memory: Annotated[
-        str | None,
-        Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Most memory the process may use. [512MiB]"),
-    ] = None
+    memory: Memory = None
     threads: Annotated[
         int | None,
-        Option(
-            "--threads", "-j", metavar="N", parser=whole(1, 64), rich_help_panel=ENGINE, help="Threads that copy. [2]"
-        ),
+        threads_option("Threads that copy. [2]"),
     ] = None
     no_crc: Annotated[
         bool, Flag("--no-crc", rich_help_panel=ENGINE, help="No CRC-32 checksums; zip tools then refuse torch files.")
@@ -425,8 +433,8 @@ class TransferOptions:
         bool, Flag("--no-fsync", rich_help_panel=ENGINE, help="Do not wait until the disk has everything.")
     ] = False
 
-    json: Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")] = False
+    json: Json = False
     quiet: Annotated[
         bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors, and what is not carried.")
     ] = False
-    debug: Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")] = False
+    debug: Debug = False

@@ -30,7 +30,16 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ckpt_cli.option_values import casts_of, names_of, pairs_of, quantizations_of, renames_of, size_in_bytes, stacks_of
+from ckpt_cli.option_values import (
+    casts_of,
+    check_rules,
+    names_of,
+    pairs_of,
+    quantizations_of,
+    renames_of,
+    size_in_bytes,
+    stacks_of,
+)
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.report import explain_lines, plan_lines, report_lines
 from ckpt_cli.terminal import escaped, screen_of
@@ -61,10 +70,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         raise UsageError(f"two destinations: {options.dst} and -o {options.output}", hint="give one")
     if options.rank is not None and not options.dry_run:
         raise UsageError("--rank lists what one rank needs; it goes with --dry-run")
-    if options.rules is not None and not options.rules.is_file():
-        raise UsageError(
-            "--rules: there is no such file", file=str(options.rules), hint="check the spelling of the path"
-        )
+    check_rules(options.rules)
     if options.explain and (options.dry_run or options.quiet):
         raise UsageError(
             f"--explain and {'--dry-run' if options.dry_run else '--quiet'} exclude each other", hint="give one"

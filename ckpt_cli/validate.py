@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.option_values import size_in_bytes
+from ckpt_cli.option_values import check_rules, size_in_bytes
 from ckpt_cli.output_file import check_place, write_lines
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.terminal import Screen, screen_of
@@ -91,10 +91,7 @@ def _check(options: ValidateOptions) -> None:
     for path in (options.output, options.write_baseline, *(options.report or ())):
         if path is not None:
             check_place(path)
-    if options.rules is not None and not options.rules.is_file():
-        raise UsageError(
-            "--rules: there is no such file", file=str(options.rules), hint="check the spelling of the path"
-        )
+    check_rules(options.rules)
 
 
 def level_of(options: ValidateOptions) -> Level:

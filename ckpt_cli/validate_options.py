@@ -9,7 +9,17 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ckpt_cli.option_values import one_of, whole
-from ckpt_cli.options import CHECKS, ENGINE, LAYOUT, OUTPUT, TALK, Flag
+from ckpt_cli.options import (
+    CHECKS,
+    OUTPUT,
+    TALK,
+    CheckedIteration,
+    Debug,
+    Flag,
+    Memory,
+    ReadingThreads,
+    RulesFile,
+)
 
 FORMATS = ("text", "json", "junit", "sarif", "github")
 """What a report can be written as."""
@@ -73,16 +83,7 @@ class ValidateOptions:
             help="Print only the path of the newest iteration of a training root that is whole.",
         ),
     ] = False
-    iteration: Annotated[
-        int | None,
-        Option(
-            "--iteration",
-            metavar="N",
-            parser=whole(0),
-            rich_help_panel=CHECKS,
-            help="Which iteration of a training root.",
-        ),
-    ] = None
+    iteration: CheckedIteration = None
     all_iterations: Annotated[
         bool, Flag("--all-iterations", rich_help_panel=CHECKS, help="Every iteration of a training root.")
     ] = False
@@ -132,28 +133,12 @@ class ValidateOptions:
         ),
     ] = None
 
-    rules: Annotated[
-        Path | None,
-        Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),
-    ] = None
+    rules: RulesFile = None
 
-    memory: Annotated[
-        str | None,
-        Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Most memory the process may use. [512MiB]"),
-    ] = None
-    threads: Annotated[
-        int | None,
-        Option(
-            "--threads",
-            "-j",
-            metavar="N",
-            parser=whole(1, 64),
-            rich_help_panel=ENGINE,
-            help="Threads that read. [as many as cores]",
-        ),
-    ] = None
+    memory: Memory = None
+    threads: ReadingThreads = None
 
     quiet: Annotated[
         bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print nothing of checkpoints without errors.")
     ] = False
-    debug: Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")] = False
+    debug: Debug = False
