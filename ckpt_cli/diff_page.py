@@ -90,7 +90,7 @@ def _verdict(found: Diff) -> tuple[str, bool]:
     values = f" and {n_text(found.n_entries, 'value')} beside them" if found.n_entries else ""
     size = bytes_text(sum(one.meta.n_bytes for one in found.tensors))
     if not found.is_read:
-        return f"alike: {tensors} ({size}) {how}{values}", True
+        return f"alike: {tensors} ({size}) of equal names, shapes and dtypes{values}; {how}", True
     return f"the same: {tensors} ({size}) {how}{values}", True
 
 
@@ -101,7 +101,7 @@ def _missing(found: Diff) -> tuple[tuple[str, list[TensorDiff]], ...]:
 
 def _how(found: Diff) -> str:
     if not found.is_read:
-        return "of equal names, shapes and dtypes; no values were read"
+        return "no tensor was read"
     n_close = len(found.of_kind("close"))
     if found.n_by_fingerprint == sum(one.a is not None and one.b is not None for one in found.tensors) > 0:
         return "by their fingerprints"
@@ -131,9 +131,10 @@ def _facts(found: Diff) -> Iterator[tuple[str, Cell | str]]:
         some = ", ".join(escaped(entry.path.removeprefix("args.")) for entry in found.of_layout[:3])
         more = ", …" if len(found.of_layout) > 3 else ""
         count = n_text(len(found.of_layout), "entry", "entries")
+        verb, does = ("differs", "does") if len(found.of_layout) == 1 else ("differ", "do")
         yield (
             "layout",
-            Cell(f"{count} differ as layout, format or directory do, and do not count: {some}{more}", ("dim",)),
+            Cell(f"{count} {verb} as layout, format or directory do, and {does} not count: {some}{more}", ("dim",)),
         )
     if found.rule is None and found.is_read and any(one.kind == "dtype" for one in found.tensors):
         yield "hint", Cell("--rtol 0 compares values, whatever their dtypes", ("dim",))

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -151,5 +152,6 @@ def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
     hint = getattr(getattr(err, "param", None), "opts", None)  # "'--tp-new' / '--target-tp' / …": the first will do
     if hint and len(hint) > 1 and getattr(err, "message", ""):
         message = f"invalid value for '{hint[0]}': {getattr(err, 'message', '')}"
-    message = " ".join(message.split()).rstrip(".?")
+    message = " ".join(message.split())
+    message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", message).rstrip(".?")
     return UsageError(message[:1].lower() + message[1:], hint=f"see: {command} --help")

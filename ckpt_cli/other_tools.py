@@ -70,6 +70,7 @@ INSTEAD: dict[str, str] = {
         _FORMAT,
     ),
     "--ckpt-step": "say --iteration N",
+    "--level": "say --headers or --deep; without either, it is the metadata level",
     "--overwrite": "say --force",
     "--true-vocab-size": "say --vocab-size N",
     "--export-dtype": "say --dtype",

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from ckpt_cli.option_values import check_rules, size_in_bytes
 from ckpt_cli.output_file import check_place, write_lines
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.terminal import Screen, screen_of
+from ckpt_cli.render import n_text
+from ckpt_cli.terminal import Screen, escaped, screen_of
 from ckpt_cli.verdict import Verdict, exit_code_of
 from core.accepted import Acceptance, baseline_text, patterns_of, read_baseline
 from core.checks import Level, codes
@@ -60,6 +61,9 @@ def validate(options: ValidateOptions) -> int:
     if options.write_baseline is not None:
         everything = [finding for verdict in verdicts for finding in verdict.validation.findings]
         write_lines(options.write_baseline, [baseline_text(everything).rstrip("\n")])
+        if not options.quiet:
+            count = n_text(len(everything), "finding")
+            print(f"ckpt: wrote {escaped(str(options.write_baseline))}: {count}", file=sys.stderr)
         return 0
     _report(verdicts, options)
     return exit_code_of(verdicts)

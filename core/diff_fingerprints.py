@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from core.diff_sides import Side
 from core.errors import CheckpointingException
 from core.fingerprint import Fingerprint
-from core.manifest_file import Manifest, manifest_name, read_manifest
+from core.manifest_file import Manifest
+from core.recorded import Recorded, recorded
 from core.store import translated
 
 
@@ -35,10 +36,13 @@ def stated_equal(a: Side, b: Side) -> Stated:
     found: list[Manifest] = []
     for name, side in zip("AB", (a, b), strict=True):
         try:
-            manifest = _manifest(side)
-            if manifest is None or not manifest.fingerprints:
+            known = recorded(side.source.store.root, entry=side.source.store.entry)
+            if known is not None and known.failure is not None:
+                raise known.failure
+            manifest = None if known is None else known.manifest
+            if known is None or manifest is None or not manifest.fingerprints:
                 return Stated()
-            why = _distrust(side, manifest)
+            why = _distrust(side, known, manifest)
         except CheckpointingException as err:
             why = err.sentence
         if why is not None:
@@ -61,17 +65,11 @@ def _is_equal(key: str, a: Side, b: Side, one: Mapping[str, Fingerprint], other:
     )
 
 
-def _manifest(side: Side) -> Manifest | None:
-    store = side.source.store
-    name = manifest_name(store.entry)
-    return read_manifest(store, name) if store.exists(name) else None
-
-
-def _distrust(side: Side, manifest: Manifest) -> str | None:
+def _distrust(side: Side, known: Recorded, manifest: Manifest) -> str | None:
     """Why a manifest is not believed, or None."""
     store = side.source.store
     with translated(store.label, doing="check"):
-        written = os.stat(store.path(manifest_name(store.entry))).st_mtime_ns
+        written = os.stat(store.root.resolve() / known.name).st_mtime_ns
         for file in manifest.files:
             path = store.path(file.path)
             if not path.is_file():

@@ -191,7 +191,7 @@ def _command(subject: Subject, request: Request, prepared: Prepared, *, without_
     is_same = prepared.source.format.name == prepared.target_format.name
     words = ["run: ckpt reshard", quote(str(subject.path)), "DST"]
     words += [f"--{name}-new {size}" for name, size in request.sizes.items()]
-    words += [] if is_same else [f"--to {prepared.target_format.name}"]
+    words += [] if is_same else [f"--to {request.to or prepared.target_format.name}"]
     words += ["--no-optim"] if without_optim else []
     return " ".join(words)
 

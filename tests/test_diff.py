@@ -407,6 +407,16 @@ def test_what_both_manifests_call_equal_is_not_read(golden: Path, tmp_path: Path
     assert compare(golden / "mcore_legacy/dense_gqa/tp2_pp2", b).n_by_fingerprint == 0
 
 
+def test_the_manifest_beside_a_tracker_is_used(golden: Path, tmp_path: Path) -> None:
+    """Where ``ckpt reshard`` writes it."""
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp2"
+    a = with_manifest(source, tmp_path / "a")
+    b = converted(source, tmp_path / "b", "megatron", topology=TopologyChange(tp=4, pp=1), fingerprint=True)
+    assert (b / "ckpt-manifest.json").exists()
+    found = compare(a, b)
+    assert (found.is_same, found.n_by_fingerprint, found.read_bytes) == (True, 31, 0)
+
+
 def test_a_manifest_of_before_a_change_is_not_believed(golden: Path, tmp_path: Path) -> None:
     a = with_manifest(golden / "hf/llama/safetensors_single", tmp_path / "a")
     b = with_manifest(golden / "hf/llama/safetensors_sharded", tmp_path / "b")

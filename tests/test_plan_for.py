@@ -67,6 +67,7 @@ def test_nothing_is_said_without_a_request(golden: Path) -> None:
             "ckpt writes it as torch_dist",
         ),
         ("hf/llama/safetensors_sharded", "tp=2", "ckpt writes it as megatron"),
+        ("mcore_legacy/dense_gqa/tp2_pp2", "format=hf", "ckpt writes it as safetensors"),
     ],
 )
 def test_it_says_how(name: str, text: str, says: str, golden: Path) -> None:
@@ -108,6 +109,12 @@ def test_what_it_says_is_what_is_then_written(golden: Path, tmp_path: Path) -> N
     size, n_files = re.findall(r"([\d.]+) MiB to write in (\d+) files", how.message)[0]
     assert size == f"{report.bytes_written / 2**20:.1f}"
     assert int(n_files) == len(report.files)
+
+
+def test_the_format_is_named_as_it_was_asked_for(golden: Path) -> None:
+    """``--to safetensors`` would keep Megatron's names."""
+    (how,) = asked(golden / "mcore_legacy/dense_gqa/tp2_pp2", "format=hf")["CK902"]
+    assert (how.hint or "").endswith("DST --to hf")
 
 
 def test_nothing_is_written_for_an_answer(golden: Path, tmp_path: Path) -> None:

@@ -172,7 +172,9 @@ def _not_named(subject: Subject, index: Index) -> Iterator[Finding]:
 
 
 def _series(subject: Subject) -> Iterator[Finding]:
-    """CK101: without an index, numbers tell which shards there are."""
+    """CK101: without an index, numbers tell which shards there are; of one that is looked at alone, nothing follows."""
+    if subject.store.entry is not None:
+        return
     series: dict[tuple[str, str, str], set[int]] = {}
     for name in subject.files:
         shard = _SHARD.match(name)

@@ -10,7 +10,7 @@ code=0
 found=$(ckpt validate --newest-valid "$root" --json) || code=$?
 ((code <= 1)) || exit "$code"
 read -r step n_skipped < <(
-  python3 -c 'import json, sys; a = json.load(sys.stdin); print(a["iteration"] or "-", len(a["skipped"]))' <<< "$found"
+  python3 -c 'import json, sys; a = json.load(sys.stdin); print("-" if a["iteration"] is None else a["iteration"], len(a["skipped"]))' <<< "$found"
 )
 if [[ $step != - ]]; then
   exec "$@" --load "$root" --ckpt-step "$step"

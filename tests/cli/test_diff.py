@@ -122,7 +122,7 @@ def test_json_is_one_object_with_everything(run: Run, pair: tuple[Path, Path]) -
         (["--rtol", "1e-3"], 0, "✓ the same: 1 tensor (40 B) within the tolerance, 1 of them not bit for bit"),
         (["--atol", "1e-9"], 1, "✗ they differ: 1 of 1 tensor"),
         (["--rtol", "1e-3", "--nan-differs"], 1, "✗ they differ"),
-        (["--stat-only"], 0, "✓ alike: 1 tensor (40 B) of equal names, shapes and dtypes; no values were read"),
+        (["--stat-only"], 0, "✓ alike: 1 tensor (40 B) of equal names, shapes and dtypes; no tensor was read"),
         (["--quiet"], 1, "✗ they differ: 1 of 1 tensor"),
     ],
 )

@@ -171,6 +171,37 @@ def test_a_baseline_holds_for_what_is_known_and_for_nothing_else(
     assert run(good, "--baseline", baseline)[0] == 0
 
 
+def test_a_shard_is_looked_at_alone(golden: Path, run: Run, tmp_path: Path) -> None:
+    """As the hooks of pre-commit do; the others and the index are not asked for, and not missed."""
+    folder = Path(shutil.copytree(golden / "hf/llama/safetensors_sharded", tmp_path / "shards"))
+    shard = folder / "model-00002-of-00003.safetensors"
+    assert run(shard)[1].startswith("✓ no findings")
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 10)
+    found = shown(run, shard)["checkpoints"][0]["findings"]
+    assert [finding["code"] for finding in found] == ["CK103"]
+
+
+@pytest.mark.parametrize("option", ["-o", "--report", "--write-baseline"])
+def test_only_reports_are_replaced_by_reports(bad: Path, option: str, run: Run, tmp_path: Path) -> None:
+    """A slip of the shell's completion names a file of the checkpoint."""
+    weights = bad / "__0_0.distcp"
+    weights = weights.rename(weights.with_suffix(".json"))
+    before = weights.read_bytes()
+    code, _, err = run(bad, option, weights)
+    assert (code, weights.read_bytes() == before) == (2, True)
+    assert "is no report of ckpt" in err
+    for name in ("report.txt", "report.json", "report.sarif", "report.xml"):
+        for _ in range(2):
+            assert run(bad, option, tmp_path / name)[0] == (0 if option == "--write-baseline" else 1)
+
+
+@pytest.mark.parametrize("format", ["text", "json", "junit", "sarif", "github"])
+def test_a_report_of_any_format_is_replaced(format: str, good: Path, bad: Path, run: Run, tmp_path: Path) -> None:
+    for path in (bad, good, bad):
+        assert run(path, "--format", format, "-o", tmp_path / "report")[0] == (path == bad)
+
+
 def test_a_report_goes_into_a_file_and_people_still_see_the_page(bad: Path, run: Run, tmp_path: Path) -> None:
     for name, begins in (
         ("r.json", '{"schema": "ckpt.validate/1"'),
@@ -200,7 +231,7 @@ def test_one_run_makes_reports_for_several_readers(bad: Path, run: Run, tmp_path
 
 
 def test_a_report_replaces_the_file_behind_a_link(good: Path, run: Run, tmp_path: Path) -> None:
-    (tmp_path / "real").write_text("old")
+    (tmp_path / "real").write_text("✓ no findings in old")
     (tmp_path / "link.json").symlink_to(tmp_path / "real")
     assert run(good, "-o", tmp_path / "link.json")[0] == 0
     assert (tmp_path / "link.json").is_symlink()
