@@ -6,6 +6,7 @@ printed, the processor time it took and by how much its memory grew.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -21,6 +22,8 @@ ADDRESS_BYTES = 2 << 30
 _PRELOADED = (
     *("ckpt_cli.app", "ckpt_cli.inspect", "ckpt_cli.convert", "ckpt_cli.validate", "core.convert", "core.validate"),
     *("core.formats", "core.summary", "numpy", "zstandard"),
+    *("ckpt_cli.alike", "ckpt_cli.diff", "ckpt_cli.diff_page", "ckpt_cli.findings_json", "ckpt_cli.findings_text"),
+    *("ckpt_cli.manifest", "core.diff", "core.diff_work", "core.hf.hf_form", "core.hf.megatron_form", "core.inventory"),
 )
 
 
@@ -28,9 +31,13 @@ def serve() -> None:
     """Answers every line of stdin."""
     for name in _PRELOADED:
         import_module(name)
+    from core.checks import codes
     from core.formats import formats
 
+    codes()
     formats()
+    gc.collect()
+    gc.freeze()  # so that forks do not copy pages for the sake of the collector
     for line in sys.stdin:
         arguments, folder = json.loads(line)
         sys.stdout.write(json.dumps(_run(arguments, folder)) + "\n")
