@@ -281,6 +281,11 @@ class Catalog:
         for key in self.hidden:
             yield from self.fragments_of(key)
 
+    def stored_arrays(self) -> dict[str, StoredArray]:
+        """Every stored array by its name, each once."""
+        arrays = (fragment.array for fragment in self.all_fragments())
+        return {array.name: array for array in arrays if array is not None}
+
     def meta(self, key: str) -> TensorMeta:
         """The tensor or hidden tensor of a key."""
         found = self.tensors.get(key)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from math import prod
 
 from core.box import Box, Shape, boxes_of_flat_range, is_c_contiguous
@@ -156,6 +157,30 @@ class Feeds:
             for key, n_missing in self._missing.items()
             if n_missing == 0
         }
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayFeeds:
+    """Hands the arrays that a scan sees on; see ``core.scan.Observer``.
+
+    Args:
+        feeds: what gets them.
+        held: what is held open while it does.
+    """
+
+    feeds: Feeds
+    held: ExitStack = field(default_factory=ExitStack)
+
+    def sees(self, array: StoredArray) -> bool:
+        """See ``core.scan.Observer``."""
+        return self.feeds.sees(array.name)
+
+    def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
+        """See ``core.scan.Observer``."""
+        self.feeds.feed(array.name, start, data)
+
+    def finish(self, array: StoredArray) -> None:
+        """See ``core.scan.Observer``; an array's end means nothing to a tensor."""
 
 
 def _add_part(made: FormSum, shape: Shape, region: _Region, run: Box, size: int, data: memoryview) -> None:

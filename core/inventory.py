@@ -24,7 +24,7 @@ from core.checks.tree import hollow_files, walked
 from core.checksum import ALGORITHM
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.fingerprint import Fingerprint
-from core.fingerprint_feeds import Feeds, is_dense_in_file
+from core.fingerprint_feeds import ArrayFeeds, Feeds, is_dense_in_file
 from core.fingerprint_kernel import kernel
 from core.fingerprint_read import read_fingerprints
 from core.folders import sync_folder
@@ -76,24 +76,6 @@ class Inventory:
         return manifest_lines(tool, ALGORITHM, self.files, self.arrays, self.fingerprints)
 
 
-class _Observer:
-    """Hands the elements of arrays on to fingerprints, see ``core.scan.Observer``."""
-
-    def __init__(self, feeds: Feeds) -> None:
-        self._feeds = feeds
-
-    def sees(self, array: StoredArray) -> bool:
-        """See ``core.scan.Observer``."""
-        return self._feeds.sees(array.name)
-
-    def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
-        """See ``core.scan.Observer``."""
-        self._feeds.feed(array.name, start, data)
-
-    def finish(self, array: StoredArray) -> None:
-        """See ``core.scan.Observer``; an array's end means nothing to a tensor."""
-
-
 def inventory(
     path: Path,
     *,
@@ -129,14 +111,14 @@ def inventory(
                 file=name,
                 hint="copy it again: it may not have ended",
             )
-        stored = list(_arrays(found.catalog))
+        stored = list(found.catalog.stored_arrays().values())
         threads = threads or len(os.sched_getaffinity(0))
         with kernel(sum(files.values()) if fingerprints else 0) as products:
             feeds = Feeds(form.catalog, stored, products) if fingerprints else None
             scanned = scan(
                 found.catalog,
                 found.store,
-                [] if feeds is None else [_Observer(feeds)],
+                [] if feeds is None else [ArrayFeeds(feeds)],
                 files=files,
                 wanted=Wanted(array_digests=True, file_digests=True),
                 stated_in=StatedSums(found.store, found.format.name),
@@ -164,16 +146,6 @@ def inventory(
         )
     finally:
         found.store.close()
-
-
-def _arrays(catalog: Catalog) -> Iterator[StoredArray]:
-    """Every stored array, once."""
-    seen: set[str] = set()
-    for fragment in catalog.all_fragments():
-        array = fragment.array
-        if array is not None and array.name not in seen:
-            seen.add(array.name)
-            yield array
 
 
 def _of_files(scanned: Scanned, files: dict[str, int]) -> Iterator[tuple[str, Sum]]:

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from core.canonical import Canonical, canonical_of
-from core.catalog import StoredArray
 from core.checks import Check, Code, Level
 from core.checks.subject import Subject
 from core.deep import Watch
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 from core.fingerprint import Fingerprint
-from core.fingerprint_feeds import Feeds
+from core.fingerprint_feeds import ArrayFeeds, Feeds
 from core.fingerprint_kernel import kernel
 from core.fingerprint_read import read_fingerprints
 
@@ -33,38 +32,15 @@ DIFFERENT = Code("CK824", Severity.ERROR, "a tensor holds other values", _OTHER)
 CODES = (UNREAD, MISSING, EXTRA, OTHER_KIND, DIFFERENT)
 
 
-class _Observer:
-    """Hands the elements of a scan on, see ``core.scan.Observer``."""
-
-    def __init__(self, feeds: Feeds, stack: ExitStack) -> None:
-        self.feeds = feeds
-        self.stack = stack
-
-    def sees(self, array: StoredArray) -> bool:
-        """See ``core.scan.Observer``."""
-        return self.feeds.sees(array.name)
-
-    def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
-        """See ``core.scan.Observer``."""
-        self.feeds.feed(array.name, start, data)
-
-    def finish(self, array: StoredArray) -> None:
-        """See ``core.scan.Observer``."""
-
-
 def watch(subject: Subject) -> Watch:
     """The elements of all tensors, if there is something to compare with."""
     form = subject.canonical
     if subject.against is None or form is None or subject.catalog is None:
         return Watch()
-    stored = {
-        fragment.array.name: fragment.array
-        for fragment in subject.catalog.all_fragments()
-        if fragment.array is not None
-    }
     stack = ExitStack()
     products = stack.enter_context(kernel(sum(subject.files.values())))
-    return Watch(observers=(_Observer(Feeds(form.catalog, stored.values(), products), stack),))
+    feeds = Feeds(form.catalog, subject.catalog.stored_arrays().values(), products)
+    return Watch(observers=(ArrayFeeds(feeds, stack),))
 
 
 def against(subject: Subject) -> Iterator[Finding]:
@@ -121,9 +97,9 @@ def _found(subject: Subject, form: Canonical, keys: list[str]) -> tuple[dict[str
     found: dict[str, Fingerprint] = {}
     if subject.level == Level.DEEP:
         for observer in subject.deep.watches["fingerprints"].observers:
-            if isinstance(observer, _Observer):
+            if isinstance(observer, ArrayFeeds):
                 found = observer.feeds.found()
-                observer.stack.close()
+                observer.held.close()
     rest = [key for key in keys if key not in found]
     try:
         return found | _read(subject, form, rest), []

@@ -32,7 +32,6 @@ _BIN = re.compile(r"(^|/)(pytorch|adapter|diffusion_pytorch)_model[^/]*\.bin$")
 _PERHAPS = re.compile(r"\.(bin|ckpt)$")
 _NUMBERS = re.compile(r"\d+")
 _SMALL_BYTES = 1 << 20
-_PICKLE = "data.pkl"
 
 
 def torch_files(subject: Subject) -> Iterator[str]:
