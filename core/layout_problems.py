@@ -21,6 +21,7 @@ from core.layout_global import common_entries, is_random_state, numbered_names, 
 from core.layout_joined import joined
 from core.layout_model import Held, HeldTensor, RankModel, merged
 from core.layout_origins import Origin, meta_of, origins_of
+from core.layout_partners import check_partners
 from core.layout_parts import check_parts, with_sizes
 from core.layout_rules import Rule, Rules
 from core.layout_state import OPTIMIZER
@@ -80,6 +81,7 @@ def _ranks(catalog: Catalog, rules: Rules, report: Report, sample: Collection[st
 
     model = merged(catalog, ranks, facts, rules, report=told)
     check_complete(model.tensors, facts, rules, report=report)
+    check_partners(model.tensors, facts.kind, rules, report=report)
     shapes: dict[str, Shape] = {}
     for name, tensor in model.tensors.items():
         tensor.held = _alike(name, tensor, report)
@@ -161,6 +163,7 @@ def _global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
         except CheckpointingException as err:
             report(err.breaking("layout.tied"))
     check_complete(metas, facts, rules, report=report)
+    check_partners(metas, facts.kind, rules, report=report)
     shapes = {name: meta.shape for name, meta in metas.items()}
     facts = _checked(shapes, {name: rules.rule_of(name) for name in shapes}, facts, rules, report)
     return Understood(facts, shapes, origins=origins)

@@ -110,7 +110,7 @@ _MODULES = (
     *("files", "tracker", "torch_zips", "safetensors_headers", "zarr_chunks", "dcp_files", "rank_files", "index"),
     "unsafe",
     "extents",
-    *("geometry", "items", "layout", "named_states", "optimizer", "common_state"),
+    *("geometry", "items", "layout", "named_states", "optimizer", "common_state", "rank_numbers"),
     *("crcs", "values", "replicas"),
     *("manifests", "integrity_json", "fingerprints"),
     "planned",

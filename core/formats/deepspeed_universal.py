@@ -109,7 +109,7 @@ def read(store: ReadStore) -> Catalog:
     models = _models(store, folder)
     model = models[0] if models else None
     groups: Sequence[Shapes] = (model.groups or ()) if model is not None else ()
-    parameters = _parameters(store, folder, groups, model.shared if model is not None else {})
+    parameters = _parameters(store, folder, groups, model)
     weights = {} if model is None else buffers(model)
     weights |= {name: parameter.weight for name, parameter in parameters.items()}
     states = {name: parameter.states for name, parameter in parameters.items() if parameter.states}
@@ -163,13 +163,15 @@ def _notes(model: ModelStates | None, optim: StateFile | None) -> list[str]:
 
 
 def _parameters(
-    store: ReadStore, folder: str, groups: Sequence[Shapes], shared: Mapping[str, str]
+    store: ReadStore, folder: str, groups: Sequence[Shapes], model: ModelStates | None
 ) -> dict[str, Parameter]:
     """Every directory of a parameter: those of the optimizer's groups first, in their order.
 
     Raises:
         MissingShardError: the model states list a parameter that has none.
     """
+    shared = {} if model is None else model.shared
+    is_uncut = model is not None and model.state.root.get("mp_world_size") == 1
     names = dict.fromkeys(store.folders(folder + ZERO))
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for name in shapes:
@@ -181,7 +183,7 @@ def _parameters(
                 hint="copy the checkpoint again, with all its files",
             )
     return {
-        name: read_parameter(store, f"{folder}{ZERO}/{name}", name, shapes.get(name))
+        name: read_parameter(store, f"{folder}{ZERO}/{name}", name, shapes.get(name), is_uncut=is_uncut)
         for name in {**dict.fromkeys(shapes), **names}
         if shared.get(name) not in names or shared[name] in shared
     }

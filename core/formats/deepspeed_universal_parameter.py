@@ -41,11 +41,14 @@ class Parameter:
     extras: Mapping[str, object]
 
 
-def read_parameter(store: ReadStore, folder: str, name: str, shape: Shape | None) -> Parameter:
+def read_parameter(
+    store: ReadStore, folder: str, name: str, shape: Shape | None, *, is_uncut: bool = False
+) -> Parameter:
     """Reads the directory of a parameter.
 
     Args:
         shape: as the model states have it; bare tensors get it.
+        is_uncut: that is the whole shape, not a model-parallel rank's part of it.
     """
     stems = [file.removesuffix(".pt") for file in store.files(folder) if file.endswith(".pt")]
     if FP32 not in stems:
@@ -68,7 +71,15 @@ def read_parameter(store: ReadStore, folder: str, name: str, shape: Shape | None
         if stem == FP32:
             if not isinstance(found, StoredArray):
                 raise CorruptError(f"the file holds a {type_of(found)}, not a tensor", file=file, key=name)
+            if is_uncut and shape is not None and found.shape != shape:
+                raise CorruptError(
+                    f"the weights have the shape {found.shape}, but the model states give the parameter {shape}",
+                    file=file,
+                    key=name,
+                )
             weight, extras = found, beside
+        elif stem == STEP and isinstance(found, StoredArray) and prod(found.shape) != 1:
+            raise CorruptError(f"the step is a tensor of shape {found.shape}", file=file, key=name)
         elif stem == STEP or not isinstance(found, StoredArray):
             states[stem] = held_whole(found) if isinstance(found, StoredArray) else Whole(found)
         else:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 ARRAY_FILE = ".zarray"
 GROUP_FILE = ".zgroup"
+_NEEDED = ("order", "fill_value", "compressor", "filters")
+"""What may be null, but not absent: tensorstore opens no array without them."""
 
 
 def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
@@ -53,7 +55,9 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
     dtype, is_big_endian = _dtype(required(metadata, "dtype", file=file), file=file, key=key)
     shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
     chunk_shape = checked_shape(required(metadata, "chunks", file=file), "chunks", least=1, file=file)
-    order = metadata.get("order", "C")
+    for name in _NEEDED:
+        required(metadata, name, file=file)
+    order = metadata["order"]
     if order not in ("C", "F"):
         raise CorruptError(f"order is {str(order)[:40]!r}, neither C nor F", file=file)
     separator = metadata.get("dimension_separator", ".")

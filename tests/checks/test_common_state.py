@@ -74,3 +74,38 @@ def test_absent_arguments_are_a_warning_where_the_names_are_megatrons(golden: Pa
     folder = copied(golden, "mcore0161_torch_dist/dense_gqa/tp2_pp2", tmp_path)
     torch.save({"iteration": 10, "checkpoint_version": 3.0}, folder / "common.pt")
     assert counted(found_in(folder)) == {"CK501": 1}
+
+
+def _exchange(a: Path, b: Path) -> None:
+    aside = a.with_name("aside")
+    a.rename(aside)
+    b.rename(a)
+    aside.rename(b)
+
+
+def test_rank_directories_that_were_exchanged_are_found_by_the_numbers_in_them(golden: Path, tmp_path: Path) -> None:
+    ranks = {
+        RANKS: ("mp_rank_00_001", "mp_rank_01_001"),
+        "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt": ("mp_rank_00", "mp_rank_01"),
+        "mcore_legacy/moe_seq/tp2_pp1_ep2": ("mp_rank_01_000", "mp_rank_01_001"),
+    }
+    for number, (name, (a, b)) in enumerate(ranks.items()):
+        folder = copied(golden, name, tmp_path / str(number))
+        _exchange(folder / a, folder / b)
+        found = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
+        assert {("CK507", a), ("CK507", b)} <= found
+
+
+def test_a_file_copied_over_another_ranks_is_found(golden: Path, tmp_path: Path) -> None:
+    folder = copied(golden, "mcore_legacy/moe_seq/tp2_pp1_ep2", tmp_path)
+    file = "model_optim_rng.pt"
+    (folder / "mp_rank_00_001" / file).write_bytes((folder / "mp_rank_00_000" / file).read_bytes())
+    found = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
+    assert found == {("CK507", "mp_rank_00_000"), ("CK507", "mp_rank_00_001")}
+
+
+def test_tools_that_leave_one_number_in_all_files_are_fine(golden: Path, tmp_path: Path) -> None:
+    folder = copied(golden, RANKS, tmp_path)
+    for rank in sorted(folder.glob("mp_rank_*")):
+        edit_rank(rank, lambda loaded: setattr(loaded["args"], "rank", 0))
+    assert found_in(folder, Level.HEADERS) == []

@@ -228,3 +228,24 @@ def test_extra_states_of_different_lengths_are_no_damage(golden: Path, tmp_path:
         folder / "mp_rank_01_000", lambda loaded: loaded["model"].update({name: torch.zeros(0, dtype=torch.uint8)})
     )
     assert found_in(folder, Level.HEADERS) == []
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [
+        ("decoder.layers.mlp.experts.experts.linear_fc1.weight", "mlp.experts.local_experts.3.linear_fc1.weight"),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", "mlp.experts.local_experts.3.linear_fc2.weight"),
+        ("decoder.layers.mlp.router.weight", "mlp.router.weight"),
+        ("decoder.layers.self_attention.linear_proj.weight", "self_attention.linear_proj.weight"),
+        ("decoder.layers.mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        ("decoder.final_layernorm.weight", None),
+    ],
+)
+def test_what_every_layer_lacks_is_missed(golden: Path, tmp_path: Path, lost: str, named: str | None) -> None:
+    folder = copied(golden, "mcore0121_zarr/moe_seq/tp2_pp2_ep2", tmp_path)
+    shutil.rmtree(folder / lost)
+    findings = found_in(folder)
+    assert {finding.code for finding in findings} == {"CK311"}
+    keys = {finding.key for finding in findings}
+    assert (lost if named is None else f"decoder.layers.2.{named}") in keys
+    assert all(named is None or str(key).endswith(named.rpartition(".3.")[2]) for key in keys)

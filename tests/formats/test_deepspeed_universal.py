@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -426,3 +427,23 @@ def test_groups_of_deepspeed_are_written_as_they_are(tmp_path: Path) -> None:
         groups = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)["param_groups"]
         assert len(groups) == n
         assert len([key for key in opened(folder)[1].objects if key.endswith(".lr")]) == 2
+
+
+def test_directories_that_were_exchanged_are_told_by_their_shapes(golden: Path, tmp_path: Path) -> None:
+    target, a, b = tmp_path / "universal", "layers.1.0.weight", "layers.1.2.weight"
+    shutil.copytree(golden / "deepspeed_universal" / "zero1_dp2_bf16", target, copy_function=shutil.copyfile)
+    (zero,) = target.glob("*/zero")
+    (zero / a).rename(zero / "aside")
+    (zero / b).rename(zero / a)
+    (zero / "aside").rename(zero / b)
+    with pytest.raises(CorruptError, match="the model states give the parameter"):
+        deepspeed_universal.read(LocalStore(zero.parent))
+
+
+def test_a_step_is_one_number(golden: Path, tmp_path: Path) -> None:
+    target = tmp_path / "universal"
+    shutil.copytree(golden / "deepspeed_universal" / "zero1_dp2_bf16", target, copy_function=shutil.copyfile)
+    (zero,) = target.glob("*/zero")
+    shutil.copyfile(zero / "norm.bias" / "exp_avg.pt", zero / "norm.weight" / "step.pt")
+    with pytest.raises(CorruptError, match="the step is a tensor of shape"):
+        deepspeed_universal.read(LocalStore(zero.parent))

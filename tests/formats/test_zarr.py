@@ -654,3 +654,21 @@ def test_an_array_of_an_unknown_kind_is_shown_and_the_others_are_read() -> None:
     catalog = zarr.FORMAT.read(store)
     assert list(catalog.tensors) == ["w"]
     assert "element type" in str(catalog.objects["names"].value)
+
+
+@pytest.mark.parametrize("name", ["order", "fill_value", "compressor", "filters"])
+def test_what_tensorstore_wants_may_be_null_but_not_absent(name: str) -> None:
+    metadata = {
+        "zarr_format": 2,
+        "shape": [2],
+        "chunks": [2],
+        "dtype": "<f4",
+        "order": "C",
+        "fill_value": None,
+        "compressor": None,
+        "filters": None,
+    }
+    parse_zarray(json.dumps(metadata).encode(), file=".zarray", key="w")
+    del metadata[name]
+    with pytest.raises(CorruptError, match=name):
+        parse_zarray(json.dumps(metadata).encode(), file=".zarray", key="w")
