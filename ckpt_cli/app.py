@@ -144,9 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _prepare_streams()
-    restore = end_on_signals()
+    restore = _nothing
     try:
-        work = app(arguments, prog_name="ckpt", standalone_mode=False)
+        work = app(arguments, prog_name="ckpt", standalone_mode=False)  # imports the command as well
+        restore = end_on_signals()
         code = work() if callable(work) else int(work or 0)
         sys.stdout.flush()
     except SystemExit:  # typer's, and only where nobody reads its help to the end
@@ -156,6 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         restore()
     return code
+
+
+def _nothing() -> None:
+    pass
 
 
 def _prepare_streams() -> None:
