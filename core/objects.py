@@ -14,7 +14,7 @@ from typing import Protocol
 
 from core.catalog import Catalog, Fragment, StoredArray, StoredObject
 from core.errors import UnsafeError, UnsupportedError
-from core.formats.torch_nested import nested_names
+from core.formats.torch_nested import names_in
 from core.inert import NO_STATE, Global, Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.layout_rng import RNG_STATES
 from core.layout_state import OPTIMIZER
@@ -107,7 +107,7 @@ def vetted(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Vett
     dropped: dict[str, str] = {}
     common = StoredObject("common state", value=catalog.attrs.get("common"))
     for item in (common, *catalog.objects.values()):
-        names = globals_of(item.value) | nested_names(item.value)
+        names = names_in(item.value)
         for name in sorted(names, key=str):
             verdict = classify(name)
             if verdict == "dangerous":

@@ -17,12 +17,11 @@ from core.formats.torch_legacy import MAX_PICKLE_BYTES, pickle_end
 from core.formats.torch_record import read_pickle
 from core.formats.torch_tree import stream_kind
 from core.formats.torch_zip import read_archive
-from core.inert import walk
+from core.inert import Global, walk
 from core.safe_pickle import load, noting_names
 from core.store import MemoryStore
 
 if TYPE_CHECKING:
-    from core.inert import Global
     from core.store import ReadStore
 
 _MAX_DEPTH = 4
@@ -44,26 +43,26 @@ def names_of_stream(store: ReadStore, file: str, start: int, n_bytes: int) -> se
     """
     with noting_names() as names:
         for value in _values(store, file, start, n_bytes):
-            names |= nested_names(value)
+            names |= names_in(value)
     return names
 
 
-def nested_names(value: object) -> set[Global]:
-    """Every name in the streams inside an inert value; the names of the value itself are ``globals_of``."""
+def names_in(value: object) -> set[Global]:
+    """Every name in an inert value: its own, and those in the streams inside it; the value is walked once."""
+    own: set[Global] = set()
     n_left, n_bytes = _MAX_STREAMS, _MAX_BYTES
     waiting = [(value, 0)]
     with noting_names() as names:
         while waiting:
             tree, depth = waiting.pop()
             for node in walk(tree):
-                if not isinstance(node, (bytes, bytearray)) or not _is_stream(node):
-                    continue
-                n_left, n_bytes = n_left - 1, n_bytes - len(node)
-                if n_left < 0 or n_bytes < 0:
-                    return names
-                found = _values(MemoryStore({_FILE: node}), _FILE, 0, len(node))
-                waiting += [(inner, depth + 1) for inner in found if depth < _MAX_DEPTH]
-    return names
+                if type(node) is Global:
+                    own.add(node)
+                elif isinstance(node, (bytes, bytearray)) and n_left > 0 and n_bytes > 0 and _is_stream(node):
+                    n_left, n_bytes = n_left - 1, n_bytes - len(node)
+                    found = _values(MemoryStore({_FILE: node}), _FILE, 0, len(node)) if n_bytes >= 0 else []
+                    waiting += [(inner, depth + 1) for inner in found if depth < _MAX_DEPTH]
+    return names | own
 
 
 def _is_stream(data: bytes | bytearray) -> bool:

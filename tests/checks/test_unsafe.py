@@ -16,7 +16,7 @@ from core.checks import Level
 from core.convert import Job, run
 from core.errors import CorruptError, UnsafeError
 from core.finding import Finding
-from core.formats.torch_nested import nested_names
+from core.formats.torch_nested import names_in
 from core.inert import Global
 from core.inventory import inventory
 from core.safe_pickle import load
@@ -124,10 +124,10 @@ def test_nested_streams_are_bounded() -> None:
     data = pickle.dumps(Evil(), 2)
     for _ in range(3):
         data = pickle.dumps(data, 2)
-    assert nested_names(load(data, label="x")) == {Global("_codecs", "encode"), Global("posix", "system")}
+    assert names_in(load(data, label="x")) == {Global("_codecs", "encode"), Global("posix", "system")}
     for _ in range(10):
         data = pickle.dumps(data, 4)
-    assert Global("posix", "system") not in nested_names(load(data, label="x"))
+    assert Global("posix", "system") not in names_in(load(data, label="x"))
 
 
 def test_a_giant_of_holes_is_named_and_not_read(tmp_path: Path) -> None:
