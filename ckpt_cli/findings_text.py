@@ -25,8 +25,8 @@ _READ = {
 _COMMAND = re.compile(r"^(?=\s*::)|(?<=##)(?=\[)")
 """What GitHub's runner takes for a command, old ones anywhere in a line; a name out of a checkpoint must be none."""
 _UNREAD = {
-    Level.METADATA: "what is inside the containers (--headers); checksums and values (--deep)",
-    Level.HEADERS: "checksums and values (--deep)",
+    Level.METADATA: "what is inside the containers (--headers); checksums, NaN, copies of a tensor (--deep)",
+    Level.HEADERS: "checksums, NaN, copies of a tensor (--deep)",
 }
 
 

@@ -23,6 +23,7 @@ from core.coverage import BoxIndex
 from core.decoded import DEFAULT_CACHE_BYTES, DecodedStore
 from core.dtypes import itemsize
 from core.ends import Source, source_in
+from core.errors import in_checkpoint
 from core.gather import Layout, copy_box, dense, inner_run, read_box, starts
 from core.match import match
 from core.store import ReadStore
@@ -79,8 +80,9 @@ class BoxReader:
         """
         meta = self._catalog.meta(key)
         array = StoredArray(f"dense:{key}", meta.dtype, meta.shape)
-        work = match(self._catalog, catalog_of_arrays(format="memory", arrays={key: array}), key)
-        pieces = [_Piece(box, self._source(fragment, box)) for box, fragment in work.pieces]
+        with in_checkpoint(self._store.label):
+            work = match(self._catalog, catalog_of_arrays(format="memory", arrays={key: array}), key)
+            pieces = [_Piece(box, self._source(fragment, box)) for box, fragment in work.pieces]
         return TensorReader(self._store, work.dtype, meta.shape, pieces)
 
     def _source(self, fragment: Fragment, box: Box) -> Source:
@@ -129,7 +131,8 @@ class TensorReader:
             delta = [a - b for a, b in zip(common.offset, piece.box.offset, strict=True)]
             source = Layout(piece.source.at(delta), piece.source.strides)
             place = sum((a - b) * step for a, b, step in zip(common.offset, box.offset, whole.strides, strict=True))
-            self._fill(piece.source.file, source, out, Layout(place, whole.strides), common.shape, raw)
+            with in_checkpoint(self._store.label):
+                self._fill(piece.source.file, source, out, Layout(place, whole.strides), common.shape, raw)
 
     def _meeting(self, box: Box) -> Iterator[tuple[_Piece, Box]]:
         if self._index is not None:

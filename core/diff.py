@@ -32,10 +32,10 @@ from core.diff_result import Diff, TensorDiff
 from core.diff_sides import Side, sides_of
 from core.diff_values import Tolerance
 from core.diff_work import BAND_BYTES, Compared, TensorWork
-from core.errors import CapacityError, UsageError
+from core.errors import CapacityError, UsageError, in_checkpoint
 from core.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
 from core.layout import load_rules
-from core.open import open_checkpoint
+from core.open import Checkpoint, open_checkpoint
 from core.optim_format import role_of
 from core.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
 from core.select import matcher
@@ -95,9 +95,9 @@ def diff(job: DiffJob, *, progress: Progress | None = None) -> Diff:
     """
     begun = time.monotonic()
     rules = load_rules(job.rules)
-    first = open_checkpoint(job.a, iteration=job.iteration_a)
+    first = _opened(job.a, job.iteration_a)
     try:
-        second = open_checkpoint(job.b, iteration=job.iteration_b)
+        second = _opened(job.b, job.iteration_b)
         try:
             a, b = without_prefixes(*sides_of(first, second, rules=rules), job.strip_prefix)
             found = _Comparison(job, a, b, progress).made(begun)
@@ -108,6 +108,11 @@ def diff(job: DiffJob, *, progress: Progress | None = None) -> Diff:
             second.store.close()
     finally:
         first.store.close()
+
+
+def _opened(path: Path, iteration: int | None) -> Checkpoint:
+    with in_checkpoint(str(path)):
+        return open_checkpoint(path, iteration=iteration)
 
 
 class _Comparison:

@@ -22,7 +22,8 @@ a hint saying what to do next. The fields are printed by ``--json``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Self
 
 
@@ -100,6 +101,19 @@ class CheckpointingException(Exception):
         if self.span is not None:
             found["span"] = list(self.span)
         return found
+
+
+@contextmanager
+def in_checkpoint(path: str) -> Iterator[None]:
+    """Puts a checkpoint's path before the files that errors name, where there is more than one checkpoint."""
+    try:
+        yield
+    except CheckpointingException as err:
+        if err.file is None or path.endswith(f"/{err.file}"):
+            err.file = path
+        elif not err.file.startswith(path):
+            err.file = f"{path}/{err.file}"
+        raise
 
 
 class UsageError(CheckpointingException):

@@ -34,7 +34,9 @@ _WEIGHTS = re.compile(
     r"^(\.metadata|metadata\.json|common\.pt|zarr\.json|\.zarray|\.zgroup|pytorch_model.*\.bin|.*\.safetensors|.*\.index\.json)$"
 )
 """Files of a directory that is a checkpoint itself, whatever the names of the directories in it."""
-_INDEX_FILE = re.compile(r"(\.index\.json|^zarr\.json|^\.zarray|^\.zgroup|^manifest\.ocdbt|^config\.json)$")
+_INDEX_FILE = re.compile(
+    r"(^ckpt-manifest\.json$|\.index\.json|^zarr\.json|^\.zarray|^\.zgroup|^manifest\.ocdbt|^config\.json)$"
+)
 """Files that stand for the directory that they describe."""
 
 

@@ -444,3 +444,13 @@ def test_a_tensor_whose_fingerprints_differ_is_read(golden: Path, tmp_path: Path
     assert found.n_by_fingerprint == 1
     assert only(found).key == "w"
     assert only(found).values is not None
+
+
+def test_an_error_says_which_of_the_checkpoints_it_is_about(golden: Path, tmp_path: Path) -> None:
+    sound = golden / "hf/llama/safetensors_sharded"
+    shutil.copytree(sound, tmp_path / "damaged")
+    (tmp_path / "damaged" / "model-00002-of-00003.safetensors").unlink()
+    for job in (DiffJob(a=sound, b=tmp_path / "damaged"), DiffJob(a=tmp_path / "damaged", b=sound)):
+        with pytest.raises(CheckpointingException) as caught:
+            diff(job)
+        assert str(caught.value.file).startswith(str(tmp_path / "damaged"))

@@ -125,3 +125,10 @@ def test_an_index_stands_for_its_directory(golden: Path, path: str) -> None:
 def test_a_wrong_iteration_beside_one_checkpoint_is_refused(golden: Path) -> None:
     with pytest.raises(UsageError, match="iteration 10"):
         open_checkpoint(golden / "mcore_legacy/dense_gqa/tp1_pp1/iter_0000010", iteration=11)
+
+
+def test_a_manifest_stands_for_its_checkpoint(golden: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(golden / "hf/llama/safetensors_single", folder)
+    (folder / "ckpt-manifest.json").write_text("{}")
+    assert open_checkpoint(folder / "ckpt-manifest.json").path == folder

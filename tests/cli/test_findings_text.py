@@ -71,10 +71,10 @@ def test_a_whole_checkpoint_takes_few_lines_and_says_what_was_not_read() -> None
             "  format     dcp",
             "  size       3 files, 4.00 KiB, 7 tensors",
             "  read       names, sizes and metadata, in 0.25 s",
-            "  unchecked  what is inside the containers (--headers); checksums and values (--deep)",
+            "  unchecked  what is inside the containers (--headers); checksums, NaN, copies of a tensor (--deep)",
         ]
     )
-    assert "unchecked  checksums and values (--deep)" in page(verdict(level=Level.HEADERS))
+    assert "unchecked  checksums, NaN, copies of a tensor (--deep)" in page(verdict(level=Level.HEADERS))
     deep = page(verdict(level=Level.DEEP))
     assert "unchecked" not in deep
     assert "every byte, in 0.25 s, 16.0 KiB/s" in deep
