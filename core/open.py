@@ -77,8 +77,8 @@ def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool =
         samples: open only one of the files that look alike, where the format can; for looking, not for converting.
 
     Raises:
-        UsageError: the path does not exist, or ``iteration`` is given where there is nothing to choose.
-        MissingShardError: the tracker or ``iteration`` names an iteration that is not there.
+        UsageError: the path does not exist, or the ``iteration`` that is asked for.
+        MissingShardError: the tracker names an iteration that is not there.
         UnsupportedError: no format recognises it.
         CorruptError: the metadata contradicts itself.
     """
@@ -130,7 +130,7 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
     """Finds the checkpoint at ``path``; what is wrong with it is in the result, and not raised.
 
     Raises:
-        UsageError: the path does not exist.
+        UsageError: the path does not exist, or the ``iteration`` that is asked for.
         StorageError: the system refuses to look at it.
     """
     with translated(str(path), doing="open"):
@@ -145,6 +145,9 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
             store = LocalStore(folder)
             _refuse_empty(store)
         format, failure = _sniffed(store), None
+    except UsageError:
+        store.close()
+        raise
     except CheckpointingException as err:
         format, failure = None, err
     except BaseException:
@@ -181,7 +184,7 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
     has_tracker = store.exists(TRACKER)
     if wanted is not None and (iterations or has_tracker):
         if wanted not in iterations:
-            raise MissingShardError(
+            raise UsageError(
                 f"there is no iteration {wanted}", file=str(root), hint=f"iterations here: {_listed(iterations)}"
             )
         return root / iterations[wanted], []

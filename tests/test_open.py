@@ -36,7 +36,7 @@ def test_the_tracker_chooses_and_iteration_overrides_it(golden: Path, tmp_path: 
         shutil.copytree(source, tmp_path / f"iter_{number:07d}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
     assert open_checkpoint(tmp_path).path.name == "iter_0000020"
-    with pytest.raises(MissingShardError, match="no iteration 25") as caught:
+    with pytest.raises(UsageError, match="no iteration 25") as caught:
         open_checkpoint(tmp_path, iteration=25)
     assert "20, 30" in str(caught.value)
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
