@@ -149,6 +149,13 @@ def _is(kind: Callable[[], bool]) -> bool:
         return False
 
 
+def leads_on(link: Path) -> bool:
+    """Whether a symbolic link leads to a directory, and to none of those that it lies in: those would never end."""
+    target = os.path.realpath(link)
+    here = os.path.realpath(link.parent)
+    return os.path.isdir(target) and not f"{here}/".startswith(target if target.endswith("/") else f"{target}/")
+
+
 def files_below(store: ReadStore) -> dict[str, int]:
     """Every regular file of a store with its size, by name; the one file, if the store is one."""
     if store.entry is not None:
@@ -196,7 +203,7 @@ class LocalStore:
         return [name for name, entry in self._entries(under) if _is(entry.is_file)]
 
     def folders(self, under: str = "") -> list[str]:
-        """See ReadStore; symbolic links to directories count, if they lead to none of those that they lie in.
+        """See ReadStore; symbolic links to directories count where they lead on (``leads_on``).
 
         Raises:
             UnsafeError: so many directories are reached by links that they may lead round for ever.
@@ -204,7 +211,7 @@ class LocalStore:
         found: list[str] = []
         for name, entry in self._entries(under):
             if entry.is_symlink():
-                if not self._is_followed(under, name):
+                if not leads_on(self.root / under / name):
                     continue
                 self._links.add((under, name))
                 if len(self._links) > MAX_LINKED_FOLDERS:
@@ -217,18 +224,6 @@ class LocalStore:
             elif _is(entry.is_dir):
                 found.append(name)
         return found
-
-    def _is_followed(self, under: str, name: str) -> bool:
-        """Whether a link leads to a directory, and to none of those above it."""
-        try:
-            target = os.stat(self.root / under / name)
-            if not stat.S_ISDIR(target.st_mode):
-                return False
-            parts = under.split("/") if under else []
-            above = [os.stat(self.root.joinpath(*parts[:n])) for n in range(len(parts) + 1)]
-        except OSError:
-            return False
-        return all((target.st_dev, target.st_ino) != (one.st_dev, one.st_ino) for one in above)
 
     def sizes(self, under: str = "") -> Mapping[str, int]:
         """See ReadStore; one pass over the directory, no file is opened."""

@@ -210,9 +210,10 @@ def backend(subject: Subject) -> Iterator[Finding]:
         config = config_of(subject.store)
     except CheckpointingException:
         return  # found where trackers and such files are looked at
-    stated = config.get("sharded_backend")
+    found = config.get("sharded_backend")
+    stated = found if isinstance(found, str) else None
     there = {name for name, mark in _MARKS.items() if any(file.rpartition("/")[2] == mark for file in subject.files)}
-    if isinstance(stated, str) and stated in _MARKS and there and stated not in there:
+    if stated in _MARKS and there and stated not in there:
         yield BACKEND.finding(
             "tensors of another backend lie there",
             file=CONFIG,

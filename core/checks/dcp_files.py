@@ -79,13 +79,20 @@ def _metadata(subject: Subject, report: Report) -> DcpMetadata:
     Raises:
         CheckpointingException: it is absent, or nothing of it can be read.
     """
+    known = subject.failure if subject.catalog is None else None
+    if known is not None and known.file == METADATA and not _is_of_an_entry(known):
+        raise known  # it would end so again
     try:
         return stated_metadata(subject.store)
     except CheckpointingException as err:
-        if not (err.rule or "").startswith("dcp."):
+        if not _is_of_an_entry(err):
             raise
         data = subject.store.read(METADATA, 0, subject.files[METADATA])
         return salvaged_metadata(data, label=METADATA, report=report)
+
+
+def _is_of_an_entry(err: CheckpointingException) -> bool:
+    return (err.rule or "").startswith("dcp.")
 
 
 def _lost(subject: Subject, err: CheckpointingException) -> Finding:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.store import LocalStore, translated
+from core.store import LocalStore, leads_on, translated
 
 MAX_DEPTH = 64
 """Directories in each other; more are not looked into."""
@@ -98,7 +98,9 @@ def _listed(tree: Tree, root: Path, folder: str, seen: set[tuple[int, int]]) -> 
             elif entry.is_file():
                 tree.files[prefix + entry.name] = entry.stat().st_size
             elif entry.is_dir():
-                if entry.name != _GIT:
+                if entry.is_symlink() and not leads_on(path / entry.name):
+                    tree.others[prefix + entry.name] = "a link to a directory that was seen already"
+                elif entry.name != _GIT:
                     below.append(prefix + entry.name)
             else:
                 _look(tree, prefix + entry.name, path / entry.name)
