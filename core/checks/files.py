@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from core.checks import Check
 from core.checks.file_codes import ALL, EMPTY, IRREGULAR, LEFT_OVER, NOT_ITS_KIND, UNREADABLE_FILE
 from core.checks.subject import Subject
+from core.checks.tree import AGAIN, NOWHERE
 from core.commit import stage_dir_of
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
@@ -45,9 +46,8 @@ def regular(subject: Subject) -> Iterator[Finding]:
         if "cannot be" in what:
             yield UNREADABLE_FILE.finding(f"{what}", file=name or None, found=what)
             continue
-        severity = (
-            Severity.NOTE if "seen already" in what or ("leads nowhere" in what and not DATA.search(name)) else None
-        )
+        is_harmless = what == AGAIN or (what == NOWHERE and not DATA.search(name))
+        severity = Severity.NOTE if is_harmless else None
         yield IRREGULAR.finding(f"it is {what}", file=name, expected="a regular file", found=what, severity=severity)
 
 

@@ -19,6 +19,9 @@ MAX_DEPTH = 64
 
 _LARGE_BYTES = 4 << 30
 
+AGAIN = "a link to a directory that was seen already"
+NOWHERE = "a link that leads nowhere"
+
 _GIT = ".git"
 """Of a repository that was cloned: no part of the checkpoint."""
 
@@ -81,7 +84,7 @@ def _listed(tree: Tree, root: Path, folder: str, seen: set[tuple[int, int]]) -> 
     try:
         status = os.stat(path)
         if (status.st_dev, status.st_ino) in seen:
-            tree.others[folder] = "a link to a directory that was seen already"
+            tree.others[folder] = AGAIN
             return []
         seen.add((status.st_dev, status.st_ino))
         with os.scandir(path) as entries:
@@ -94,12 +97,12 @@ def _listed(tree: Tree, root: Path, folder: str, seen: set[tuple[int, int]]) -> 
     for entry in found:
         try:
             if entry.is_symlink() and not os.path.exists(path / entry.name):
-                tree.others[prefix + entry.name] = "a link that leads nowhere"
+                tree.others[prefix + entry.name] = NOWHERE
             elif entry.is_file():
                 tree.files[prefix + entry.name] = entry.stat().st_size
             elif entry.is_dir():
                 if entry.is_symlink() and not leads_on(path / entry.name):
-                    tree.others[prefix + entry.name] = "a link to a directory that was seen already"
+                    tree.others[prefix + entry.name] = AGAIN
                 elif entry.name != _GIT:
                     below.append(prefix + entry.name)
             else:
@@ -118,7 +121,7 @@ def _look(tree: Tree, name: str, path: Path) -> None:
         status = os.stat(path)
     except OSError as err:
         is_link = path.is_symlink()
-        tree.others[name] = "a link that leads nowhere" if is_link else f"an entry that is gone ({_reason(err)})"
+        tree.others[name] = NOWHERE if is_link else f"an entry that is gone ({_reason(err)})"
         return
     if stat.S_ISREG(status.st_mode):
         tree.files[name] = status.st_size
