@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "core.diff_entries",
             "core.planned_store",
         ),
-        *("core.encoding", "core.decoded", "core.json_object", "core.crew"),
+        *("core.encoding", "core.decoded", "core.json_object", "core.crew", "core.team"),
         *("core.safe_pickle", "core.pickle_*"),
         *("core.live", "core.share"),
         *("core.fingerprint", "core.fingerprint_kernel", "core.fingerprint_sums"),
