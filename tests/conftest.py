@@ -17,6 +17,20 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("no clock")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--long``: also the tests that are left out because the suite has a time limit."""
+    parser.addoption("--long", action="store_true", help="run the tests marked long, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the long tests unless they were asked for."""
+    if config.getoption("--long"):
+        return
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            item.add_marker(pytest.mark.skip(reason="long: pytest --long runs it"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Lets programs that the tests start die of signals, also where this run was started with them ignored (nohup)."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -1,7 +1,7 @@
 """The workers in which megatron-core trains, and which tests are run.
 
-Without more, one short test of every kind runs, in the installed megatron-core. ``scripts/megatron-tests`` sets
-``CKPT_MEGATRON_LONG=1`` for the whole matrix and ``CKPT_MEGATRON_OLD`` to a Python that has megatron-core 0.12.1.
+Without more, one short test of every kind runs, in the installed megatron-core. ``scripts/megatron-tests`` runs the
+whole matrix (``--long``) and sets ``CKPT_MEGATRON_OLD`` to a Python that has megatron-core 0.12.1.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ collect_ignore_glob = ["test_*.py"] if importlib.util.find_spec("megatron") is N
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what starts processes; leaves out the long matrix unless it was asked for."""
+    """Marks what starts processes."""
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
         item.add_marker(pytest.mark.dist)
         item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("long") is not None and not os.environ.get("CKPT_MEGATRON_LONG"):
-            item.add_marker(pytest.mark.skip(reason="scripts/megatron-tests runs the whole matrix"))
 
 
 @pytest.fixture(scope="session")
