@@ -20,7 +20,7 @@ from typer import Exit, Option, Typer
 
 from ckpt_cli.command import Command, Group
 from ckpt_cli.diff_options import DiffOptions
-from ckpt_cli.failure import end_on_signals, failure_of
+from ckpt_cli.failure import Failure, end_on_signals, failure_of
 from ckpt_cli.manifest_options import ManifestOptions
 from ckpt_cli.options import InspectOptions, TransferOptions, accepts
 from ckpt_cli.terminal import screen_of
@@ -29,6 +29,8 @@ from core.errors import UsageError
 
 Work = Callable[[], int]
 """A command that is parsed and not yet run; returns the exit code."""
+Heed = Callable[[BaseException, Failure], bool]
+"""What a worker of a team does with what ended its work; see ``main``."""
 
 _ALIASES = (
     "Every size also goes by the names of other tools: --target-tp, --target-tensor-parallel-size, and so on. "
@@ -133,11 +135,12 @@ def _diff(options: DiffOptions) -> Work:
     return partial(run_diff, options)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, heed: Heed | None = None) -> int:
     """Runs one command line.
 
     Args:
         argv: arguments after the program's name; None for the process's own.
+        heed: hears what ended the work, and says whether this process is to print it.
 
     Returns:
         The exit code; see ``ckpt_cli.failure``.
@@ -153,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit:  # typer's, and only where nobody reads its help to the end
         code = failure_of(BrokenPipeError()).exit_code
     except BaseException as err:
-        code = _report(err, arguments)
+        code = _report(err, arguments, heed)
     finally:
         restore()
     return code
@@ -174,7 +177,7 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _report(err: BaseException, arguments: list[str]) -> int:
+def _report(err: BaseException, arguments: list[str], heed: Heed | None = None) -> int:
     """Tells the user about ``err``; returns the exit code."""
     if type(err).__name__ == "NoArgsIsHelpError":  # the name in every typer; the class is private
         print(getattr(err, "message", ""), file=sys.stderr)
@@ -182,6 +185,8 @@ def _report(err: BaseException, arguments: list[str]) -> int:
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     is_command = bool(options) and options[0] in [command.name for command in app.registered_commands]
     failure = failure_of(err, command=f"ckpt {options[0]}" if is_command else "ckpt")
+    if heed is not None and not heed(err, failure):
+        return failure.exit_code
     with suppress(OSError):
         if "--debug" in options and not isinstance(err, BrokenPipeError):
             import traceback

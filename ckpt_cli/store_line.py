@@ -1,0 +1,139 @@
+"""The one thread of a worker that talks to the store (``torch.distributed.TCPStore``).
+
+A request to a store whose host has vanished blocks for a quarter of an hour in native code, deaf to signals. So only
+this thread makes requests; others wait for its answers in Python, with a limit. Between requests it runs the worker's
+*beat*, which tells the others that the worker lives and hears how they are.
+
+It is no ``threading.Thread``: large metadata is read in a forked child (``core.contained``), which is safe beside this
+thread, because it holds no lock that Python code of another thread ever takes, but not beside threads in general.
+"""
+
+from __future__ import annotations
+
+import _thread
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from threading import Event
+from time import monotonic
+from typing import Any, TypeVar
+
+from core.errors import CheckpointingException, WorkerError
+
+T = TypeVar("T")
+
+POLL_S = 0.1
+"""How long a wait goes on before it looks whether it still makes sense."""
+
+
+class _Request:
+    """Something to be asked of the store."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self.work = work
+        self.answered = Event()
+        self.answer: Any = None
+        self.error: Exception | None = None
+
+
+class StoreLine:
+    """The thread and the connection that it owns.
+
+    Args:
+        connect: makes the connection, in the thread.
+        endpoint: the store's address and port, for messages.
+        timeout_s: most seconds for one answer.
+    """
+
+    def __init__(self, connect: Callable[[], Any], *, endpoint: str, timeout_s: float) -> None:
+        self._connect = connect
+        self._endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._busy_since: float | None = monotonic()
+        self._error: Exception | None = None
+        self._beat: Callable[[Any], None] | None = None
+        self._interval_s = 0.0
+        _thread.start_new_thread(self._run, ())
+
+    def ask(self, work: Callable[[Any], T]) -> T:
+        """What ``work(store)`` gives, run in the thread.
+
+        Raises:
+            WorkerError: the store is gone, or has not answered in time.
+        """
+        request = _Request(work)
+        self._requests.put(request)
+        while not request.answered.wait(POLL_S):
+            self.check()
+        if request.error is not None:
+            raise self._lost(request.error) from request.error
+        answer: T = request.answer
+        return answer
+
+    def send(self, work: Callable[[Any], object]) -> None:
+        """Has ``work(store)`` run in the thread, whatever becomes of it; returns at once."""
+        self._requests.put(_Request(work))
+
+    def limit(self, timeout_s: float) -> None:
+        """Sets the most seconds for one answer."""
+        self._timeout_s = timeout_s
+
+    def beat_every(self, interval_s: float, beat: Callable[[Any], None]) -> None:
+        """Has ``beat(store)`` run in the thread from now on, as long as it does not fail."""
+        self._interval_s = interval_s
+        self._beat = beat
+        self._requests.put(None)
+
+    def check(self) -> None:
+        """Says whether the store answers.
+
+        Raises:
+            WorkerError: it does not.
+        """
+        if isinstance(self._error, CheckpointingException):
+            raise self._error
+        if self._error is not None:
+            raise self._lost(self._error) from self._error
+        since = self._busy_since
+        if since is not None and monotonic() - since > self._timeout_s:
+            raise WorkerError(
+                f"the workers' store at {self._endpoint} has not answered for {self._timeout_s:g} s",
+                hint="its host or the network to it is down; run again to go on",
+            )
+
+    def _lost(self, err: Exception) -> WorkerError:
+        reason = str(err).split("\n")[0]
+        return WorkerError(
+            f"the connection to the workers' store at {self._endpoint} is lost: {reason}",
+            hint="the worker or the launcher that kept it has ended; run again to go on",
+        )
+
+    def _run(self) -> None:
+        try:
+            store = self._connect()
+            self._busy_since = None
+            next_beat = 0.0
+            while True:
+                request = self._next(next_beat - monotonic() if self._beat else None)
+                self._busy_since = monotonic()
+                if request is not None:
+                    self._serve(request, store)
+                if self._beat is not None and monotonic() >= next_beat:
+                    self._beat(store)
+                    next_beat = monotonic() + self._interval_s
+                self._busy_since = None
+        except Exception as err:  # whoever waits for the thread raises it
+            self._error = err
+
+    def _next(self, wait_s: float | None) -> _Request | None:
+        try:
+            return self._requests.get(timeout=None if wait_s is None else max(wait_s, 0.0))
+        except Empty:
+            return None
+
+    def _serve(self, request: _Request, store: Any) -> None:
+        try:
+            request.answer = request.work(store)
+        except Exception as err:
+            request.error = err
+        request.answered.set()

@@ -1,0 +1,210 @@
+"""One of several workers that run a ckpt command together: ``python -m ckpt_cli.worker [options] VERB ARGS``.
+
+Started by ``ckpt launch``, ``torchrun -m ckpt_cli.worker``, ``srun python -m ckpt_cli.worker`` or an MPI launcher. It
+finds its rank (``rank_env``), meets the others (``rendezvous``), and runs the verb as ``ckpt``
+does; rank 0 alone prints.
+
+The exit code is the verb's. An elastic agent starts workers again that end with another code than 0; below ``ckpt
+launch``, which names a directory for results, a worker therefore ends with 0 after a verdict (``launch_results``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_cli import teamwork
+from ckpt_cli.failure import Failure, end_on_signals, failure_of
+from ckpt_cli.launch_results import RESULTS_VARIABLE, WorkerResult, write_result
+from ckpt_cli.rank_env import Place, place_of
+from ckpt_cli.terminal import screen_of
+from ckpt_cli.worker_options import USAGE, WorkerOptions, parsed
+from core.errors import WorkerError
+from core.team import StoppedError, is_final, worker_of
+
+if TYPE_CHECKING:
+    from ckpt_cli.torch_team import TorchTeam
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a worker; returns the exit code of its process."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    started_bytes = _resident_bytes()
+    restore = end_on_signals()
+    outcome = _Outcome()
+    try:
+        options, command = parsed(arguments)
+        place = outcome.place = place_of()
+        team = _joined(place, options, command, started_bytes) if place.size > 1 else None
+    except BaseException as err:
+        restore()
+        failure = failure_of(err, command="ckpt worker")
+        if outcome.note(err, failure):
+            _say(failure)
+        return outcome.exit_code(failure.exit_code)
+    if place.rank:
+        sys.stdout = open(os.devnull, "w")
+    from ckpt_cli.app import main as run
+
+    outcome.team = team
+    code = run(command, heed=outcome.note)
+    if team is not None:
+        team.end()
+    restore()
+    return outcome.exit_code(code)
+
+
+def _joined(place: Place, options: WorkerOptions, command: Sequence[str], started_bytes: int) -> TorchTeam:
+    """Makes this process one of the team.
+
+    Raises:
+        CheckpointingException: it cannot be done.
+    """
+    _bind(place, options)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it logs are errors that we report
+    from ckpt_cli.begin_check import facts_of, problem_of
+    from ckpt_cli.rendezvous import met
+    from ckpt_cli.torch_team import TorchTeam
+    from ckpt_cli.worker_device import backend_of, device_of, use
+
+    device = device_of(options.device, place)
+    backend = backend_of(options.backend, device)
+    torch_name = "cpu" if device is None else device.torch_name
+    use(device)
+    facts = facts_of(place, command, backend=backend, device=torch_name)
+    meeting = met(place, facts, problem_of, timeout_s=options.timeout_s, join_timeout_s=options.join_timeout_s)
+    data_device = torch_name if options.backend == "nccl" else "cpu"
+    team = TorchTeam(place, meeting, backend=backend, data_device=data_device, timeout_s=options.timeout_s)
+    team.runtime_bytes = max(_resident_bytes() - started_bytes, 0)
+    teamwork.join(team, device=device)
+    return team
+
+
+def _bind(place: Place, options: WorkerOptions) -> None:
+    """Keeps the process to its cores, before torch starts threads on them."""
+    if place.local_rank is None or place.local_size is None:
+        return
+    from ckpt_cli.binding import bind
+
+    share = bind(
+        options.bind,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        is_below_agent="TORCHELASTIC_RUN_ID" in os.environ,
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(share.n_threads))
+
+
+class _Outcome:
+    """What the worker came to, and who is told.
+
+    Attributes:
+        place: the worker's, once it is known.
+        team: once it has joined one.
+    """
+
+    def __init__(self) -> None:
+        self.place: Place | None = None
+        self.team: TorchTeam | None = None
+        self._failure: Failure | None = None
+        self._traceback: str | None = None
+        self._is_secondary = False
+
+    def note(self, err: BaseException, failure: Failure) -> bool:
+        """Hears what ended the work, and tells the team if it has not agreed on that.
+
+        Returns:
+            Whether this process is to print it.
+        """
+        self._failure = failure
+        self._is_secondary = isinstance(err, StoppedError)
+        self._traceback = None if is_final(err) else "".join(traceback.format_exception(err))
+        origin = worker_of(err)
+        rank = 0 if self.place is None else self.place.rank
+        if self.team is not None and origin is None:
+            self.team.leave(_portable(err, f"rank {rank} on {socket.gethostname()}: {failure.line}"))
+        if failure.exit_code == 141:
+            return False
+        if is_final(err) or (origin is not None and origin != rank):
+            return rank == 0
+        return rank == 0 or (isinstance(err, Exception) and not self._is_secondary)
+
+    def exit_code(self, code: int) -> int:
+        """Leaves the results; the exit code for the process."""
+        failure = self._failure
+        if failure is not None:
+            _write_error_file(failure, self._traceback)
+        directory = os.environ.get(RESULTS_VARIABLE)
+        if not directory or self.place is None:
+            return code
+        rank = self.place.rank
+        result = WorkerResult(rank, socket.gethostname(), os.getpid(), code, is_secondary=self._is_secondary)
+        with suppress(OSError):
+            if failure is not None:
+                result = replace(result, line=failure.line, fields=failure.fields)
+            if self._traceback is not None:
+                path = Path(directory) / f"rank-{rank}.traceback"
+                path.write_text(self._traceback, "utf-8")
+                result = replace(result, traceback=str(path))
+            write_result(Path(directory), result)
+            return 0 if result.is_verdict else code
+        return code
+
+
+def _portable(err: BaseException, line: str) -> Exception:
+    """What the other workers raise in place of ``err``."""
+    import pickle
+
+    if isinstance(err, Exception):
+        with suppress(Exception):
+            pickle.loads(pickle.dumps(err))
+            return err
+    return WorkerError(line)
+
+
+def _write_error_file(failure: Failure, text: str | None) -> None:
+    """What torchrun reports of a failed worker: the format of ``torch.distributed.elastic``'s ``ErrorHandler``."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or not failure.line:
+        return
+    extra = {"py_callstack": text or "", "timestamp": str(int(time.time()))}
+    message = {"message": failure.line, "errorCode": failure.exit_code, "extraInfo": extra}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": message}), "utf-8")
+
+
+def _say(failure: Failure) -> None:
+    """The line of a failure before the verb has run."""
+    if failure.line:
+        with suppress(OSError):
+            print(f"ckpt: {screen_of(sys.stderr).styled('error:', 'bold', 'red')} {failure.line}", file=sys.stderr)
+
+
+def _resident_bytes() -> int:
+    """Memory of this process now; 0 where the system does not tell."""
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)  # a thread that is stuck in native code must not keep the process
