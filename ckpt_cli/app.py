@@ -21,6 +21,7 @@ from typer import Exit, Option, Typer
 from ckpt_cli.command import Command, Group
 from ckpt_cli.diff_options import DiffOptions
 from ckpt_cli.failure import Failure, end_on_signals, failure_of
+from ckpt_cli.launch_options import LaunchOptions
 from ckpt_cli.manifest_options import ManifestOptions
 from ckpt_cli.options import InspectOptions, TransferOptions, accepts
 from ckpt_cli.terminal import screen_of
@@ -135,6 +136,38 @@ def _diff(options: DiffOptions) -> Work:
     return partial(run_diff, options)
 
 
+@app.command(
+    "launch",
+    cls=Command,
+    context_settings={"allow_interspersed_args": False},  # the first word is the command's
+    short_help="Run a command with many workers, on many hosts.",
+)
+@accepts(LaunchOptions)
+def _launch(options: LaunchOptions) -> Work:
+    """Run convert, reshard, manifest, validate or diff with several workers, by PyTorch's elastic launcher.
+
+    Options are torchrun's, with - or _ inside, and stand before COMMAND.
+    """
+    from ckpt_cli.launch import check_command, launch
+
+    work = work_of(check_command(options.command))  # a mistake is told before any worker starts
+    return work if _is_told(work) else partial(launch, options)
+
+
+def work_of(arguments: Sequence[str]) -> Work:
+    """A command line, parsed and not yet run; where parsing did all (``--help``), work that does nothing.
+
+    Raises:
+        Exception: the line is wrong; ``failure_of`` knows what it means.
+    """
+    work = app(list(arguments), prog_name="ckpt", standalone_mode=False)
+    return work if callable(work) else partial(int, work or 0)
+
+
+def _is_told(work: Work) -> bool:
+    return isinstance(work, partial) and work.func is int
+
+
 def main(argv: Sequence[str] | None = None, *, heed: Heed | None = None) -> int:
     """Runs one command line.
 
@@ -149,9 +182,9 @@ def main(argv: Sequence[str] | None = None, *, heed: Heed | None = None) -> int:
     _prepare_streams()
     restore = _nothing
     try:
-        work = app(arguments, prog_name="ckpt", standalone_mode=False)  # imports the command as well
+        work = work_of(arguments)  # imports the command as well
         restore = end_on_signals()
-        code = work() if callable(work) else int(work or 0)
+        code = work()
         sys.stdout.flush()
     except SystemExit:  # typer's, and only where nobody reads its help to the end
         code = failure_of(BrokenPipeError()).exit_code
@@ -182,7 +215,7 @@ def _report(err: BaseException, arguments: list[str], heed: Heed | None = None) 
     if type(err).__name__ == "NoArgsIsHelpError":  # the name in every typer; the class is private
         print(getattr(err, "message", ""), file=sys.stderr)
         return UsageError.exit_code
-    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    options = _options_in(arguments)
     is_command = bool(options) and options[0] in [command.name for command in app.registered_commands]
     failure = failure_of(err, command=f"ckpt {options[0]}" if is_command else "ckpt")
     if heed is not None and not heed(err, failure):
@@ -203,6 +236,13 @@ def _report(err: BaseException, arguments: list[str], heed: Heed | None = None) 
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return failure.exit_code
+
+
+def _options_in(arguments: list[str]) -> list[str]:
+    """The words of a line that may be options: those before ``--``, of which the first one of ``launch`` is none."""
+    start = arguments.index("--") + 1 if arguments[:1] == ["launch"] and "--" in arguments else 0
+    end = arguments.index("--", start) if "--" in arguments[start:] else len(arguments)
+    return arguments[:end]
 
 
 def _wants_json(options: list[str]) -> bool:

@@ -14,6 +14,8 @@ from typer.core import TyperCommand, TyperGroup
 
 PANELS = ("Checks", "Output", "Layout", "Content", "Engine", "Messages")
 """Sections of a help page; options without one come first."""
+LAUNCH_PANELS = ("Workers", "Hosts", "Failures", "Logs")
+"""Those of ``ckpt launch``."""
 
 
 class Command(TyperCommand):
@@ -25,7 +27,11 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes arguments, then options by section."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], **{name: [] for name in PANELS}}
+        sections: dict[str, list[tuple[str, str]]] = {
+            "Arguments": [],
+            "Options": [],
+            **{name: [] for name in PANELS + LAUNCH_PANELS},
+        }
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is None:

@@ -3,8 +3,9 @@
 ::
 
     DIRECTORY            named by the variable CKPT_LAUNCH_RESULTS; a new one each time the workers start
-    ├── rank-0.json      {"rank": 0, "host": "node1", "pid": 71, "exit_code": 8, "line": "…", "fields": {…},
-    │                     "traceback": "DIRECTORY/rank-0.traceback", "is_secondary": false}
+    ├── rank-0.json      {"rank": 0, "host": "node1", "pid": 71, "exit_code": 6, "line": "…", "fields": {…},
+    │                     "worker": 3, "worker_host": "node2", "traceback": "DIRECTORY/rank-0.traceback",
+    │                     "is_secondary": false}
     └── rank-0.traceback text; not there after a verdict
 
 A worker that was killed leaves none. Where the variable is set, the launcher reports failures: a worker prints verdicts
@@ -34,6 +35,7 @@ class WorkerResult:
         exit_code: of the verb; see ``ckpt_cli.failure``.
         line: the error in one line, safe for a terminal; "" without one.
         fields: the ``error`` object of ``--json``.
+        worker, worker_host: the rank that the error came from, as ranks raise each other's; None where it is this one.
         traceback: path of a file that holds it; None without one.
         is_secondary: the worker only stopped because another has failed, or is silent.
     """
@@ -44,6 +46,8 @@ class WorkerResult:
     exit_code: int
     line: str = ""
     fields: Mapping[str, object] = field(default_factory=dict)
+    worker: int | None = None
+    worker_host: str | None = None
     traceback: str | None = None
     is_secondary: bool = False
 

@@ -1,0 +1,238 @@
+"""``ckpt launch``: one command of ``ckpt``, run by the workers of one or many hosts.
+
+::
+
+    ckpt launch ─ agent (torch) ─┬─ python -m ckpt_cli.worker COMMAND ARGS   rank 0: plans, prints
+                                 └─ python -m ckpt_cli.worker COMMAND ARGS   rank 1 …
+
+A verdict (exit codes 0 to 5) is rank 0's to print; every worker says it in its result file, and every host's launcher
+ends with it. A worker that fails otherwise is started again with all others, ``--max-restarts`` times; then the
+launcher says which one failed, and ends with 8.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_cli.binding import allowed_cores, n_cores
+from ckpt_cli.launch_agent import AgentJob, Course, run_agent, silence_torch
+from ckpt_cli.launch_failure import LaunchError, cause_of
+from ckpt_cli.launch_options import nodes_in
+from ckpt_cli.launch_rendezvous import look, rendezvous_of
+from ckpt_cli.launch_results import VERDICTS
+from ckpt_cli.terminal import escaped, screen_of
+from core.errors import StorageError, UsageError, WorkerError
+
+if TYPE_CHECKING:
+    from ckpt_cli.launch_options import LaunchOptions
+    from ckpt_cli.launch_rendezvous import Rendezvous
+
+COMMANDS = ("convert", "reshard", "manifest", "validate", "diff")
+"""What several workers can do together."""
+_WRITING = ("convert", "reshard")
+_MOST_AUTO = 16
+"""Workers of ``--nproc-per-node auto`` without GPUs: beyond, threads are cheaper than processes."""
+
+
+def check_command(command: Sequence[str] | None) -> Sequence[str]:
+    """The command, if it is one that several workers can do.
+
+    Raises:
+        UsageError: none, or not one of ``COMMANDS``.
+    """
+    if not command:
+        raise UsageError(
+            "which command? nothing follows the options", hint="for example: ckpt launch -- convert SRC DST --to dcp"
+        )
+    if command[0] == "inspect":
+        raise UsageError("inspect reads no tensor data: one process does it", hint="run: ckpt inspect …")
+    if command[0] == "launch":
+        raise UsageError("launch cannot be launched", hint="give one: ckpt launch OPTIONS -- COMMAND ARGS")
+    if command[0] not in COMMANDS:
+        raise UsageError(f"no such command {command[0]!r} to launch", hint=f"it is one of: {', '.join(COMMANDS)}")
+    return command
+
+
+def launch(options: LaunchOptions) -> int:
+    """Runs the workers of this host; returns the job's exit code.
+
+    Raises:
+        UsageError: the options contradict one another, or ask for what this host has not.
+        WorkerError: workers failed, or could not be started.
+        Terminated: a signal asked this process to end; the workers are gone.
+    """
+    command = list(options.command or ())
+    rendezvous = rendezvous_of(options)
+    silence_torch()
+    n_workers = workers_of(options.nproc_per_node or "auto", options.device)
+    course = Course()
+    with _log_dir(options.log_dir, course) as log_dir:
+        look(rendezvous, is_listener=_is_listener(rendezvous))
+        job = AgentJob(
+            program=sys.executable,
+            arguments=("-m", "ckpt_cli.worker", *_worker_options(options), *command),
+            n_workers=n_workers,
+            nodes=nodes_in(options.nnodes),
+            rendezvous=rendezvous,
+            local_addr=options.local_addr or ("127.0.0.1" if rendezvous.is_standalone else None),
+            max_restarts=options.max_restarts,
+            monitor_s=options.monitor_interval,
+            shutdown_s=options.shutdown_timeout,
+            log_dir=log_dir,
+            redirects=options.redirects,
+            tee=options.tee,
+            role=options.role,
+        )
+        return _run(job, course, command)
+
+
+def _run(job: AgentJob, course: Course, command: Sequence[str]) -> int:
+    """Runs the agent; returns the exit code that the workers agree on."""
+    is_quiet = "--quiet" in command or "-q" in command
+
+    def say_restart(course: Course) -> None:
+        if not is_quiet:
+            _say(_restart_note(course, job.max_restarts))
+
+    try:
+        is_done = run_agent(job, course, on_restart=say_restart)
+    except KeyboardInterrupt:
+        if course.attempts and command[0] in _WRITING:
+            _say("what is done so far is kept; the same command goes on from there")
+        raise
+    except WorkerError as err:
+        raise _failure(course, command, lost=err) or err from err
+    codes = {rank: course.results[rank].exit_code for rank in course.attempts[-1].ranks if rank in course.results}
+    if is_done and len(codes) == len(course.attempts[-1].ranks) and VERDICTS.issuperset(codes.values()):
+        return next((code for code in codes.values() if code), 0)
+    failure = _failure(course, command)
+    if failure is None:
+        silent = sorted(set(course.attempts[-1].ranks).difference(codes))
+        failure = WorkerError(f"rank {silent[0]} on {socket.gethostname()} ended without a result")
+    raise failure
+
+
+def _failure(course: Course, command: Sequence[str], *, lost: WorkerError | None = None) -> WorkerError | None:
+    """The error of a job whose workers failed; None if none did here.
+
+    Args:
+        lost: why they were not started again, if it is not that the restarts are used up.
+    """
+    cause = cause_of(course.ended, course.results, host=socket.gethostname())
+    if cause is None:
+        return None
+    hints = [hint for hint in (cause.hint, None if lost is None else lost.message) if hint]
+    if cause.log_path is not None:
+        hints.append(f"its log is {cause.log_path}")
+    if command[0] in _WRITING:
+        hints.append("what is done so far is kept, and the same command goes on from there")
+    n_restarts = course.attempts[-1].n_restarts if course.attempts else 0
+    return LaunchError(cause, n_restarts=n_restarts, hint="; ".join(hints) or None)
+
+
+def _restart_note(course: Course, max_restarts: int) -> str:
+    cause = cause_of(course.ended, course.results, host=socket.gethostname())
+    if cause is None:
+        return "workers of another host have failed, or hosts came; all workers start again"
+    n_restarts = course.attempts[-1].n_restarts + 1
+    return f"{cause.sentence.rstrip('.')}; all workers start again ({n_restarts} of {max_restarts} restarts)"
+
+
+def workers_of(count: str, device: str | None) -> int:
+    """How many workers this host gets.
+
+    Args:
+        count: a number, ``auto``, ``cpu`` or ``gpu``.
+        device: of ``--device``.
+
+    Raises:
+        UsageError: there are not so many GPUs.
+    """
+    n_gpus = _n_gpus() if device == "cuda" or count == "gpu" or (count == "auto" and device == "auto") else 0
+    if not n_gpus and (device == "cuda" or count == "gpu"):
+        raise UsageError("this host has no GPU that torch can use", hint="say --device cpu, or look at nvidia-smi")
+    if count == "gpu" or (count == "auto" and n_gpus):
+        return n_gpus
+    if count in ("cpu", "auto"):
+        cores = n_cores(allowed_cores())
+        number = cores if count == "cpu" else min(cores, _MOST_AUTO)
+    else:
+        number = int(count)
+    if device == "cuda" and number > n_gpus:
+        raise UsageError(
+            f"{number} workers with a GPU each, but this host has {n_gpus} that torch can use",
+            hint=f"say --nproc-per-node {n_gpus}",
+        )
+    return number
+
+
+def _n_gpus() -> int:
+    import torch
+
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def _worker_options(options: LaunchOptions) -> Iterator[str]:
+    """What of the options is the workers' own."""
+    for name in ("device", "backend", "bind", "timeout"):
+        value = getattr(options, name) or ("auto" if name == "bind" else None)
+        if value is not None:
+            yield from (f"--{name}", f"{value:g}" if isinstance(value, float) else value)
+
+
+def _is_listener(rendezvous: Rendezvous) -> bool:
+    """Whether this host is the one that is to listen, as torch finds it out."""
+    if rendezvous.node_rank is not None:
+        return rendezvous.node_rank == 0
+    said = rendezvous.settings.get("is_host")
+    if said is not None:
+        return said.lower() in ("1", "true", "t", "yes", "y")
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+    try:
+        return bool(_matches_machine_hostname(rendezvous.host))
+    except OSError:  # this host's own name does not resolve
+        return False
+
+
+@contextmanager
+def _log_dir(asked: Path | None, course: Course) -> Iterator[Path]:
+    """The directory for logs; one that nobody asked for is removed, unless workers failed.
+
+    Raises:
+        UsageError: the one that is asked for is a file, or lies nowhere.
+        StorageError: it cannot be written.
+    """
+    if asked is not None:
+        if asked.exists() and not asked.is_dir():
+            raise UsageError("--log-dir: that is a file", file=str(asked), hint="name a directory")
+        if not asked.absolute().parent.is_dir():
+            raise UsageError("--log-dir: there is no directory to make it in", file=str(asked), hint="check the path")
+        asked.mkdir(exist_ok=True)
+        if not os.access(asked, os.W_OK | os.X_OK):
+            raise StorageError("--log-dir: permission denied", file=str(asked))
+        yield asked.absolute()
+        return
+    own = Path(tempfile.mkdtemp(prefix="ckpt-launch-"))
+    try:
+        yield own
+    except LaunchError:
+        raise
+    except BaseException:
+        shutil.rmtree(own, ignore_errors=True)
+        raise
+    shutil.rmtree(own, ignore_errors=True)
+
+
+def _say(note: str) -> None:
+    """One line on stderr; a terminal that is gone does not matter."""
+    with suppress(OSError):
+        print(f"ckpt: {screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}", file=sys.stderr, flush=True)
