@@ -30,7 +30,7 @@ from core.errors import UsageError
 
 Work = Callable[[], int]
 """A command that is parsed and not yet run; returns the exit code."""
-Heed = Callable[[BaseException, Failure], bool]
+Heed = Callable[[BaseException, Failure], Failure | None]
 """What a worker of a team does with what ended its work; see ``main``."""
 
 _ALIASES = (
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None, *, heed: Heed | None = None) -> int:
 
     Args:
         argv: arguments after the program's name; None for the process's own.
-        heed: hears what ended the work, and says whether this process is to print it.
+        heed: hears what ended the work, and says what of it this process is to print; None for nothing.
 
     Returns:
         The exit code; see ``ckpt_cli.failure``.
@@ -218,8 +218,10 @@ def _report(err: BaseException, arguments: list[str], heed: Heed | None = None) 
     options = _options_in(arguments)
     is_command = bool(options) and options[0] in [command.name for command in app.registered_commands]
     failure = failure_of(err, command=f"ckpt {options[0]}" if is_command else "ckpt")
-    if heed is not None and not heed(err, failure):
+    shown = failure if heed is None else heed(err, failure)
+    if shown is None:
         return failure.exit_code
+    failure = shown
     with suppress(OSError):
         if "--debug" in options and not isinstance(err, BrokenPipeError):
             import traceback

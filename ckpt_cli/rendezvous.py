@@ -27,8 +27,8 @@ from ckpt_cli.store_line import StoreLine
 from core.errors import CheckpointingException, UsageError, WorkerError
 
 _PAUSE_S = 0.05
-_SERVER_ANSWER_S = 10.0
-"""Of a store that keeps its port: it serves one request after the other, never for long."""
+_PART_S = 3.0
+"""Most seconds that a lead waits until the others have heard its verdict."""
 
 Judge = Callable[[Sequence[Mapping[str, Any]]], CheckpointingException | None]
 """What is wrong with the facts of all workers, by rank; None if they can work together."""
@@ -68,11 +68,10 @@ def met(place: Place, facts: Mapping[str, Any], judge: Judge, *, timeout_s: floa
     deadline = monotonic() + join_timeout_s
     if not place.keeps_store:
         address = _reached(place, deadline, join_timeout_s)
-    line = StoreLine(lambda: _store(place, join_timeout_s), endpoint=place.endpoint, timeout_s=join_timeout_s)
+    line = StoreLine(lambda: _store(place, join_timeout_s), keeper=_keeper(place), timeout_s=join_timeout_s)
     line.ask(lambda store: None)
     if place.keeps_store:
         address = _reached(place, deadline, join_timeout_s)
-    line.limit(max(timeout_s, _SERVER_ANSWER_S))
     host = socket.gethostname()
     token = secrets.token_hex(8)
     mine = {"token": token, "host": host, **facts}
@@ -81,10 +80,18 @@ def met(place: Place, facts: Mapping[str, Any], judge: Judge, *, timeout_s: floa
         prefix = token
     else:
         prefix, welcome = _joined(line, place, mine, deadline, join_timeout_s)
-    error = welcome["error"]
-    if error is not None:
-        raise _error_of(error)
+    _part(line, place, prefix, has_failed=welcome["error"] is not None)
+    if welcome["error"] is not None:
+        raise _error_of(welcome["error"])
+    line.know(keeper=_keeper(place, host=welcome["hosts"][0]), timeout_s=timeout_s)
     return Meeting(line, prefix, welcome["hosts"], address)
+
+
+def _keeper(place: Place, host: str | None = None) -> str:
+    """Who keeps the store, for messages."""
+    if place.has_store:
+        return f"the launcher at {place.endpoint}"
+    return f"rank 0 on {host} ({place.endpoint})" if host else f"rank 0 at {place.endpoint}"
 
 
 def _reached(place: Place, deadline: float, join_timeout_s: float) -> str:
@@ -178,6 +185,16 @@ def _joined(
                 hint="see whether all workers were started, and whether another job uses the same MASTER_PORT",
             )
         sleep(_PAUSE_S)
+
+
+def _part(line: StoreLine, place: Place, prefix: str, *, has_failed: bool) -> None:
+    """Where the lead keeps the store and goes because workers do not fit: waits until the others have heard it."""
+    if not has_failed:
+        return
+    if place.rank:
+        line.ask(lambda store: store.set(f"{prefix}/heard/{place.rank}", b""))
+    elif place.keeps_store:
+        _wait_for(line, [f"{prefix}/heard/{rank}" for rank in range(1, place.size)], monotonic() + _PART_S)
 
 
 def _wait_for(line: StoreLine, keys: Sequence[str], deadline: float) -> None:

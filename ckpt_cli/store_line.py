@@ -25,6 +25,22 @@ POLL_S = 0.1
 """How long a wait goes on before it looks whether it still makes sense."""
 
 
+class GoneError(WorkerError):
+    """This worker stops because another one, or what they talk through, is gone or silent.
+
+    Attributes:
+        is_of_lead: rank 0 may be gone, and then says nothing.
+    """
+
+    code = "gone"
+    is_of_lead = False
+
+    def of_lead(self) -> GoneError:
+        """The error, told to be of the lead."""
+        self.is_of_lead = True
+        return self
+
+
 class _Request:
     """Something to be asked of the store."""
 
@@ -40,13 +56,13 @@ class StoreLine:
 
     Args:
         connect: makes the connection, in the thread.
-        endpoint: the store's address and port, for messages.
+        keeper: who keeps the store, and where, for messages.
         timeout_s: most seconds for one answer.
     """
 
-    def __init__(self, connect: Callable[[], Any], *, endpoint: str, timeout_s: float) -> None:
+    def __init__(self, connect: Callable[[], Any], *, keeper: str, timeout_s: float) -> None:
         self._connect = connect
-        self._endpoint = endpoint
+        self._keeper = keeper
         self._timeout_s = timeout_s
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
         self._busy_since: float | None = monotonic()
@@ -59,7 +75,8 @@ class StoreLine:
         """What ``work(store)`` gives, run in the thread.
 
         Raises:
-            WorkerError: the store is gone, or has not answered in time.
+            GoneError: the store is gone, or has not answered in time.
+            CheckpointingException: what ``connect`` raised.
         """
         request = _Request(work)
         self._requests.put(request)
@@ -74,8 +91,9 @@ class StoreLine:
         """Has ``work(store)`` run in the thread, whatever becomes of it; returns at once."""
         self._requests.put(_Request(work))
 
-    def limit(self, timeout_s: float) -> None:
-        """Sets the most seconds for one answer."""
+    def know(self, *, keeper: str, timeout_s: float) -> None:
+        """Sets who keeps the store, and the most seconds for one answer."""
+        self._keeper = keeper
         self._timeout_s = timeout_s
 
     def beat_every(self, interval_s: float, beat: Callable[[Any], None]) -> None:
@@ -88,7 +106,8 @@ class StoreLine:
         """Says whether the store answers.
 
         Raises:
-            WorkerError: it does not.
+            GoneError: it does not.
+            CheckpointingException: what ``connect`` raised.
         """
         if isinstance(self._error, CheckpointingException):
             raise self._error
@@ -96,17 +115,16 @@ class StoreLine:
             raise self._lost(self._error) from self._error
         since = self._busy_since
         if since is not None and monotonic() - since > self._timeout_s:
-            raise WorkerError(
-                f"the workers' store at {self._endpoint} has not answered for {self._timeout_s:g} s",
+            raise GoneError(
+                f"{self._keeper}, which keeps the workers' store, has not answered for {self._timeout_s:g} s",
                 hint="its host or the network to it is down; run again to go on",
-            )
+            ).of_lead()
 
     def _lost(self, err: Exception) -> WorkerError:
         reason = str(err).split("\n")[0]
-        return WorkerError(
-            f"the connection to the workers' store at {self._endpoint} is lost: {reason}",
-            hint="the worker or the launcher that kept it has ended; run again to go on",
-        )
+        return GoneError(
+            f"{self._keeper}, which keeps the workers' store, is gone: {reason}", hint="run again to go on"
+        ).of_lead()
 
     def _run(self) -> None:
         try:

@@ -2,7 +2,7 @@
 
 ::
 
-    beat/R    counter, bytes to do, bytes done, bytes sent to the store      of rank R, every interval
+    beat/R    counter, bytes to do, bytes done, bytes from and to the store  of rank R, every interval
     alarm     b"" or b"1"                                                    a rank has failed: stop at the next advance
     left      b"" or (rank, error)                                           a rank has failed and comes to no meeting
 
@@ -17,9 +17,9 @@ import struct
 from collections.abc import Sequence
 from threading import Lock
 from time import monotonic
-from typing import Any
 
-from core.errors import CheckpointingException, WorkerError
+from ckpt_cli.scoped_store import ScopedStore
+from ckpt_cli.store_line import GoneError
 
 _BEAT = struct.Struct("<qqqq")
 _ENDED = b"ended"
@@ -36,13 +36,11 @@ class TeamWatch:
     Attributes:
         is_alarmed: a worker has failed; work makes no sense any more.
         error: why this worker can wait for no meeting any more; None while all live.
-        sent_bytes: that this worker has sent to the store for beats.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], *, timeout_s: float) -> None:
         self.is_alarmed = False
         self.error: Exception | None = None
-        self.sent_bytes = 0
         self._rank = rank
         self._hosts = hosts
         self._timeout_s = timeout_s
@@ -79,49 +77,51 @@ class TeamWatch:
         return found
 
     def store_bytes(self) -> int:
-        """Bytes that all workers have sent to the store, as the lead knows it."""
-        others = [_BEAT.unpack(value)[3] for value, _ in list(self._seen.values()) if len(value) == _BEAT.size]
-        return sum(others)
+        """Bytes that all workers have exchanged with the store, as the lead knows it."""
+        return sum(_BEAT.unpack(value)[3] for value, _ in list(self._seen.values()) if len(value) == _BEAT.size)
 
     def ended(self) -> list[int]:
         """The ranks that have ended in order, of those that this one watches."""
         return [rank for rank, (value, _) in list(self._seen.items()) if value == _ENDED]
 
-    def begin(self, store: Any) -> None:
+    def living(self) -> list[int]:
+        """The other ranks that have not ended and gave a sign lately, of those that this one watches."""
+        since = monotonic() - 4 * self.interval_s - 1.0
+        seen = list(self._seen.items())
+        return [rank for rank, (value, at) in seen if rank != self._rank and value != _ENDED and at > since]
+
+    def begin(self, store: ScopedStore) -> None:
         """Makes the entries that all read, ``left`` last; the lead calls it before any other worker beats."""
         for rank in range(len(self._hosts)):
             store.set(f"beat/{rank}", b"")
         store.set("alarm", b"")
         store.set("left", b"")
 
-    def beat(self, store: Any) -> None:
+    def beat(self, store: ScopedStore) -> None:
         """Puts this worker's beat into the store and reads what it has to know of the others."""
         self._counter += 1
-        value = _BEAT.pack(self._counter, self._total, self._done, self.sent_bytes)
-        store.set(f"beat/{self._rank}", value)
-        self.sent_bytes += len(value)
+        store.set(f"beat/{self._rank}", _BEAT.pack(self._counter, self._total, self._done, store.sent_bytes))
         *beats, alarm, left = store.multi_get([*(f"beat/{rank}" for rank in self._watched), "alarm", "left"])
         now = monotonic()
-        for rank, found in zip(self._watched, beats, strict=True):
-            value = bytes(found)
+        for rank, value in zip(self._watched, beats, strict=True):
             if rank not in self._seen or self._seen[rank][0] != value:
                 self._seen[rank] = (value, now)
         if left and self.error is None:
-            self.error = self._told(bytes(left))
+            self.error = self._told(left)
         if self.error is None:
             self._find_silent(store, now)
         self.is_alarmed = bool(alarm) or self.error is not None
 
-    def end(self, store: Any) -> None:
+    def end(self, store: ScopedStore) -> None:
         """Says that this worker ends in order and comes to no meeting."""
         store.set(f"beat/{self._rank}", _ENDED)
 
     @staticmethod
-    def alarm(store: Any) -> None:
+    def alarm(store: ScopedStore) -> None:
         """Has the others stop at their next advance."""
         store.set("alarm", b"1")
 
-    def leave(self, store: Any, error: Exception) -> None:
+    def leave(self, store: ScopedStore, error: Exception) -> None:
         """Says that this worker comes to no meeting, because of ``error``; the first to leave is heard."""
         if store.add("n_left", 1) == 1:
             store.set("left", pickle.dumps((self._rank, error)))
@@ -129,19 +129,21 @@ class TeamWatch:
 
     def _told(self, left: bytes) -> Exception:
         rank, error = pickle.loads(left)
-        if isinstance(error, CheckpointingException) and getattr(error, "worker", None) is None:
-            error.worker = rank  # type: ignore[attr-defined]
+        if not isinstance(error, GoneError):
+            error.worker = rank
         found: Exception = error
         return found
 
-    def _find_silent(self, store: Any, now: float) -> None:
+    def _find_silent(self, store: ScopedStore, now: float) -> None:
         for rank, (value, since) in self._seen.items():
             if rank == self._rank or value == _ENDED or now - since <= self._timeout_s:
                 continue
-            self.error = WorkerError(
+            self.error = error = GoneError(
                 f"rank {rank} on {self._hosts[rank]} has given no sign for {self._timeout_s:g} s",
                 hint="it was killed, or its host or network is down; run again to go on",
             )
             if self._rank == 0:
-                self.leave(store, self.error)
+                self.leave(store, error)
+            else:
+                error.of_lead()
             return

@@ -24,7 +24,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_cli.rendezvous import Meeting, interface_of
-from ckpt_cli.store_line import POLL_S
+from ckpt_cli.scoped_store import ScopedStore
+from ckpt_cli.store_line import POLL_S, GoneError
 from ckpt_cli.team_watch import TeamWatch
 from core.errors import WorkerError
 from core.team import StoppedError
@@ -67,7 +68,8 @@ class TorchTeam:
         self._n_meetings = 0
         self._prefix = meeting.prefix
         self._watch = TeamWatch(self.rank, meeting.hosts, timeout_s=timeout_s)
-        self._is_whole = True
+        self._longest = 0
+        self._store: ScopedStore | None = None
         self._begin(meeting)
 
     def gather(self, data: bytes) -> list[bytes] | None:
@@ -114,15 +116,15 @@ class TorchTeam:
             "launcher": self._place.launcher,
             "backend": self._backend,
             "restarts": self._place.restarts,
+            "n_meetings": self._n_meetings,
             "collective_bytes": self.collective_bytes,
             "store_bytes": self._watch.store_bytes(),
         }
 
     def leave(self, error: Exception) -> None:
         """Tells the others that this worker has failed and comes to no meeting any more; never raises."""
-        self._is_whole = False
         with suppress(WorkerError):
-            self._line.ask(self._scoped(lambda store: self._watch.leave(store, error)))
+            self._ask(lambda store: self._watch.leave(store, error))
 
     def end(self) -> None:
         """Ends the membership of a worker that has done its work; never raises.
@@ -130,10 +132,10 @@ class TorchTeam:
         A lead that keeps the store waits for the others, who would lose it otherwise.
         """
         with suppress(WorkerError):
-            self._line.ask(self._scoped(self._watch.end))
+            self._ask(self._watch.end)
             deadline = monotonic() + _END_S
-            while self._place.keeps_store and len(self._watch.ended()) < self.size and monotonic() < deadline:
-                self._check()
+            while self._place.keeps_store and self._watch.living() and monotonic() < deadline:
+                self._line.check()
                 Event().wait(POLL_S / 2)
 
     def _begin(self, meeting: Meeting) -> None:
@@ -179,13 +181,13 @@ class TorchTeam:
         if self.rank == 0:
             keys = [f"meet/{number}/{rank}" for rank in range(self.size)]
             self._wait_for(keys)
-            sizes = [int(bytes(value)) for value in self._ask(lambda store: store.multi_get(keys))]
+            sizes = [int(value) for value in self._ask(lambda store: store.multi_get(keys))]
             longest = n_bytes if only_lead else max(sizes[1:])
             self._ask(lambda store: store.set(f"meet/{number}", str(longest)))
             self._longest = longest
         else:
             self._wait_for([f"meet/{number}"])
-            self._longest = int(bytes(self._ask(lambda store: store.get(f"meet/{number}"))))
+            self._longest = int(self._ask(lambda store: store.get(f"meet/{number}")))
         return sizes
 
     def _parts(self, longest: int) -> list[tuple[int, int]]:
@@ -258,7 +260,7 @@ class TorchTeam:
         while not done.wait(POLL_S):
             self._check()
             if monotonic() > deadline:
-                raise WorkerError(
+                raise GoneError(
                     f"workers that are all there have not exchanged their data within {2 * self._timeout_s:g} s",
                     hint="see that their hosts reach one another on all ports; GLOO_SOCKET_IFNAME names the interface",
                 )
@@ -268,13 +270,12 @@ class TorchTeam:
 
     def _explain(self, err: Exception) -> None:
         """Raises for a collective that broke; the worker that broke it may have left word."""
-        self._is_whole = False
         deadline = monotonic() + min(3.0, self._timeout_s)
         while monotonic() < deadline:
             self._check()
             Event().wait(POLL_S)
         reason = str(err).split("\n")[0]
-        raise WorkerError(
+        raise GoneError(
             f"the connection between workers broke: {reason}",
             hint="one of them was killed, or a network is down; run again to go on",
         ) from err
@@ -288,7 +289,7 @@ class TorchTeam:
         pause_s = 0.002
         while True:
             ended = self._watch.ended()  # asked for before the entries: who ends has made them before
-            if self._ask(lambda store: store.check(list(keys))):
+            if self._ask(lambda store: store.check(keys)):
                 return
             self._check()
             others = [rank for rank in ended if rank != self.rank]
@@ -305,15 +306,15 @@ class TorchTeam:
             raise self._watch.error
         self._line.check()
 
-    def _ask(self, work: Callable[[Any], T]) -> T:
+    def _ask(self, work: Callable[[ScopedStore], T]) -> T:
         return self._line.ask(self._scoped(work))
 
-    def _scoped(self, work: Callable[[Any], T]) -> Callable[[Any], T]:
+    def _scoped(self, work: Callable[[ScopedStore], T]) -> Callable[[Any], T]:
         """``work`` on the entries of these workers as they were started now."""
 
         def run(store: Any) -> T:
-            import torch.distributed as dist
-
-            return work(dist.PrefixStore(self._prefix, store))
+            if self._store is None:
+                self._store = ScopedStore(store, self._prefix)
+            return work(self._store)
 
         return run

@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli import teamwork
 from ckpt_cli.failure import Failure, end_on_signals, failure_of
-from ckpt_cli.launch_results import RESULTS_VARIABLE, WorkerResult, write_result
+from ckpt_cli.launch_results import RESULTS_VARIABLE, VERDICTS, WorkerResult, write_result
 from ckpt_cli.rank_env import Place, place_of
+from ckpt_cli.store_line import GoneError
 from ckpt_cli.terminal import screen_of
 from ckpt_cli.worker_options import USAGE, WorkerOptions, parsed
 from core.errors import WorkerError
-from core.team import StoppedError, is_final, worker_of
+from core.team import ALONE, StoppedError, is_final, worker_of
 
 if TYPE_CHECKING:
     from ckpt_cli.torch_team import TorchTeam
@@ -48,12 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, command = parsed(arguments)
         place = outcome.place = place_of()
-        team = _joined(place, options, command, started_bytes) if place.size > 1 else None
+        team = _joined(place, options, command, started_bytes)
     except BaseException as err:
         restore()
         failure = failure_of(err, command="ckpt worker")
-        if outcome.note(err, failure):
-            _say(failure)
+        shown = outcome.note(err, failure)
+        if shown is not None:
+            _say(shown)
         return outcome.exit_code(failure.exit_code)
     if place.rank:
         sys.stdout = open(os.devnull, "w")
@@ -67,13 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return outcome.exit_code(code)
 
 
-def _joined(place: Place, options: WorkerOptions, command: Sequence[str], started_bytes: int) -> TorchTeam:
-    """Makes this process one of the team.
+def _joined(place: Place, options: WorkerOptions, command: Sequence[str], started_bytes: int) -> TorchTeam | None:
+    """Makes this process one of the team; None for a worker that is the only one.
 
     Raises:
         CheckpointingException: it cannot be done.
     """
     _bind(place, options)
+    if place.size == 1:
+        if options.device != "cpu":
+            from ckpt_cli.worker_device import device_of
+
+            teamwork.join(ALONE, device_of(options.device, place))
+        return None
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it logs are errors that we report
     from ckpt_cli.begin_check import facts_of, problem_of
     from ckpt_cli.rendezvous import met
@@ -122,25 +130,39 @@ class _Outcome:
         self._failure: Failure | None = None
         self._traceback: str | None = None
         self._is_secondary = False
+        self._origin: int | None = None
 
-    def note(self, err: BaseException, failure: Failure) -> bool:
-        """Hears what ended the work, and tells the team if it has not agreed on that.
+    def note(self, err: BaseException, failure: Failure) -> Failure | None:
+        """Hears what ended the work, and tells the team unless it has agreed on that.
 
         Returns:
-            Whether this process is to print it.
+            What this process is to print; None for nothing.
         """
         self._failure = failure
-        self._is_secondary = isinstance(err, StoppedError)
+        self._is_secondary = isinstance(err, (StoppedError, GoneError))
         self._traceback = None if is_final(err) else "".join(traceback.format_exception(err))
-        origin = worker_of(err)
+        self._origin = worker_of(err)
+        if self.team is not None and self._origin is None:
+            self.team.leave(_portable(err, failure.line))
         rank = 0 if self.place is None else self.place.rank
-        if self.team is not None and origin is None:
-            self.team.leave(_portable(err, f"rank {rank} on {socket.gethostname()}: {failure.line}"))
-        if failure.exit_code == 141:
-            return False
-        if is_final(err) or (origin is not None and origin != rank):
-            return rank == 0
-        return rank == 0 or (isinstance(err, Exception) and not self._is_secondary)
+        is_verdict = is_final(err) or failure.exit_code in VERDICTS
+        if os.environ.get(RESULTS_VARIABLE) and not is_verdict:
+            return None  # the launcher says it
+        if isinstance(err, GoneError) and err.is_of_lead:  # once a host: rank 0 may not be there to say it
+            is_first = self.place is None or self.place.local_rank in (None, 0)
+            return failure if is_first else None
+        if is_verdict or self._is_secondary or not isinstance(err, Exception) or self._origin not in (None, rank):
+            return self._named(failure, is_verdict=is_verdict) if rank == 0 else None
+        return self._named(failure, is_verdict=False)
+
+    def _named(self, failure: Failure, *, is_verdict: bool) -> Failure:
+        """The failure with the rank and the host that it came from."""
+        if self.team is None or self.place is None or self._is_secondary:
+            return failure
+        rank = self.place.rank if self._origin is None else self._origin
+        host = self.team.hosts[rank]
+        line = failure.line if is_verdict else f"rank {rank} on {host}: {failure.line}"
+        return replace(failure, line=line, fields={**failure.fields, "worker": rank, "worker_host": host})
 
     def exit_code(self, code: int) -> int:
         """Leaves the results; the exit code for the process."""
