@@ -16,7 +16,7 @@ import pytest
 @pytest.mark.parametrize(
     ("options", "begins"),
     [
-        (["--kill-after=10"], "step_000008"),
+        pytest.param(["--kill-after=10"], "step_000008", marks=pytest.mark.long),
         (["--kill-after=8", "--async-save"], "step_00000[48]"),  # in the save of step 8
     ],
     ids=["between-saves", "in-an-asynchronous-save"],

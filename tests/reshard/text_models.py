@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import queue
 import sys
 import tempfile
 import warnings
@@ -53,7 +54,9 @@ def _rank(rank: int, case: dict[str, Any], meeting_dir: str) -> None:
     n = case["tp"] * case["pp"]
     dist.init_process_group("gloo", init_method=f"file://{meeting_dir}/ranks", rank=rank, world_size=n)
     from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    filesystem_async._results_queue = queue.Queue()  # its own comes from a process that takes seconds to start
     parallel_state.initialize_model_parallel(case["tp"], case["pp"])
     model = _built(case).bfloat16()
     sharded = model.sharded_state_dict()
