@@ -4,12 +4,15 @@
      "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int, "bytes": int, "tensors": int,
                       "checks": int, "seconds": float, "against": {"name": str, "tensors": int} | null,
                       "counts": {"error": int, "warning": int, "note": int},
-                      "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}]}
+                      "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}],
+     "launch": {"n_workers": int, "n_hosts": int, "balance": float,
+                "workers": [{"rank": int, "host": str, "read_bytes": int, "written_bytes": int, "seconds": float}]}}
 
 where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str, "message": str, "file": str,
 "key": str, "rank": str, "span": [int, int], "expected": str, "found": str, "hint": str}``; parts that do not apply are
 left out. ``file`` is relative to ``path``; ``span`` is a range of its bytes. ``ignored`` are those of ``--ignore``,
-``known`` those of ``--baseline``; neither counts for ``valid``.
+``known`` those of ``--baseline``; neither counts for ``valid``. ``launch`` is there where several workers did it:
+``balance`` is the largest number of bytes of a worker, by the mean.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import TYPE_CHECKING
 from ckpt_cli.verdict import LEVELS
 from core.checks import Level, codes
 from core.finding import Finding, Severity
+from core.team import summary_of
+from core.worker_figures import added_up
 
 if TYPE_CHECKING:
     from ckpt_cli.verdict import Verdict
@@ -30,14 +35,15 @@ SCHEMA = "ckpt.validate/1"
 
 def json_lines(verdicts: Sequence[Verdict], *, level: Level, is_strict: bool) -> Iterator[str]:
     """The object."""
-    made = {
+    made: dict[str, object] = {
         "schema": SCHEMA,
         "level": LEVELS[level],
         "strict": is_strict,
         "valid": all(verdict.judgement.is_valid for verdict in verdicts),
         "checkpoints": [_checkpoint(verdict) for verdict in verdicts],
     }
-    yield json.dumps(made)
+    figures = added_up(verdict.validation.figures for verdict in verdicts)
+    yield json.dumps(made | ({"launch": summary_of(figures)} if figures else {}))
 
 
 def _checkpoint(verdict: Verdict) -> dict[str, object]:

@@ -1,22 +1,28 @@
 """``ckpt validate --newest-valid ROOT``: the path of the newest iteration that is whole, and nothing else, on stdout.
 
 Why newer ones were skipped stands on stderr. ``--json`` prints ``{"schema": "ckpt.newest/1", "path": str | null,
-"iteration": int | null, "level": str, "skipped": [{"path": str, "why": str}]}``. The exit code is 1 if there is none.
+"iteration": int | null, "level": str, "skipped": [{"path": str, "why": str}]}``, and
+``launch`` as ``findings_json`` has it where several workers did it. The exit code is 1 if there is none.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt_cli.teamwork import team
 from ckpt_cli.terminal import escaped, screen_of
 from ckpt_cli.validate import acceptance_of, examine, level_of
 from ckpt_cli.verdict import LEVELS
 from core.errors import UsageError
+from core.newest import Newest
 from core.newest import newest_valid as found_newest
+from core.team import Figures, is_lead, summary_of, told
 from core.validate import Validation
+from core.worker_figures import added_up
 
 if TYPE_CHECKING:
     from ckpt_cli.validate_options import ValidateOptions
@@ -29,17 +35,28 @@ def newest_valid(options: ValidateOptions) -> int:
         UsageError: more than one root, or an option that means nothing here.
     """
     root = _only_root(options)
-    acceptance = acceptance_of(options)
+    us = team()
+    acceptance = told(us, lambda: acceptance_of(options))
+    figures: list[tuple[Figures, ...]] = []
 
     def is_whole(path: Path) -> tuple[bool, Validation]:
         validation = examine(path, options)
+        figures.append(validation.figures)
         return acceptance.judged(validation.findings).is_valid, validation
 
-    newest = found_newest(root, is_whole)
+    newest = found_newest(root, is_whole, team=us)
+    if is_lead(us):
+        _report(newest, root, options, added_up(figures))
+    return 1 if newest.path is None else 0
+
+
+def _report(newest: Newest, root: Path, options: ValidateOptions, figures: Sequence[Figures]) -> None:
     if options.json or options.format == "json":
         skipped = [{"path": one.path, "why": one.why} for one in newest.skipped]
-        answer = {"path": newest.path, "iteration": newest.iteration, "level": LEVELS[level_of(options)]}
-        print(json.dumps({"schema": "ckpt.newest/1", **answer, "skipped": skipped}))
+        answer: dict[str, object] = {"path": newest.path, "iteration": newest.iteration}
+        answer |= {"level": LEVELS[level_of(options)], "skipped": skipped}
+        launch = {"launch": summary_of(figures)} if figures else {}
+        print(json.dumps({"schema": "ckpt.newest/1"} | answer | launch))
     elif newest.path is not None:
         print(escaped(newest.path) if sys.stdout.isatty() else newest.path)
     label = screen_of(sys.stderr).styled("skipped:", "yellow")
@@ -48,8 +65,6 @@ def newest_valid(options: ValidateOptions) -> int:
     if newest.path is None:
         what = "no iteration is whole in" if newest.skipped else "there are no iterations in"
         print(f"ckpt: {what} {escaped(str(root))}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def _only_root(options: ValidateOptions) -> Path:

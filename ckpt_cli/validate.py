@@ -3,6 +3,9 @@
 The exit code is 0 if no error was found, and 1 otherwise, whatever the format of the report; 2 where the request makes
 no sense (a path that does not exist), and others only where nothing could be looked at. A directory that no format
 recognises is a finding, so that a job which validates what another has written fails.
+
+The workers of a team divide the data of one checkpoint after the other; the lead writes the report, and the exit code
+is the same for all.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from ckpt_cli.option_values import check_rules, size_in_bytes
 from ckpt_cli.output_file import check_place, write_lines
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.render import n_text
+from ckpt_cli.teamwork import team
 from ckpt_cli.terminal import Screen, escaped, screen_of
 from ckpt_cli.verdict import Verdict, exit_code_of
 from core.accepted import Acceptance, baseline_text, patterns_of, read_baseline
 from core.checks import Level, codes
 from core.errors import UsageError
 from core.job import DEFAULT_MEMORY_BYTES
+from core.team import is_lead, told
 from core.validate import Validation, distinct_paths
 from core.validate import validate as examined
 
@@ -39,34 +44,45 @@ def validate(options: ValidateOptions) -> int:
     Raises:
         UsageError: the options contradict one another, or a path does not exist.
     """
-    _check(options)
+    us = team()
+    told(us, lambda: _check(options))
     if options.list_checks:
         from ckpt_cli.checks_table import print_checks
 
-        return print_checks(is_json=options.json or options.format == "json")
+        return print_checks(is_json=options.json or options.format == "json") if is_lead(us) else 0
     if options.newest_valid:
         from ckpt_cli.newest_valid import newest_valid
 
         return newest_valid(options)
-    acceptance = acceptance_of(options)
+    acceptance = told(us, lambda: acceptance_of(options))
+    verdicts = []
+    for path in told(us, lambda: _paths(options)):
+        validation = examine(path, options)
+        verdicts.append(Verdict(validation, acceptance.judged(validation.findings)))
+    if options.write_baseline is not None:
+        told(us, lambda: _write_baseline(verdicts, options))
+        return 0
+    told(us, lambda: _report(verdicts, options))
+    return exit_code_of(verdicts)
+
+
+def _paths(options: ValidateOptions) -> list[Path]:
+    """The checkpoints to look at, each once."""
     paths = options.paths or [Path()]
     if options.all_iterations:
         from core.newest import iteration_paths
 
         paths = [path for root in paths for path in iteration_paths(root)]
-    verdicts = []
-    for path in distinct_paths(paths, iteration=options.iteration):
-        validation = examine(path, options)
-        verdicts.append(Verdict(validation, acceptance.judged(validation.findings)))
-    if options.write_baseline is not None:
-        everything = [finding for verdict in verdicts for finding in verdict.validation.findings]
-        write_lines(options.write_baseline, [baseline_text(everything).rstrip("\n")])
-        if not options.quiet:
-            count = n_text(len(everything), "finding")
-            print(f"ckpt: wrote {escaped(str(options.write_baseline))}: {count}", file=sys.stderr)
-        return 0
-    _report(verdicts, options)
-    return exit_code_of(verdicts)
+    return distinct_paths(paths, iteration=options.iteration)
+
+
+def _write_baseline(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
+    assert options.write_baseline is not None
+    everything = [finding for verdict in verdicts for finding in verdict.validation.findings]
+    write_lines(options.write_baseline, [baseline_text(everything).rstrip("\n")])
+    if not options.quiet:
+        count = n_text(len(everything), "finding")
+        print(f"ckpt: wrote {escaped(str(options.write_baseline))}: {count}", file=sys.stderr)
 
 
 def _check(options: ValidateOptions) -> None:
@@ -122,7 +138,8 @@ def acceptance_of(options: ValidateOptions) -> Acceptance:
 def examine(path: Path, options: ValidateOptions) -> Validation:
     """Looks at one checkpoint, with a progress bar where bytes are read."""
     level = level_of(options)
-    with progress_bar(is_wanted=level == Level.DEEP and not options.quiet) as progress:
+    us = team()
+    with progress_bar(is_wanted=level == Level.DEEP and not options.quiet and us.size == 1) as progress:
         return examined(
             path,
             level=level,
@@ -133,6 +150,7 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
             progress=progress,
             plan_for=_request(options),
             against=options.against,
+            team=us,
         )
 
 

@@ -5,7 +5,7 @@
   the beginning of the string, so the digest does not depend on who hashed which part.
 
 ``RunSum`` follows the bytes of one consecutive run; ``ArraySum`` joins the runs of one array. A block that two runs
-share (a *seam*) is hashed at the end, from the file.
+share (a *seam*) is hashed at the end, from the file. ``ArrayPart`` is what one of several processes has of an array.
 
 Source: zlib's ``crc32_combine`` (multiplication by x^(8n) modulo the polynomial, bits reflected); XXH3 as in
 xxhash 0.8.
@@ -14,7 +14,8 @@ xxhash 0.8.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import xxhash
@@ -171,6 +172,19 @@ ReadArray = Callable[[int, memoryview], None]
 """Fills a buffer with the bytes of a finished array from an offset on."""
 
 
+@dataclass(frozen=True, slots=True)
+class ArrayPart:
+    """The sums of some runs of an array, as they travel between processes.
+
+    Args:
+        runs: (offset, bytes, CRC-32) of runs that do not touch each other, by offset; the CRC is 0 if switched off.
+        blocks: hashes by number, of all blocks that lie wholly in the runs; none if digests are switched off.
+    """
+
+    runs: tuple[tuple[int, int, int], ...]
+    blocks: Mapping[int, bytes]
+
+
 class ArraySum:
     """CRC-32 and digest of one array, joined from its runs.
 
@@ -200,14 +214,43 @@ class ArraySum:
     def add(self, run: RunSum) -> None:
         """Takes a run that has been fed to its end."""
         self._n_missing -= run.n_bytes
-        if self._with_crc:
-            self._runs.append((run.offset, run.n_bytes, run.crc))
+        self._runs.append((run.offset, run.n_bytes, run.crc))
         self._blocks.update(enumerate(run.blocks, run.first_block))
 
     def add_unsummed(self, n_bytes: int) -> None:
         """Takes ``n_bytes`` that were written piecemeal; the array will be read again as a whole."""
         self._n_missing -= n_bytes
         self._is_unsummed = True
+
+    def part(self, read: ReadArray) -> ArrayPart:
+        """What has been added so far; nothing may have come unsummed.
+
+        Args:
+            read: used for blocks that two of the runs share.
+        """
+        assert not self._is_unsummed
+        runs: list[tuple[int, int, int]] = []
+        for offset, n_bytes, crc in sorted(self._runs):
+            if runs and runs[-1][0] + runs[-1][1] == offset:
+                start, n_before, before = runs[-1]
+                joined = crc32_combine(before, crc, n_bytes) if self._with_crc else 0
+                runs[-1] = start, n_before + n_bytes, joined
+            else:
+                runs.append((offset, n_bytes, crc))
+        blocks = dict(self._blocks)
+        for offset, n_bytes, _ in runs if self._with_digest else ():
+            end = offset + n_bytes
+            last = -(-end // BLOCK_BYTES) if end == self.n_bytes else end // BLOCK_BYTES
+            for number in range(-(-offset // BLOCK_BYTES), last):
+                if number not in blocks:
+                    blocks[number] = self._seam(number, read)
+        return ArrayPart(tuple(runs), blocks)
+
+    def join(self, part: ArrayPart) -> None:
+        """Takes what another process has of the array."""
+        self._n_missing -= sum(n_bytes for _, n_bytes, _ in part.runs)
+        self._runs += part.runs
+        self._blocks.update(part.blocks)
 
     def finish(self, read: ReadArray) -> tuple[int, bytes]:
         """CRC-32 and digest of the complete array; 0 and b"" where switched off.
@@ -219,8 +262,9 @@ class ArraySum:
         if self._is_unsummed:
             return self._by_reading(read)
         crc = 0
-        for _, n_bytes, of_run in sorted(self._runs):
-            crc = crc32_combine(crc, of_run, n_bytes)
+        if self._with_crc:
+            for _, n_bytes, of_run in sorted(self._runs):
+                crc = crc32_combine(crc, of_run, n_bytes)
         if not self._with_digest:
             return crc, b""
         state = xxhash.xxh3_128()

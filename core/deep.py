@@ -12,7 +12,9 @@ from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from core.scan import FileObserver, Observer, scan
+from core.agreement import agreed
+from core.scan import scan
+from core.scan_observer import FileObserver, Observer
 from core.scan_sums import Scanned, Wanted
 from core.stated_sums import StatedSums
 
@@ -57,8 +59,14 @@ class Deep:
 
 
 def examined(subject: Subject) -> Deep:
-    """Scans a checkpoint for every module that watches."""
-    watches = {name: import_module(f"core.checks.{name}").watch(subject) for name in _WATCHERS}
+    """Scans a checkpoint for every module that watches; the ranks of a team together, and what is found is the lead's.
+
+    Raises:
+        CheckpointingException: a module cannot say what it wants to see.
+        WorkerError: a rank of the team failed.
+    """
+    team = subject.team
+    watches = agreed(team, lambda: _watches(subject), lambda found: [*found], what=str(subject.path))
     catalog = subject.catalog
     stored = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
     more = chain.from_iterable(watch.arrays for watch in watches.values())
@@ -79,8 +87,13 @@ def examined(subject: Subject) -> Deep:
         threads=subject.threads,
         memory_bytes=subject.memory_bytes,
         progress=subject.progress,
+        team=team,
     )
     return Deep(scanned, watches)
+
+
+def _watches(subject: Subject) -> dict[str, Watch]:
+    return {name: import_module(f"core.checks.{name}").watch(subject) for name in _WATCHERS}
 
 
 def _file(array: StoredArray) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
@@ -63,7 +63,8 @@ class Feeds:
         self._products = products
         self._forms: dict[str, Form] = {}
         self._regions: dict[str, list[_Region]] = {}
-        self._missing: dict[str, int] = {}
+        self._stored: dict[str, int] = {}
+        self._fed: dict[str, int] = {}
         self._lanes: dict[str, tuple[int, ...]] = {}
         self._lock = threading.Lock()
         self.left: list[str] = []
@@ -100,7 +101,8 @@ class Feeds:
             found.append((home[0], _Region(key, home[1], array.shape, inside, box.offset)))
             n_stored += box.n_elements
         self._forms[key] = form
-        self._missing[key] = n_stored
+        self._stored[key] = n_stored
+        self._fed[key] = 0
         self._lanes[key] = (0,) * LANES
         for name, region in found:
             self._regions.setdefault(name, []).append(region)
@@ -132,7 +134,7 @@ class Feeds:
                 at += n
             with self._lock:
                 self._lanes[region.key] = added((self._lanes[region.key], made.lanes))
-                self._missing[region.key] -= made.n_bytes // size
+                self._fed[region.key] += made.n_bytes // size
 
     def pass_over(self, name: str, start: int, n_elements: int) -> None:
         """Takes elements of a stored array that are all zero."""
@@ -146,7 +148,7 @@ class Feeds:
             )
             n = sum(box.n_elements for box in common if box is not None)
             with self._lock:
-                self._missing[region.key] -= n
+                self._fed[region.key] += n
 
     def found(self) -> dict[str, Fingerprint]:
         """The fingerprints of the tensors all of whose elements have been fed; ``left`` and the others are missing."""
@@ -154,14 +156,24 @@ class Feeds:
             key: Fingerprint(
                 self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape, text_of(self._lanes[key])
             )
-            for key, n_missing in self._missing.items()
-            if n_missing == 0
+            for key, n_stored in self._stored.items()
+            if self._fed[key] == n_stored
         }
+
+    def state(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """What has been fed: by key, how many elements and their contribution; for ``merge`` on another rank."""
+        return {key: (n, self._lanes[key]) for key, n in self._fed.items() if n}
+
+    def merge(self, state: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+        """Takes what was fed elsewhere of other elements."""
+        for key, (n, lanes) in state.items():
+            self._fed[key] += n
+            self._lanes[key] = added((self._lanes[key], lanes))
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayFeeds:
-    """Hands the arrays that a scan sees on; see ``core.scan.Observer``.
+    """Hands the arrays that a scan sees on; see ``core.scan_observer.Observer``.
 
     Args:
         feeds: what gets them.
@@ -172,15 +184,23 @@ class ArrayFeeds:
     held: ExitStack = field(default_factory=ExitStack)
 
     def sees(self, array: StoredArray) -> bool:
-        """See ``core.scan.Observer``."""
+        """See ``core.scan_observer.Observer``."""
         return self.feeds.sees(array.name)
 
     def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
-        """See ``core.scan.Observer``."""
+        """See ``core.scan_observer.Observer``."""
         self.feeds.feed(array.name, start, data)
 
+    def state(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """See ``core.scan_observer.Observer``."""
+        return self.feeds.state()
+
+    def merge(self, state: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+        """See ``core.scan_observer.Observer``."""
+        self.feeds.merge(state)
+
     def finish(self, array: StoredArray) -> None:
-        """See ``core.scan.Observer``; an array's end means nothing to a tensor."""
+        """See ``core.scan_observer.Observer``; an array's end means nothing to a tensor."""
 
 
 def _add_part(made: FormSum, shape: Shape, region: _Region, run: Box, size: int, data: memoryview) -> None:

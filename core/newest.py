@@ -11,6 +11,7 @@ from core.errors import CheckpointingException, UsageError
 from core.finding import Severity
 from core.open import ITERATION_DIR, NAMING_TRACKERS, TRACKER, iteration_dirs
 from core.store import LocalStore
+from core.team import ALONE, Team, told
 from core.validate import Validation
 
 _UNFINISHED = re.compile(r"^\..*\.ckpt-tmp|\.(orbax-checkpoint-)?tmp([-.]|$)|\.partial$|\.incomplete$")
@@ -44,7 +45,7 @@ class Newest:
     skipped: tuple[Skipped, ...]
 
 
-def newest_valid(root: Path, is_whole: Callable[[Path], tuple[bool, Validation]]) -> Newest:
+def newest_valid(root: Path, is_whole: Callable[[Path], tuple[bool, Validation]], *, team: Team = ALONE) -> Newest:
     """The newest iteration of ``root`` that is whole.
 
     A root is what ``core.open`` takes for one. Where a tracker (Megatron's, DeepSpeed's) tells the last iteration that
@@ -53,14 +54,17 @@ def newest_valid(root: Path, is_whole: Callable[[Path], tuple[bool, Validation]]
 
     Args:
         root: the directory that holds the iterations.
-        is_whole: says of an iteration's directory whether it may be used, and what was found in it.
+        is_whole: says of an iteration's directory whether it may be used, and what was found in it; the same on all
+            ranks of a team.
+        team: of which all ranks call this, and get the same answer.
 
     Raises:
         UsageError: there is no such directory.
     """
-    iterations = _iterations(root)
-    last = _last_finished(root)
-    skipped = [Skipped(str(root / name), "not finished: its name is that of a stage") for name in _unfinished(root)]
+    iterations, last, unfinished = told(
+        team, lambda: (_iterations(root), _last_finished(root), list(_unfinished(root)))
+    )
+    skipped = [Skipped(str(root / name), "not finished: its name is that of a stage") for name in unfinished]
     for number, path in reversed(iterations):
         if last is not None and number > last[0]:
             why = f"newer than {last[0]}, which {last[1]} names; that is written last, so this save was not finished"

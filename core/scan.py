@@ -7,6 +7,8 @@ too.
 
 What cannot be read is noted, and the scan goes on. Observers' own errors end it, unless they are of the project's tree.
 
+The ranks of a team divide the files (``core.scan_share``); what they found is then the lead's, as if it had read all.
+
 Memory: a window of 1 MiB a thread; for strided arrays two bands more; for encoded arrays one unit and what decoding it
 takes, within ``memory_bytes``; about half a kilobyte for every array.
 """
@@ -16,18 +18,23 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from core.agreement import agreed
 from core.catalog import StoredArray
 from core.crew import Crew
 from core.dtypes import itemsize
 from core.errors import CheckpointingException, MissingShardError
 from core.scan_apart import ApartReader, Budget, is_checked
+from core.scan_observer import FileObserver, Observer
 from core.scan_plan import WINDOW_BYTES, Apart, FilePlan, Line, plan_file
-from core.scan_sums import FileSums, Problem, Scanned, SegmentSums, Sum, Wanted, sum_of_nothing
+from core.scan_share import Meter, ScanPart, share_of
+from core.scan_sums import FilePart, FileSums, Problem, Scanned, SegmentSums, Sum, Wanted, sum_of_nothing
 from core.store import files_below
+from core.team import ALONE, Figures, StoppedError, Team, collected, is_lead, told
 
 if TYPE_CHECKING:
     from core.catalog import Catalog
@@ -48,40 +55,6 @@ class StatedIn(Protocol):
         """The CRCs in a file of that size; what is wrong with parts of it is reported."""
 
 
-class Observer(Protocol):
-    """Gets the elements of arrays; called from several threads."""
-
-    def sees(self, array: StoredArray) -> bool:
-        """Whether it wants the elements of an array; asked once for each."""
-
-    def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
-        """Takes a run of elements.
-
-        Args:
-            array: as the catalog has it.
-            start: index of the run's first element in the array's C order. Runs come in any order, and together they
-                are all of the array, each element once. An array of more than 1 MiB is mostly cut at multiples of
-                1 MiB from its start.
-            data: the elements, little endian; at most 1 MiB, valid during the call only.
-        """
-
-    def finish(self, array: StoredArray) -> None:
-        """All elements of an array have been fed; called once, not at all if some could not be read."""
-
-
-class FileObserver(Protocol):
-    """Gets the bytes of files; called from several threads."""
-
-    def reads(self, file: str, n_bytes: int) -> bool:
-        """Whether it wants the bytes of a file, in order and from one thread; asked once for each."""
-
-    def feed_file(self, file: str, offset: int, data: memoryview) -> None:
-        """Takes the next bytes of a file; valid during the call only."""
-
-    def finish_file(self, file: str) -> None:
-        """All of a file has been fed; not called if some of it could not be read."""
-
-
 def scan(
     catalog: Catalog | None,
     store: ReadStore,
@@ -95,6 +68,7 @@ def scan(
     threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
+    team: Team = ALONE,
 ) -> Scanned:
     """Reads every file once.
 
@@ -109,24 +83,41 @@ def scan(
         arrays: in place of all arrays of the catalog; an array of a name that came before is passed over.
         threads: None for as many as there are processors.
         memory_bytes: most bytes that decoding may take at once.
-        progress: told about bytes that were read.
+        progress: told about bytes that were read; of this rank.
+        team: which divides the work; each rank calls this with the same arguments, and observers of its own.
+
+    Returns:
+        What was found; on other ranks than the lead of their shares only. The lead's observers have seen everything.
+
+    Raises:
+        WorkerError: the ranks of a team do not see the same files.
     """
     if arrays is None:
         found = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
         arrays = (array for array in found if array is not None)
-    run = _Run(
-        store,
-        files_below(store) if files is None else files,
-        _by_file(arrays),
-        bind=(lambda array: array) if catalog is None else lambda array: catalog.bind(store, array),
-        observers=observers,
-        file_observers=file_observers,
-        wanted=wanted,
-        stated_in=stated_in,
-        memory_bytes=memory_bytes,
-        progress=progress,
-    )
-    run.go(threads or len(os.sched_getaffinity(0)))
+
+    def prepared() -> _Run:
+        return _Run(
+            store,
+            files_below(store) if files is None else files,
+            _by_file(arrays),
+            bind=(lambda array: array) if catalog is None else lambda array: catalog.bind(store, array),
+            observers=observers,
+            file_observers=file_observers,
+            wanted=wanted,
+            stated_in=stated_in,
+            memory_bytes=memory_bytes,
+            progress=progress,
+            team=team,
+        )
+
+    run = agreed(team, prepared, _Run.sight, what=store.label)
+    n_threads = threads or len(os.sched_getaffinity(0))
+    if team.size == 1:
+        run.go(n_threads)
+        return run.result
+    parts = collected(team, lambda: run.part(n_threads))
+    told(team, lambda: run.join(parts or []))
     return run.result
 
 
@@ -192,6 +183,7 @@ class _Run:
         stated_in: StatedIn | None,
         memory_bytes: int,
         progress: Progress | None,
+        team: Team,
     ) -> None:
         self.result = Scanned()
         self._store = store
@@ -204,6 +196,10 @@ class _Run:
         self._stated_in = stated_in
         self._progress = progress
         self._budget = Budget(memory_bytes)
+        self._team = team
+        self._share = share_of(team, files, arrays)
+        self._meter = Meter()
+        self._split: dict[str, _File | None] = {}
         self._items = self._all_items()
         self._n_bytes = sum(files.values())
         self._done_bytes = 0
@@ -215,26 +211,106 @@ class _Run:
         """Runs the threads; the calling thread waits and stays open to signals."""
         self._crew.run(self._work, n_threads)
 
+    def sight(self) -> object:
+        """What all ranks must see alike, for their shares to fit together."""
+        return self._share.places, [(name, [array.name for array in found]) for name, found in self._arrays.items()]
+
+    def part(self, n_threads: int) -> ScanPart:
+        """Reads this rank's share."""
+        begun = time.monotonic()
+        self._meter = Meter(self._team, self._share.n_bytes)
+        self.go(n_threads)
+        self._meter.finish()
+        rank, n_bytes = self._team.rank, self.result.read_bytes + self.result.made_bytes
+        files = {} if is_lead(self._team) else dict(self._file_parts())
+        figures = Figures(rank, self._team.hosts[rank], n_bytes, 0, time.monotonic() - begun)
+        if is_lead(self._team):
+            return ScanPart(figures)
+        states, file_states = ([one.state() for one in group] for group in (self._observers, self._file_observers))
+        return ScanPart(figures, self.result, files, states, file_states)
+
+    def _file_parts(self) -> Iterator[tuple[str, FilePart]]:
+        """What this rank has of files that it shares with others."""
+        for name, file in self._split.items():
+            if file is None or file.sums.is_complete:
+                continue
+            try:
+                found = file.sums.part(self._store)
+            except CheckpointingException as err:
+                self._note(name, None, err)
+                continue
+            if found.of_file.runs:
+                yield name, found
+
+    def join(self, parts: Sequence[ScanPart]) -> None:
+        """Takes what all ranks have found; at the lead."""
+        for name in self._share.places:
+            if name not in self._split and any(name in part.files for part in parts):
+                self._split[name] = self._planned(name, self._arrays.get(name, []), is_owner=False)
+        for part in parts[1:]:
+            assert part.scanned is not None
+            self.result.add(part.scanned)
+            for observer, state in zip(self._observers, part.states, strict=True):
+                observer.merge(state)
+            for reader, state in zip(self._file_observers, part.file_states, strict=True):
+                reader.merge(state)
+        for name, file in self._split.items():
+            for part in parts:
+                if file is not None and name in part.files:
+                    self._join_file(file, part.files[name])
+        order = {name: number for number, name in enumerate(self._share.places)}
+        self.result.wrong.sort(key=lambda wrong: (order[wrong.file], wrong.stated.start))
+        self.result.figures = tuple(part.figures for part in parts)
+
+    def _join_file(self, file: _File, part: FilePart) -> None:
+        try:
+            for array in file.sums.join(part, self._store):
+                for observer in file.seen.get(array.name, ()):
+                    observer.finish(array)
+        except CheckpointingException as err:
+            self._note(file.plan.file, None, err)
+
     def _all_items(self) -> Iterator[_Segment | _Single]:
-        for name in [*self._files, *(name for name in self._arrays if name not in self._files)]:
-            file = self._planned(name, self._arrays.pop(name, []))
+        share = self._share
+        for name in share.places:
+            if not share.meets(name):
+                continue
+            is_owner = share.is_mine(name)
+            file = self._planned(name, self._arrays.get(name, []), is_owner=is_owner)
+            if len(share.owners(name)) > 1:
+                self._split[name] = file
             if file is None:
                 continue
-            for array in file.plan.empty:
+            for array in file.plan.empty if is_owner else ():
                 self._finish(file, array, sum_of_nothing(array, self._wanted))
             if file.observers and file.plan.n_bytes:  # in order, so in one piece
-                yield _Segment(file, 0, file.plan.n_bytes, file.plan.lines)
+                if is_owner:
+                    yield _Segment(file, 0, file.plan.n_bytes, file.plan.lines)
             else:
-                yield from (_Segment(file, *segment) for segment in file.plan.segments())
+                for start, stop, lines in file.plan.segments(share.piece_bytes):
+                    if share.is_mine(name, start):
+                        yield _Segment(file, start, stop, lines)
+            at = file.plan.n_bytes
             for apart in file.plan.apart:
-                yield _Single(file, apart)
+                if share.is_mine(name, at):
+                    yield _Single(file, apart)
+                at += apart.array.n_bytes
 
-    def _planned(self, name: str, arrays: list[StoredArray]) -> _File | None:
-        """How a file is to be read; None if it cannot be."""
+    def _planned(self, name: str, arrays: list[StoredArray], *, is_owner: bool) -> _File | None:
+        """How a file is to be read; None if it cannot be.
+
+        Args:
+            is_owner: whether this rank says what is wrong with it, where several plan it.
+        """
+
+        def note(array: StoredArray | None, error: CheckpointingException) -> None:
+            if is_owner:
+                self._note(name, array, error)
+
         try:
             n_bytes = self._store.size(name)
         except CheckpointingException as err:
-            self._note(name, None, err)
+            note(None, err)
             return None
         bound = []
         for array in arrays:
@@ -244,22 +320,22 @@ class _Run:
                     raise MissingShardError("the array lies nowhere", key=array.name, file=name)
                 bound.append((array, placed))
             except CheckpointingException as err:
-                self._note(name, array, err)
+                note(array, err)
         stated: list[Stated] = []
         if self._stated_in is not None:
             try:
-                stated += self._stated_in(name, n_bytes, report=lambda err: self._note(name, None, err))
+                stated += self._stated_in(name, n_bytes, report=lambda err: note(None, err))
             except CheckpointingException as err:
-                self._note(name, None, err)
+                note(None, err)
         plan, wrong = plan_file(name, n_bytes, bound, stated)
         for array, error in wrong:
-            self._note(name, array, error)
+            note(array, error)
         if stated or any(is_checked(one.bound) for one in plan.apart):
             self.result.covered.add(name)
         seen = {array.name: [one for one in self._observers if one.sees(array)] for array, _ in bound}
         sums = FileSums(plan, self._wanted, self.result, self._lock)
         readers = [one for one in self._file_observers if one.reads(name, n_bytes)]
-        if n_bytes == 0:
+        if n_bytes == 0 and is_owner:
             sums.finish(self._store)
             for one in readers:
                 one.finish_file(name)
@@ -289,6 +365,8 @@ class _Run:
                     self._read_single(item, apart)
                 else:
                     self._read_segment(item, window)
+            except StoppedError:
+                raise
             except CheckpointingException as err:
                 self._note(item.file.plan.file, array, err)
 
@@ -320,6 +398,7 @@ class _Run:
         def feed(start: int, data: memoryview) -> None:
             for observer in seen:
                 observer.feed(array, start, data)
+            self._meter.advance(len(data))
 
         found = apart.read(item.array, feed, self._wanted)
         if found is not None:
@@ -328,6 +407,7 @@ class _Run:
                 self.result.made_bytes += found.n_bytes
 
     def _tell(self, n_bytes: int) -> None:
+        self._meter.advance(n_bytes)
         if self._progress is not None:
             with self._lock:
                 self._done_bytes += n_bytes

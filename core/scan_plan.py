@@ -83,12 +83,16 @@ class FilePlan:
     apart: tuple[Apart, ...]
     empty: tuple[StoredArray, ...]
 
-    def segments(self) -> Iterator[tuple[int, int, tuple[Line, ...]]]:
-        """(start, stop, the lines in between) of pieces of work, by address; none for an empty file."""
+    def segments(self, most_bytes: int = SEGMENT_BYTES) -> Iterator[tuple[int, int, tuple[Line, ...]]]:
+        """(start, stop, the lines in between) of pieces of work, by address; none for an empty file.
+
+        Args:
+            most_bytes: about how long a piece is, at least ``WINDOW_BYTES``.
+        """
         active: list[Line] = []
         taken = start = 0
         while start < self.n_bytes:
-            stop = self._cut(start, SEGMENT_BYTES)
+            stop = self._cut(start, most_bytes)
             active = [line for line in active if line.stop > start]
             while taken < len(self.lines) and self.lines[taken].start < stop:
                 active.append(self.lines[taken])

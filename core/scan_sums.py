@@ -11,15 +11,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.catalog import StoredArray
-from core.checksum import ArraySum, RunSum, crc32, crc32_combine, digest_of
+from core.checksum import ArrayPart, ArraySum, RunSum, crc32, crc32_combine, digest_of
 from core.scan_plan import FilePlan, Line
 from core.stated import Stated
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from core.checksum import ReadArray
     from core.errors import CheckpointingException
     from core.store import ReadStore
+    from core.team import Figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class Scanned:
         covered: files of which something is checked by a checksum that they state.
         read_bytes: bytes of files that were read in line.
         made_bytes: bytes of arrays that were read by themselves.
+        figures: of the workers that divided the work; none of a process that works alone.
     """
 
     files: dict[str, Sum] = field(default_factory=dict)
@@ -117,6 +120,31 @@ class Scanned:
     covered: set[str] = field(default_factory=set)
     read_bytes: int = 0
     made_bytes: int = 0
+    figures: tuple[Figures, ...] = ()
+
+    def add(self, other: Scanned) -> None:
+        """Takes what another rank of a team has found."""
+        self.files |= other.files
+        self.arrays |= other.arrays
+        self.wrong += other.wrong
+        self.n_stated += other.n_stated
+        self.problems += other.problems
+        self.covered |= other.covered
+        self.read_bytes += other.read_bytes
+        self.made_bytes += other.made_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """What one rank of a team has of a file that it shares with others.
+
+    Args:
+        of_file: sums of the file's bytes.
+        of_lines: of what lies in it and is not complete, by its number among ``FilePlan.lines``.
+    """
+
+    of_file: ArrayPart
+    of_lines: Mapping[int, ArrayPart]
 
 
 class SegmentSums:
@@ -207,7 +235,40 @@ class FileSums:
             self._result.read_bytes += sums.of_file.n_bytes
             self._file.add(sums.of_file)
             is_read = self._file.is_complete
-            done = [(line, made) for line, run in sums.of_lines if (made := self._added(line, run)) is not None]
+            for line, run in sums.of_lines:
+                self._line(line).add(run)
+            done = [(line, made) for line, _ in sums.of_lines if (made := self._completed(line)) is not None]
+        return self._noted(done, store, is_read=is_read)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every byte of the file has been read."""
+        return self._file.is_complete
+
+    def part(self, store: ReadStore) -> FilePart:
+        """What has been added of the file and of what is not complete; for ``join`` in another process."""
+        by_line = {id(line): number for number, line in enumerate(self._plan.lines)}
+        lines = {by_line[key]: made for key, made in self._lines.items()}
+        return FilePart(
+            self._file.part(self._read(0, store)),
+            {number: made.part(self._read(self._plan.lines[number].start, store)) for number, made in lines.items()},
+        )
+
+    def join(self, part: FilePart, store: ReadStore) -> list[StoredArray]:
+        """Takes what another process has of the file.
+
+        Returns:
+            The arrays of which all elements have been read now.
+        """
+        self._file.join(part.of_file)
+        lines = [self._plan.lines[number] for number in part.of_lines]
+        for line, found in zip(lines, part.of_lines.values(), strict=True):
+            self._line(line).join(found)
+        done = [(line, made) for line in lines if (made := self._completed(line)) is not None]
+        return self._noted(done, store, is_read=self._file.is_complete)
+
+    def _noted(self, done: Sequence[tuple[Line, ArraySum]], store: ReadStore, *, is_read: bool) -> list[StoredArray]:
+        """Notes what is complete; returns the arrays of it."""
         if is_read:
             self.finish(store)
         arrays = []
@@ -227,19 +288,25 @@ class FileSums:
         with self._lock:
             self._result.files[self._plan.file] = found
 
-    def _added(self, line: Line, run: RunSum) -> ArraySum | None:
-        """What is complete with this run; the lock is held."""
+    def _line(self, line: Line) -> ArraySum:
+        """The sums of a line so far; the lock is held."""
         known = self._lines.get(id(line))
         if known is None:
             n_bytes = line.stop - line.start
             known = self._lines[id(line)] = ArraySum(
                 n_bytes, crc=self._wanted.crc, digest=_has_digest(line, self._wanted)
             )
-        known.add(run)
-        return self._lines.pop(id(line)) if known.is_complete else None
+        return known
+
+    def _completed(self, line: Line) -> ArraySum | None:
+        """The sums of a line, taken away, if they are complete; the lock is held."""
+        return self._lines.pop(id(line)) if self._lines[id(line)].is_complete else None
+
+    def _read(self, base: int, store: ReadStore) -> ReadArray:
+        return lambda offset, buffer: store.read_into(self._plan.file, base + offset, buffer)
 
     def _sum(self, made: ArraySum, base: int, store: ReadStore) -> Sum:
-        crc, digest = made.finish(lambda offset, buffer: store.read_into(self._plan.file, base + offset, buffer))
+        crc, digest = made.finish(self._read(base, store))
         return Sum(made.n_bytes, crc if self._wanted.crc else None, digest.hex() or None)
 
     def _compare(self, stated: Stated, crc: int | None) -> None:

@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.agreement import agreed, sight_of_files
 from core.checks import Check, Level, checks
 from core.checks.opening import UNREADABLE, is_explained
 from core.checks.subject import Subject
-from core.errors import CheckpointingException, UsageError
+from core.errors import CheckpointingException, UsageError, WorkerError
 from core.finding import Finding, Severity
 from core.job import DEFAULT_MEMORY_BYTES
 from core.layout import load_rules
 from core.open import located
+from core.team import ALONE, Figures, Team, told
+from core.worker_figures import added_up, idle
 
 if TYPE_CHECKING:
     from core.against import Against
-    from core.layout import Rules
     from core.plan_for import Request
 
 Progress = Callable[[int, int], None]
@@ -41,6 +43,7 @@ class Validation:
         n_checks: checks that ran.
         seconds: wall time.
         against: what its tensors were compared with, by fingerprint, and how many were; None if that was not asked for.
+        figures: of the workers, where several read the data.
     """
 
     path: str
@@ -53,6 +56,7 @@ class Validation:
     n_checks: int
     seconds: float
     against: tuple[str, int] | None = None
+    figures: tuple[Figures, ...] = ()
 
     @property
     def worst(self) -> Severity | None:
@@ -71,8 +75,11 @@ def validate(
     progress: Progress | None = None,
     plan_for: Request | None = None,
     against: Path | None = None,
+    team: Team = ALONE,
 ) -> Validation:
     """Examines one checkpoint.
+
+    The ranks of a team divide what reads data; the lead alone judges, and all return what it found.
 
     Args:
         path: as for ``core.open.open_checkpoint``.
@@ -80,53 +87,108 @@ def validate(
         iteration: which iteration of a training root.
         rules: a TOML file with additional layout rules.
         threads, memory_bytes: for the levels that read data; None for as many threads as there are processors.
-        progress: told about bytes that were read.
+        progress: told about bytes that were read; of this rank.
         plan_for: also say whether it can be loaded or resharded so.
         against: also compare its tensors, by fingerprint, with this manifest or checkpoint.
+        team: that works together; every rank calls this with the same arguments.
 
     Raises:
         UsageError: there is no such path, or it is not that iteration.
+        WorkerError: a rank of the team failed, or sees another checkpoint.
     """
     begun = time.monotonic()
-    table = load_rules(rules)
-    other = None if against is None else _against(against, table, threads=threads, memory_bytes=memory_bytes)
-    place = located(path, iteration=iteration)
-    subject = Subject(
-        path=place.path,
-        root=path,
-        store=place.store,
-        format=place.format,
-        level=level,
-        rules=table,
-        iteration=place.iteration,
-        failure=place.failure,
-        threads=threads,
-        memory_bytes=memory_bytes,
-        progress=progress,
-        plan_for=plan_for,
-        against=other,
-    )
-    n_checks = 0
-    try:
-        _check_iteration(subject, iteration)
-        for check in checks(level, None if place.format is None else place.format.name):
-            _run(check, subject)
-            n_checks += 1
-        files = {} if place.format is None else subject.files  # what is no checkpoint may be a whole file system
-        return Validation(
-            path=str(place.path),
-            format=None if place.format is None else place.format.name,
+
+    def opened() -> Subject:
+        table = load_rules(rules)
+        place = located(path, iteration=iteration)
+        subject = Subject(
+            path=place.path,
+            root=path,
+            store=place.store,
+            format=place.format,
             level=level,
-            findings=tuple(sorted(subject.findings, key=lambda finding: finding.order)),
-            n_files=len(files),
-            n_bytes=sum(files.values()),
-            n_tensors=_n_tensors(subject),
-            n_checks=n_checks,
-            seconds=time.monotonic() - begun,
-            against=None if other is None else (other.label, subject.n_compared),
+            rules=table,
+            iteration=place.iteration,
+            failure=place.failure,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            progress=progress,
+            plan_for=plan_for,
+            team=team,
         )
+        try:
+            _check_iteration(subject, iteration)
+        except BaseException:
+            place.store.close()
+            raise
+        return subject
+
+    subject = agreed(team, opened, _sight, what=str(path))
+    try:
+        if against is not None:
+            subject.against = _against(against, subject)
+        if team.size > 1:
+            _read_together(subject)
+        return told(team, lambda: _judged(subject, begun))
     finally:
-        place.store.close()
+        subject.store.close()
+
+
+def _sight(subject: Subject) -> object:
+    """What all ranks must see alike."""
+    files = {} if subject.format is None else subject.files
+    return (
+        str(subject.path),
+        subject.iteration,
+        subject.format and subject.format.name,
+        sight_of_files(subject.store, files),
+    )
+
+
+def _read_together(subject: Subject) -> None:
+    """The passes over data, which the ranks of a team divide, so that the checks find at the lead what they ask for.
+
+    Raises:
+        WorkerError: a rank failed.
+    """
+    if subject.level == Level.DEEP:
+        try:
+            _ = subject.deep
+        except WorkerError:
+            raise
+        except CheckpointingException:
+            pass  # on all ranks alike, and the checks say it
+
+
+def _judged(subject: Subject, begun: float) -> Validation:
+    """Runs the checks."""
+    n_checks = 0
+    format = None if subject.format is None else subject.format.name
+    for check in checks(subject.level, format):
+        _run(check, subject)
+        n_checks += 1
+    files = {} if format is None else subject.files  # what is no checkpoint may be a whole file system
+    other = subject.against
+    return Validation(
+        path=str(subject.path),
+        format=format,
+        level=subject.level,
+        findings=tuple(sorted(subject.findings, key=lambda finding: finding.order)),
+        n_files=len(files),
+        n_bytes=sum(files.values()),
+        n_tensors=_n_tensors(subject),
+        n_checks=n_checks,
+        seconds=time.monotonic() - begun,
+        against=None if other is None else (other.label, subject.n_compared),
+        figures=_figures(subject),
+    )
+
+
+def _figures(subject: Subject) -> tuple[Figures, ...]:
+    """What the workers did; none of a process that works alone."""
+    if subject.team.size == 1:
+        return ()
+    return added_up([idle(subject.team), subject.deep.scanned.figures if subject.level == Level.DEEP else ()])
 
 
 def _n_tensors(subject: Subject) -> int:
@@ -134,10 +196,13 @@ def _n_tensors(subject: Subject) -> int:
     return len(form.catalog.tensors) if form is not None and form.is_global else 0
 
 
-def _against(path: Path, rules: Rules, *, threads: int | None, memory_bytes: int) -> Against:
+def _against(path: Path, subject: Subject) -> Against:
     from core.against import against_of
 
-    return against_of(path, rules=rules, threads=threads, memory_bytes=memory_bytes)
+    return told(
+        subject.team,
+        lambda: against_of(path, rules=subject.rules, threads=subject.threads, memory_bytes=subject.memory_bytes),
+    )
 
 
 def _run(check: Check, subject: Subject) -> None:

@@ -33,6 +33,11 @@ class Count:
         self.n += n
         self.first = first if self.first is None else min(self.first, first)
 
+    def join(self, other: Count) -> None:
+        """Takes those of other elements of the array."""
+        if other.first is not None:
+            self.add(other.n, other.first)
+
 
 @dataclass(slots=True)
 class Facts:
@@ -61,7 +66,7 @@ _VARIOUS = -1
 
 
 class ValueObserver:
-    """Gathers facts about all floating-point arrays (``core.scan.Observer``).
+    """Gathers facts about all floating-point arrays (``core.scan_observer.Observer``).
 
     Attributes:
         facts: by array name.
@@ -111,6 +116,24 @@ class ValueObserver:
         facts.is_read = True
         if facts.value == _VARIOUS:
             facts.value = None
+
+    def state(self) -> dict[str, Facts]:
+        """See Observer."""
+        return self.facts
+
+    def merge(self, state: dict[str, Facts]) -> None:
+        """See Observer."""
+        for name, other in state.items():
+            facts = self.facts.setdefault(name, other)
+            if facts is other:
+                continue
+            facts.is_read |= other.is_read
+            for sort in ("nan", "infinite", "huge"):
+                getattr(facts, sort).join(getattr(other, sort))
+            if facts.value is None:
+                facts.value = other.value
+            elif other.value not in (None, facts.value):
+                facts.value = _VARIOUS
 
 
 def _numbers(data: memoryview, kind: NumberKind) -> Any:

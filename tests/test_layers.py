@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "core.planned_store",
         ),
         *("core.encoding", "core.decoded", "core.json_object", "core.crew", "core.team"),
+        *("core.agreement", "core.worker_figures"),
         *("core.safe_pickle", "core.pickle_*"),
         *("core.live", "core.share"),
         *("core.fingerprint", "core.fingerprint_kernel", "core.fingerprint_sums"),

@@ -39,7 +39,7 @@ CODES = (BROKEN, MISSING, CONTENT, UNLISTED)
 
 
 class _Hashes:
-    """SHA-256 of files, see ``core.scan.FileObserver``."""
+    """SHA-256 of files, see ``core.scan_observer.FileObserver``."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -48,20 +48,28 @@ class _Hashes:
         self.found: dict[str, str] = {}
 
     def reads(self, file: str, n_bytes: int) -> bool:
-        """See ``core.scan.FileObserver``."""
+        """See ``core.scan_observer.FileObserver``."""
         return file in self._names
 
     def feed_file(self, file: str, offset: int, data: memoryview) -> None:
-        """See ``core.scan.FileObserver``."""
+        """See ``core.scan_observer.FileObserver``."""
         with self._lock:
             state = self._open.setdefault(file, hashlib.sha256())
         state.update(data)
 
     def finish_file(self, file: str) -> None:
-        """See ``core.scan.FileObserver``."""
+        """See ``core.scan_observer.FileObserver``."""
         with self._lock:
             state = self._open.pop(file, None) or hashlib.sha256()
             self.found[file] = state.hexdigest()
+
+    def state(self) -> dict[str, str]:
+        """See ``core.scan_observer.FileObserver``."""
+        return self.found
+
+    def merge(self, state: dict[str, str]) -> None:
+        """See ``core.scan_observer.FileObserver``."""
+        self.found |= state
 
 
 def watch(subject: Subject) -> Watch:

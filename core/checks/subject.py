@@ -24,9 +24,11 @@ from core.recorded import Recorded, recorded
 from core.safe_pickle import noting_names
 from core.scan import DEFAULT_MEMORY_BYTES, Progress
 from core.store import LocalStore
+from core.team import ALONE, Team
 
 if TYPE_CHECKING:
     from core.against import Against
+    from core.fingerprint import Fingerprint
     from core.plan_for import Request
 
 
@@ -56,10 +58,11 @@ class Subject:
         rules: the layout's table.
         iteration: as ``core.open`` found it.
         findings: what has been found so far; checks that come later may look at it.
-        threads, memory_bytes, progress: for reading data, see ``core.scan.scan``.
+        threads, memory_bytes, progress, team: for reading data, see ``core.scan.scan``.
         plan_for: sizes to plan for, or None.
         against: fingerprints to compare with, or None.
         n_compared: tensors that were compared with them.
+        shared: fingerprints that the ranks of a team have made together, before the checks run.
 
     Reading its metadata may fail: ``catalog`` is then None, and ``failure`` says why.
     """
@@ -79,6 +82,8 @@ class Subject:
     plan_for: Request | None = None
     against: Against | None = None
     n_compared: int = 0
+    team: Team = ALONE
+    shared: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @cached_property
     def recorded(self) -> Recorded | None:
@@ -87,10 +92,23 @@ class Subject:
 
     _named: set[Global] = field(default_factory=set)
 
-    @cached_property
+    @property
     def deep(self) -> Deep:
-        """What reading every byte gave; at the deepest level only."""
-        return examined(self)
+        """What reading every byte gave; at the deepest level only.
+
+        Raises:
+            CheckpointingException: see ``core.deep.examined``; it is not tried again.
+        """
+        if isinstance(self._deep, CheckpointingException):
+            raise self._deep
+        return self._deep
+
+    @cached_property
+    def _deep(self) -> Deep | CheckpointingException:
+        try:
+            return examined(self)
+        except CheckpointingException as err:
+            return err
 
     @cached_property
     def tree(self) -> Tree:

@@ -1,0 +1,210 @@
+"""What the ranks of a team find together is what one process finds alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from core.catalog import StoredArray
+from core.checks import Level
+from core.errors import CheckpointingException, WorkerError
+from core.open import open_checkpoint
+from core.scan import scan
+from core.scan_sums import Scanned, Wanted
+from core.stated_sums import StatedSums
+from core.team import ALONE
+from core.validate import Validation, validate
+from core.value_facts import Facts, ValueObserver
+from tests.teams import PipeTeam, run_team
+
+
+def validated(team: PipeTeam, paths: list[Path], options: dict[str, object]) -> list[Validation]:
+    return [validate(path, threads=2, team=team, **options) for path in paths]
+
+
+def together(n: int, paths: list[Path], **options: object) -> list[Validation]:
+    """What rank 0 of ``n`` says; the others say the same."""
+    every = run_team(n, validated, paths, options)
+    assert all(said(found) == said(every[0]) for found in every)
+    return every[0]
+
+
+def alone(paths: list[Path], **options: object) -> list[Validation]:
+    return [validate(path, threads=2, **options) for path in paths]
+
+
+def said(found: list[Validation]) -> list[Validation]:
+    return [replace(one, seconds=0, figures=()) for one in found]
+
+
+GOLDEN = (
+    "hf/llama/safetensors_sharded",
+    "hf/llama/torch_single/model_legacy.pt",
+    "hf/qwen2_tied/bin_sharded",
+    "torch_dcp/tp2_fsdp2_dp2",
+    "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt",
+    "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
+    "mcore0121_zarr/dense_gqa/tp2_pp2",
+    "deepspeed/zero2_dp2_bf16",
+    "deepspeed_universal/zero1_dp2_bf16",
+)
+
+
+@pytest.fixture(scope="module")
+def damaged(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints with a flipped bit in every file, with NaNs, cut short, and with files that are not there."""
+    folder = tmp_path_factory.mktemp("damaged")
+    made = []
+    for number, name in enumerate(GOLDEN):
+        source = golden / name
+        path = folder / str(number) / source.name
+        if source.is_file():
+            path.parent.mkdir()
+            shutil.copyfile(source, path)
+        else:
+            shutil.copytree(source, path, copy_function=shutil.copyfile)
+        files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+        data_files = [file for file in files if file.stat().st_size > 2000 and file.suffix not in (".json", ".txt")]
+        for at, file in enumerate(data_files):
+            data = bytearray(file.read_bytes())
+            middle = len(data) * 2 // 3
+            if at % 2:
+                data[middle : middle + 64] = b"\xff" * 64
+            elif number % 3 == 0 or at:
+                data[middle] ^= 64
+            elif number % 3 == 1:
+                del data[-50:]
+            else:
+                file.unlink()
+                continue
+            file.chmod(0o644)
+            file.write_bytes(data)
+        made.append(path)
+    return made
+
+
+def test_golden_checkpoints(golden: Path) -> None:
+    paths = [golden / name for name in GOLDEN]
+    expected = said(alone(paths, level=Level.DEEP))
+    assert said(together(3, paths, level=Level.DEEP)) == expected
+
+
+def test_damaged_checkpoints(damaged: list[Path]) -> None:
+    expected = said(alone(damaged, level=Level.DEEP))
+    codes = {finding.code for one in expected for finding in one.findings}
+    assert {"CK701", "CK710", "CK103"} <= codes
+    for n in (2, 5):
+        found = said(together(n, damaged, level=Level.DEEP))
+        for one, other in zip(found, expected, strict=True):
+            assert one == other, n
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two files, in which arrays of several MiB lie in the shares of several ranks."""
+    path = tmp_path_factory.mktemp("large")
+    numbers = np.random.default_rng(7)
+    matrix = numbers.standard_normal((1700, 1777), np.float32)
+    for row in (3, 800, 1699):
+        matrix[row, 5] = np.nan
+    tensors = {
+        "a.weight": matrix,
+        "b.bias": np.zeros(3, np.float32),
+        "c.weight": np.full((1200, 801), 0.5, np.float32),
+        "d.weight": np.zeros((900, 1001), np.float32),
+        "e.empty": np.zeros((0, 4), np.float32),
+        "f.weight": np.full((1201, 601), 0.25, np.float32),
+    }
+    tensors["f.weight"][1200, 600] = 0.125
+    save_file(tensors, path / "model-00001-of-00002.safetensors")
+    save_file({"z.weight": numbers.standard_normal((99, 999), np.float32)}, path / "model-00002-of-00002.safetensors")
+    weights = dict.fromkeys(tensors, "model-00001-of-00002.safetensors") | {
+        "z.weight": "model-00002-of-00002.safetensors"
+    }
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    return path
+
+
+def scanned(team: PipeTeam, path: Path) -> tuple[Scanned, dict[str, Facts]]:
+    opened = open_checkpoint(path)
+    observer = ValueObserver()
+    made = Wanted(array_digests=True, file_digests=True)
+    stated = StatedSums(opened.store, opened.format.name)
+    found = scan(opened.catalog, opened.store, [observer], wanted=made, stated_in=stated, threads=2, team=team)
+    opened.store.close()
+    if team.size > 1:
+        assert team.expected == [team.done_bytes]
+    return found, observer.facts
+
+
+def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path) -> None:
+    as_zip = tmp_path / "model.pt"
+    torch.save({"w": torch.arange(2_000_000.0), "v": torch.arange(1_500_000, dtype=torch.int16)}, as_zip)
+    for path in (large, as_zip):
+        expected, facts = scanned(ALONE, path)
+        assert expected.problems == []
+        for n in (2, 5):
+            every = run_team(n, scanned, path)
+            found, found_facts = every[0]
+            read = [one.read_bytes for one in found.figures]
+            assert replace(found, figures=()) == replace(expected, figures=()), n
+            assert found_facts == facts
+            assert sum(read) == expected.read_bytes and max(read) - min(read) < 5 << 20 and all(read)
+    assert {key: (one.nan.n, one.nan.first) for key, one in scanned(ALONE, large)[1].items() if one.nan.n} == {
+        "a.weight": (3, 3 * 1777 + 5)
+    }
+
+
+def with_other_directory(team: PipeTeam, path: Path, other: Path) -> str:
+    try:
+        validate(other if team.rank == 1 else path, level=Level.DEEP, team=team)
+    except WorkerError as err:
+        return err.message
+    return ""
+
+
+def test_hosts_that_see_different_directories_are_refused(large: Path, golden: Path, tmp_path: Path) -> None:
+    for other in (golden / GOLDEN[0], tmp_path / "nowhere"):
+        for message in run_team(3, with_other_directory, large, other):
+            assert message.startswith("rank 1 on host1 sees something else at ")
+
+
+def refused(team: PipeTeam, path: Path) -> str:
+    try:
+        validate(path, level=Level.DEEP, iteration=9, team=team)
+    except CheckpointingException as err:
+        return f"{type(err).__name__}: {err.message}"
+    return ""
+
+
+def test_a_mistake_in_the_request_is_the_same_error_on_every_rank(golden: Path, tmp_path: Path) -> None:
+    for path in (golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "nowhere"):
+        found = run_team(2, refused, path)
+        assert found[0] == found[1] == refused(ALONE, path) and found[0].startswith("UsageError")
+
+
+class Failing(ValueObserver):
+    """Fails on one rank in the middle of its share."""
+
+    def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
+        raise ArithmeticError("not a number")
+
+
+def failing(team: PipeTeam, path: Path) -> tuple[str, bool]:
+    opened = open_checkpoint(path)
+    try:
+        scan(opened.catalog, opened.store, [Failing() if team.rank == 1 else ValueObserver()], team=team)
+    except ArithmeticError as err:
+        return str(err), team.alarmed.is_set()
+    return "", False
+
+
+def test_the_error_of_one_rank_ends_the_scan_of_all(large: Path) -> None:
+    assert run_team(3, failing, large) == [("not a number", True)] * 3
