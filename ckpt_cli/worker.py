@@ -176,7 +176,9 @@ class _Outcome:
         result = WorkerResult(rank, socket.gethostname(), os.getpid(), code, is_secondary=self._is_secondary)
         with suppress(OSError):
             if failure is not None:
-                result = replace(result, line=failure.line, fields=failure.fields)
+                host = None if self._origin is None or self.team is None else self.team.hosts[self._origin]
+                origin = None if host is None else self._origin
+                result = replace(result, line=failure.line, fields=failure.fields, worker=origin, worker_host=host)
             if self._traceback is not None:
                 path = Path(directory) / f"rank-{rank}.traceback"
                 path.write_text(self._traceback, "utf-8")

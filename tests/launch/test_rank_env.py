@@ -1,0 +1,107 @@
+"""What launchers say in the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_cli.rank_env import Place, first_host, place_of
+from core.errors import UsageError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "ckpt",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "gpu[007-009]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+
+def test_torchrun():
+    assert place_of(TORCHRUN) == Place(
+        "torchrun", 5, 8, 1, 4, address="10.0.0.1", port=29400, has_store=True, restarts=2
+    )
+    assert not place_of({**TORCHRUN, "RANK": "0"}).keeps_store
+
+
+def test_ranks_set_by_hand():
+    by_hand = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    assert place_of(by_hand) == Place("the environment", 5, 8, None, None, address="10.0.0.1", port=29400)
+    assert place_of({**by_hand, "RANK": "0"}).keeps_store
+
+
+def test_srun():
+    found = place_of(SRUN)
+    assert (found.launcher, found.rank, found.size, found.local_rank, found.local_size) == ("srun", 3, 6, 1, 2)
+    assert found.address == "gpu007"
+    assert 20_000 <= found.port < 30_000
+    assert place_of({**SRUN, "SLURM_PROCID": "5"}).port == found.port
+    assert place_of({**SRUN, "SLURM_STEP_ID": "1"}).port != found.port
+    assert place_of({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "5"}).endpoint == "a:5"
+
+
+def test_torchrun_below_srun_is_torchrun():
+    assert place_of({**SRUN, **TORCHRUN}).launcher == "torchrun"
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, {**MPICH, "PMI_SIZE": "2", "PMI_RANK": "1"}])
+def test_mpi_on_one_host(environ: dict[str, str]):
+    found = place_of(environ)
+    assert (found.rank, found.size, found.local_size, found.address) == (1, 2, 2, "127.0.0.1")
+    assert found.port == place_of(environ).port
+
+
+def test_mpi_on_several_hosts_needs_an_address():
+    with pytest.raises(UsageError, match="does not tell the workers of several hosts where rank 0 runs"):
+        place_of(MPICH)
+    found = place_of({**MPICH, "MASTER_ADDR": "node1"})
+    assert (found.rank, found.size, found.endpoint) == (2, 4, f"node1:{found.port}")
+    assert place_of({**MPICH, "MASTER_ADDR": "node1", "PMIX_NAMESPACE": "x"}).port != found.port
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("a", "a"), ("a,b", "a"), ("gpu[007-010,12],x", "gpu007"), ("n[3,5]-ib", "n3-ib"), ("", None)],
+)
+def test_first_host_of_a_node_list(nodes: str, host: str | None):
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({}, "no rendezvous: this process has no rank"),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "srun has not started it"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "not MASTER_ADDR and MASTER_PORT"),
+        ({**TORCHRUN, "RANK": "8"}, "RANK is 8, but WORLD_SIZE is 8"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK is 'x', which is no number"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
+        ({**SRUN, "SLURM_STEP_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": ""}, "on which hosts"),
+    ],
+)
+def test_what_makes_no_sense_is_said(environ: dict[str, str], text: str):
+    with pytest.raises(UsageError, match=text) as caught:
+        place_of(environ)
+    assert caught.value.exit_code == 2

@@ -1,0 +1,70 @@
+"""The options of a worker, and what workers say of themselves when they meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpt_cli.begin_check import problem_of
+from ckpt_cli.worker_options import WorkerOptions, parsed
+from core.errors import UsageError
+
+
+def test_options_end_where_the_verb_begins():
+    options, command = parsed(["--device=auto", "--join_timeout", "7", "--timeout", "2.5", "convert", "--to", "dcp"])
+    assert options == WorkerOptions(device="auto", timeout_s=2.5, join_timeout_s=7.0)
+    assert command == ["convert", "--to", "dcp"]
+    assert parsed(["--", "diff", "a"])[1] == ["diff", "a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "no command to run"),
+        (["--device", "cpu"], "no command to run"),
+        (["--device"], "--device needs a value"),
+        (["--gpu", "convert"], "no such option of a worker: --gpu"),
+        (["--device", "tpu", "convert"], "--device is 'tpu'"),
+        (["--timeout", "soon", "convert"], "'soon' is no number of seconds"),
+        (["--timeout", "0", "convert"], "--timeout is 0 seconds"),
+        (["--timeout", "nan", "convert"], "--timeout is nan seconds"),
+        (["--backend", "nccl", "convert"], "nccl talks between GPUs"),
+    ],
+)
+def test_a_mistake_is_named(arguments: list[str], text: str):
+    with pytest.raises(UsageError, match=text):
+        parsed(arguments)
+
+
+def _member(**facts: Any) -> dict[str, Any]:
+    usual = {"host": "a", "size": 2, "ckpt": "1", "torch": "2.13", "arguments": ["diff", "x", "y"], "backend": "gloo"}
+    return {**usual, "device": "cpu", "gpu": None, **facts}
+
+
+def test_workers_that_are_alike_fit():
+    assert problem_of([_member(), _member(host="b")]) is None
+    gpus = [_member(device="cuda:0", gpu="x"), _member(device="cuda:0", gpu="y"), _member(host="b", gpu="x")]
+    assert problem_of(gpus) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"ckpt": "2"}, "differ in the version of ckpt: rank 0 on a has 1, rank 1 on b has 2"),
+        ({"torch": "2.4"}, "differ in the version of torch: rank 0 on a has 2.13, rank 1 on b has 2.4"),
+        ({"arguments": ["diff", "x"]}, "differ in the command: rank 0 on a has diff x y, rank 1 on b has diff x"),
+        ({"size": 3}, "differ in the number of workers"),
+        ({"backend": "cpu:gloo,cuda:nccl"}, "differ in the backend"),
+    ],
+)
+def test_workers_that_differ_do_not(other: dict[str, Any], text: str):
+    problem = problem_of([_member(), _member(host="b", **other)])
+    assert isinstance(problem, UsageError)
+    assert text in problem.message
+
+
+def test_two_workers_on_one_gpu_do_not_fit():
+    problem = problem_of([_member(device="cuda:0", gpu="x"), _member(device="cuda:0", gpu="x")])
+    assert isinstance(problem, UsageError)
+    assert problem.message == "too few GPUs: ranks 0 and 1 on a have the same one (cuda:0)"
