@@ -133,20 +133,22 @@ def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
     """
     extent = array.extent
     assert extent is not None, "a part is one of something stored"
-    if start < 0 or start + prod(shape) > prod(array.shape):
+    stop = start + prod(shape)
+    if start < 0 or stop > prod(array.shape):
         raise CorruptError(
-            f"elements {start}–{start + prod(shape)} are beyond the array's {prod(array.shape)}",
+            f"elements {start}–{stop} are beyond the array's {prod(array.shape)}",
             key=array.name,
             file=extent.file,
         )
-    if extent.encoding is not None or extent.strides not in (None, c_strides(array.shape)):
+    is_dense = extent.strides is None or extent.strides == c_strides(array.shape)
+    if extent.encoding is not None or not is_dense:
         raise UnsupportedError("only a part of it is needed, but it is compressed or strided", key=array.name)
-    name = f"{array.name}[{start}:{start + prod(shape)}]"
+    name = f"{array.name}[{start}:{stop}]"
     if extent.is_late:
         base, before = extent.part_of or (array.shape, 0)
         return replace(array, name=name, shape=shape, extent=replace(extent, part_of=(base, before + start)))
     offset = extent.offset + start * itemsize(array.dtype)
-    return replace(array, name=name, shape=shape, extent=Extent(extent.file, offset))
+    return StoredArray(name, array.dtype, shape, Extent(extent.file, offset), array.coords)
 
 
 @dataclass(frozen=True, slots=True)

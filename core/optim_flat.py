@@ -26,7 +26,7 @@ from core.optim_flat_content import Buffer, buffers_of, members_of
 from core.optim_flat_groups import shared_groups
 from core.optim_flat_layout import FlatParam, FlatSpace, starts_in
 from core.optim_flat_params import is_distributed_expert, is_shared_embedding, members_of_file
-from core.optim_proof import is_master
+from core.optim_proof import are_masters, is_master
 from core.optim_ranks import Param, ParamState, RankFile, RankStates
 from core.optimizer import MASTER
 from core.store import ReadStore
@@ -98,8 +98,8 @@ class _Reader:
                     param
                     for param in file.params
                     if param.chunk.where[0] == vp_rank
-                    and self.rules.is_param(_global_name(param))
                     and part.is_expert == is_distributed_expert(param.name, self.facts.topology, self.rules)
+                    and self.rules.is_param(_global_name(param))
                 ]
                 yield from self._chunk_states(file, held, buffers, n_rank, notes)
             extra = next(buffers, None)
@@ -154,7 +154,17 @@ class _Reader:
             master = _part(buffer, MASTER, start, weight)
             return master is not None and is_master(store, master, weight, bind=self.catalog.bind)
 
-        starts = starts_in(space, None if store is None else fits, notes)
+        def all_fit(starts: Sequence[int]) -> bool:
+            assert store is not None
+            pairs = []
+            for param, start in zip(params, starts, strict=True):
+                master = _part(buffer, MASTER, start, param.array)
+                if master is None:
+                    return False
+                pairs.append((master, param.array))
+            return are_masters(store, pairs, bind=self.catalog.bind)
+
+        starts = starts_in(space, None if store is None else fits, notes, all_fit=all_fit)
         for param, start in zip(params, starts, strict=True):
             for state in buffer.states:
                 part = _part(buffer, state, start, param.array)
@@ -193,7 +203,7 @@ def _check_covered(
 
     found = {shard(state.param) for state in states if state.state == MASTER}
     for file in files:
-        lost = [param for param in file.params if rules.is_param(_global_name(param)) and shard(param) not in found]
+        lost = [param for param in file.params if shard(param) not in found and rules.is_param(_global_name(param))]
         if lost:
             more = f", nor that of {len(lost) - 1} more" if len(lost) > 1 else ""
             error = MissingShardError(

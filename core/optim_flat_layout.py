@@ -61,13 +61,20 @@ class FlatSpace:
         return [param.n for param in self.params]
 
 
-def starts_in(space: FlatSpace, fits: Callable[[int, int], bool] | None, notes: list[str]) -> list[int]:
+def starts_in(
+    space: FlatSpace,
+    fits: Callable[[int, int], bool] | None,
+    notes: list[str],
+    *,
+    all_fit: Callable[[Sequence[int]], bool] | None = None,
+) -> list[int]:
     """Where every parameter begins in a buffer, in elements.
 
     Args:
         fits: whether the masters of a parameter (its place) may begin at an element, by their values; None where there
             are no values to look at.
         notes: takes what the user should know.
+        all_fit: whether all parameters fit where they are said to begin: what ``fits`` says of each, asked at once.
 
     Raises:
         UnsupportedError: no layout that Megatron makes has this length, the values contradict it, or several fit.
@@ -77,7 +84,9 @@ def starts_in(space: FlatSpace, fits: Callable[[int, int], bool] | None, notes: 
         if starts in tried:
             continue
         tried.append(starts)
-        if fits is None or all(map(fits, range(len(starts)), starts)):
+        if fits is None:
+            return starts
+        if all_fit(starts) if all_fit is not None else all(map(fits, range(len(starts)), starts)):
             return starts
     found: list[list[int]] = []
     if fits is not None and space.buckets is None:

@@ -65,7 +65,7 @@ def is_shared_embedding(name: str, topology: Topology, facts: Facts, rules: Rule
 
     The last stage has one as its output layer, if the two are tied, that of multi-token prediction another.
     """
-    if topology.pp == 1:
+    if topology.pp == 1 or not (facts.is_tied or facts.n_predictions):
         return False
     embedding = rules.rule_of(facts.kind.head).tied
     if name == embedding:

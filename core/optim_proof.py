@@ -10,7 +10,7 @@ Source: Megatron-LM d98e8a64 ``core/optimizer/optimizer.py`` ``_copy_main_params
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -48,6 +48,52 @@ def is_master(
     if prod(master.shape) != prod(weight.shape):
         return False
     return rounds_to(sample(store, master, bind=bind), master.dtype, sample(store, weight, bind=bind), weight.dtype)
+
+
+def are_masters(
+    store: ReadStore,
+    pairs: Sequence[tuple[StoredArray, StoredArray]],
+    *,
+    bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
+) -> bool:
+    """Whether ``is_master`` holds for every (master, weight); each file is read in one go.
+
+    Raises:
+        UnsupportedError, MissingShardError: as for ``is_master``.
+    """
+    if any(prod(master.shape) != prod(weight.shape) for master, weight in pairs):
+        return False
+    masters = _samples(store, [master for master, _ in pairs], bind=bind)
+    weights = _samples(store, [weight for _, weight in pairs], bind=bind)
+    alike: dict[tuple[str, str], list[int]] = {}
+    for number, (master, weight) in enumerate(pairs):
+        alike.setdefault((master.dtype, weight.dtype), []).append(number)
+    return all(
+        rounds_to(b"".join(masters[i] for i in numbers), master, b"".join(weights[i] for i in numbers), weight)
+        for (master, weight), numbers in alike.items()
+    )
+
+
+def _samples(
+    store: ReadStore, arrays: Sequence[StoredArray], *, bind: Callable[[ReadStore, StoredArray], StoredArray]
+) -> list[bytes]:
+    """``sample`` of every array."""
+    found = [b""] * len(arrays)
+    spans: dict[str, list[tuple[int, int]]] = {}
+    places: dict[str, list[int]] = {}
+    for number, array in enumerate(arrays):
+        extent = array.extent
+        if extent is None or extent.is_late or extent.encoding is not None or extent.strides is not None:
+            found[number] = sample(store, array, bind=bind)
+            continue
+        size, offset = itemsize(array.dtype), extent.offset
+        for start, n in _runs(prod(array.shape)):
+            spans.setdefault(extent.file, []).append((offset + start * size, n * size))
+            places.setdefault(extent.file, []).append(number)
+    for file, wanted in spans.items():
+        for number, run in zip(places[file], store.read_spans(file, wanted), strict=True):
+            found[number] += run
+    return found
 
 
 def sample(
