@@ -46,7 +46,7 @@ from core.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.optimizer import Optimizer
 from core.plan import Plan, make_plan
 from core.relink import linked
-from core.safe_pickle import noting_names
+from core.safe_pickle import gc_paused, noting_names
 from core.select import folded
 from core.target import partitioned, source_and_target, tensors_only
 from core.verify import check_memory, verify
@@ -177,7 +177,9 @@ def prepare(job: Job) -> Iterator[Prepared]:
     """
     source = open_checkpoint(job.src, iteration=job.iteration)
     try:
-        yield _prepared(job, source)
+        with gc_paused():
+            prepared = _prepared(job, source)
+        yield prepared
     finally:
         source.store.close()
 

@@ -17,7 +17,7 @@ from core.catalog import Catalog
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.formats import Format, sniffed
 from core.inert import Global
-from core.safe_pickle import noting_names
+from core.safe_pickle import gc_paused, noting_names
 from core.store import LocalStore, checked_name, translated
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -88,7 +88,7 @@ def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool =
         if place.failure is not None:
             raise place.failure
         assert format is not None, "nothing failed, so a format was recognised"
-        with noting_names() as named:
+        with noting_names() as named, gc_paused():
             catalog = format.sample(store) if samples and format.sample is not None else format.read(store)
     except BaseException:
         store.close()
