@@ -179,3 +179,57 @@ def walk(value: object) -> Iterator[object]:
             stack += (node.args, node.fn)
         elif isinstance(node, Persistent):
             stack.append(node.value)
+
+
+class Weights:
+    """How many values inert containers consist of; what several of them share is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, int]] = {}
+        """id → (the container, so that its id stays its own; its weight)."""
+
+    def of(self, node: object) -> int:
+        """Values in ``node``, itself included; 0 if a tensor is among them, or it is cyclic or nested too deeply."""
+        return self._of(node, 0)
+
+    def _of(self, node: object, depth: int) -> int:
+        if isinstance(node, TensorLeaf):
+            return 0
+        if not isinstance(node, (dict, list, tuple, set, frozenset, Inert, Persistent)):
+            return 1
+        known = self._known.get(id(node))
+        if known is not None:
+            return known[1]
+        self._known[id(node)] = node, 0  # for what is below, if it is cyclic
+        if depth == _MAX_DEPTH:
+            return 0
+        total = 1
+        for part in _parts(node):
+            weight = self._of(part, depth + 1)
+            if not weight:
+                return 0
+            total += weight
+        self._known[id(node)] = node, total
+        return total
+
+
+_MAX_DEPTH = 64
+
+
+def _parts(node: object) -> Iterator[object]:
+    """What stands in a container itself."""
+    if isinstance(node, dict):
+        yield from node
+        yield from node.values()
+    elif isinstance(node, (list, tuple, set, frozenset)):
+        yield from node
+    elif isinstance(node, Persistent):
+        yield node.value
+    elif isinstance(node, Inert):
+        yield from (node.fn, node.args, node.kwargs)
+        if node.state is not NO_STATE:
+            yield node.state
+        yield from node.items
+        for key, item in node.entries:
+            yield key
+            yield item

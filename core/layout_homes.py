@@ -156,6 +156,17 @@ def by_file_order(names: Iterable[tuple[str, str]], rules: Rules) -> list[tuple[
     return [found[place] for place in sorted(range(len(found)), key=keys.__getitem__)]
 
 
+def by_rank(
+    items: Iterable[tuple[str, Home]], topology: Topology, rules: Rules
+) -> dict[tuple[int, int, int], list[tuple[str, str]]]:
+    """(vp_rank, pp_rank, ep_rank) → (key, name in the file) of what lives there, in the order of the file."""
+    found: dict[tuple[int, int, int], list[tuple[str, str]]] = {}
+    for key, home in items:
+        for ep_rank in range(topology.ep) if home.ep is None else (home.ep,):
+            found.setdefault((home.vp, home.pp, ep_rank), []).append((key, home.name))
+    return {place: by_file_order(here, rules) for place, here in found.items()}
+
+
 def by_chunk(items: Iterable[tuple[T, Home]]) -> dict[tuple[int, int], list[tuple[T, Home]]]:
     """(vp_rank, pp_rank) → what lives there, in order."""
     found: dict[tuple[int, int], list[tuple[T, Home]]] = {}

@@ -167,8 +167,9 @@ class Rules:
     inner: re.Pattern[str] | None = None
     tells_numbers_apart: bool = True
     _fits: dict[str, Rule | None] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """What was looked up before, by name; the same for ``_experts``."""
+    """What was looked up before, by name; the same for ``_experts`` and ``_params``."""
     _experts: dict[str, Expert | None] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _params: dict[str, bool] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def rule_of(
         self, name: str, *, shapes: Sequence[Shape] = (), hidden_size: int | None = None, tp: int | None = None
@@ -204,12 +205,15 @@ class Rules:
         return rule
 
     def _first_fit(self, name: str) -> Rule | None:
-        if not self.tells_numbers_apart:
-            name = _NUMBER.sub("0", name)
-        if name not in self._fits:
-            _forget_if_full(self._fits)
-            self._fits[name] = next((rule for rule in self.rules if rule.pattern.search(name)), None)
-        return self._fits[name]
+        if name in self._fits:
+            return self._fits[name]
+        common = name if self.tells_numbers_apart else _NUMBER.sub("0", name)
+        found = self._fits.get(common)
+        if found is None:
+            found = next((rule for rule in self.rules if rule.pattern.search(common)), None)
+        _forget_if_full(self._fits)
+        self._fits[common] = self._fits[name] = found
+        return found
 
     def parted_rule(self, name: str, part: str | None = None) -> Rule | None:
         """The rule of a parameter that torch_dist stores in parts (of which ``part`` is one), else None."""
@@ -236,9 +240,14 @@ class Rules:
         Raises:
             UnknownTensorError, UnsupportedError: as for ``rule_of``.
         """
-        expert = self.expert_of(name)
-        common = name if expert is None else expert.numbered(expert.number or 0)
-        return self.rule_of(common).kind != "opaque" and not any(pattern.search(common) for pattern in self.buffers)
+        found = self._params.get(name)
+        if found is None:
+            expert = self.expert_of(name)
+            common = name if expert is None else expert.numbered(expert.number or 0)
+            is_buffer = any(pattern.search(common) for pattern in self.buffers)
+            _forget_if_full(self._params)
+            found = self._params[name] = self.rule_of(common).kind != "opaque" and not is_buffer
+        return found
 
     def has_main_stack(self, name: str) -> bool:
         """Whether a name belongs to a layer that some kind of model cannot be without, whether numbered or stacked."""

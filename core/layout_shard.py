@@ -3,7 +3,7 @@
 Target keys are the source's (global) keys; a fragment maps a box of the global tensor to a new array, named
 ``<rank dir>:<path in the file>``, which has no extent yet. attrs of the result:
 
-* ``ranks``: coordinates → (rank directory, skeleton of the file), for ``lay_out``;
+* ``ranks``: coordinates → (rank directory, skeleton of the file), for ``lay_out``; ``arrays``: by name, those in them;
 * ``optim_files``: coordinates → distrib_optim.pt, where there is one (``core.optim_flat_content.OptimFile``);
 * ``zeros``: key → boxes of the target tensor that no source holds (vocabulary padding);
 * ``args`` (updated), ``topology``, ``iteration``, ``notes``, ``dropped``, ``is_rank_local``.
@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from core.box import whole
-from core.catalog import Catalog, Coords, Fragment, StoredArray, bind_nothing
-from core.inert import TensorLeaf, as_mapping, walk
+from core.box import Shape, whole
+from core.catalog import Catalog, Coords, Fragment, StoredArray, TensorMeta, bind_nothing
+from core.inert import TensorLeaf, Weights, as_mapping
 from core.layout_args import facts_of
 from core.layout_checks import check_predictions
 from core.layout_cut import Cut, check_target, cuts_of, zeros_of
 from core.layout_extra import for_experts
 from core.layout_facts import Facts, pipeline_notes
-from core.layout_homes import Home, Homes, by_chunk, by_file_order, homes_at, tied_of
+from core.layout_homes import Home, Homes, by_chunk, by_rank, homes_at, tied_of
 from core.layout_nested import nested
 from core.layout_new_args import updated
 from core.layout_order import by_place
@@ -123,12 +123,12 @@ def shard(
         unset=_not_as_before(catalog),
     )
     entries_beside = _entries_beside(catalog, topology, facts, args, rng=rng, dropped=dropped)
-    entries = by_chunk(_entries(catalog, homes, objects, places, rules, head=facts.kind.head))
+    entries = by_rank(_entries(catalog, homes, objects, places, rules, head=facts.kind.head), topology, rules)
     noted = as_mapping(catalog.attrs.get("module_versions")) or {}
     versions = by_chunk((version, home) for module, version in noted.items() for home in places.module(str(module)))
     ranks: dict[Coords, tuple[str, object]] = {}
     beside: dict[str, list[StoredArray]] = {}
-    leafless: dict[int, tuple[object, bool]] = {}
+    weights = Weights()
     for rank in topology.ranks():
         coords = topology.coords(rank)
         folder = rank_dir(topology, rank)
@@ -140,17 +140,11 @@ def shard(
                     root[name] = optim.add(rank, folder, coords, held)
                 continue
             if name != "model":
-                if id(value) not in leafless:
-                    leafless[id(value)] = (value, not any(isinstance(leaf, TensorLeaf) for leaf in walk(value)))
-                if leafless[id(value)][1]:
-                    root[name] = value
-                    continue
-                root[name] = with_arrays(catalog, value, f"{folder}:{name}", coords, beside)
+                root[name] = with_arrays(catalog, value, f"{folder}:{name}", coords, beside, weights=weights)
                 continue
             for vp_rank in range(topology.vpp):
                 chunk = _chunk_name(topology, vp_rank)
-                here = [(key, home.name) for key, home in entries.get((vp_rank, rank.pp), ()) if home.has(rank)]
-                here = by_file_order(here, rules)
+                here = entries.get((vp_rank, rank.pp, rank.ep), ())
                 made = files.entries(folder, coords, chunk, here)
                 held += [HeldParam(key, chunk, local) for key, local in here if key in homes]
                 mine = {home.name: found for found, home in versions.get((vp_rank, rank.pp), ()) if home.has(rank)}
@@ -162,6 +156,8 @@ def shard(
         notes += optim.notes
         dropped += optim.dropped
         beside |= optim.beside
+        files.arrays |= optim.arrays
+    arrays = files.arrays | {one.name: one for many in beside.values() for one in many}
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key in states:
@@ -173,7 +169,7 @@ def shard(
     return Catalog(
         format="megatron",
         version=None,
-        tensors={key: replace(meta, shape=cuts[key].shape) for key, meta in every.items()},
+        tensors={key: _shaped(meta, cuts[key].shape) for key, meta in every.items()},
         fragments_of=fragments_of,
         objects={key: item for key, item in catalog.objects.items() if item.raw_key is None},
         hidden={key: catalog.meta(key) for key in beside},
@@ -184,6 +180,7 @@ def shard(
             "iteration": catalog.attrs.get("iteration"),
             "topology": topology,
             "ranks": ranks,
+            "arrays": arrays,
             "optim_files": {} if optim is None else optim.files,
             "zeros": zeros,
             "notes": notes,
@@ -191,6 +188,10 @@ def shard(
         },
         bind=bind_nothing,
     )
+
+
+def _shaped(meta: TensorMeta, shape: Shape) -> TensorMeta:
+    return meta if meta.shape == shape else replace(meta, shape=shape)
 
 
 class _Files:

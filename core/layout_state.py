@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 from core.catalog import Catalog, Coords, StoredArray, StoredObject
 from core.errors import CorruptError, UnsupportedError
-from core.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, attributes, walk
+from core.inert import NO_STATE, Global, Inert, TensorLeaf, Weights, as_mapping, attributes, walk
 from core.skeleton import MAX_DEPTH
 from core.topology import Rank, Topology
 
@@ -162,7 +162,13 @@ def renamed_leaves(value: object, new_key: Callable[[str, str], str]) -> object:
 
 
 def with_arrays(
-    catalog: Catalog, value: object, name: str, coords: Coords, beside: dict[str, list[StoredArray]]
+    catalog: Catalog,
+    value: object,
+    name: str,
+    coords: Coords,
+    beside: dict[str, list[StoredArray]],
+    *,
+    weights: Weights | None = None,
 ) -> object:
     """An entry of a rank's file whose tensors are arrays of that file.
 
@@ -172,6 +178,7 @@ def with_arrays(
         name: what the arrays' names begin with.
         coords: the rank's.
         beside: key of the source → its arrays; they are added here.
+        weights: of what several ranks' entries share: what holds no tensor is then not copied.
 
     Raises:
         CorruptError: as ``renamed_leaves``.
@@ -183,22 +190,26 @@ def with_arrays(
         beside.setdefault(old, []).append(StoredArray(made, meta.dtype, meta.shape, coords=coords))
         return made
 
-    return renamed_leaves(value, new_key)
+    return _renamed(value, (), {}, new_key, weights)
 
 
 def _renamed(
-    node: object, path: tuple[object, ...], made: dict[int, object], new_key: Callable[[str, str], str]
+    node: object,
+    path: tuple[object, ...],
+    made: dict[int, object],
+    new_key: Callable[[str, str], str],
+    weights: Weights | None = None,
 ) -> object:
+    if not isinstance(node, (dict, list, tuple, Inert, TensorLeaf)) or (weights is not None and weights.of(node)):
+        return node
     if len(path) > MAX_DEPTH:
         raise CorruptError(f"objects are nested deeper than {MAX_DEPTH} levels", key=".".join(map(str, path[:8])))
 
     def below(item: object, name: object) -> object:
-        return _renamed(item, (*path, name), made, new_key)
+        return _renamed(item, (*path, name), made, new_key, weights)
 
     if isinstance(node, TensorLeaf):
         return replace(node, key=new_key(".".join(map(str, path)), node.key))
-    if not isinstance(node, (dict, list, tuple, Inert)):
-        return node
     if id(node) not in made:
         if isinstance(node, dict):
             made[id(node)] = {key: below(item, key) for key, item in node.items()}

@@ -43,13 +43,23 @@ def match(source: Catalog, target: Catalog, key: str, *, zeros: Sequence[Box] = 
     Raises:
         MissingShardError, CorruptError, UnsupportedError: see ``make_plan``.
     """
-    meta = target.meta(key)
+    return matched(source, target.meta(key), target.fragments(key), zeros=zeros, covers=covers)
+
+
+def matched(
+    source: Catalog, meta: TensorMeta, wanted: Sequence[Fragment], *, zeros: Sequence[Box] = (), covers: bool = True
+) -> Match:
+    """``match``, where the target's tensor and its fragments are at hand."""
+    key = meta.key
     if key not in source.tensors and key not in source.hidden:
         raise MissingShardError("the source has no such tensor", key=key)
-    found = source.fragments(key)
-    targets = [fragment for fragment in target.fragments(key) if not fragment.box.is_empty]
-    _check_shapes(source.meta(key), meta, zeros)
-    dtype = _check_fragments(found, source.meta(key))
+    have, found = source.meta(key), source.fragments(key)
+    if len(found) == len(wanted) == 1 and not zeros and have.shape == meta.shape:
+        if (simple := _of_whole(found[0], have, wanted[0], meta)) is not None:
+            return simple
+    targets = [fragment for fragment in wanted if not fragment.box.is_empty]
+    _check_shapes(have, meta, zeros)
+    dtype = _check_fragments(found, have)
     _check_targets(targets, meta)
     if dtype != meta.dtype:
         check_cast(dtype, meta.dtype, key=key)
@@ -65,6 +75,24 @@ def match(source: Catalog, target: Catalog, key: str, *, zeros: Sequence[Box] = 
         hole = first_hole(whole(meta.shape), [fragment.box for fragment in targets])
         raise CorruptError(f"{described(hole)} would not be written anywhere", key=key)
     return Match(meta, dtype, pieces, copies, targets, pairs)
+
+
+def _of_whole(one: Fragment, have: TensorMeta, wanted: Fragment, meta: TensorMeta) -> Match | None:
+    """The work of a tensor that is one array on both sides, as most of a large model's are; None for any other."""
+    array, place = one.array, wanted.array
+    if array is None or array.extent is None or place is None or place.dtype != meta.dtype or one.box.is_empty:
+        return None
+    if not (_is_all(one, array, have) and _is_all(wanted, place, meta)):
+        return None
+    if array.dtype != meta.dtype:
+        check_cast(array.dtype, meta.dtype, key=meta.key)
+    return Match(meta, array.dtype, [(one.box, one)], (), [wanted], [(0, 0, one.box)])
+
+
+def _is_all(fragment: Fragment, array: StoredArray, meta: TensorMeta) -> bool:
+    """Whether a fragment is all of the tensor and all of its array."""
+    box = fragment.box
+    return box.shape == meta.shape == array.shape and not any(box.offset) and not any(fragment.at)
 
 
 def _are_whole(fragments: Sequence[Fragment], meta: TensorMeta) -> bool:
@@ -112,7 +140,7 @@ def _check_targets(targets: Sequence[Fragment], meta: TensorMeta) -> None:
 
 def _check_bounds(fragment: Fragment, meta: TensorMeta) -> None:
     box, array = fragment.box, fragment.array
-    if array is not None and box.shape == meta.shape == array.shape and not any(box.offset) and not any(fragment.at):
+    if array is not None and _is_all(fragment, array, meta):
         return
     if box.rank != len(meta.shape) or any(stop > n for stop, n in zip(box.end, meta.shape, strict=True)):
         raise CorruptError(

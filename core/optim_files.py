@@ -39,11 +39,13 @@ class OptimizerFiles(Protocol):
 
     Attributes:
         files: coordinates → distrib_optim.pt (``core.optim_flat_content.OptimFile``), where there is such a file.
+        arrays: by name, those of parameters' states in model_optim_rng.pt.
         beside: key of a hidden tensor of the source (the number of steps, say) → the arrays that it goes to.
         notes, dropped: as in the catalog's attrs.
     """
 
     files: dict[Coords, object]
+    arrays: dict[str, StoredArray]
     beside: dict[str, list[StoredArray]]
     notes: list[str]
     dropped: list[str]

@@ -43,6 +43,7 @@ class NumberedFiles:
         version: MegatronVersion | None = None,
     ) -> None:
         self.files: dict[Coords, object] = {}
+        self.arrays: dict[str, StoredArray] = {}
         self.beside: dict[str, list[StoredArray]] = {}
         self.notes: list[str] = []
         self.dropped: list[str] = []
@@ -156,6 +157,7 @@ class NumberedFiles:
         """A state's place in the file."""
         key = state_key(state, name)
         array = StoredArray(array_name, self._catalog.tensors[key].dtype, self._cuts[key].shard_shape, coords=coords)
+        self.arrays[array_name] = array
         self._held.setdefault(key, []).append((rank, array))
         return TensorLeaf(array_name)
 

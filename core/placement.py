@@ -67,6 +67,8 @@ def _split(shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int) -
     """``split``; the tensors of a model have few different shapes."""
     if sum(parts) != shape[axis] or any(part % n for part in parts) or not 0 <= rank < n:
         raise ValueError(f"shard {rank} of {n} of parts {list(parts)} on axis {axis} of {shape}")
+    if n == 1:
+        return (_whole(shape),)  # the parts lie one after the other on both sides
     pieces = []
     part_start = local_start = 0
     for part in parts:

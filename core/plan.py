@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from core.box import Box
 from core.catalog import Catalog
@@ -22,7 +23,7 @@ from core.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.dtypes import itemsize
 from core.errors import CapacityError
 from core.image import FileImage
-from core.match import Match, match
+from core.match import Match, match, matched
 from core.places import ArrayCoverage, Places
 
 MIB = 1 << 20
@@ -161,8 +162,9 @@ def make_plan(
     totals = _Totals()
     coverage = ArrayCoverage(places)
     for key in _keys(target, places):
-        work = match(source, target, key, zeros=zeros.get(key, ()), covers=not is_share)
-        coverage.add(target.fragments(key))
+        wanted = target.fragments(key)
+        work = matched(source, target.meta(key), wanted, zeros=zeros.get(key, ()), covers=not is_share)
+        coverage.add(wanted)
         if not compares:
             totals.n_ignored += len(work.copies)
             work = replace(work, copies=())
@@ -210,19 +212,19 @@ def _keys(target: Catalog, places: Places) -> Iterator[str]:
 
 
 def _count(totals: _Totals, work: Match) -> None:
-    size = itemsize(work.dtype)
     stored = [(box, fragment) for box, fragment in work.pieces if fragment.array is not None]
-    totals.read_bytes += size * sum(box.n_elements for box, _ in stored)
-    copy_bytes = size * sum(box.n_elements for box, _, _ in work.copies)
-    totals.read_bytes += copy_bytes
+    n_copies, n_pairs = len(work.copies), len(work.pairs)
+    n_fragments = len(stored) + n_copies
+    size = itemsize(work.dtype)
+    copy_bytes = size * sum([prod(box.shape) for box, _, _ in work.copies])
+    totals.read_bytes += size * sum([prod(box.shape) for box, _ in stored]) + copy_bytes
     totals.copy_bytes += copy_bytes
-    totals.n_fragments += len(stored) + len(work.copies)
-    totals.most_fragments = max(totals.most_fragments, len(stored) + len(work.copies), len(work.pairs))
-    totals.n_transfers += len(work.pairs)
-    totals.n_copies += len(work.copies)
+    totals.n_fragments += n_fragments
+    totals.most_fragments = max(totals.most_fragments, n_fragments, n_pairs)
+    totals.n_transfers += n_pairs
+    totals.n_copies += n_copies
     totals.n_casts += work.dtype != work.meta.dtype
-    used = (fragment for _, fragment in work.pieces)
-    totals.decode_bytes = max(totals.decode_bytes, decoding_bytes(used))
+    totals.decode_bytes = max(totals.decode_bytes, decoding_bytes([fragment for _, fragment in stored]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -270,8 +270,9 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     """The images of a root: rank files under ``iter_N``, and the tracker.
 
     Args:
-        target: what ``core.layout.shard`` makes: arrays without extent, attrs["ranks"], attrs["optim_files"]
-            (coordinates → ``core.optim_flat_content.OptimFile``), attrs["iteration"] (anything
+        target: what ``core.layout.shard`` makes: arrays without extent, attrs["ranks"], attrs["arrays"] (by name; else
+            taken from the fragments),
+            attrs["optim_files"] (coordinates → ``core.optim_flat_content.OptimFile``), attrs["iteration"] (anything
             but a number makes a release).
 
     Raises:
@@ -282,16 +283,15 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
         raise UnsupportedError("rank files need a parallel layout", hint="the checkpoint's names are not Megatron's")
     number = target.attrs.get("iteration")
     folder = f"iter_{number:07d}" if isinstance(number, int) else "release"
-    arrays: dict[Coords, dict[str, StoredArray]] = {coords: {} for coords in ranks}
-    for fragment in target.all_fragments():
-        assert fragment.array is not None
-        arrays[fragment.array.coords][fragment.array.name] = fragment.array
+    arrays = target.attrs.get("arrays")
+    if not isinstance(arrays, Mapping):
+        arrays = target.stored_arrays()
     optim_files = target.attrs.get("optim_files")
     optim_files = optim_files if isinstance(optim_files, Mapping) else {}
     images = []
     plans, optim_plans = TreePlans(PurePath(MODEL_FILE).stem), TreePlans(PurePath(OPTIM_FILE).stem)
     for coords, (name, skeleton) in ranks.items():
-        plan = plans.plan(skeleton, arrays[coords].__getitem__)
+        plan = plans.plan(skeleton, arrays.__getitem__)
         images.append(FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals))
         optim = optim_files.get(coords)
         if isinstance(optim, OptimFile):

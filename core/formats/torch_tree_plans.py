@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.formats.torch_tree_plan import TreePlan, placed_records, plan_tree
-from core.inert import NO_STATE, Global, Inert, TensorLeaf, walk
+from core.inert import NO_STATE, Global, Inert, TensorLeaf, Weights
 
 if TYPE_CHECKING:
     from core.catalog import StoredArray
@@ -36,6 +36,7 @@ class TreePlans:
         """id of a container → (the container, so that its id stays its own; the number of its content, if it is large
         and holds no tensor)."""
         self._contents: dict[tuple[object, ...], int] = {}
+        self._weights = Weights()
 
     def plan(self, value: object, array_of: Callable[[str], StoredArray | JoinedArray]) -> TreePlan:
         """The torch zip of an inert tree; see ``plan_tree``."""
@@ -57,23 +58,14 @@ class TreePlans:
         """The number of a container's content, if it is large and holds no tensor; ranks repeat such ones."""
         known = self._opaque.get(id(node))
         if known is None:
-            known = self._opaque[id(node)] = (node, self._content(node) if _is_large(node) else None)
+            is_large = self._weights.of(node) > _MANY  # 0 with tensors in it
+            known = self._opaque[id(node)] = (node, self._content(node) if is_large else None)
         return known[1]
 
     def _content(self, node: object) -> int:
         signature = _Signing(_no_array, lambda _: None).signature(node)
         which = (id(node),) if signature is None else signature  # of a kind that is not described: equal to itself
         return self._contents.setdefault(which, len(self._contents))
-
-
-def _is_large(node: object) -> bool:
-    """Whether a container holds many things, and no tensor."""
-    n_parts = 0
-    for part in walk(node):
-        if type(part) is TensorLeaf:
-            return False
-        n_parts += 1
-    return n_parts > _MANY
 
 
 def _no_array(key: str) -> StoredArray:
