@@ -76,12 +76,12 @@ def cast_of(source: str, target: str) -> Cast:
     if dtype_of(source).kind != "float":
         return _in_parts(lambda data, out: _convert(data, source, out, target), wide, narrow)
     if wide == 1 or (wide == 2 and (source, target) != ("bfloat16", "float32")):
-        table = _table(source, target)
+        table = patterns_of(source, target)
         return _in_parts(
             lambda data, out: np.take(table, _view(data, wide), out=_view(out, narrow), mode="wrap"), wide, narrow
         )
     if narrow == 1:
-        table = _table("bfloat16", target)
+        table = patterns_of("bfloat16", target)
         return _in_parts(
             lambda data, out: np.take(table, _sticky(data, source), out=_view(out, 1), mode="wrap"), wide, narrow
         )
@@ -113,7 +113,7 @@ def _convert(data: memoryview, source: str, out: memoryview, target: str) -> Non
 
 
 @lru_cache
-def _table(source: str, target: str) -> Any:
+def patterns_of(source: str, target: str) -> Any:
     """The cast of every bit pattern of a type of at most 16 bits, as unsigned integers."""
     import numpy as np
 

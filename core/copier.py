@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from core.bands import Comparison, Item, Move, Weave
 from core.checksum import BLOCK_BYTES
+from core.device import COMPARE, Device, cast_work, does
+from core.device_compare import is_equal
+from core.device_lane import PIECE_BYTES, host_buffer
 from core.dtypes import itemsize
 from core.ends import Source
 from core.errors import ReplicaMismatchError
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = BLOCK_BYTES
 """Bytes that a move holds at once; they stay in the processor's second-level cache."""
+DEVICE_CHUNK_BYTES = 2 * PIECE_BYTES
+"""The same, of a move that a device casts; whole blocks, and a piece for each slot of the device."""
 
 
 class Copier:
@@ -39,6 +43,8 @@ class Copier:
         progress: told about written bytes.
         is_stopped: asked between chunks whether to give up.
         watch: sees what is written.
+        device: on which casts and comparisons may be done (``core.device_choice``).
+        threads: that copy.
     """
 
     def __init__(
@@ -54,13 +60,16 @@ class Copier:
         progress: Callable[[int], None] | None,
         is_stopped: Callable[[], bool],
         watch: Watch | None = None,
+        device: Device | None = None,
+        threads: int = 1,
     ) -> None:
+        self._device = device
+        self._threads = threads
         self._source = source
         self._is_stopped = is_stopped
-        self._band = _buffer(band_bytes_of(buffer_bytes))
-        self._raw = _buffer(len(self._band))
-        self._chunk_bytes = min(CHUNK_BYTES, len(self._band))
-        self._extra = _buffer(self._chunk_bytes)
+        self._band = host_buffer(device, band_bytes_of(buffer_bytes))
+        self._raw = host_buffer(device, len(self._band))
+        self._extra = host_buffer(device, min(CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES, len(self._band)))
 
         self._begin = partial(
             Output,
@@ -84,16 +93,17 @@ class Copier:
         if isinstance(item, Comparison):
             self._compare(item)
             return None, set()
-        out = self._begin(item.dtypes)
+        device = None if item.dtypes[0] == item.dtypes[1] else self._device_for(cast_work(*item.dtypes))
+        out = self._begin(item.dtypes, device=device)
         if isinstance(item, Move):
-            self._move(item, out)
+            self._move(item, out, min(CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES, len(self._band)))
         else:
             self._weave(item, out)
         if self._is_stopped():
             return None, set()
         return out.close()
 
-    def _move(self, item: Move, out: Output) -> None:
+    def _move(self, item: Move, out: Output, chunk_bytes: int) -> None:
         source_size, target_size = (itemsize(name) for name in item.dtypes)
         position = item.destinations[0][1] * target_size
         source = item.source
@@ -101,8 +111,8 @@ class Copier:
             self._extra[:] = bytes(len(self._extra))
         done = 0
         while done < item.n_elements and not self._is_stopped():
-            room = self._chunk_bytes - (position + done * target_size) % self._chunk_bytes
-            n = max(1, min(item.n_elements - done, room // target_size, self._chunk_bytes // source_size))
+            room = chunk_bytes - (position + done * target_size) % chunk_bytes
+            n = max(1, min(item.n_elements - done, room // target_size, chunk_bytes // source_size))
             data = self._band[: n * source_size]
             if source.file is None:
                 out.put_zeros(item.destinations, done, self._extra[: n * target_size])
@@ -121,6 +131,7 @@ class Copier:
 
     def _compare(self, item: Comparison) -> None:
         size = itemsize(item.dtype)
+        device = self._device_for(COMPARE)
         for band in item.bands:
             if self._is_stopped():
                 return
@@ -131,8 +142,17 @@ class Copier:
             for copy in item.copies:
                 other = self._extra[:n_bytes]
                 self._read_dense(copy, delta, band, size, other)
-                if bytes(first) != bytes(other):  # views would be compared element by element
+                if not is_equal(device, first, other):
                     raise _mismatch(item, copy, band, bytes(first), bytes(other))
+
+    def _device_for(self, work: str) -> Device | None:
+        """The device, if it does a kind of work; tried when it is first needed."""
+        if self._device is None:
+            return None
+        from core.device_choice import settled
+
+        device = settled(self._device, [work], threads=self._threads)
+        return device if does(device, work) else None
 
     def _read_dense(self, source: Source, delta: list[int], band: Box, size: int, out: memoryview) -> None:
         """The elements of a band in C order."""
@@ -153,11 +173,6 @@ class Copier:
                 itemsize=size,
                 raw=self._raw,
             )
-
-
-def _buffer(n_bytes: int) -> memoryview:
-    """Memory that counts only once it is used, and goes back to the system afterwards."""
-    return memoryview(mmap.mmap(-1, n_bytes))
 
 
 def band_bytes_of(buffer_bytes: int) -> int:

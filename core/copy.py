@@ -18,6 +18,7 @@ from core.checksum import BLOCK_BYTES, RunSum
 from core.copier import Copier, band_bytes_of
 from core.crew import Crew
 from core.decoded import DecodedStore
+from core.device import DEQUANTIZE, QUANTIZE, Device
 from core.ledger import ItemRecord, Ledger
 from core.output import Stage, Watch
 from core.places import Places
@@ -94,6 +95,7 @@ def execute(
     progress: Progress | None = None,
     journal: Journal | None = None,
     watch: Watch | None = None,
+    device: Device | None = None,
 ) -> CopyResult:
     """Creates the files of a plan and fills their arrays.
 
@@ -109,6 +111,7 @@ def execute(
         progress: told about written bytes.
         journal: finished items are recorded in it, and those it lists are checked and passed over.
         watch: sees what is written; not what an earlier run had written.
+        device: on which per-byte work may be done; None for the CPU path.
 
     Raises:
         CorruptError: a source array's bytes do not have the CRC that the source states.
@@ -128,9 +131,20 @@ def execute(
         progress=progress,
         journal=journal,
         watch=watch,
+        device=device,
+        threads=threads or plan.threads,
     )
     run.go(threads or plan.threads)
     return run.result()
+
+
+def _computing(device: Device | None, threads: int) -> Device | None:
+    """The device, for the encodings that compute which it does."""
+    if device is None:
+        return None
+    from core.device_choice import settled
+
+    return settled(device, (QUANTIZE, DEQUANTIZE), threads=threads)
 
 
 class _Run:
@@ -149,9 +163,14 @@ class _Run:
         progress: Progress | None,
         journal: Journal | None,
         watch: Watch | None,
+        device: Device | None,
+        threads: int,
     ) -> None:
         self._plan = plan
-        self._source_store = DecodedStore(source_store, cache_bytes=plan.cache_bytes)
+        self._device = device
+        self._threads = threads
+        computing = _computing(device, threads) if plan.cache_bytes else None
+        self._source_store = DecodedStore(source_store, cache_bytes=plan.cache_bytes, device=computing)
         self._stage_store = stage_store
         self._buffer_bytes = buffer_bytes
         self._item_bytes = item_bytes
@@ -204,6 +223,8 @@ class _Run:
             progress=self._progress,
             is_stopped=self._crew.is_stopped,
             watch=self._watch,
+            device=self._device,
+            threads=self._threads,
         )
         while (found := self._next()) is not None:
             number, item = found

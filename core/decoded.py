@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog import Extent, Fragment, StoredArray
+from core.device import Device
 from core.errors import CorruptError
 
 if TYPE_CHECKING:
@@ -29,9 +30,16 @@ class DecodedStore:
     Args:
         store: the source's files.
         cache_bytes: most bytes of decoded units that are kept; one unit a reader stays in any case.
+        device: on which encodings that compute may do so.
+
+    Attributes:
+        device: the same.
     """
 
-    def __init__(self, store: ReadStore, *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+    def __init__(
+        self, store: ReadStore, *, cache_bytes: int = DEFAULT_CACHE_BYTES, device: Device | None = None
+    ) -> None:
+        self.device = device
         self._store = store
         self._cache_bytes = cache_bytes
         self._units: OrderedDict[tuple[str, int], _Unit] = OrderedDict()
@@ -163,6 +171,11 @@ class DecodedStore:
             gone = self._units.pop(oldest).data
             assert gone is not None
             self._n_bytes -= len(gone)
+
+
+def device_of(store: ReadStore) -> Device | None:
+    """The device on which what a store serves is computed; None for the CPU path."""
+    return store.device if isinstance(store, DecodedStore) else None
 
 
 class _ArrayName(str):

@@ -5,6 +5,9 @@ Bytes times factors is a matrix product, (blocks × bytes) · (bytes × 16). Two
 * torch's int8 product with int32 sums, where it is exact on this processor (tried once with the extreme values: some
   processors add pairs in 16 bits and cut them off);
 * numpy's product of float32, exact because every partial sum of 1024 products is an integer below 2^24.
+
+A device (``core.device``) multiplies float32 likewise; bytes and factors are exact in TF32 and bfloat16 too, so its
+sums are, whatever its matrix units do, as long as these add in float32.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
+from core.device import FINGERPRINT, Device
+from core.device_lane import Kernel, lane_of
 from core.fingerprint import LANES, PRIME, TABLE
 
 Array = Any
@@ -116,13 +121,50 @@ def _is_exact_in_torch() -> bool:
         return False
 
 
+def products_on(device: Device) -> Products:
+    """Multiplies on a device, in the calling thread's lane."""
+
+    def products(data: Array, first: int) -> Array:
+        """See ``Products``."""
+        import numpy as np
+
+        lane = lane_of(device)
+        factors = lane.table("factors of bytes", _floats)
+        flat: Array = np.ascontiguousarray(data).reshape(-1)
+        pieces = list(
+            lane.fold((memoryview(flat).cast("B"),), _multiplied(factors, first, data.shape[1]), size=data.shape[1])
+        )
+        found: Array = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(np.int32)
+        return found.reshape(-1, LANES).astype(np.int64)
+
+    return products
+
+
+def _multiplied(factors: Any, first: int, width: int) -> Kernel:
+    def kernel(data: Any) -> Any:
+        import torch
+
+        rows = data.view(torch.int8).view(-1, width).to(torch.float32)
+        made = torch.zeros((len(rows), LANES), dtype=torch.int32, device=data.device)
+        for start in range(0, width, _EXACT_TERMS):
+            part = rows[:, start : start + _EXACT_TERMS]
+            made += (part @ factors[first + start : first + start + part.shape[1]]).to(torch.int32)
+        return made
+
+    return kernel
+
+
 @contextmanager
-def kernel(n_bytes: int) -> Iterator[Products]:
+def kernel(n_bytes: int, device: Device | None = None) -> Iterator[Products]:
     """The faster engine for an amount of data, for the length of a block.
 
     Args:
         n_bytes: to be summed up.
+        device: is used if it does fingerprints.
     """
+    if device is not None and device.does(FINGERPRINT):
+        yield products_on(device)
+        return
     if n_bytes < TORCH_BYTES and "torch" not in sys.modules:
         yield products_in_numpy
         return

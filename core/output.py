@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from core.cast import Cast, cast_of
+from core.cast import Cast
 from core.checksum import RunSum, crc32
+from core.device import Device
+from core.device_cast import cast_on
 from core.dtypes import itemsize
 from core.ends import RecordCrc
 from core.ledger import CheckedRun, ItemRecord, WrittenRun
@@ -51,6 +53,7 @@ class Output:
         crc, digest: what to compute.
         progress: told about written bytes.
         watch: sees what is written.
+        device: casts, if it does that cast.
     """
 
     def __init__(
@@ -65,10 +68,11 @@ class Output:
         digest: bool,
         progress: Callable[[int], None] | None,
         watch: Watch | None = None,
+        device: Device | None = None,
     ) -> None:
         self._watch = watch
         self._source_size, self._size = (itemsize(name) for name in dtypes)
-        self._cast: Cast | None = None if dtypes[0] == dtypes[1] else cast_of(*dtypes)
+        self._cast: Cast | None = None if dtypes[0] == dtypes[1] else cast_on(device, *dtypes)
         self._stage = stage
         self._places = places
         self._ledger = ledger

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 from core.box import Box, c_strides
 from core.dtypes import itemsize
 from core.errors import UnsupportedError
-from core.quantize_source import SourceTensor, number_type
+from core.quantize_part import LARGEST, Part, part_of
+from core.quantize_source import SourceTensor
 
 if TYPE_CHECKING:
     from core.catalog import StoredArray
     from core.store import ReadStore
 
 BLOCK = 128
-LARGEST = 448.0
 UNIT_BYTES = 4 << 20
 _AT_ONCE = 1 << 19
 """Elements that are treated at a time, if a block's height allows."""
@@ -112,10 +112,8 @@ class Weight:
         matrix, inside = divmod(stripe, self._stripes_per_matrix)
         return matrix * self.n_rows + inside * BLOCK
 
-    def parts(self, store: ReadStore, stripe: int) -> Iterator[tuple[int, Any]]:
-        """(first column, float32 elements) of the parts of a row of blocks; parts are whole blocks."""
-        import numpy as np
-
+    def parts(self, store: ReadStore, stripe: int) -> Iterator[tuple[int, Part]]:
+        """(first column, elements) of the parts of a row of blocks; parts are whole blocks."""
         matrix, row = divmod(stripe, self._stripes_per_matrix)
         outer = self.source.shape[:-2]
         lead = tuple(matrix // step % n for step, n in zip(c_strides(outer), outer, strict=True))
@@ -123,12 +121,11 @@ class Weight:
         for left in range(0, self.n_columns, width):
             shape = (self.height(stripe), min(width, self.n_columns - left))
             box = Box((*lead, row * BLOCK, left), (*(1,) * len(lead), *shape))
-            found: Any = np.frombuffer(self.source.read(store, box), number_type(self.source.dtype))
-            with np.errstate(all="ignore"):
-                values = found.astype(np.float32).reshape(shape)
-                if itemsize(self.dtype) < 4 and self.dtype != self.source.dtype:
-                    values = values.astype(number_type(self.dtype)).astype(np.float32)
-            yield left, values
+            data = self.source.read(store, box)
+            yield (
+                left,
+                part_of(store, data, source=self.source.dtype, dtype=self.dtype, shape=shape, block=BLOCK),
+            )
 
     def stripe_scales(self, store: ReadStore, stripe: int) -> Any:
         """The scales of a row of blocks; reads them all if they are not known."""
@@ -138,7 +135,7 @@ class Weight:
         if known is None:
             import numpy as np
 
-            rows = [_scales_of(self._largest(left, values, stripe)) for left, values in self.parts(store, stripe)]
+            rows = [_scales_of(self._largest(left, part, stripe)) for left, part in self.parts(store, stripe)]
             known = np.concatenate(rows)
             self._known.of_stripe[stripe] = known
         return known
@@ -150,12 +147,12 @@ class Weight:
 
                 most: Any = np.zeros(1, np.float32)
                 for stripe in range(self.n_stripes):
-                    for left, values in self.parts(store, stripe):
-                        most = np.maximum(most, self._largest(left, values, stripe).max(keepdims=True))
+                    for left, part in self.parts(store, stripe):
+                        most = np.maximum(most, self._largest(left, part, stripe).max(keepdims=True))
                 self._known.of_stripe[0] = _scales_of(most)
             return self._known.of_stripe[0]
 
-    def _largest(self, left: int, values: Any, stripe: int) -> Any:
+    def _largest(self, left: int, part: Part, stripe: int) -> Any:
         """Largest absolute value of each block of a part.
 
         Raises:
@@ -163,11 +160,10 @@ class Weight:
         """
         import numpy as np
 
-        in_columns = np.abs(values).max(axis=0)
-        found: Any = np.maximum.reduceat(in_columns, np.arange(0, values.shape[1], BLOCK))
+        found = part.largest()
         if not np.isfinite(found).all():
             raise UnsupportedError(
-                f"a number in row of blocks {stripe} and columns {left}–{left + values.shape[1]} is not finite in "
+                f"a number in row of blocks {stripe} and columns {left}–{left + part.n_columns} is not finite in "
                 f"{self.dtype}, so it has no scale",
                 key=self.source.key,
                 hint="leave the tensor as it is: --quantize 'KEY=none'",
@@ -175,21 +171,16 @@ class Weight:
         return found
 
     def quantized(self, store: ReadStore, stripe: int, out: Any) -> None:
-        """The float8 elements of a row of blocks, written into ``out``."""
+        """The bytes of the float8 elements of a row of blocks, written into ``out``."""
         import numpy as np
 
-        kind = number_type("float8_e4m3fn")
         rows = []
         known = self._one_scale(store) if not self.per_block else None
-        for left, values in self.parts(store, stripe):
-            largest = self._largest(left, values, stripe)  # finite ones only, whatever the scale
+        for left, part in self.parts(store, stripe):
+            largest = self._largest(left, part, stripe)  # finite ones only, whatever the scale
             scales = _scales_of(largest) if known is None else known
             rows.append(scales)
-            per_column = np.repeat(scales, BLOCK)[: values.shape[1]] if known is None else known
-            with np.errstate(all="ignore"):
-                np.divide(values, per_column, out=values)
-            np.clip(values, np.float32(-LARGEST), np.float32(LARGEST), out=values)
-            out[:, left : left + values.shape[1]] = values.astype(kind)
+            out[:, left : left + part.n_columns] = part.over(scales)
         if known is None and rows:
             self._known.of_stripe[stripe] = np.concatenate(rows)
 
@@ -239,7 +230,7 @@ class Quantized:
         weight = self.weight
         rows = weight.stripes_per_unit * BLOCK
         first, last = unit * rows, min((unit + 1) * rows, prod(weight.source.shape[:-1]))
-        out: Any = np.empty((last - first, weight.n_columns), number_type("float8_e4m3fn"))
+        out: Any = np.empty((last - first, weight.n_columns), np.uint8)
         for stripe in range(weight.stripe_at(first), weight.stripe_at(last - 1) + 1):
             top, height = weight.top(stripe), weight.height(stripe)
             if first <= top and top + height <= last:
@@ -249,7 +240,7 @@ class Quantized:
                 weight.quantized(store, stripe, whole)
                 start, stop = max(first, top), min(last, top + height)
                 out[start - first : stop - first] = whole[start - top : stop - top]
-        return memoryview(out.view(np.uint8)).cast("B")
+        return memoryview(out).cast("B")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,18 @@ The product is float32's; it is rounded to nearest even (to infinity above the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from core.box import Box, boxes_of_flat_range, whole
+from core.cast import cast_of
+from core.decoded import device_of
+from core.device import DEQUANTIZE, Device
+from core.device_lane import lane_of
+from core.device_scales import multiplied
 from core.dtypes import itemsize
 from core.quantize_source import SourceTensor, number_type
 
@@ -80,31 +85,69 @@ class Dequantized:
         rows = self.unit_bytes // max(1, self._columns * itemsize(self.dtype))
         first, last = unit * rows, min((unit + 1) * rows, n_rows)
         out: Any = np.empty((last - first, self._columns), number_type(self.dtype))
+        multiply = self._on(device_of(store))
         done = 0
         for box in boxes_of_flat_range(self.weight.shape, first * self._columns, last * self._columns):
-            weight: Any = np.frombuffer(self.weight.read(store, box), number_type(self.weight.dtype))
-            weight = weight.reshape(-1, self._columns)
+            weight = memoryview(self.weight.read(store, box))
             at = 0
-            for n, scale in self._scales(store, box):
-                with np.errstate(all="ignore"):
-                    out[done : done + n] = weight[at : at + n].astype(np.float32) * scale
+            for n, scales in self._scales(store, box):
+                part = weight[at * self._row_bytes : (at + n) * self._row_bytes]
+                multiply(part, scales, out[done : done + n])
                 done += n
                 at += n
         return memoryview(out.view(np.uint8)).cast("B")
 
+    @property
+    def _row_bytes(self) -> int:
+        return self._columns * itemsize(self.weight.dtype)
+
+    def _on(self, device: Device | None) -> Callable[[memoryview, Any, Any], None]:
+        """The function that multiplies some rows by their scales, into an array."""
+        import numpy as np
+
+        if device is None or not device.does(DEQUANTIZE) or itemsize(self.weight.dtype) > 1:
+            return self._in_numpy
+        lane = lane_of(device)
+        block_columns = self.block[1] if self.block is not None else self._columns
+
+        def on_device(weight: memoryview, scales: Any, out: Any) -> None:
+            dtypes = self.weight.dtype, self.dtype
+            found = multiplied(lane, weight, scales, dtypes=dtypes, shape=out.shape, columns=block_columns)
+            out.view(np.uint8).reshape(-1)[:] = found
+
+        return on_device
+
+    def _in_numpy(self, weight: memoryview, scales: Any, out: Any) -> None:
+        import numpy as np
+
+        if self.block is not None and self.block[1] < self._columns:
+            scales = np.repeat(scales, self.block[1], axis=1)[:, : self._columns]
+        elif self.block is None:
+            scales = scales[0]
+        numbers: Any = np.empty(out.shape, np.float32)
+        if self.weight.dtype == "float32":
+            numbers[:] = np.frombuffer(weight, np.float32).reshape(out.shape)
+        else:
+            cast_of(self.weight.dtype, "float32")(weight, memoryview(numbers.reshape(-1).view(np.uint8)))
+        with np.errstate(all="ignore"):
+            out[:] = numbers * scales
+
     def _scales(self, store: ReadStore, box: Box) -> Iterator[tuple[int, Any]]:
-        """(number of rows, their scales in a form that multiplies) for the rows of a box of whole rows, in order."""
+        """(number of rows, their scales) for the rows of a box of whole rows, in order.
+
+        The scales are float32: one for all, or for each row one for each of its blocks.
+        """
         import numpy as np
 
         at_once = max(1, _AT_ONCE // max(1, self._columns))
         kind = number_type(self.scales.dtype)
         if self.block is None:
             data = self.scales.read(store, whole(self.scales.shape))
-            scale: Any = np.frombuffer(data, kind).astype(np.float32)[0]
+            scale: Any = np.frombuffer(data, kind).astype(np.float32)[:1]
             n_rows = prod(box.shape[:-1])
             yield from ((min(at_once, n_rows - first), scale) for first in range(0, n_rows, at_once))
             return
-        rows, columns = self.block
+        rows, _ = self.block
         n_blocks = self.scales.shape[-1]
         for lead in product(*(range(o, o + n) for o, n in zip(box.offset[:-2], box.shape[:-2], strict=True))):
             start, stop = box.offset[-2], box.offset[-2] + box.shape[-2]
@@ -114,7 +157,4 @@ class Dequantized:
             found: Any = np.frombuffer(self.scales.read(store, part), kind).astype(np.float32).reshape(-1, n_blocks)
             for first in range(start, stop, at_once):
                 last = min(first + at_once, stop)
-                of_rows = found[np.arange(first, last) // rows - top]
-                if columns < self._columns:
-                    of_rows = np.repeat(of_rows, columns, axis=1)[:, : self._columns]
-                yield last - first, of_rows
+                yield last - first, found[np.arange(first, last) // rows - top]

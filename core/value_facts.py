@@ -7,9 +7,12 @@ largest magnitude, the largest as a signed one the positive. Only blocks with so
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from core.device import VALUES, Device, does
+from core.device_values import counts, extremes
 from core.number_kinds import KINDS, NumberKind
 
 if TYPE_CHECKING:
@@ -68,12 +71,16 @@ _VARIOUS = -1
 class ValueObserver:
     """Gathers facts about all floating-point arrays (``core.scan_observer.Observer``).
 
+    Args:
+        device: where numbers are looked at, if it does that kind of work.
+
     Attributes:
         facts: by array name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device | None = None) -> None:
         self.facts: dict[str, Facts] = {}
+        self._device = device if does(device, VALUES) else None
         self._lock = threading.Lock()
 
     def sees(self, array: StoredArray) -> bool:
@@ -86,18 +93,32 @@ class ValueObserver:
     def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
         """See Observer."""
         kind = KINDS[array.dtype]
+        facts = self.facts[array.name]
+        if self._device is not None:
+            self._feed_device(self._device, facts, data, kind, start)
+            return
         numbers = _numbers(data, kind)
         top = int(numbers.max())
-        facts = self.facts[array.name]
         if facts.value != _VARIOUS:
             self._settle(facts, numbers, top)
         if _is_suspect(numbers, top, kind):
             self._count(facts, numbers, kind, start)
 
+    def _feed_device(self, device: Device, facts: Facts, data: memoryview, kind: NumberKind, start: int) -> None:
+        found = extremes(device, data, kind)
+        self._note_value(facts, found.top if found.least == found.top else _VARIOUS)
+        if kind.nan == 0x80 or _may_be_suspect(found.top, kind, most=lambda: found.most):
+            for name, (n, first) in counts(device, data, kind).items():
+                with self._lock:
+                    getattr(facts, name).add(n, start + first)
+
     def _settle(self, facts: Facts, numbers: Any, top: int) -> None:
         """Finds out whether all numbers still are the same."""
         ends = int(numbers[0]), int(numbers[len(numbers) // 2]), int(numbers[-1])
-        value = top if ends == (top, top, top) and int(numbers.min()) == top else _VARIOUS
+        self._note_value(facts, top if ends == (top, top, top) and int(numbers.min()) == top else _VARIOUS)
+
+    def _note_value(self, facts: Facts, value: int) -> None:
+        """Takes the pattern that all numbers of a run have, or that they differ."""
         with self._lock:
             facts.value = value if facts.value in (None, value) else _VARIOUS
 
@@ -148,14 +169,25 @@ def _is_suspect(numbers: Any, top: int, kind: NumberKind) -> bool:
     Args:
         top: the largest pattern, unsigned.
     """
+    if kind.nan == 0x80:
+        return top >= kind.nan and bool((numbers == kind.nan).any())
+    return _may_be_suspect(top, kind, most=lambda: int(numbers.view(f"<i{kind.n_bytes}").max()))
+
+
+def _may_be_suspect(top: int, kind: NumberKind, *, most: Callable[[], int]) -> bool:
+    """See ``_is_suspect``; the single NaN ``80`` is no extreme, and not seen here.
+
+    Args:
+        most: gives the largest pattern as a signed integer.
+    """
     if kind.nan is not None:
-        return top == kind.nan if kind.nan == 0xFF else top >= kind.nan and bool((numbers == kind.nan).any())
+        return top == kind.nan
     least = kind.first if kind.huge is None else kind.huge
     assert least is not None
     sign = 1 << (8 * kind.n_bytes - 1)
     if top < sign:
         return top >= least
-    return top >= sign + least or int(numbers.view(f"<i{kind.n_bytes}").max()) >= least
+    return top >= sign + least or most() >= least
 
 
 def _masks(numbers: Any, kind: NumberKind) -> dict[str, Any]:

@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "core.planned_store",
         ),
         *("core.encoding", "core.decoded", "core.json_object", "core.crew", "core.team"),
-        *("core.agreement", "core.worker_figures"),
+        *("core.agreement", "core.worker_figures", "core.device_*"),
         *("core.safe_pickle", "core.pickle_*"),
         *("core.live", "core.share"),
         *("core.fingerprint", "core.fingerprint_kernel", "core.fingerprint_sums"),
@@ -69,6 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),
         *("core.fingerprint_feeds", "core.fingerprint_read", "core.manifest_file", "core.recorded"),
         *("core.scan", "core.scan_*", "core.stated_sums", "core.replica_difference"),
+        *("core.device_choice", "core.device_trials"),
     ),
     (
         *("core.changes", "core.job_checks", "core.job_sizes", "core.global_form"),
