@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.teamwork import team
+from ckpt_cli.teamwork import launch_of, team
 from ckpt_cli.terminal import escaped, screen_of
 from ckpt_cli.validate import acceptance_of, examine, level_of
 from ckpt_cli.verdict import LEVELS
 from core.errors import UsageError
 from core.newest import Newest
 from core.newest import newest_valid as found_newest
-from core.team import Figures, is_lead, summary_of, told
+from core.team import Figures, is_lead, told
 from core.validate import Validation
 from core.worker_figures import added_up
 
@@ -55,7 +55,7 @@ def _report(newest: Newest, root: Path, options: ValidateOptions, figures: Seque
         skipped = [{"path": one.path, "why": one.why} for one in newest.skipped]
         answer: dict[str, object] = {"path": newest.path, "iteration": newest.iteration}
         answer |= {"level": LEVELS[level_of(options)], "skipped": skipped}
-        launch = {"launch": summary_of(figures)} if figures else {}
+        launch = {"launch": launch_of(figures)} if figures else {}
         print(json.dumps({"schema": "ckpt.newest/1"} | answer | launch))
     elif newest.path is not None:
         print(escaped(newest.path) if sys.stdout.isatty() else newest.path)

@@ -1,15 +1,26 @@
 """The team that this process belongs to: of one, unless ``ckpt_cli.worker`` has joined it to others.
 
-Verbs pass ``team()`` to the engine, and ``device()`` for its per-byte work; only the lead prints.
+Verbs pass ``team()`` to the engine, and ``device()`` for its per-byte work; only the lead prints. What all workers did is
+``launch`` in the JSON of a verb (fields may be added)::
+
+    {"n_workers": int, "n_hosts": int, "balance": float, "workers": [{"rank": int, "host": str, "read_bytes": int,
+     "written_bytes": int, "seconds": float}], "launcher": str, "backend": str, "device": str, "restarts": int,
+     "n_meetings": int, "collective_bytes": int, "store_bytes": int}
+
+``collective_bytes`` are what all workers together sent one another at meetings, ``store_bytes`` what went to and from
+the store (who is there, and how far); no byte of a tensor is among them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from core.device import Device
-from core.team import ALONE, Team
+from core.team import ALONE, Figures, Team, summary_of
 
 _team: Team = ALONE
 _device: Device | None = None
+_facts: Callable[[], dict[str, object]] = dict
 
 
 def team() -> Team:
@@ -22,12 +33,19 @@ def device() -> Device | None:
     return _device
 
 
-def join(found: Team, device: Device | None = None) -> None:
+def launch_of(figures: Sequence[Figures]) -> dict[str, object]:
+    """``launch`` of a verb's JSON, at the lead."""
+    return {**summary_of(figures), **_facts()}
+
+
+def join(found: Team, device: Device | None = None, *, facts: Callable[[], dict[str, object]] = dict) -> None:
     """Makes this process one of a team, before its verb runs.
 
     Args:
         device: where it does its per-byte work, see ``core.device.device_named``.
+        facts: what ``launch_of`` says of the team beside the workers' figures.
     """
-    global _team, _device
+    global _team, _device, _facts
     _team = found
     _device = device
+    _facts = facts

@@ -47,14 +47,17 @@ class TorchTeam:
         place: of this worker.
         meeting: the workers that have found one another.
         backend: what torch.distributed is to use: ``gloo``, or ``cpu:gloo,cuda:nccl``.
-        data_device: where collectives have their data: ``cpu``, or the worker's ``cuda:N``.
+        device: of the worker, as torch names it.
+        data_device: where collectives have their data: ``cpu``, or the device.
         timeout_s: a worker that is silent for so long is given up.
 
     Attributes:
         collective_bytes: that all ranks together have sent through collectives, as the lead counts them.
     """
 
-    def __init__(self, place: Place, meeting: Meeting, *, backend: str, data_device: str, timeout_s: float) -> None:
+    def __init__(
+        self, place: Place, meeting: Meeting, *, backend: str, device: str, data_device: str, timeout_s: float
+    ) -> None:
         self.rank = place.rank
         self.size = place.size
         self.hosts: Sequence[str] = meeting.hosts
@@ -63,6 +66,7 @@ class TorchTeam:
         self._line = meeting.line
         self._place = place
         self._backend = backend
+        self._device = device
         self._data_device = data_device
         self._timeout_s = timeout_s
         self._n_meetings = 0
@@ -115,6 +119,7 @@ class TorchTeam:
         return {
             "launcher": self._place.launcher,
             "backend": self._backend,
+            "device": self._device,
             "restarts": self._place.restarts,
             "n_meetings": self._n_meetings,
             "collective_bytes": self.collective_bytes,

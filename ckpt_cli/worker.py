@@ -10,6 +10,7 @@ launch``, which names a directory for results, a worker therefore ends with 0 af
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -95,9 +96,12 @@ def _joined(place: Place, options: WorkerOptions, command: Sequence[str], starte
     facts = facts_of(place, command, backend=backend, device=torch_name)
     meeting = met(place, facts, problem_of, timeout_s=options.timeout_s, join_timeout_s=options.join_timeout_s)
     data_device = torch_name if options.backend == "nccl" else "cpu"
-    team = TorchTeam(place, meeting, backend=backend, data_device=data_device, timeout_s=options.timeout_s)
+    team = TorchTeam(
+        place, meeting, backend=backend, device=torch_name, data_device=data_device, timeout_s=options.timeout_s
+    )
     team.runtime_bytes = max(_resident_bytes() - started_bytes, 0)
-    teamwork.join(team, device=device)
+    teamwork.join(team, device=device, facts=team.facts)
+    gc.freeze()  # the hundred thousand objects of torch: no collection need look at them
     return team
 
 

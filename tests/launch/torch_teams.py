@@ -36,7 +36,7 @@ def joined(where: Place, *, timeout_s: float = 60.0, facts: dict[str, Any] | Non
     from ckpt_cli.torch_team import TorchTeam
 
     meeting = met(where, facts or {}, lambda members: None, timeout_s=timeout_s, join_timeout_s=TIMEOUT_S)
-    return TorchTeam(where, meeting, backend="gloo", data_device="cpu", timeout_s=timeout_s)
+    return TorchTeam(where, meeting, backend="gloo", device="cpu", data_device="cpu", timeout_s=timeout_s)
 
 
 def run_torch_team(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
