@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.canonical import canonical
 from core.errors import UsageError
 from core.fingerprint import SCHEME, Fingerprint
-from core.fingerprint_read import read_fingerprints
+from core.fingerprint_share import fingerprints_of_directory
 from core.layout import Rules
 from core.manifest_file import Manifest, read_manifest
-from core.open import located, open_checkpoint
+from core.open import located
 from core.recorded import is_manifest, recorded
 from core.scan import DEFAULT_MEMORY_BYTES
 from core.store import LocalStore
+from core.team import ALONE, Figures, Team, told
 
 _DEFAULT_THREADS = 2
 
@@ -27,14 +27,21 @@ class Against:
     Args:
         label: where they come from.
         fingerprints: by canonical key.
+        figures: of the workers that have read them; none where a manifest states them.
     """
 
     label: str
     fingerprints: Mapping[str, Fingerprint]
+    figures: tuple[Figures, ...] = ()
 
 
 def against_of(
-    path: Path, *, rules: Rules, threads: int | None = None, memory_bytes: int | None = DEFAULT_MEMORY_BYTES
+    path: Path,
+    *,
+    rules: Rules,
+    threads: int | None = None,
+    memory_bytes: int | None = DEFAULT_MEMORY_BYTES,
+    team: Team = ALONE,
 ) -> Against:
     """The fingerprints of a manifest, of the manifest of a checkpoint, or of a checkpoint, which is then read.
 
@@ -42,11 +49,23 @@ def against_of(
         path: a manifest, or see ``core.open``.
         rules: the layout's table.
         threads, memory_bytes: for reading.
+        team: which reads together; on other ranks than the lead, fingerprints that had to be read are left out.
 
     Raises:
         UsageError: there is no such path, or the manifest has no fingerprints.
         CheckpointingException: it cannot be read.
     """
+    stated = told(team, lambda: _stated(path))
+    if stated is not None:
+        return stated
+    made = fingerprints_of_directory(
+        path, rules=rules, threads=threads or _DEFAULT_THREADS, memory_bytes=memory_bytes, team=team
+    )
+    return Against(str(path), made.fingerprints, made.figures)
+
+
+def _stated(path: Path) -> Against | None:
+    """What a manifest states; None if there is none that can be used."""
     if path.is_file() and (is_manifest(path.name) or _holds_schema(path)):
         store = LocalStore(path.parent)
         try:
@@ -58,13 +77,7 @@ def against_of(
     known = recorded(place.store.root, entry=place.store.entry)
     if known is not None and known.manifest is not None and known.manifest.scheme == SCHEME:
         return Against(f"the manifest of {path}", known.manifest.fingerprints)
-    opened = open_checkpoint(path)
-    try:
-        catalog = canonical(opened, rules=rules).catalog
-        found = read_fingerprints(catalog, opened.store, threads=threads or _DEFAULT_THREADS, memory_bytes=memory_bytes)
-        return Against(str(path), found)
-    finally:
-        opened.store.close()
+    return None
 
 
 def _holds_schema(path: Path) -> bool:

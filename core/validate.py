@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,9 +127,8 @@ def validate(
     try:
         if against is not None:
             subject.against = _against(against, subject)
-        if team.size > 1:
-            _read_together(subject)
-        return told(team, lambda: _judged(subject, begun))
+        figures = _read_together(subject) if team.size > 1 else ()
+        return told(team, lambda: _judged(subject, begun, figures))
     finally:
         subject.store.close()
 
@@ -145,22 +144,31 @@ def _sight(subject: Subject) -> object:
     )
 
 
-def _read_together(subject: Subject) -> None:
+def _read_together(subject: Subject) -> tuple[Figures, ...]:
     """The passes over data, which the ranks of a team divide, so that the checks find at the lead what they ask for.
+
+    Returns:
+        What the workers did, at the lead.
 
     Raises:
         WorkerError: a rank failed.
     """
+    passes: list[Sequence[Figures]] = [idle(subject.team)]
     if subject.level == Level.DEEP:
         try:
-            _ = subject.deep
+            passes.append(subject.deep.scanned.figures)
         except WorkerError:
             raise
         except CheckpointingException:
             pass  # on all ranks alike, and the checks say it
+    if subject.against is not None:
+        from core.checks.fingerprints import read_together
+
+        passes += [subject.against.figures, read_together(subject)]
+    return added_up(passes)
 
 
-def _judged(subject: Subject, begun: float) -> Validation:
+def _judged(subject: Subject, begun: float, figures: tuple[Figures, ...]) -> Validation:
     """Runs the checks."""
     n_checks = 0
     format = None if subject.format is None else subject.format.name
@@ -180,15 +188,8 @@ def _judged(subject: Subject, begun: float) -> Validation:
         n_checks=n_checks,
         seconds=time.monotonic() - begun,
         against=None if other is None else (other.label, subject.n_compared),
-        figures=_figures(subject),
+        figures=figures,
     )
-
-
-def _figures(subject: Subject) -> tuple[Figures, ...]:
-    """What the workers did; none of a process that works alone."""
-    if subject.team.size == 1:
-        return ()
-    return added_up([idle(subject.team), subject.deep.scanned.figures if subject.level == Level.DEEP else ()])
 
 
 def _n_tensors(subject: Subject) -> int:
@@ -199,9 +200,12 @@ def _n_tensors(subject: Subject) -> int:
 def _against(path: Path, subject: Subject) -> Against:
     from core.against import against_of
 
-    return told(
-        subject.team,
-        lambda: against_of(path, rules=subject.rules, threads=subject.threads, memory_bytes=subject.memory_bytes),
+    return against_of(
+        path,
+        rules=subject.rules,
+        threads=subject.threads,
+        memory_bytes=subject.memory_bytes,
+        team=subject.team,
     )
 
 

@@ -15,11 +15,14 @@ from safetensors.numpy import save_file
 from core.catalog import StoredArray
 from core.checks import Level
 from core.errors import CheckpointingException, WorkerError
+from core.fingerprint import Fingerprint
+from core.fingerprint_share import fingerprints_of_directory
+from core.layout import load_rules
 from core.open import open_checkpoint
 from core.scan import scan
 from core.scan_sums import Scanned, Wanted
 from core.stated_sums import StatedSums
-from core.team import ALONE
+from core.team import ALONE, Team
 from core.validate import Validation, validate
 from core.value_facts import Facts, ValueObserver
 from tests.teams import PipeTeam, run_team
@@ -160,6 +163,60 @@ def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path) 
     assert {key: (one.nan.n, one.nan.first) for key, one in scanned(ALONE, large)[1].items() if one.nan.n} == {
         "a.weight": (3, 3 * 1777 + 5)
     }
+
+
+def test_other_checkpoints_to_compare_with(golden: Path, damaged: list[Path], large: Path) -> None:
+    """Tensors that the scan does not sum up, because they are computed from others, are read by all ranks."""
+    optimizer = golden / "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"
+    other = golden / "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable"
+    cases = [
+        (other, optimizer),
+        (optimizer, damaged[4]),
+        (golden / GOLDEN[0], damaged[0]),
+        (damaged[5], golden / GOLDEN[5]),
+        (large, large),
+    ]
+    for level in (Level.HEADERS, Level.DEEP):
+        expected = [compared(ALONE, *case, level) for case in cases]
+        assert {finding.code for one in expected if isinstance(one, Validation) for finding in one.findings} & {"CK824"}
+        every = run_team(3, compared_all, cases, level)
+        for one in every:
+            assert [bare(found) for found in one] == [bare(found) for found in expected]
+        read = [sum(one.read_bytes for one in found.figures) for found in every[0] if isinstance(found, Validation)]
+        assert all(read), read
+
+
+def compared_all(team: PipeTeam, cases: list[tuple[Path, Path]], level: Level) -> list[object]:
+    return [compared(team, *case, level) for case in cases]
+
+
+def compared(team: Team, against: Path, path: Path, level: Level) -> Validation | tuple[str, str]:
+    try:
+        return validate(path, level=level, against=against, threads=2, team=team)
+    except CheckpointingException as err:
+        return type(err).__name__, err.sentence
+
+
+def bare(found: Validation | tuple[str, str]) -> object:
+    return replace(found, seconds=0, figures=()) if isinstance(found, Validation) else found
+
+
+def fingerprints(team: Team, path: Path, memory_bytes: int) -> dict[str, Fingerprint] | str:
+    try:
+        return fingerprints_of_directory(
+            path, rules=load_rules(None), threads=2, memory_bytes=memory_bytes, team=team
+        ).fingerprints
+    except CheckpointingException as err:
+        return err.sentence
+
+
+def test_fingerprints_of_a_directory(golden: Path, large: Path) -> None:
+    paths = [golden / name for name in ("mcore0121_zarr/dense_gqa/tp2_pp2", "deepspeed/zero2_dp2_bf16")]
+    for path, memory_bytes in ((paths[0], 1 << 30), (paths[1], 1 << 30), (large, 1 << 30), (large, 1 << 20)):
+        expected = fingerprints(ALONE, path, memory_bytes)
+        lead, *others = run_team(3, fingerprints, path, memory_bytes)
+        assert lead == expected and expected
+        assert all(other == ({} if isinstance(expected, dict) else expected) for other in others)
 
 
 def with_other_directory(team: PipeTeam, path: Path, other: Path) -> str:

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from core.agreement import agreed
 from core.canonical import Canonical, canonical_of
 from core.checks import Check, Code, Level
 from core.checks.subject import Subject
 from core.deep import Watch
-from core.errors import CheckpointingException
+from core.errors import CheckpointingException, WorkerError
 from core.finding import Finding, Severity
 from core.fingerprint import Fingerprint
 from core.fingerprint_feeds import ArrayFeeds, Feeds
 from core.fingerprint_kernel import kernel
 from core.fingerprint_read import read_fingerprints
+from core.fingerprint_share import readable_fingerprints
+from core.team import Figures, is_lead
 
 _DEFAULT_THREADS = 2
 _OTHER = "see what differs: ckpt diff A B"
@@ -41,6 +44,42 @@ def watch(subject: Subject) -> Watch:
     products = stack.enter_context(kernel(sum(subject.files.values())))
     feeds = Feeds(form.catalog, subject.catalog.stored_arrays().values(), products)
     return Watch(observers=(ArrayFeeds(feeds, stack),))
+
+
+def read_together(subject: Subject) -> tuple[Figures, ...]:
+    """Makes the fingerprints that the scan does not make with all ranks of a team, before the check asks for them.
+
+    Returns:
+        What the workers did, at the lead.
+
+    Raises:
+        WorkerError: a rank failed.
+    """
+    team = subject.team
+    if subject.against is None:
+        return ()
+    try:
+        form = agreed(team, lambda: _form(subject), lambda found: found is None, what=str(subject.path))
+        fed = _fed(subject)
+    except WorkerError:
+        raise
+    except CheckpointingException:
+        return ()  # on all ranks alike, and the check says it
+    if form is None:
+        return ()
+    if not is_lead(team):
+        _let_go(subject)
+    keys = [key for key in form.catalog.tensors if key in subject.against.fingerprints and key not in fed]
+    made = readable_fingerprints(
+        form.catalog,
+        subject.store,
+        keys,
+        threads=subject.threads or _DEFAULT_THREADS,
+        memory_bytes=subject.memory_bytes,
+        team=team,
+    )
+    subject.shared = made.fingerprints
+    return made.figures
 
 
 def against(subject: Subject) -> Iterator[Finding]:
@@ -94,12 +133,8 @@ def _names(subject: Subject, form: Canonical) -> Iterator[Finding]:
 
 def _found(subject: Subject, form: Canonical, keys: list[str]) -> tuple[dict[str, Fingerprint], list[Finding]]:
     """Fingerprints of tensors, and what is wrong with those that have none."""
-    found: dict[str, Fingerprint] = {}
-    if subject.level == Level.DEEP:
-        for observer in subject.deep.watches["fingerprints"].observers:
-            if isinstance(observer, ArrayFeeds):
-                found = observer.feeds.found()
-                observer.held.close()
+    found = _fed(subject)
+    _let_go(subject)
     rest = [key for key in keys if key not in found]
     try:
         return found | _read(subject, form, rest), []
@@ -113,13 +148,37 @@ def _found(subject: Subject, form: Canonical, keys: list[str]) -> tuple[dict[str
     return found, problems
 
 
+def _fed(subject: Subject) -> dict[str, Fingerprint]:
+    """The fingerprints that the scan has made."""
+    found: dict[str, Fingerprint] = {}
+    for observer in _observers(subject):
+        found |= observer.feeds.found()
+    return found
+
+
+def _let_go(subject: Subject) -> None:
+    """Frees what the observers of the scan hold."""
+    for observer in _observers(subject):
+        observer.held.close()
+
+
+def _observers(subject: Subject) -> list[ArrayFeeds]:
+    if subject.level != Level.DEEP:
+        return []
+    observers = subject.deep.watches["fingerprints"].observers
+    return [observer for observer in observers if isinstance(observer, ArrayFeeds)]
+
+
 def _read(subject: Subject, form: Canonical, keys: list[str]) -> dict[str, Fingerprint]:
+    """Fingerprints of tensors, read now if a team has not made them before."""
     threads = subject.threads or _DEFAULT_THREADS
-    return (
-        read_fingerprints(form.catalog, subject.store, keys, threads=threads, memory_bytes=subject.memory_bytes)
-        if keys
-        else {}
-    )
+    found = {key: subject.shared[key] for key in keys if key in subject.shared}
+    rest = [key for key in keys if key not in found]
+    if rest:
+        found |= read_fingerprints(
+            form.catalog, subject.store, rest, threads=threads, memory_bytes=subject.memory_bytes
+        )
+    return found
 
 
 def _compared(key: str, wanted: Fingerprint, found: Fingerprint, label: str) -> Iterator[Finding]:
