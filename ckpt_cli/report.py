@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.render import Cell, bytes_text, facts, n_text, seconds_text, shape_text, table
 from ckpt_cli.terminal import Screen, columns_of, escaped
+from core.team import summary_of
 
 if TYPE_CHECKING:
     from core.convert import Prepared, Report
     from core.explain import Explained
     from core.plan import Plan
+    from core.team import Figures
 
 LISTED = 12
 """So many entries of a list are shown; ``--json`` has them all."""
@@ -94,6 +96,8 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
         ("tensors", f"{report.n_tensors:,}"),
         ("time", f"{seconds_text(report.seconds)} ({rate}/s)"),
     ]
+    if report.workers:
+        pairs.append(("workers", _workers(report.workers)))
     if report.bytes_resumed:
         pairs.append(("resumed", f"{bytes_text(report.bytes_resumed)} were written already"))
     if report.n_copies:
@@ -107,6 +111,16 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
     pairs += _listed("not carried", report.dropped, style="yellow")
     pairs += _listed("note", report.notes, style="yellow")
     yield from facts(screen, pairs, indent=2)
+
+
+def _workers(workers: Sequence[Figures]) -> str:
+    """How many there were, and how alike their shares."""
+    found = summary_of(workers)
+    times = [worker.seconds for worker in workers]
+    return (
+        f"{len(workers)} on {n_text(len({worker.host for worker in workers}), 'host')}, "
+        f"largest share {found['balance']} × the mean, {seconds_text(min(times))} to {seconds_text(max(times))} each"
+    )
 
 
 def _listed(name: str, items: Sequence[str], *, style: str | None = None) -> list[tuple[str, Cell | str]]:

@@ -7,7 +7,7 @@
      "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float, "files": [str], "manifest": str,
      "notes": [str], "dropped": [str]}
 
-and with ``--dry-run``::
+of several workers also ``"launch"``, what each did (``core.team.summary_of``); and with ``--dry-run``::
 
     {"schema": "ckpt.plan/1", "dry_run": true, "src": str, "source_format": str, "dst": str, "target_format": str,
      "n_tensors": int, "n_fragments": int, "read_bytes": int, "least_read_bytes": int, "write_bytes": int,
@@ -42,11 +42,13 @@ from ckpt_cli.option_values import (
 )
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.report import explain_lines, plan_lines, report_lines
+from ckpt_cli.teamwork import team
 from ckpt_cli.terminal import escaped, screen_of
 from core.convert import Job, TopologyChange, prepare, run
 from core.errors import ReplicaMismatchError, UsageError
 from core.megatron_version import parse_version
 from core.pipeline import Pipeline, parse_layout
+from core.team import is_lead, told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,10 +154,10 @@ def pipeline_of(options: TransferOptions) -> Pipeline | None:
 
 
 def transfer(job: Job, options: TransferOptions) -> int:
-    """Runs or plans the job and tells about it; returns the exit code."""
+    """Runs or plans the job and tells about it; returns the exit code. Of several workers only the lead tells."""
     if options.explain:
-        return _explain(job, options)
-    return _plan(job, options) if options.dry_run else _run(job, options)
+        return told(team(), lambda: _explain(job, options))
+    return told(team(), lambda: _plan(job, options)) if options.dry_run else _run(job, options)
 
 
 def _explain(job: Job, options: TransferOptions) -> int:
@@ -188,9 +190,10 @@ def _plan(job: Job, options: TransferOptions) -> int:
 
 
 def _run(job: Job, options: TransferOptions) -> int:
+    workers = team()
     try:
-        with progress_bar(is_wanted=not options.quiet) as progress:
-            report = run(job, progress=progress)
+        with progress_bar(is_wanted=not options.quiet and workers.size == 1) as progress:
+            report = run(job, progress=progress, team=workers)
     except ReplicaMismatchError as err:
         gone = next((gone for gone, kept in job.tie if kept == err.key), None)
         if gone is None:
@@ -198,9 +201,11 @@ def _run(job: Job, options: TransferOptions) -> int:
         message = f"--tie: {gone!r} does not equal {err.key!r}: {err.message}"
         raise UsageError(message, hint="leave --tie out; both are needed") from err
     except KeyboardInterrupt:
-        if job.resume:
+        if job.resume or (workers.size > 1 and is_lead(workers)):
             _say("what is done so far is kept; the same command goes on from there")
         raise
+    if not is_lead(workers):
+        return 0
     if options.json:
         print(json.dumps({"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}))
     elif not options.quiet:

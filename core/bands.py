@@ -111,6 +111,55 @@ class Comparison:
 
 
 Item = Move | Weave | Comparison
+ItemNumber = tuple[int, int]
+"""Number of the tensor among those of the plan, and of the item among the tensor's: the same whoever does the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What one worker does of a tensor.
+
+    Args:
+        number: of the tensor among those of the plan.
+        match: the work of the whole tensor.
+        start, stop: which of its items: those that begin in these bytes, which ``weight_of`` counts; None for the end.
+    """
+
+    number: int
+    match: Match
+    start: int = 0
+    stop: int | None = None
+
+
+def items_of_portion(
+    portion: Portion, *, places: Places, bind: Bind, band_bytes: int, item_bytes: int = ITEM_BYTES
+) -> Iterator[tuple[ItemNumber, Item]]:
+    """The work items of a portion, with their numbers.
+
+    Args:
+        places, bind, band_bytes, item_bytes: as for ``items_of``.
+    """
+    items = items_of(portion.match, places=places, bind=bind, band_bytes=band_bytes, item_bytes=item_bytes)
+    if portion.start == 0 and portion.stop is None:
+        yield from (((portion.number, n), item) for n, item in enumerate(items))
+        return
+    begin = 0
+    for n, item in enumerate(items):
+        if portion.stop is not None and begin >= portion.stop:
+            return
+        if begin >= portion.start:
+            yield (portion.number, n), item
+        begin += weight_of(item)
+
+
+def weight_of(item: Item) -> int:
+    """Bytes that an item reads and writes, about."""
+    if isinstance(item, Move):
+        return item.n_bytes + (0 if item.source.file is None else item.n_elements * itemsize(item.dtypes[0]))
+    n_elements = sum(band.n_elements for band in item.bands)
+    if isinstance(item, Comparison):
+        return n_elements * itemsize(item.dtype) * (1 + len(item.copies))
+    return n_elements * sum(map(itemsize, item.dtypes))
 
 
 def items_of(

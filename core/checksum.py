@@ -179,10 +179,12 @@ class ArrayPart:
     Args:
         runs: (offset, bytes, CRC-32) of runs that do not touch each other, by offset; the CRC is 0 if switched off.
         blocks: hashes by number, of all blocks that lie wholly in the runs; none if digests are switched off.
+        n_unsummed: bytes beside the runs that were written piecemeal.
     """
 
     runs: tuple[tuple[int, int, int], ...]
     blocks: Mapping[int, bytes]
+    n_unsummed: int = 0
 
 
 class ArraySum:
@@ -195,7 +197,7 @@ class ArraySum:
     Not safe for threads: the caller holds a lock around ``add`` and ``add_unsummed``.
     """
 
-    __slots__ = ("_blocks", "_is_unsummed", "_n_missing", "_runs", "_with_crc", "_with_digest", "n_bytes")
+    __slots__ = ("_blocks", "_n_missing", "_n_unsummed", "_runs", "_with_crc", "_with_digest", "n_bytes")
 
     def __init__(self, n_bytes: int, *, crc: bool, digest: bool) -> None:
         self.n_bytes = n_bytes
@@ -204,7 +206,7 @@ class ArraySum:
         self._blocks: dict[int, bytes] = {}
         self._with_crc = crc
         self._with_digest = digest
-        self._is_unsummed = False
+        self._n_unsummed = 0
 
     @property
     def is_complete(self) -> bool:
@@ -220,15 +222,14 @@ class ArraySum:
     def add_unsummed(self, n_bytes: int) -> None:
         """Takes ``n_bytes`` that were written piecemeal; the array will be read again as a whole."""
         self._n_missing -= n_bytes
-        self._is_unsummed = True
+        self._n_unsummed += n_bytes
 
     def part(self, read: ReadArray) -> ArrayPart:
-        """What has been added so far; nothing may have come unsummed.
+        """What has been added so far.
 
         Args:
             read: used for blocks that two of the runs share.
         """
-        assert not self._is_unsummed
         runs: list[tuple[int, int, int]] = []
         for offset, n_bytes, crc in sorted(self._runs):
             if runs and runs[-1][0] + runs[-1][1] == offset:
@@ -238,17 +239,18 @@ class ArraySum:
             else:
                 runs.append((offset, n_bytes, crc))
         blocks = dict(self._blocks)
-        for offset, n_bytes, _ in runs if self._with_digest else ():
+        for offset, n_bytes, _ in runs if self._with_digest and not self._n_unsummed else ():
             end = offset + n_bytes
             last = -(-end // BLOCK_BYTES) if end == self.n_bytes else end // BLOCK_BYTES
             for number in range(-(-offset // BLOCK_BYTES), last):
                 if number not in blocks:
                     blocks[number] = self._seam(number, read)
-        return ArrayPart(tuple(runs), blocks)
+        return ArrayPart(tuple(runs), blocks, self._n_unsummed)
 
     def join(self, part: ArrayPart) -> None:
         """Takes what another process has of the array."""
-        self._n_missing -= sum(n_bytes for _, n_bytes, _ in part.runs)
+        self._n_missing -= sum(n_bytes for _, n_bytes, _ in part.runs) + part.n_unsummed
+        self._n_unsummed += part.n_unsummed
         self._runs += part.runs
         self._blocks.update(part.blocks)
 
@@ -259,7 +261,7 @@ class ArraySum:
             read: used for seams only, or for everything if some bytes came unsummed.
         """
         assert self.is_complete
-        if self._is_unsummed:
+        if self._n_unsummed:
             return self._by_reading(read)
         crc = 0
         if self._with_crc:

@@ -5,7 +5,9 @@ Everything is written into a *stage*, a hidden sibling of the destination with a
     out/                        does not exist yet
     .out.ckpt-stage/            locked (flock) as long as someone works on it
     ├── data/                   becomes out/; for a single file: its file and manifest
-    └── journal.jsonl           only with resume
+    ├── journal.jsonl           only with resume; with several workers one for each, journal-1.jsonl …
+    ├── plan                    only with several workers (core.plan_file)
+    └── workers.lock            only with several workers (core.workers_lock)
 
 ``Stage.commit`` syncs the files, then the directories, renames ``data`` and syncs the parent. Any other way out removes
 the stage, save for a failure with ``resume``. A stage whose owner was killed carries no lock: the next run says so and
@@ -24,11 +26,13 @@ from typing import Self
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
 from core.folder_lock import NO_LOCKS, lock_folder
 from core.folders import empty_folder, make_folders, remove_empty, sync_folder, sync_folders
-from core.journal import BATCH_BYTES, FileJournal, is_journal_of
+from core.journal import BATCH_BYTES, FileJournal, is_journal_of, journal_path, journals_in
 from core.leftover import clear_finished, remove_stage
 from core.replacement import check_may_go, put_back, replace_dir, replace_file
 from core.stage_store import StageStore
 from core.store import translated
+from core.workers_lock import NAME as WORKERS_LOCK
+from core.workers_lock import WorkersLock, claim
 
 _PATIENCE = 3
 
@@ -47,14 +51,16 @@ class Stage:
         resume: keep the stage on failure, and continue one that belongs to the same plan.
         force: replace an existing destination, at the end.
         fsync: wait for the disk.
-        identity: of the plan, see ``core.journal.identity_of``; needed with ``resume``.
+        identity: of the plan, see ``core.plan_file.identity_of``; needed with ``resume``.
         needed_bytes: bytes of all files to come; 0 leaves the free space unchecked.
         keep: paths that the destination must neither contain nor, if it exists, lie in, such as the source.
         batch_bytes: with ``resume``, how much a killed run may lose.
+        is_shared: several workers fill it; needs ``resume``.
 
     Attributes:
         store: the files being written.
         journal: None without ``resume``.
+        workers: the lock that the workers share; None if this process works alone, and none has been there before.
         notes: what was found and done about it, one sentence each.
 
     Raises (on entering):
@@ -75,6 +81,7 @@ class Stage:
         needed_bytes: int = 0,
         keep: Sequence[Path] = (),
         batch_bytes: int = BATCH_BYTES,
+        is_shared: bool = False,
     ) -> None:
         self.dst = Path(os.path.abspath(dst))
         self.is_file = is_file
@@ -89,6 +96,8 @@ class Stage:
         self._needed_bytes = needed_bytes
         self._keep = keep
         self._batch_bytes = batch_bytes
+        self._is_shared = is_shared
+        self.workers: WorkersLock | None = None
         self._lock_fd = -1
         self._new: os.stat_result | None = None
         self._keeps_found = False
@@ -111,14 +120,14 @@ class Stage:
         return self
 
     def _begin(self) -> None:
-        journal_path = self.stage_dir / "journal.jsonl"
+        journals = journals_in(self.stage_dir)
         with translated(str(self.stage_dir), doing="look into"):
-            is_found = any(self.stage_dir.iterdir())
+            is_found = any(entry.name != WORKERS_LOCK for entry in self.stage_dir.iterdir())
             self._keeps_found = is_found and self._resume  # until it is known to be of no use
             if put_back(self.stage_dir, self.dst):
                 self.notes.append(f"{self.dst.name}, which an interrupted run had set aside, was put back")
                 self._check_destination()
-        if self._resume and is_journal_of(journal_path, self._plan()):
+        if self._resume and any(is_journal_of(path, self.journal_of) for path in journals):
             self.notes.append("continuing the unfinished stage")
         elif is_found:
             self._keeps_found = False
@@ -126,16 +135,26 @@ class Stage:
                 f"{self.stage_dir.name}, left behind by an earlier run, "
                 + ("belongs to other input or options; it was removed" if self._resume else "was removed")
             )
-            empty_folder(self.stage_dir)
+            empty_folder(self.stage_dir, keep=(WORKERS_LOCK,))
+            journals = []
         with translated(str(self.stage_dir), doing="create"):
             self.data_dir.mkdir(exist_ok=True)
         self._check_space()
         self.store = StageStore(self.data_dir, is_durable=self._fsync)
         if self._resume:
-            self.journal = FileJournal(journal_path, self._plan(), sync=self._sync_data, batch_bytes=self._batch_bytes)
+            self.journal = FileJournal(
+                journal_path(self.stage_dir),
+                self.journal_of,
+                sync=self._sync_data,
+                batch_bytes=self._batch_bytes,
+                others=journals,
+            )
+        if self.workers is not None:
+            self.workers.share()
 
-    def _plan(self) -> str:
-        """What a journal must be of: the plan, and this directory, which another one may replace (``--force``)."""
+    @property
+    def journal_of(self) -> str:
+        """What journals must be of: the plan, and this directory, which another one may replace (``--force``)."""
         with translated(str(self.data_dir), doing="look at"):
             is_there = os.path.lexists(self.data_dir)
             return f"{self._identity} in {os.lstat(self.data_dir).st_ino if is_there else 'none'}"
@@ -164,6 +183,12 @@ class Stage:
         self._lock_fd = lock.fd
         if not lock.is_sure:
             self.notes.append(NO_LOCKS)
+        if self._is_shared or os.path.lexists(self.stage_dir / WORKERS_LOCK):
+            try:
+                self.workers = claim(self.stage_dir)
+            except BaseException:
+                self._unlock()
+                raise
 
     def _check_space(self) -> None:
         if self._needed_bytes:
@@ -289,6 +314,8 @@ class Stage:
                 store.close()
 
     def _unlock(self) -> None:
+        if self.workers is not None:
+            self.workers.close()
         fd, self._lock_fd = self._lock_fd, -1
         with suppress(OSError):
             os.close(fd)

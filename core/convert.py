@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from core import __version__
 from core.catalog import Catalog
 from core.commit import Stage
-from core.copy import execute
+from core.copy import CopyResult, execute
 from core.errors import UnsupportedError, UsageError
 from core.explain import Explained, explained
 from core.formats import Format, format_called, formats
@@ -36,7 +36,6 @@ from core.job import Report as Report
 from core.job import TopologyChange as TopologyChange
 from core.job_checks import is_cut
 from core.job_sizes import check_source_sizes, target_topology
-from core.journal import identity_of
 from core.layout import load_rules, shard, stack
 from core.layout_state import OPTIMIZER, texts_of
 from core.manifest import FileSum, finish_files, manifest_name, write_manifest
@@ -45,13 +44,16 @@ from core.occupied import check_replaceable
 from core.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.optimizer import Optimizer
 from core.plan import Plan, make_plan
+from core.plan_file import identity_of
 from core.relink import linked
 from core.safe_pickle import gc_paused, noting_names
 from core.select import folded
 from core.target import partitioned, source_and_target, tensors_only
+from core.team import ALONE, Figures, Team
 from core.verify import check_memory, verify
 
 if TYPE_CHECKING:
+    from core.fingerprint import Fingerprint
     from core.fingerprint_copy import CopyFingerprints
 
 
@@ -403,33 +405,31 @@ def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
     return made if job.src.is_absolute() else Path(os.path.relpath(made))
 
 
-def run(job: Job, *, progress: Progress | None = None) -> Report:
+def run(job: Job, *, progress: Progress | None = None, team: Team = ALONE) -> Report:
     """Does the job: all or nothing, unless ``resume`` keeps an unfinished stage.
 
     Args:
         job: what to do.
-        progress: called with (bytes done, bytes in all) from the copying threads.
+        progress: called with (bytes done, bytes in all) from the copying threads; of a process that works alone.
+        team: the workers that do it together; all of them call this. They keep an unfinished stage in any case.
+
+    Returns:
+        What was done; on workers other than the lead without what is known after the commit.
 
     Raises:
         CheckpointingException: any kind; the destination is untouched.
     """
+    if team.size > 1:
+        from core.shared_convert import run_shared
+
+        return run_shared(job, team)
     begun = time.monotonic()
     with prepare(job) as prepared:
         plan, source = prepared.plan, prepared.source
-        is_file = prepared.is_file
         if job.force:
             check_replaceable(prepared.dst, [image.path for image in prepared.images])
-        needed = plan.file_bytes
-        stage = Stage(
-            prepared.dst,
-            is_file=is_file,
-            resume=job.resume,
-            force=job.force,
-            fsync=job.fsync,
-            identity=identity_of(plan, source.store, options=_identity(job)) if job.resume else "",
-            needed_bytes=needed,
-            keep=(source.path,),
-        )
+        identity = identity_of(plan, source.store, options=identity_text(job)) if job.resume else ""
+        stage = stage_of(prepared, identity=identity)
         with stage, _watch(prepared) as watch:
             result = execute(
                 plan,
@@ -441,41 +441,132 @@ def run(job: Job, *, progress: Progress | None = None) -> Report:
                 journal=stage.journal,
                 watch=watch,
             )
-            files = finish_files(plan, result, stage.store, crc=job.crc)
-            for path, name, size in prepared.links:
-                stage.store.link(path, source.store.path(name))
-                files.append(FileSum(path, size, None))
-            manifest = manifest_name(prepared.dst.name if is_file else None)
-            tool = f"ckpt-toolkit {__version__}"
-            written = stage.data_dir / prepared.dst.name if is_file else stage.data_dir
-            fingerprints, n_read_back = None, 0
-            if watch is not None:
-                fingerprints, n_read_back = watch.finish(written, threads=job.threads, memory_bytes=job.memory_bytes)
-            write_manifest(
-                stage.store, manifest, plan, result, files, tool=tool, crc=job.crc, fingerprints=fingerprints
-            )
+            found = finished(prepared, stage, result, fingerprints=_seen_by(watch, job))
             n_verified = _verified(prepared, stage, progress) if job.verify else 0
             source.store.verify_unchanged()
             stage.commit()
-        return Report(
-            src=str(source.path),
-            dst=str(prepared.dst),
-            source_format=source.format.name,
-            format=prepared.target_format.name,
-            n_tensors=prepared.n_tensors,
-            bytes_read=result.read_bytes,
-            bytes_written=plan.file_bytes,
-            bytes_resumed=result.resumed_bytes,
-            bytes_verified=n_verified,
-            n_copies=plan.n_copies,
-            n_fingerprints=len(fingerprints or ()),
-            n_read_back=n_read_back,
+        return report_of(
+            prepared,
+            stage,
+            result,
+            found,
+            n_verified=n_verified,
             seconds=time.monotonic() - begun,
-            files=tuple(path for path, _ in prepared.files),
-            manifest=str(prepared.dst.parent / manifest if is_file else prepared.dst / manifest),
-            notes=(*prepared.notes, *stage.notes),
-            dropped=prepared.dropped,
         )
+
+
+def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> Stage:
+    """The stage of a job.
+
+    Args:
+        identity: of the plan; needed with ``resume``.
+        is_shared: several workers fill it.
+    """
+    job = prepared.job
+    return Stage(
+        prepared.dst,
+        is_file=prepared.is_file,
+        resume=job.resume,
+        force=job.force,
+        fsync=job.fsync,
+        identity=identity,
+        needed_bytes=prepared.plan.file_bytes,
+        keep=(prepared.source.path,),
+        is_shared=is_shared,
+    )
+
+
+def written_path(prepared: Prepared, stage: Stage) -> Path:
+    """Where the destination is until it is published."""
+    return stage.data_dir / prepared.dst.name if prepared.is_file else stage.data_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Fingerprints of what has been written.
+
+    Args:
+        fingerprints: by key; None if they were not asked for.
+        n_read_back: those for which the result was read again.
+    """
+
+    fingerprints: dict[str, Fingerprint] | None = None
+    n_read_back: int = 0
+
+
+def finished(
+    prepared: Prepared, stage: Stage, result: CopyResult, *, fingerprints: Callable[[Path], Made] | None
+) -> Made:
+    """Writes what a destination has beside its tensors: literals, links, and the manifest.
+
+    Args:
+        result: of the copy; all tensors are written.
+        fingerprints: makes those of what is written at a path, if they are wanted.
+
+    Raises:
+        CheckpointingException: the system refuses, or the destination cannot be read for its fingerprints.
+    """
+    job, plan = prepared.job, prepared.plan
+    files = finish_files(plan, result, stage.store, crc=job.crc)
+    for path, name, size in prepared.links:
+        stage.store.link(path, prepared.source.store.path(name))
+        files.append(FileSum(path, size, None))
+    made = Made() if fingerprints is None else fingerprints(written_path(prepared, stage))
+    write_manifest(
+        stage.store,
+        _manifest_of(prepared),
+        plan,
+        result,
+        files,
+        tool=f"ckpt-toolkit {__version__}",
+        crc=job.crc,
+        fingerprints=made.fingerprints,
+    )
+    return made
+
+
+def _manifest_of(prepared: Prepared) -> str:
+    return manifest_name(prepared.dst.name if prepared.is_file else None)
+
+
+def report_of(
+    prepared: Prepared,
+    stage: Stage,
+    result: CopyResult,
+    made: Made,
+    *,
+    n_verified: int,
+    seconds: float,
+    workers: Sequence[Figures] = (),
+) -> Report:
+    """The report of a job that is done.
+
+    Args:
+        n_verified: bytes that were compared with the source.
+        seconds: wall time.
+        workers: what each did, of several.
+    """
+    dst, manifest = prepared.dst, _manifest_of(prepared)
+    return Report(
+        src=str(prepared.source.path),
+        dst=str(dst),
+        source_format=prepared.source.format.name,
+        format=prepared.target_format.name,
+        n_tensors=prepared.n_tensors,
+        bytes_read=result.read_bytes,
+        bytes_written=prepared.plan.file_bytes,
+        bytes_resumed=result.resumed_bytes,
+        bytes_verified=n_verified,
+        n_copies=prepared.plan.n_copies,
+        n_fingerprints=len(made.fingerprints or ()),
+        n_read_back=made.n_read_back,
+        seconds=seconds,
+        files=tuple(path for path, _ in prepared.files),
+        manifest=str(dst.parent / manifest if prepared.is_file else dst / manifest),
+        notes=(*prepared.notes, *stage.notes),
+        dropped=prepared.dropped,
+        workers=tuple(workers),
+    )
 
 
 def _watch(prepared: Prepared) -> AbstractContextManager[CopyFingerprints | None]:
@@ -489,6 +580,13 @@ def _watch(prepared: Prepared) -> AbstractContextManager[CopyFingerprints | None
     return watched(prepared.plan, entry=entry, rules=load_rules(job.rules, unknown=job.unknown))
 
 
+def _seen_by(watch: CopyFingerprints | None, job: Job) -> Callable[[Path], Made] | None:
+    """What gives the fingerprints once all is written."""
+    if watch is None:
+        return None
+    return lambda written: Made(*watch.finish(written, threads=job.threads, memory_bytes=job.memory_bytes))
+
+
 def _verified(prepared: Prepared, stage: Stage, progress: Progress | None) -> int:
     """Bytes of the stage that were read again and compared with the source."""
     job, plan = prepared.job, prepared.plan
@@ -497,14 +595,14 @@ def _verified(prepared: Prepared, stage: Stage, progress: Progress | None) -> in
     return verify(
         plan,
         prepared.source.store,
-        stage.data_dir / prepared.dst.name if prepared.is_file else stage.data_dir,
+        written_path(prepared, stage),
         rules=load_rules(job.rules, unknown=job.unknown),
         memory_bytes=job.memory_bytes,
         progress=_counted(progress, plan.write_bytes),
     )
 
 
-def _identity(job: Job) -> str:
+def identity_text(job: Job) -> str:
     """The options that decide which bytes are written, and by which version of the tool."""
     options = asdict(job)
     for name in ("src", "dst", "resume", "force", "fsync", "verify", "fingerprint", "threads", "memory_bytes"):

@@ -83,6 +83,7 @@ class Copier:
             watch=watch,
         )
         self.read_bytes = 0
+        self.written_bytes = 0
 
     def do(self, item: Item) -> tuple[ItemRecord | None, set[str]]:
         """Does an item, or part of it if the copy is stopped.
@@ -99,6 +100,7 @@ class Copier:
             self._move(item, out, min(CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES, len(self._band)))
         else:
             self._weave(item, out)
+        self.written_bytes += out.written_bytes
         if self._is_stopped():
             return None, set()
         return out.close()

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import threading
 from array import array as columns
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.bands import ITEM_BYTES, Item, items_of
+from core.bands import ITEM_BYTES, Item, ItemNumber, Portion, items_of_portion
 from core.catalog import StoredArray
 from core.checksum import BLOCK_BYTES, RunSum
 from core.copier import Copier, band_bytes_of
 from core.crew import Crew
 from core.decoded import DecodedStore
 from core.device import DEQUANTIZE, QUANTIZE, Device
+from core.image import FileImage
 from core.ledger import ItemRecord, Ledger
 from core.output import Stage, Watch
 from core.places import Places
-from core.plan import Plan
 from core.store import ReadStore
 
 Progress = Callable[[int], None]
@@ -32,11 +32,42 @@ Progress = Callable[[int], None]
 class Journal(Protocol):
     """Remembers finished items, see ``core.journal``."""
 
-    def done(self, item: int) -> ItemRecord | None:
+    def done(self, item: ItemNumber) -> ItemRecord | None:
         """What an earlier run recorded for an item."""
 
-    def add(self, item: int, record: ItemRecord, files: Iterable[str]) -> None:
+    def add(self, item: ItemNumber, record: ItemRecord, files: Iterable[str]) -> None:
         """Records an item whose bytes have been written to ``files``."""
+
+
+class Work(Protocol):
+    """What is to be copied: a whole plan (``core.plan``), or one worker's share of it (``core.plan_file``).
+
+    Attributes:
+        images: the files to make.
+        places: where the target's arrays lie.
+        threads, buffer_bytes, cache_bytes: see ``core.plan.Plan``.
+    """
+
+    @property
+    def images(self) -> Sequence[FileImage]: ...
+
+    @property
+    def places(self) -> Places: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def buffer_bytes(self) -> int: ...
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    def portions(self) -> Iterator[Portion]:
+        """What is to be done, tensor by tensor."""
+
+    def bind(self, store: ReadStore, array: StoredArray) -> StoredArray:
+        """See ``Catalog.bind``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +78,24 @@ class CopyResult:
         places: the arrays.
         read_bytes, written_bytes: bytes that went through.
         resumed_bytes: bytes of the target that an earlier run had written.
-        crcs: CRC-32s by array number; zeros if switched off.
-        digests: 16 bytes per array number; None if switched off.
+        ledger: the checksums.
     """
 
     places: Places
     read_bytes: int
     written_bytes: int
     resumed_bytes: int
-    crcs: columns[int]
-    digests: bytearray | None
+    ledger: Ledger
+
+    @property
+    def crcs(self) -> columns[int]:
+        """CRC-32s by array number; zeros if switched off."""
+        return self.ledger.crcs
+
+    @property
+    def digests(self) -> bytearray | None:
+        """16 bytes per array number; None if switched off."""
+        return self.ledger.digests or None
 
     def crc_of(self, name: str) -> int:
         """CRC-32 of an array, by name; 0 if none was computed.
@@ -83,7 +122,7 @@ class CopyResult:
 
 
 def execute(
-    plan: Plan,
+    plan: Work,
     source_store: ReadStore,
     stage_store: Stage,
     *,
@@ -96,11 +135,12 @@ def execute(
     journal: Journal | None = None,
     watch: Watch | None = None,
     device: Device | None = None,
+    heed: Callable[[], None] | None = None,
 ) -> CopyResult:
     """Creates the files of a plan and fills their arrays.
 
     Args:
-        plan: the proven work.
+        plan: the proven work, or a share of it.
         source_store: holds the source's files.
         stage_store: gets the files.
         threads: copying threads; None takes the plan's.
@@ -112,6 +152,7 @@ def execute(
         journal: finished items are recorded in it, and those it lists are checked and passed over.
         watch: sees what is written; not what an earlier run had written.
         device: on which per-byte work may be done; None for the CPU path.
+        heed: called before each item, also before those that write nothing; what it raises ends the copy.
 
     Raises:
         CorruptError: a source array's bytes do not have the CRC that the source states.
@@ -133,6 +174,7 @@ def execute(
         watch=watch,
         device=device,
         threads=threads or plan.threads,
+        heed=heed,
     )
     run.go(threads or plan.threads)
     return run.result()
@@ -152,7 +194,7 @@ class _Run:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Work,
         source_store: ReadStore,
         stage_store: Stage,
         *,
@@ -165,6 +207,7 @@ class _Run:
         watch: Watch | None,
         device: Device | None,
         threads: int,
+        heed: Callable[[], None] | None,
     ) -> None:
         self._plan = plan
         self._device = device
@@ -179,35 +222,35 @@ class _Run:
         self._progress = progress
         self._journal = journal
         self._watch = watch
+        self._heed = heed
         self._ledger = Ledger(plan.places, stage_store, crc=crc, digest=digest)
         self._items = self._all_items()
         self._lock = threading.Lock()
         self._crew = Crew("copy")
         self._read_bytes = 0
+        self._written_bytes = 0
         self._resumed_bytes = 0
 
-    def _all_items(self) -> Iterator[tuple[int, Item]]:
-        number = 0
-        for key in iter(self._plan.keys()):
-            match = self._plan.match(key)
-            for item in items_of(
-                match,
+    def _all_items(self) -> Iterator[tuple[ItemNumber, Item]]:
+        for portion in self._plan.portions():
+            yield from items_of_portion(
+                portion,
                 places=self._plan.places,
                 bind=self._bind,
                 band_bytes=band_bytes_of(self._buffer_bytes),
                 item_bytes=self._item_bytes,
-            ):
-                yield number, item
-                number += 1
+            )
 
     def _bind(self, array: StoredArray) -> StoredArray:
-        return self._source_store.placed(self._plan.source.bind(self._source_store, array))
+        return self._source_store.placed(self._plan.bind(self._source_store, array))
 
     def go(self, n_threads: int) -> None:
         """Runs the threads; the calling thread waits and stays open to signals."""
         self._crew.run(self._work, n_threads)
 
-    def _next(self) -> tuple[int, Item] | None:
+    def _next(self) -> tuple[ItemNumber, Item] | None:
+        if self._heed is not None:
+            self._heed()
         with self._lock:
             return None if self._crew.is_stopped() else next(self._items, None)
 
@@ -234,8 +277,9 @@ class _Run:
                     self._journal.add(number, record, files)
         with self._lock:
             self._read_bytes += copier.read_bytes
+            self._written_bytes += copier.written_bytes
 
-    def _is_resumed(self, number: int) -> bool:
+    def _is_resumed(self, number: ItemNumber) -> bool:
         """Whether an earlier run did an item, and its bytes are in the stage with the CRCs it recorded."""
         record = None if self._journal is None else self._journal.done(number)
         if record is None:
@@ -268,8 +312,7 @@ class _Run:
         return CopyResult(
             places=self._plan.places,
             read_bytes=self._read_bytes,
-            written_bytes=self._plan.write_bytes - self._resumed_bytes,
+            written_bytes=self._written_bytes,
             resumed_bytes=self._resumed_bytes,
-            crcs=self._ledger.crcs,
-            digests=self._ledger.digests if self._digest else None,
+            ledger=self._ledger,
         )

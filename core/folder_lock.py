@@ -16,7 +16,7 @@ from pathlib import Path
 from core.errors import StorageError
 from core.store import translated
 
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
+WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 NO_LOCKS = "the file system has no locks: make sure that nobody else writes this destination"
 
 
@@ -88,7 +88,7 @@ def _lock(fd: int, folder: Path, dst: Path) -> bool:
             hint=f"wait for it; it holds {folder.name}",
         ) from err
     except OSError as err:
-        if err.errno not in _WITHOUT_LOCKS:
+        if err.errno not in WITHOUT_LOCKS:
             raise
         return False
     return True

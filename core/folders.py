@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -43,14 +44,16 @@ def remove_empty(made: list[Path]) -> None:
             return
 
 
-def empty_folder(folder: Path) -> None:
-    """Removes everything that is in a directory; links are not followed.
+def empty_folder(folder: Path, *, keep: Container[str] = ()) -> None:
+    """Removes everything that is in a directory, save what has one of these names; links are not followed.
 
     Raises:
         StorageError: the system refuses.
     """
     with translated(str(folder), doing="empty"):
         for entry in os.scandir(folder):
+            if entry.name in keep:
+                continue
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
             else:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from core.megatron_version import MegatronVersion
 from core.pipeline import Pipeline
+from core.team import Figures, summary_of
 
 MIB = 1 << 20
 DEFAULT_MEMORY_BYTES = 512 * MIB
@@ -164,6 +165,7 @@ class Report:
         n_read_back: those of them for which the result was read again.
         manifest: path of the manifest.
         notes, dropped: see ``Prepared``.
+        workers: what each of several workers did; () for a process that worked alone.
     """
 
     src: str
@@ -183,7 +185,10 @@ class Report:
     manifest: str
     notes: tuple[str, ...]
     dropped: tuple[str, ...]
+    workers: tuple[Figures, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
-        """The report as a JSON object."""
-        return asdict(self)
+        """The report as a JSON object; with ``launch`` if there were several workers."""
+        found = asdict(self)
+        del found["workers"]
+        return {**found, "launch": summary_of(self.workers)} if self.workers else found

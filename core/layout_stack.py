@@ -155,13 +155,9 @@ def stack(
     common = {name: value for name, value in common_of(catalog).items() if name not in (OPTIMIZER, "args")}
     common = {"args": args, **common, **optimizer.common}
     notes += optimizer.notes
-    inside = {
-        leaf.key
-        for part in (common, *(item.value for item in objects.values()))
-        for leaf in walk(part)
-        if isinstance(leaf, TensorLeaf)
-    }
-    inside |= {item.raw_key for item in objects.values() if item.raw_key is not None}
+    parts = (common, *(item.value for item in objects.values()))
+    inside = [leaf.key for leaf in walk(parts) if isinstance(leaf, TensorLeaf)]
+    inside += [item.raw_key for item in objects.values() if item.raw_key is not None]
     hidden = {key: catalog.meta(key) for key in inside}
     if topology != facts.topology:
         notes.append(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from array import array as columns
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from core.checksum import ArraySum, RunSum, crc32_combine, digest_of
+from core.checksum import ArrayPart, ArraySum, ReadArray, RunSum, crc32_combine, digest_of
 from core.ends import RecordCrc
 from core.errors import CorruptError
 
@@ -70,6 +70,9 @@ class _Runs:
         self._longest: dict[int, CheckedRun] = {}  # by offset
         self._n_bytes = 0
 
+    def __iter__(self) -> Iterator[CheckedRun]:
+        return iter(self._longest.values())
+
     def add(self, run: CheckedRun) -> None:
         """Takes a run."""
         known = self._longest.get(run.offset)
@@ -89,6 +92,25 @@ class _Runs:
             crc = crc32_combine(crc, run.crc, run.n_bytes)
             reached += run.n_bytes
         return crc if reached == n_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """The books of one worker, small enough to travel.
+
+    Args:
+        numbers: arrays that it has written whole.
+        crcs: their CRC-32s.
+        digests: 16 bytes of each; empty if switched off.
+        open: what it knows of arrays that others write too.
+        checked: runs of source arrays of which others read the rest.
+    """
+
+    numbers: columns[int]
+    crcs: columns[int]
+    digests: bytes
+    open: dict[int, ArrayPart]
+    checked: tuple[CheckedRun, ...]
 
 
 class Ledger:
@@ -112,6 +134,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._open: dict[int, ArraySum] = {}
         self._checked: dict[tuple[str, str], _Runs] = {}
+        self._closed = columns("q")
         self.crcs = columns("I", bytes(4 * len(places)))
         self.digests = bytearray(16 * len(places)) if digest else bytearray()
         if digest:
@@ -143,12 +166,53 @@ class Ledger:
         with self._lock:
             if not array.is_complete or self._open.pop(number, None) is None:
                 return
-        file, base = self._places.file_of(number), self._places.offset_of(number)
-        crc, digest = array.finish(lambda offset, buffer: self._stage.read_into(file, base + offset, buffer))
+        crc, digest = array.finish(self._reader(number))
         with self._lock:
+            self._closed.append(number)
             self.crcs[number] = crc
             if digest:
                 self.digests[16 * number : 16 * number + 16] = digest
+
+    def _reader(self, number: int) -> ReadArray:
+        """Reads an array back from the stage."""
+        file, base = self._places.file_of(number), self._places.offset_of(number)
+        return lambda offset, buffer: self._stage.read_into(file, base + offset, buffer)
+
+    def state(self) -> LedgerState:
+        """What has been found out, once all items of this worker are done."""
+        digests = b"".join(self.digests[16 * n : 16 * n + 16] for n in self._closed) if self._digest else b""
+        return LedgerState(
+            self._closed,
+            columns("I", (self.crcs[n] for n in self._closed)),
+            digests,
+            {number: array.part(self._reader(number)) for number, array in self._open.items()},
+            tuple(run for runs in self._checked.values() for run in runs),
+        )
+
+    def join(self, state: LedgerState) -> None:
+        """Takes the books of another worker; arrays that are complete now are closed.
+
+        Raises:
+            CorruptError: a source array that several have read does not have its stated CRC.
+            TruncatedError, StorageError: bytes that two workers share cannot be read back.
+        """
+        for place, number in enumerate(state.numbers):
+            self._closed.append(number)
+            self.crcs[number] = state.crcs[place]
+            if self._digest:
+                self.digests[16 * number : 16 * number + 16] = state.digests[16 * place : 16 * place + 16]
+        for number, found in state.open.items():
+            with self._lock:
+                array = self._array(number)
+                array.join(found)
+            self._close_if_complete(number, array)
+        self.check(state.checked)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every array that has bytes has been written whole."""
+        n_wanted = sum(self._places.bytes_of(number) > 0 for number in range(len(self._places)))
+        return not self._open and len(set(self._closed)) == n_wanted
 
     def check(self, runs: Iterable[CheckedRun]) -> None:
         """Takes runs of source arrays, and compares the CRC of an array once it has been read whole.

@@ -27,8 +27,10 @@ class Places:
 
     def __init__(self, images: Sequence[FileImage]) -> None:
         self.images = images
+        self._paths: list[str] = [image.path for image in images]
         self._number: dict[str, int] = {}
-        self._image = columns("l")
+        self._is_numbered = False
+        self._image = columns("q")
         self._offset = columns("q")
         self._n_bytes = columns("q")
         paths: set[str] = set()
@@ -57,20 +59,42 @@ class Places:
             self._offset.append(placed.offset)
             self._n_bytes.append(n_bytes)
 
+    @classmethod
+    def of_columns(
+        cls, paths: Sequence[str], image: columns[int], offset: columns[int], n_bytes: columns[int]
+    ) -> Places:
+        """Places of which a lead has told: without images, and every array's name is its number.
+
+        Args:
+            paths: of the files.
+            image, offset, n_bytes: see ``as_columns``.
+        """
+        places = cls(())
+        places._paths = list(paths)
+        places._is_numbered = True
+        places._image, places._offset, places._n_bytes = image, offset, n_bytes
+        return places
+
+    def as_columns(self) -> tuple[columns[int], columns[int], columns[int]]:
+        """Of each array: the number of its file, its offset there and its length in bytes."""
+        return self._image, self._offset, self._n_bytes
+
     def __len__(self) -> int:
         return len(self._offset)
 
     def number_of(self, name: str) -> int | None:
         """The array's number, in the order of the images and of their arrays; None if it is not placed."""
+        if self._is_numbered:
+            return int(name)
         return self._number.get(name)
 
     def names(self) -> Iterator[str]:
         """The arrays' names, by number."""
-        return iter(self._number)
+        return map(str, range(len(self))) if self._is_numbered else iter(self._number)
 
     def file_of(self, number: int) -> str:
         """Path of the file image that holds an array."""
-        return self.images[self._image[number]].path
+        return self._paths[self._image[number]]
 
     def offset_of(self, number: int) -> int:
         """Byte offset of an array in its file."""

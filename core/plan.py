@@ -16,15 +16,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
+from core.bands import Portion
 from core.box import Box
-from core.catalog import Catalog
+from core.catalog import Catalog, StoredArray
 from core.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.dtypes import itemsize
 from core.errors import CapacityError
 from core.image import FileImage
 from core.match import Match, match, matched
 from core.places import ArrayCoverage, Places
+
+if TYPE_CHECKING:
+    from core.store import ReadStore
 
 MIB = 1 << 20
 DEFAULT_THREADS = 2
@@ -104,6 +109,14 @@ class Plan:
     def keys(self) -> Iterator[str]:
         """Keys with work, in order."""
         return _keys(self.target, self.places)
+
+    def portions(self) -> Iterator[Portion]:
+        """The work of all keys, each whole; see ``core.copy.Work``."""
+        return (Portion(number, self.match(key)) for number, key in enumerate(self.keys()))
+
+    def bind(self, store: ReadStore, array: StoredArray) -> StoredArray:
+        """See ``Catalog.bind``."""
+        return self.source.bind(store, array)
 
     def match(self, key: str) -> Match:
         """The work of one key, derived again."""

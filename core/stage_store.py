@@ -123,7 +123,7 @@ class StageStore:
             os.fsync(fd)
 
     def sync_files(self) -> None:
-        """Syncs every file that was created or linked here.
+        """Syncs every file that was created, opened or linked here.
 
         Raises:
             StorageError: the system could not write.
@@ -166,6 +166,7 @@ class StageStore:
                 with translated(name, doing="open"):
                     opened = _OpenFile(os.open(self.root / checked_name(name), _FLAGS))
                 self._open[name] = opened
+                self._names.add(name)
                 self._close_idle()
             self._open.move_to_end(name)
             opened.n_users += 1

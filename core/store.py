@@ -176,13 +176,18 @@ class LocalStore:
     Args:
         root: the directory.
         entry: the one file in it that the user pointed at, if so.
+        stamps: of files as another process has seen them, see ``stamp``; inodes are not compared, as they may differ
+            between hosts.
 
     The first open of a file remembers its size, mtime and inode; ``verify_unchanged`` compares them at the end.
     """
 
-    def __init__(self, root: Path, *, entry: str | None = None) -> None:
+    def __init__(
+        self, root: Path, *, entry: str | None = None, stamps: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
         self.root = root
         self.entry = entry
+        self._stamps = stamps or {}
         self._open: OrderedDict[str, _OpenFile] = OrderedDict()
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._links: set[tuple[str, str]] = set()
@@ -389,6 +394,14 @@ class LocalStore:
         if not stat.S_ISREG(status.st_mode):
             _close(fd)
             raise UnsafeError("not a regular file", file=name, hint="remove it from the checkpoint")
+        wanted = self._stamps.get(name)
+        if wanted is not None and tuple(wanted[:2]) != (status.st_size, status.st_mtime_ns):
+            _close(fd)
+            raise SourceChangedError(
+                "the file is not the one that the plan was made for",
+                file=name,
+                hint="all hosts must see the same files, and nothing may write to them",
+            )
         self._seen.setdefault(name, (status.st_size, status.st_mtime_ns, status.st_ino))
         return fd
 

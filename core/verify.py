@@ -8,7 +8,8 @@ instead of being written every byte is compared with the one that is there.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from core.image import FileImage, PlacedArray
 from core.layout import Rules, unshard
 from core.open import Checkpoint, open_checkpoint
 from core.plan import MIB, MIN_BUFFER_BYTES, Plan, make_plan
+from core.store import LocalStore
 from core.topology import Topology
 
 if TYPE_CHECKING:
@@ -68,36 +70,50 @@ def verify(
         CorruptError: a byte, a tensor, a dtype or a shape is not what it should be.
         CheckpointingException: any other, if the destination cannot be read.
     """
+    with planned_again(plan, written, rules=rules, memory_bytes=memory_bytes) as (again, store):
+        execute(again, source_store, Comparison(store), crc=False, digest=False, progress=progress)
+        return again.write_bytes
+
+
+@contextmanager
+def planned_again(plan: Plan, written: Path, *, rules: Rules, memory_bytes: int) -> Iterator[tuple[Plan, LocalStore]]:
+    """The plan whose target is a destination that exists, and the destination's files.
+
+    Args:
+        plan, written, rules, memory_bytes: as for ``verify``.
+
+    Raises:
+        CheckpointingException: as for ``verify``.
+    """
     found = open_checkpoint(written)
     try:
-        _forget_cached(found)
+        for name in found.store.files():
+            forget_cached(found.store.path(name))
         catalog = _in_the_plans_keys(found, plan, rules)
         target = _bound(catalog, plan.target, found.store)
-        images = _images(target, found.store)
-        again = make_plan(
-            plan.source,
-            target,
-            images,
-            zeros={key: boxes for key, boxes in plan.zeros.items() if key in target.tensors},
-            threads=plan.threads,
-            memory_bytes=memory_bytes - plan.metadata_bytes,
-            compares=plan.compares,
+        yield (
+            make_plan(
+                plan.source,
+                target,
+                _images(target, found.store),
+                zeros={key: boxes for key, boxes in plan.zeros.items() if key in target.tensors},
+                threads=plan.threads,
+                memory_bytes=memory_bytes - plan.metadata_bytes,
+                compares=plan.compares,
+            ),
+            found.store,
         )
-        execute(again, source_store, _Comparison(found.store), crc=False, digest=False, progress=progress)
-        return again.write_bytes
     finally:
         found.store.close()
 
 
-def _forget_cached(found: Checkpoint) -> None:
-    """Asks the system to read the files from the disk again; what it has not written yet stays cached."""
-    for name in found.store.files():
-        path = found.store.path(name)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+def forget_cached(path: Path) -> None:
+    """Asks the system to read a file from the disk again; what it has not written yet stays cached."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def _in_the_plans_keys(found: Checkpoint, plan: Plan, rules: Rules) -> Catalog:
@@ -160,7 +176,7 @@ def _images(target: Catalog, store: ReadStore) -> list[FileImage]:
     ]
 
 
-class _Comparison:
+class Comparison:
     """A stage that compares what it is given with what is there."""
 
     def __init__(self, store: ReadStore) -> None:

@@ -23,9 +23,9 @@ from core.commit import Stage
 from core.copy import execute
 from core.errors import CheckpointingException, StorageError
 from core.image import FileImage, PlacedArray, literal_file
-from core.journal import identity_of
 from core.manifest import finish_files, manifest_name, write_manifest
 from core.plan import make_plan
+from core.plan_file import identity_of
 from core.store import LocalStore
 
 ROWS, COLUMNS, TENSORS = 1024, 96, 12

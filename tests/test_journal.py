@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from core.convert import Job, prepare, run
-from core.journal import identity_of
+from core.plan_file import identity_of
 
 
 def identity(src: Path, dst: Path, **options: object) -> str:

@@ -60,11 +60,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "core.places",
             "core.ends",
             "core.bands",
+            "core.division",
             "core.weave",
         ),
     ),
     (
         *("core.copy", "core.copier", "core.output", "core.ledger"),
+        *("core.plan_codec", "core.plan_file", "core.shared_copy", "core.workers_lock"),
         *("core.stage_store", "core.folder_lock", "core.folders", "core.leftover", "core.replacement"),
         *("core.commit", "core.journal", "core.manifest", "core.occupied"),
         *(
@@ -79,7 +81,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("core.changes", "core.job_checks", "core.job_sizes", "core.global_form"),
-        *("core.convert", "core.contract", "core.summary"),
+        *("core.convert", "core.shared_convert", "core.contract", "core.summary"),
         *("core.explain", "core.verify", "core.relink"),
         *("core.fingerprint_copy", "core.against"),
         *("core.live_load", "core.live_save"),

@@ -115,11 +115,11 @@ def test_after_a_failed_sync_nothing_more_is_recorded(tmp_path: Path) -> None:
     journal = FileJournal(path, "plan", sync=sync, batch_bytes=10)
     item = ItemRecord((WrittenRun(0, 0, 60, 7),))
     with pytest.raises(StorageError):
-        journal.add(0, item, {"a"})
-    journal.add(1, item, {"a"})  # the system would say that all is well: it reports lost bytes once
+        journal.add((0, 0), item, {"a"})
+    journal.add((0, 1), item, {"a"})  # the system would say that all is well: it reports lost bytes once
     journal.flush()
     journal.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"journal": 1, "plan": "plan"}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"journal": 2, "plan": "plan"}]
 
 
 def test_folders_are_made_and_removed_as_long_as_they_are_empty(tmp_path: Path) -> None:

@@ -206,11 +206,11 @@ def _manifest(data: bytes) -> None:
 
 def _journal(data: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
-        file.write(b'{"journal":1,"plan":"p"}\n' + data)
+        file.write(b'{"journal":2,"plan":"p"}\n' + data)
         file.flush()
         made = journal.FileJournal(Path(file.name), "p", sync=lambda names: None)
         for item in range(4):
-            made.done(item)
+            made.done((0, item))
         made.close()
 
 
@@ -289,7 +289,7 @@ TARGETS: dict[str, Target] = {
     "manifest": Target(
         _manifest, (), (b'{"schema":"ckpt-manifest","version":1,"digest":null,"files":[],"arrays":[]}',)
     ),
-    "journal": Target(_journal, (), (b'{"items":[[0,[["w",0,4,7]],[["f","w",4,7,0,0,4,7]]]]}\n',)),
+    "journal": Target(_journal, (), (b'{"items":[[0,0,[["w",0,4,7]],[["f","w",4,7,0,0,4,7]]]]}\n',)),
     "ocdbt": Target(
         _ocdbt, ("manifest.ocdbt",), (b"\0\0\0" + bytes(16) + _varints(0, 1024, 100000), b"\1\0\0\0\0\1\1")
     ),
