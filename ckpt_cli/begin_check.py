@@ -6,10 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_cli.rank_env import Place
-from core.errors import CheckpointingException, UsageError
+from core.errors import CheckpointingException, UsageError, WorkerError
 
 
-def facts_of(place: Place, arguments: Sequence[str], *, backend: str, device: str) -> dict[str, Any]:
+def facts_of(
+    place: Place,
+    arguments: Sequence[str],
+    *,
+    backend: str | None = None,
+    device: str | None = None,
+    problem: CheckpointingException | None = None,
+) -> dict[str, Any]:
     """What a worker says of itself; can be written as JSON.
 
     Args:
@@ -17,13 +24,15 @@ def facts_of(place: Place, arguments: Sequence[str], *, backend: str, device: st
         arguments: the verb and what belongs to it.
         backend: how it will talk.
         device: its name in torch.
+        problem: why the worker cannot work at all; it tells the others, who would wait for it otherwise.
     """
     import torch
 
     gpu = None
-    if device != "cpu":
+    if device is not None and device != "cpu":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     return {
+        "problem": None if problem is None else told(problem),
         "size": place.size,
         "ckpt": ckpt_version(),
         "torch": str(torch.__version__),
@@ -32,6 +41,17 @@ def facts_of(place: Place, arguments: Sequence[str], *, backend: str, device: st
         "device": device,
         "gpu": gpu,
     }
+
+
+def told(error: CheckpointingException) -> dict[str, Any]:
+    """An error as JSON has it."""
+    return {"usage": isinstance(error, UsageError), "message": error.message, "hint": error.hint}
+
+
+def error_of(found: Mapping[str, Any]) -> CheckpointingException:
+    """The error that was ``told``."""
+    kind = UsageError if found["usage"] else WorkerError
+    return kind(found["message"], hint=found["hint"])
 
 
 def ckpt_version() -> str:
@@ -47,6 +67,11 @@ def problem_of(members: Sequence[Mapping[str, Any]]) -> CheckpointingException |
     Args:
         members: what they say, by rank; ``host`` is where each runs.
     """
+    for rank, member in enumerate(members):
+        if member["problem"] is not None:
+            error = error_of(member["problem"])
+            error.message = f"rank {rank} on {member['host']}: {error.message}"
+            return error
     for name, what, hint in (
         ("size", "number of workers", "two jobs meet at one MASTER_PORT: give each its own"),
         ("ckpt", "version of ckpt", "install the same one on all hosts"),

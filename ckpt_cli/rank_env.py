@@ -29,6 +29,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckpt_cli.launch_results import RESULTS_VARIABLE
 from core.errors import UsageError
 
 _FIRST_PORT = 20_000
@@ -102,8 +103,9 @@ def _of_torch(environ: Mapping[str, str]) -> Place:
     if missing:
         raise UsageError(f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}", hint="set all four")
     rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
     return Place(
-        "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment",
+        "ckpt launch" if environ.get(RESULTS_VARIABLE) else launcher,
         rank,
         size,
         _number(environ, "LOCAL_RANK"),

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
 
+from ckpt_cli.begin_check import error_of, told
 from ckpt_cli.rank_env import Place
 from ckpt_cli.store_line import StoreLine
 from core.errors import CheckpointingException, UsageError, WorkerError
@@ -82,7 +83,7 @@ def met(place: Place, facts: Mapping[str, Any], judge: Judge, *, timeout_s: floa
         prefix, welcome = _joined(line, place, mine, deadline, join_timeout_s)
     _part(line, place, prefix, has_failed=welcome["error"] is not None)
     if welcome["error"] is not None:
-        raise _error_of(welcome["error"])
+        raise error_of(welcome["error"])
     line.know(keeper=_keeper(place, host=welcome["hosts"][0]), timeout_s=timeout_s)
     return Meeting(line, prefix, welcome["hosts"], address)
 
@@ -155,7 +156,7 @@ def _welcomed(
     welcome = {
         "tokens": [member["token"] for member in members],
         "hosts": [member["host"] for member in members],
-        "error": None if error is None else _told(error),
+        "error": None if error is None else told(error),
     }
     text = json.dumps(welcome)
     line.ask(lambda store: store.set(f"{prefix}/welcome", text))
@@ -204,15 +205,6 @@ def _wait_for(line: StoreLine, keys: Sequence[str], deadline: float) -> None:
 
 def _is_there(line: StoreLine, keys: Sequence[str]) -> bool:
     return bool(line.ask(lambda store: store.check(list(keys))))
-
-
-def _told(error: CheckpointingException) -> dict[str, Any]:
-    return {"usage": isinstance(error, UsageError), "message": error.message, "hint": error.hint}
-
-
-def _error_of(told: Mapping[str, Any]) -> CheckpointingException:
-    kind = UsageError if told["usage"] else WorkerError
-    return kind(told["message"], hint=told["hint"])
 
 
 def interface_of(address: str) -> str | None:

@@ -1,7 +1,7 @@
 """The team that this process belongs to: of one, unless ``ckpt_cli.worker`` has joined it to others.
 
-Verbs pass ``team()`` to the engine, and ``device()`` for its per-byte work; only the lead prints. What all workers did is
-``launch`` in the JSON of a verb (fields may be added)::
+Verbs pass ``team()`` to the engine, and ``device()`` for its per-byte work; only the lead prints. What all workers did
+is ``launch`` in the JSON of a verb (fields may be added)::
 
     {"n_workers": int, "n_hosts": int, "balance": float, "workers": [{"rank": int, "host": str, "read_bytes": int,
      "written_bytes": int, "seconds": float}], "launcher": str, "backend": str, "device": str, "restarts": int,

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PART_BYTES = 64 << 20
+_PART_BYTES = 8 << 20
+PART_MEMORY_BYTES = 2 * _PART_BYTES
+"""What a meeting takes beside what the ranks say; a part is there as tensors, and as bytes."""
 _END_S = 10.0
 """Most seconds that the end of a job waits for workers that are done as well."""
 

@@ -31,7 +31,7 @@ from ckpt_cli.rank_env import Place, place_of
 from ckpt_cli.store_line import GoneError
 from ckpt_cli.terminal import screen_of
 from ckpt_cli.worker_options import USAGE, WorkerOptions, parsed
-from core.errors import WorkerError
+from core.errors import CheckpointingException, WorkerError
 from core.team import ALONE, StoppedError, is_final, worker_of
 
 if TYPE_CHECKING:
@@ -86,20 +86,23 @@ def _joined(place: Place, options: WorkerOptions, command: Sequence[str], starte
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it logs are errors that we report
     from ckpt_cli.begin_check import facts_of, problem_of
     from ckpt_cli.rendezvous import met
-    from ckpt_cli.torch_team import TorchTeam
+    from ckpt_cli.torch_team import PART_MEMORY_BYTES, TorchTeam
     from ckpt_cli.worker_device import backend_of, device_of, use
 
-    device = device_of(options.device, place)
-    backend = backend_of(options.backend, device)
-    torch_name = "cpu" if device is None else device.torch_name
-    use(device)
-    facts = facts_of(place, command, backend=backend, device=torch_name)
+    try:
+        device = device_of(options.device, place)
+        backend = backend_of(options.backend, device)
+        torch_name = "cpu" if device is None else device.torch_name
+        use(device)
+        facts = facts_of(place, command, backend=backend, device=torch_name)
+    except CheckpointingException as err:
+        facts = facts_of(place, command, problem=err)
     meeting = met(place, facts, problem_of, timeout_s=options.timeout_s, join_timeout_s=options.join_timeout_s)
     data_device = torch_name if options.backend == "nccl" else "cpu"
     team = TorchTeam(
         place, meeting, backend=backend, device=torch_name, data_device=data_device, timeout_s=options.timeout_s
     )
-    team.runtime_bytes = max(_resident_bytes() - started_bytes, 0)
+    team.runtime_bytes = max(_resident_bytes() - started_bytes, 0) + PART_MEMORY_BYTES
     teamwork.join(team, device=device, facts=team.facts)
     gc.freeze()  # the hundred thousand objects of torch: no collection need look at them
     return team

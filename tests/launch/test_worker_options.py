@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_cli.begin_check import problem_of
+from ckpt_cli.begin_check import problem_of, told
 from ckpt_cli.worker_options import WorkerOptions, parsed
-from core.errors import UsageError
+from core.errors import UsageError, WorkerError
 
 
 def test_options_end_where_the_verb_begins():
@@ -39,7 +39,7 @@ def test_a_mistake_is_named(arguments: list[str], text: str):
 
 def _member(**facts: Any) -> dict[str, Any]:
     usual = {"host": "a", "size": 2, "ckpt": "1", "torch": "2.13", "arguments": ["diff", "x", "y"], "backend": "gloo"}
-    return {**usual, "device": "cpu", "gpu": None, **facts}
+    return {**usual, "device": "cpu", "gpu": None, "problem": None, **facts}
 
 
 def test_workers_that_are_alike_fit():
@@ -68,3 +68,11 @@ def test_two_workers_on_one_gpu_do_not_fit():
     problem = problem_of([_member(device="cuda:0", gpu="x"), _member(device="cuda:0", gpu="x")])
     assert isinstance(problem, UsageError)
     assert problem.message == "too few GPUs: ranks 0 and 1 on a have the same one (cuda:0)"
+
+
+def test_what_one_worker_lacks_is_told_to_all():
+    problem = problem_of([_member(), _member(host="b", problem=told(UsageError("no GPU", hint="say --device cpu")))])
+    assert isinstance(problem, UsageError)
+    assert (problem.message, problem.hint) == ("rank 1 on b: no GPU", "say --device cpu")
+    problem = problem_of([_member(problem=told(WorkerError("the driver hangs")))])
+    assert isinstance(problem, WorkerError)
