@@ -5,15 +5,17 @@ is ``launch`` in the JSON of a verb (fields may be added)::
 
     {"n_workers": int, "n_hosts": int, "balance": float, "workers": [{"rank": int, "host": str, "read_bytes": int,
      "written_bytes": int, "seconds": float}], "launcher": str, "backend": str, "device": str, "restarts": int,
-     "n_meetings": int, "collective_bytes": int, "store_bytes": int}
+     "n_meetings": int, "collective_bytes": int, "store_bytes": int, "device_work": [{"work": str, "is_on_device": bool,
+     "reason": str, "cpu_bytes_per_s": int | null, "device_bytes_per_s": int | null}]}
 
-``collective_bytes`` are what all workers together sent one another at meetings, ``store_bytes`` what went to and from
+``device_work`` is there with ``--device``: where the lead did which kind of per-byte work, and why. ``collective_bytes`` are what all workers together sent one another at meetings, ``store_bytes`` what went to and from
 the store (who is there, and how far); no byte of a tensor is among them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from core.device import Device
 from core.team import ALONE, Figures, Team, summary_of
@@ -34,8 +36,16 @@ def device() -> Device | None:
 
 
 def launch_of(figures: Sequence[Figures]) -> dict[str, object]:
-    """``launch`` of a verb's JSON, at the lead."""
-    return {**summary_of(figures), **_facts()}
+    """``launch`` of a verb's JSON, at the lead; without figures, of a worker with a device that works alone."""
+    return {**(summary_of(figures) if figures else {}), **_facts(), **_device_work()}
+
+
+def _device_work() -> dict[str, object]:
+    if _device is None:
+        return {}
+    from core.device_choice import decisions
+
+    return {"device_work": [asdict(one) for one in decisions(_device)]}
 
 
 def join(found: Team, device: Device | None = None, *, facts: Callable[[], dict[str, object]] = dict) -> None:

@@ -6,6 +6,7 @@ the scan it finds what it asked for in ``Subject.deep``. Modules that watch are 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,6 +14,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from core.agreement import agreed
+from core.device import FINGERPRINT, VALUES
+from core.device_choice import settled
 from core.scan import scan
 from core.scan_observer import FileObserver, Observer
 from core.scan_sums import Scanned, Wanted
@@ -66,6 +69,10 @@ def examined(subject: Subject) -> Deep:
         WorkerError: a rank of the team failed.
     """
     team = subject.team
+    if subject.device is not None:
+        subject.device = settled(
+            subject.device, _device_works(subject), threads=subject.threads or len(os.sched_getaffinity(0))
+        )
     watches = agreed(team, lambda: _watches(subject), lambda found: [*found], what=str(subject.path))
     catalog = subject.catalog
     stored = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
@@ -88,8 +95,14 @@ def examined(subject: Subject) -> Deep:
         memory_bytes=subject.memory_bytes,
         progress=subject.progress,
         team=team,
+        device=subject.device,
     )
     return Deep(scanned, watches)
+
+
+def _device_works(subject: Subject) -> tuple[str, ...]:
+    """The kinds of work of the scan that a device may do."""
+    return (VALUES,) if subject.against is None else (VALUES, FINGERPRINT)
 
 
 def _watches(subject: Subject) -> dict[str, Watch]:

@@ -32,6 +32,9 @@ Kernel = Callable[..., Tensor]
 PIECE_BYTES = 4 << 20
 """Most bytes that a slot sends or receives at once; the start of a kernel costs as much as moving 100 KiB."""
 LANE_BYTES = 4 * PIECE_BYTES
+_ALIGNMENT = 8
+"""Bytes; elements that are looked at on the device begin at multiples of their size."""
+_WINDOW = -1
 CUDA_BYTES = 768 << 20
 """Host memory that CUDA's context, its libraries and torch's part for it take; an estimate, not counted by kernel."""
 
@@ -133,6 +136,15 @@ class Lane:
         return self._slots[0].sent(shown(data), number)
 
     @contextmanager
+    def showing(self, data: memoryview) -> Iterator[None]:
+        """Bytes that do not change within this: they are sent once at most, for all kernels that get parts of them."""
+        self._slots[0].show(shown(data))
+        try:
+            yield
+        finally:
+            self._slots[0].show(None)
+
+    @contextmanager
     def working(self) -> Iterator[None]:
         """Work on the device outside of kernels is done within this.
 
@@ -189,6 +201,12 @@ class _Slot:
         self._out: Tensor | None = None
         self._is_busy = False
         self._rest: tuple[Tensor, Tensor] | None = None
+        self._window: Tensor | None = None
+        self._window_there: Tensor | None = None
+
+    def show(self, window: Tensor | None) -> None:
+        """See ``Lane.showing``; None ends it."""
+        self._window, self._window_there = window, None
 
     def streaming(self) -> AbstractContextManager[Any]:
         """Work goes to this slot's stream."""
@@ -205,6 +223,15 @@ class _Slot:
         Args:
             number: which of the slot's buffers they take.
         """
+        window = self._window
+        start = -1 if window is None else source.data_ptr() - window.data_ptr()
+        if window is None or start < 0 or start + source.numel() > window.numel() or start % _ALIGNMENT:
+            return self._sent_alone(source, number)
+        if self._window_there is None:
+            self._window_there = self._sent_alone(window, _WINDOW)
+        return self._window_there[start : start + source.numel()]
+
+    def _sent_alone(self, source: Tensor, number: int) -> Tensor:
         import torch
 
         n = source.numel()
@@ -288,6 +315,16 @@ def shown(data: Any) -> Tensor:
     if not found.flags.writeable and len(found):
         found = np.asarray(_Shown(found))
     return torch.from_numpy(found)
+
+
+@contextmanager
+def showing(device: Device | None, data: memoryview) -> Iterator[None]:
+    """See ``Lane.showing``, for the calling thread; nothing without a device that does something."""
+    if device is None or not device.work:
+        yield
+        return
+    with lane_of(device).showing(data):
+        yield
 
 
 _of_thread = threading.local()

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 from core.box import Box
 from core.decoded import DecodedStore
+from core.device import COMPARE, Device
+from core.device_choice import settled
+from core.device_compare import differing
 from core.dtypes import itemsize
 from core.quantize_source import SourceTensor
 from core.scan_apart import bands_of
@@ -35,8 +38,13 @@ class Difference:
     other: str
 
 
-def first_difference(store: ReadStore, catalog: Catalog, one: Fragment, other: Fragment) -> Difference | None:
+def first_difference(
+    store: ReadStore, catalog: Catalog, one: Fragment, other: Fragment, *, device: Device | None = None
+) -> Difference | None:
     """How two fragments with one box differ; None if they are equal bit for bit.
+
+    Args:
+        device: on which they may be compared.
 
     Raises:
         CheckpointingException: one of them cannot be read.
@@ -46,6 +54,7 @@ def first_difference(store: ReadStore, catalog: Catalog, one: Fragment, other: F
     meta = catalog.meta(one.key)
     size = itemsize(meta.dtype)
     decoded = DecodedStore(store)
+    able = settled(device, [COMPARE], threads=1)
     sources = [SourceTensor(meta.key, meta.dtype, meta.shape, (piece,), catalog.bind) for piece in (one, other)]
     n_different = 0
     found: tuple[Shape, bytes, bytes] | None = None
@@ -54,16 +63,16 @@ def first_difference(store: ReadStore, catalog: Catalog, one: Fragment, other: F
         first, second = (source.read(decoded, band) for source in sources)
         if first == second:
             continue
-        rows = [np.frombuffer(data, "u1").reshape(-1, size) for data in (first, second)]
-        differs = (rows[0] != rows[1]).any(axis=1)
-        n_different += int(differs.sum())
+        differs = differing(able, memoryview(first), memoryview(second), size)
+        n_different += differs.n
         if found is None:
-            at = int(differs.argmax())
+            at = differs.first
+            assert at is not None
             index = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
             found = (
                 tuple(a + b for a, b in zip(band.offset, index, strict=True)),
-                bytes(rows[0][at]),
-                bytes(rows[1][at]),
+                bytes(first[at * size : (at + 1) * size]),
+                bytes(second[at * size : (at + 1) * size]),
             )
     if found is None:
         return None

@@ -15,7 +15,6 @@ takes, within ``memory_bytes``; about half a kilobyte for every array.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -26,6 +25,8 @@ from typing import TYPE_CHECKING, Protocol
 from core.agreement import agreed
 from core.catalog import StoredArray
 from core.crew import Crew
+from core.device import Device
+from core.device_lane import host_buffer, showing
 from core.dtypes import itemsize
 from core.errors import CheckpointingException, MissingShardError
 from core.scan_apart import ApartReader, Budget, is_checked
@@ -69,6 +70,7 @@ def scan(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
     team: Team = ALONE,
+    device: Device | None = None,
 ) -> Scanned:
     """Reads every file once.
 
@@ -85,6 +87,7 @@ def scan(
         memory_bytes: most bytes that decoding may take at once.
         progress: told about bytes that were read; of this rank.
         team: which divides the work; each rank calls this with the same arguments, and observers of its own.
+        device: on which observers work, so that what it reads of is pinned, and sent to it once for all of them.
 
     Returns:
         What was found; on other ranks than the lead of their shares only. The lead's observers have seen everything.
@@ -109,6 +112,7 @@ def scan(
             memory_bytes=memory_bytes,
             progress=progress,
             team=team,
+            device=device,
         )
 
     run = agreed(team, prepared, _Run.sight, what=store.label)
@@ -184,7 +188,9 @@ class _Run:
         memory_bytes: int,
         progress: Progress | None,
         team: Team,
+        device: Device | None,
     ) -> None:
+        self._device = device
         self.result = Scanned()
         self._store = store
         self._files = files
@@ -356,7 +362,7 @@ class _Run:
             return None if self._crew.is_stopped() else next(self._items, None)
 
     def _work(self) -> None:
-        window = memoryview(mmap.mmap(-1, WINDOW_BYTES))
+        window = host_buffer(self._device, WINDOW_BYTES)
         apart = ApartReader(self._store, self._budget, is_stopped=self._crew.is_stopped)
         while (item := self._next()) is not None:
             array = item.array.array if isinstance(item, _Single) else None
@@ -382,7 +388,8 @@ class _Run:
             for one in file.observers:
                 one.feed_file(name, start, data)
             sums.feed(data)
-            hands.feed(data, start)
+            with showing(self._device, data):
+                hands.feed(data, start)
             self._tell(len(data))
         for array in file.sums.add(sums, self._store):
             for observer in file.seen.get(array.name, ()):

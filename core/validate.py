@@ -13,6 +13,7 @@ from core.agreement import agreed, sight_of_files
 from core.checks import Check, Level, checks
 from core.checks.opening import UNREADABLE, is_explained
 from core.checks.subject import Subject
+from core.device import Device
 from core.errors import CheckpointingException, UsageError, WorkerError
 from core.finding import Finding, Severity
 from core.job import DEFAULT_MEMORY_BYTES
@@ -76,6 +77,7 @@ def validate(
     plan_for: Request | None = None,
     against: Path | None = None,
     team: Team = ALONE,
+    device: Device | None = None,
 ) -> Validation:
     """Examines one checkpoint.
 
@@ -91,6 +93,7 @@ def validate(
         plan_for: also say whether it can be loaded or resharded so.
         against: also compare its tensors, by fingerprint, with this manifest or checkpoint.
         team: that works together; every rank calls this with the same arguments.
+        device: on which per-byte work may be done; None for the CPU path.
 
     Raises:
         UsageError: there is no such path, or it is not that iteration.
@@ -115,6 +118,7 @@ def validate(
             progress=progress,
             plan_for=plan_for,
             team=team,
+            device=device,
         )
         try:
             _check_iteration(subject, iteration)

@@ -41,7 +41,7 @@ def watch(subject: Subject) -> Watch:
     if subject.against is None or form is None or subject.catalog is None:
         return Watch()
     stack = ExitStack()
-    products = stack.enter_context(kernel(sum(subject.files.values())))
+    products = stack.enter_context(kernel(sum(subject.files.values()), subject.device))
     feeds = Feeds(form.catalog, subject.catalog.stored_arrays().values(), products)
     return Watch(observers=(ArrayFeeds(feeds, stack),))
 

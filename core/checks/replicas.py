@@ -117,7 +117,7 @@ def _compared(subject: Subject, catalog: Catalog, copies: _Copies, digests: Mapp
         if number == first or (digests and digests.get(number) == digests.get(first)):
             continue
         try:
-            found = first_difference(subject.store, catalog, primary, piece)
+            found = first_difference(subject.store, catalog, primary, piece, device=subject.device)
         except CheckpointingException as err:
             if not _is_said(subject, err.file or _file(piece)):
                 yield UNCOMPARED.finding(err.message, key=copies.key, file=err.file or _file(piece), rank=_rank(piece))

@@ -14,6 +14,7 @@ from core.checks import Level
 from core.checks.model_view import ModelView, model_view
 from core.checks.tree import Tree, hollow_files, walked
 from core.deep import Deep, examined
+from core.device import Device
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 from core.formats import Format
@@ -62,6 +63,7 @@ class Subject:
         plan_for: sizes to plan for, or None.
         against: fingerprints to compare with, or None.
         n_compared: tensors that were compared with them.
+        device: on which per-byte work may be done; None for the CPU path.
         shared: fingerprints that the ranks of a team have made together, before the checks run.
 
     Reading its metadata may fail: ``catalog`` is then None, and ``failure`` says why.
@@ -83,6 +85,7 @@ class Subject:
     against: Against | None = None
     n_compared: int = 0
     team: Team = ALONE
+    device: Device | None = None
     shared: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @cached_property

@@ -80,7 +80,7 @@ _MASK = re.compile(r"mask|causal|attn\.bias|attention\.bias|alibi")
 
 def watch(subject: Subject) -> Watch:
     """The values of all floating-point arrays."""
-    return Watch(observers=(ValueObserver(),))
+    return Watch(observers=(ValueObserver(subject.device),))
 
 
 @dataclass(slots=True)

@@ -1,0 +1,93 @@
+"""What verbs find and write with a device is what they do without: whole runs on torch's CPU."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from core.checks import Level
+from core.device import COMPARE, FINGERPRINT, VALUES, Device
+from core.device_choice import decisions
+from core.device_lane import Lane
+from core.finding import Severity
+from core.validate import Validation, validate
+from tests.test_deep import put
+
+DEVICE = Device("cpu")
+
+
+def validated(path: Path, device: Device | None, *, against: Path | None = None) -> Validation:
+    found = validate(path, level=Level.DEEP, threads=2, against=against, device=device)
+    return replace(found, seconds=0)
+
+
+def used() -> set[str]:
+    return {one.work for one in decisions(DEVICE) if one.is_on_device}
+
+
+def damaged(folder: Path, *, flip: bool = False) -> Path:
+    """Weights with everything that is said about numbers."""
+    random = np.random.default_rng(7)
+    usual = random.standard_normal((700, 600), dtype=np.float32)
+    odd = usual.copy()
+    odd[600, 5], odd[3, 4], odd[3, 5], odd[0, 1] = np.nan, np.inf, -np.inf, 1e31
+    half = usual.astype(np.float16)
+    half[10, 10] = -np.inf
+    tensors = {
+        "usual.weight": usual,
+        "odd.weight": odd,
+        "half.weight": half,
+        "zero.weight": np.zeros((300, 1000), np.float32),
+        "same.weight": np.full((64, 64), 3, np.float16),
+        "ids": np.arange(5000),
+    }
+    if flip:
+        tensors["usual.weight"] = usual[::-1].copy()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_values_and_fingerprints_are_found_on_a_device(tmp_path: Path) -> None:
+    one, other = damaged(tmp_path / "a"), damaged(tmp_path / "b", flip=True)
+    expected = validated(one, None, against=other)
+    assert {"CK710", "CK711", "CK712", "CK713", "CK715", "CK824"} <= {found.code for found in expected.findings}
+    assert validated(one, DEVICE, against=other) == expected
+    assert {VALUES, FINGERPRINT} <= used()
+
+
+@pytest.mark.parametrize("name", ["mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", "torch_dcp/tp2_fsdp2_dp2"])
+def test_a_whole_checkpoint_is_whole_on_a_device(golden: Path, name: str) -> None:
+    assert validated(golden / name, DEVICE) == validated(golden / name, None)
+
+
+def test_copies_that_differ_are_found_on_a_device(golden: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    shutil.copytree(golden / "mcore_legacy/dense_gqa/tp4_pp1", path)
+    put(path, "decoder.layers.1.input_layernorm.weight", (17,), b"\x34\x12", copy=0)
+    expected = validated(path, None)
+    assert [found.code for found in expected.findings if found.severity == Severity.ERROR] == ["CK720"]
+    assert validated(path, DEVICE) == expected
+    assert COMPARE in used()
+
+
+def test_a_window_is_sent_once_for_all_that_look_at_parts_of_it() -> None:
+    lane = Lane(DEVICE)
+    window = bytearray(range(64))
+    view = memoryview(window)
+
+    def first_bytes(start: int) -> list[int]:
+        return [int(piece[0]) for piece in lane.fold((view[start : start + 8],), lambda data: data[:1], size=8)]
+
+    with lane.showing(view):
+        assert first_bytes(8) == [8]
+        window[16] = 99  # it must not change; so it shows what was sent
+        window[17] = 98
+        assert first_bytes(16) == [16]
+        assert first_bytes(17) == [98]  # where elements would not begin at multiples of their size
+    assert first_bytes(16) == [99]
