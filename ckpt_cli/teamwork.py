@@ -8,8 +8,9 @@ is ``launch`` in the JSON of a verb (fields may be added)::
      "n_meetings": int, "collective_bytes": int, "store_bytes": int, "device_work": [{"work": str, "is_on_device": bool,
      "reason": str, "cpu_bytes_per_s": int | null, "device_bytes_per_s": int | null}]}
 
-``device_work`` is there with ``--device``: where the lead did which kind of per-byte work, and why. ``collective_bytes`` are what all workers together sent one another at meetings, ``store_bytes`` what went to and from
-the store (who is there, and how far); no byte of a tensor is among them.
+``collective_bytes`` are what all workers together sent one another at meetings, ``store_bytes`` what went to and from
+the store (who is there, and how far); no byte of a tensor is among them. ``device_work`` is there with ``--device``:
+where the lead did which kind of per-byte work, and why.
 """
 
 from __future__ import annotations
