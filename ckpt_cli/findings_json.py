@@ -4,15 +4,13 @@
      "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int, "bytes": int, "tensors": int,
                       "checks": int, "seconds": float, "against": {"name": str, "tensors": int} | null,
                       "counts": {"error": int, "warning": int, "note": int},
-                      "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}],
-     "launch": {"n_workers": int, "n_hosts": int, "balance": float,
-                "workers": [{"rank": int, "host": str, "read_bytes": int, "written_bytes": int, "seconds": float}]}}
+                      "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}], "launch": {…}}
 
 where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str, "message": str, "file": str,
 "key": str, "rank": str, "span": [int, int], "expected": str, "found": str, "hint": str}``; parts that do not apply are
 left out. ``file`` is relative to ``path``; ``span`` is a range of its bytes. ``ignored`` are those of ``--ignore``,
-``known`` those of ``--baseline``; neither counts for ``valid``. ``launch`` is there where several workers did it:
-``balance`` is the largest number of bytes of a worker, by the mean.
+``known`` those of ``--baseline``; neither counts for ``valid``. ``launch`` is there where several workers did it,
+see ``ckpt_cli.teamwork``.
 """
 
 from __future__ import annotations

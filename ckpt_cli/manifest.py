@@ -4,6 +4,8 @@
 
     {"schema": "ckpt.manifest-report/1", "path": str, "format": str, "manifest": str, "n_files": int, "n_bytes": int,
      "n_arrays": int, "n_fingerprints": int, "n_read_again": int, "seconds": float, "notes": [str]}
+
+Where several workers have read it, ``launch`` is there too (``ckpt_cli.teamwork``).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.option_values import check_rules, size_in_bytes
 from ckpt_cli.progress import progress_bar
+from ckpt_cli.teamwork import launch_of, team
 from ckpt_cli.terminal import Screen, escaped, screen_of
+from core.team import is_lead, told
 
 if TYPE_CHECKING:
     from ckpt_cli.manifest_options import ManifestOptions
@@ -29,12 +33,13 @@ def manifest(options: ManifestOptions) -> int:
     Raises:
         CheckpointingException: the checkpoint cannot be read, or there is a manifest already.
     """
-    from core.inventory import check_free, inventory, usual_path, write_inventory
+    from core.inventory import inventory, write_inventory
     from core.job import DEFAULT_MEMORY_BYTES
 
+    us = team()
     begun = time.monotonic()
     check_rules(options.rules)
-    check_free(options.output or usual_path(options.path, iteration=options.iteration), force=options.force)
+    told(us, lambda: _check_free(options))
     with progress_bar(is_wanted=not options.quiet and not options.json) as progress:
         found = inventory(
             options.path,
@@ -44,14 +49,23 @@ def manifest(options: ManifestOptions) -> int:
             threads=options.threads,
             memory_bytes=DEFAULT_MEMORY_BYTES if options.memory is None else size_in_bytes(options.memory),
             progress=progress,
+            team=us,
         )
-    path = write_inventory(found, options.output, force=options.force)
+    path = told(us, lambda: write_inventory(found, options.output, force=options.force))
     seconds = time.monotonic() - begun
+    if not is_lead(us):
+        return 0
     if options.json:
         print(json.dumps(_report(found, path, seconds)))
     elif not options.quiet:
         _tell(screen_of(sys.stdout), found, path, seconds)
     return 0
+
+
+def _check_free(options: ManifestOptions) -> None:
+    from core.inventory import check_free, usual_path
+
+    check_free(options.output or usual_path(options.path, iteration=options.iteration), force=options.force)
 
 
 def _report(found: Inventory, path: Path, seconds: float) -> dict[str, object]:
@@ -67,7 +81,7 @@ def _report(found: Inventory, path: Path, seconds: float) -> dict[str, object]:
         "n_read_again": found.n_read_again,
         "seconds": seconds,
         "notes": list(found.notes),
-    }
+    } | ({"launch": launch_of(found.figures)} if found.figures else {})
 
 
 def _tell(screen: Screen, found: Inventory, path: Path, seconds: float) -> None:

@@ -1,8 +1,8 @@
 """``ckpt validate --newest-valid ROOT``: the path of the newest iteration that is whole, and nothing else, on stdout.
 
 Why newer ones were skipped stands on stderr. ``--json`` prints ``{"schema": "ckpt.newest/1", "path": str | null,
-"iteration": int | null, "level": str, "skipped": [{"path": str, "why": str}]}``, and
-``launch`` as ``findings_json`` has it where several workers did it. The exit code is 1 if there is none.
+"iteration": int | null, "level": str, "skipped": [{"path": str, "why": str}]}``, and ``launch``
+(``ckpt_cli.teamwork``) where several workers did it. The exit code is 1 if there is none.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
     """Looks at one checkpoint, with a progress bar where bytes are read."""
     level = level_of(options)
     us = team()
-    with progress_bar(is_wanted=level == Level.DEEP and not options.quiet and us.size == 1) as progress:
+    with progress_bar(is_wanted=level == Level.DEEP and not options.quiet) as progress:
         return examined(
             path,
             level=level,

@@ -45,7 +45,7 @@ _THREAD_BYTES = 8 * _BAND_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class SharedFingerprints:
     """What the ranks have made together.
 
     Args:
@@ -59,7 +59,7 @@ class Made:
 
 def fingerprints_of_directory(
     path: Path, *, rules: Rules, threads: int, memory_bytes: int | None = None, team: Team = ALONE
-) -> Made:
+) -> SharedFingerprints:
     """The fingerprints of a checkpoint, by reading it; every rank calls this with the same arguments.
 
     Args:
@@ -103,7 +103,7 @@ def shared_fingerprints(
     threads: int,
     memory_bytes: int | None = None,
     team: Team = ALONE,
-) -> Made:
+) -> SharedFingerprints:
     """The fingerprints of tensors, all of them; as ``core.fingerprint_read.read_fingerprints``.
 
     Args:
@@ -115,14 +115,14 @@ def shared_fingerprints(
     """
     wanted = list(catalog.tensors if keys is None else keys)
     if team.size == 1:
-        return Made(read_fingerprints(catalog, store, wanted, threads=threads, memory_bytes=memory_bytes))
+        return SharedFingerprints(read_fingerprints(catalog, store, wanted, threads=threads, memory_bytes=memory_bytes))
     made = readable_fingerprints(catalog, store, wanted, threads=threads, memory_bytes=memory_bytes, team=team)
 
     def rest() -> dict[str, Fingerprint]:
         left = [key for key in wanted if key not in made.fingerprints]
         return read_fingerprints(catalog, store, left, threads=threads, memory_bytes=memory_bytes) if left else {}
 
-    return Made(made.fingerprints | _at_lead(team, rest), made.figures)
+    return SharedFingerprints(made.fingerprints | _at_lead(team, rest), made.figures)
 
 
 def _at_lead(team: Team, work: Callable[[], dict[str, Fingerprint]]) -> dict[str, Fingerprint]:
@@ -140,7 +140,7 @@ def readable_fingerprints(
     threads: int,
     memory_bytes: int | None = None,
     team: Team,
-) -> Made:
+) -> SharedFingerprints:
     """The fingerprints of those tensors that can be read; as ``shared_fingerprints``, which reads the rest as well."""
     wanted = told(team, lambda: list(keys))
 
@@ -149,7 +149,9 @@ def readable_fingerprints(
 
     work = agreed(team, prepared, _Pass.sight, what=store.label)
     parts = collected(team, lambda: work.part(threads, memory_bytes))
-    return Made({} if parts is None else work.joined(parts), () if parts is None else tuple(p.figures for p in parts))
+    return SharedFingerprints(
+        {} if parts is None else work.joined(parts), () if parts is None else tuple(p.figures for p in parts)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,21 +12,22 @@ with each other: ``ckpt validate --deep`` does that.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from core import __version__
+from core.agreement import agreed, sight_of_files
 from core.canonical import Canonical, canonical
-from core.catalog import Catalog, StoredArray
+from core.catalog import StoredArray
 from core.checks.tree import hollow_files, walked
 from core.checksum import ALGORITHM
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.fingerprint import Fingerprint
 from core.fingerprint_feeds import ArrayFeeds, Feeds, is_dense_in_file
 from core.fingerprint_kernel import kernel
-from core.fingerprint_read import read_fingerprints
+from core.fingerprint_share import SharedFingerprints, shared_fingerprints
 from core.folders import sync_folder
 from core.layout import load_rules
 from core.linux import rename_new
@@ -34,9 +35,11 @@ from core.manifest_file import FileSum, ManifestArray, manifest_lines, manifest_
 from core.open import Checkpoint, located, open_checkpoint
 from core.recorded import is_manifest
 from core.scan import DEFAULT_MEMORY_BYTES, scan
-from core.scan_sums import Scanned, Sum, Wanted
+from core.scan_sums import Scanned, Wanted
 from core.stated_sums import StatedSums
 from core.store import translated
+from core.team import ALONE, Figures, Team, collected, is_lead, told
+from core.worker_figures import added_up
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
@@ -58,6 +61,7 @@ class Inventory:
         n_read_again: tensors that were read a second time for their fingerprints.
         n_bytes: of all files.
         notes: what the user should know.
+        figures: of the workers, where several read it.
     """
 
     path: Path
@@ -69,6 +73,7 @@ class Inventory:
     n_read_again: int
     n_bytes: int
     notes: tuple[str, ...]
+    figures: tuple[Figures, ...] = ()
 
     def lines(self) -> Iterator[str]:
         """The text of the manifest, in pieces."""
@@ -85,6 +90,7 @@ def inventory(
     threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
+    team: Team = ALONE,
 ) -> Inventory:
     """Reads a checkpoint once, and sums it up.
 
@@ -95,11 +101,81 @@ def inventory(
         fingerprints: whether to make them.
         threads: that read; None for as many as there are processors.
         memory_bytes: most memory that decoding and reading again may take.
-        progress: told about bytes.
+        progress: told about bytes; of this rank.
+        team: which divides the reading; every rank calls this with the same arguments.
+
+    Returns:
+        What the manifest says; on other ranks than the lead without files, arrays and fingerprints.
 
     Raises:
         CheckpointingException: it cannot be read, is damaged, or changed while it was read.
+        WorkerError: a rank of the team failed, or sees another checkpoint.
     """
+    source = agreed(team, lambda: _opened(path, iteration=iteration, rules=rules), _Source.sight, what=str(path))
+    found = source.opened
+    threads = threads or len(os.sched_getaffinity(0))
+    try:
+        with kernel(sum(source.files.values()) if fingerprints else 0) as products:
+            feeds = Feeds(source.form.catalog, source.stored, products) if fingerprints else None
+            scanned = scan(
+                found.catalog,
+                found.store,
+                [] if feeds is None else [ArrayFeeds(feeds)],
+                files=source.files,
+                wanted=Wanted(array_digests=True, file_digests=True),
+                stated_in=StatedSums(found.store, found.format.name),
+                arrays=source.stored,
+                threads=threads,
+                memory_bytes=memory_bytes,
+                progress=progress,
+                team=team,
+            )
+        told(team, lambda: _refuse_damage(scanned))
+        made = (
+            _Made()
+            if feeds is None
+            else _completed(feeds, source, threads=threads, memory_bytes=memory_bytes, team=team)
+        )
+        collected(team, found.store.verify_unchanged)
+        return Inventory(
+            path=found.path,
+            destination=found.store.root / manifest_name(found.store.entry),
+            format=found.format.name,
+            files=tuple(_file_sums(scanned, source.files)) if is_lead(team) else (),
+            arrays=tuple(_array_entries(source, scanned)) if is_lead(team) else (),
+            fingerprints=None if feeds is None else made.fingerprints,
+            n_read_again=made.n_again,
+            n_bytes=sum(source.files.values()),
+            notes=(*found.notes, *_notes(source.form, fingerprints=fingerprints)),
+            figures=added_up([scanned.figures, made.figures]),
+        )
+    finally:
+        found.store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The checkpoint that is summed up.
+
+    Args:
+        opened: it.
+        form: its tensors.
+        files: name → size.
+        stored: its arrays.
+    """
+
+    opened: Checkpoint
+    form: Canonical
+    files: dict[str, int]
+    stored: list[StoredArray]
+
+    def sight(self) -> object:
+        """What all ranks of a team must see alike."""
+        return str(self.opened.path), self.opened.format.name, sight_of_files(self.opened.store, self.files)
+
+
+def _opened(path: Path, *, iteration: int | None, rules: Path | None) -> _Source:
+    """Opens a checkpoint, and refuses what cannot be whole."""
     found = open_checkpoint(path, iteration=iteration)
     try:
         form = canonical(found, rules=load_rules(rules))
@@ -111,47 +187,17 @@ def inventory(
                 file=name,
                 hint="copy it again: it may not have ended",
             )
-        stored = list(found.catalog.stored_arrays().values())
-        threads = threads or len(os.sched_getaffinity(0))
-        with kernel(sum(files.values()) if fingerprints else 0) as products:
-            feeds = Feeds(form.catalog, stored, products) if fingerprints else None
-            scanned = scan(
-                found.catalog,
-                found.store,
-                [] if feeds is None else [ArrayFeeds(feeds)],
-                files=files,
-                wanted=Wanted(array_digests=True, file_digests=True),
-                stated_in=StatedSums(found.store, found.format.name),
-                arrays=stored,
-                threads=threads,
-                memory_bytes=memory_bytes,
-                progress=progress,
-            )
-        _refuse_damage(scanned)
-        made, n_again = None, 0
-        if feeds is not None:
-            made, n_again = _completed(feeds, form.catalog, found, threads=threads, memory_bytes=memory_bytes)
-        found.store.verify_unchanged()
-        entry = found.store.entry
-        return Inventory(
-            path=found.path,
-            destination=found.store.root / manifest_name(entry),
-            format=found.format.name,
-            files=tuple(FileSum(name, one.n_bytes, one.crc, one.digest) for name, one in _of_files(scanned, files)),
-            arrays=tuple(_array_entries(found, stored, scanned, form)),
-            fingerprints=made,
-            n_read_again=n_again,
-            n_bytes=sum(files.values()),
-            notes=(*found.notes, *_notes(form, fingerprints=fingerprints)),
-        )
-    finally:
+        return _Source(found, form, files, list(found.catalog.stored_arrays().values()))
+    except BaseException:
         found.store.close()
+        raise
 
 
-def _of_files(scanned: Scanned, files: dict[str, int]) -> Iterator[tuple[str, Sum]]:
+def _file_sums(scanned: Scanned, files: dict[str, int]) -> Iterator[FileSum]:
     for name in files:
-        if name in scanned.files:
-            yield name, scanned.files[name]
+        one = scanned.files.get(name)
+        if one is not None:
+            yield FileSum(name, one.n_bytes, one.crc, one.digest)
 
 
 def _refuse_damage(scanned: Scanned) -> None:
@@ -171,27 +217,45 @@ def _refuse_damage(scanned: Scanned) -> None:
         )
 
 
-def _completed(
-    feeds: Feeds, catalog: Catalog, found: Checkpoint, *, threads: int, memory_bytes: int
-) -> tuple[dict[str, Fingerprint], int]:
-    """All fingerprints, in the order of the tensors, and how many of them needed reading again."""
-    made = feeds.found()
-    rest = [key for key in catalog.tensors if key not in made]
-    if rest:
-        made |= read_fingerprints(catalog, found.store, rest, threads=threads, memory_bytes=memory_bytes)
-    return {key: made[key] for key in catalog.tensors}, len(rest)
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """All fingerprints.
+
+    Args:
+        fingerprints: in the order of the tensors; none on other ranks than the lead.
+        n_again: how many of them needed reading again.
+        figures: of the workers that read again together.
+    """
+
+    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
+    n_again: int = 0
+    figures: tuple[Figures, ...] = ()
 
 
-def _array_entries(
-    found: Checkpoint, stored: Iterable[StoredArray], scanned: Scanned, form: Canonical
-) -> Iterator[ManifestArray]:
+def _completed(feeds: Feeds, source: _Source, *, threads: int, memory_bytes: int, team: Team) -> _Made:
+    """All fingerprints, those included that need reading again."""
+    made = feeds.found() if is_lead(team) else {}
+    catalog = source.form.catalog
+    rest = told(team, lambda: [key for key in catalog.tensors if key not in made])
+    if not rest:
+        again = SharedFingerprints()
+    else:
+        again = shared_fingerprints(
+            catalog, source.opened.store, rest, threads=threads, memory_bytes=memory_bytes, team=team
+        )
+    made |= again.fingerprints
+    return _Made({key: made[key] for key in catalog.tensors if key in made}, len(rest), again.figures)
+
+
+def _array_entries(source: _Source, scanned: Scanned) -> Iterator[ManifestArray]:
     """The arrays that lie dense in a file."""
+    found, form = source.opened, source.form
     keys: dict[str, str] = {}
     for catalog in (form.catalog, found.catalog):
         for fragment in catalog.all_fragments():
             if fragment.array is not None:
                 keys.setdefault(fragment.array.name, fragment.key)
-    for array in stored:
+    for array in source.stored:
         with suppress(CheckpointingException):  # the scan has read it, or said why not
             placed = found.catalog.bind(found.store, array)
             known, extent = scanned.arrays.get(array.name), placed.extent

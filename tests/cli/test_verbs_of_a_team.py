@@ -103,6 +103,31 @@ def test_baselines_and_reports_are_written_once(damaged: Path, tmp_path: Path) -
     assert json.loads(report.read_text())["runs"]
 
 
+@pytest.mark.parametrize("name", ["hf/llama/bin_sharded", "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"])
+def test_manifest(golden: Path, tmp_path: Path, name: str) -> None:
+    texts = []
+    reports = []
+    for n in (1, 3):
+        output = tmp_path / f"{n}.ckpt-manifest.json"
+        words = ["manifest", "--json", "-o", str(output), str(golden / name)]
+        code, out, err = said(ALONE, words) if n == 1 else together(n, [words])[0]
+        assert (code, err) == (0, "")
+        texts.append(output.read_bytes())
+        reports.append(json.loads(out))
+        again = said(ALONE, words) if n == 1 else run_team(n, said, words)[0]
+        assert again[0] == 2
+    assert texts[0] == texts[1]
+    read = sum(one["read_bytes"] for one in reports[1].pop("launch")["workers"])
+    assert read >= reports[1]["n_bytes"] == reports[0]["n_bytes"]
+    assert reports[0]["n_read_again"] == reports[1]["n_read_again"]
+
+
+def test_no_manifest_is_made_of_damage(damaged: Path, tmp_path: Path) -> None:
+    words = ["manifest", "-o", str(tmp_path / "manifest.json"), str(damaged)]
+    every = run_team(2, said, words)
+    assert every[0] == every[1] == said(ALONE, words) and every[0][0] == 3
+
+
 def test_a_mistake_is_an_error_of_every_rank(golden: Path, tmp_path: Path) -> None:
     whole = str(golden / "hf/llama/safetensors_sharded")
     nowhere = str(tmp_path / "nowhere")
