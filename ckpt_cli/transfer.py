@@ -7,7 +7,7 @@
      "n_copies": int, "n_fingerprints": int, "n_read_back": int, "seconds": float, "files": [str], "manifest": str,
      "notes": [str], "dropped": [str]}
 
-of several workers also ``"launch"``, what each did (``core.team.summary_of``); and with ``--dry-run``::
+of several workers also ``"launch"``, what each did (``ckpt_cli.teamwork``); and with ``--dry-run``::
 
     {"schema": "ckpt.plan/1", "dry_run": true, "src": str, "source_format": str, "dst": str, "target_format": str,
      "n_tensors": int, "n_fragments": int, "read_bytes": int, "least_read_bytes": int, "write_bytes": int,
@@ -42,7 +42,7 @@ from ckpt_cli.option_values import (
 )
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.report import explain_lines, plan_lines, report_lines
-from ckpt_cli.teamwork import team
+from ckpt_cli.teamwork import launch_of, team
 from ckpt_cli.terminal import escaped, screen_of
 from core.convert import Job, TopologyChange, prepare, run
 from core.errors import ReplicaMismatchError, UsageError
@@ -207,7 +207,8 @@ def _run(job: Job, options: TransferOptions) -> int:
     if not is_lead(workers):
         return 0
     if options.json:
-        print(json.dumps({"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}))
+        launch = {"launch": launch_of(report.workers)} if report.workers else {}
+        print(json.dumps({"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict(), **launch}))
     elif not options.quiet:
         for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):
             print(line)
