@@ -150,8 +150,9 @@ def _launch(options: LaunchOptions) -> Work:
     """
     from ckpt_cli.launch import check_command, launch
 
-    work = work_of(check_command(options.command))  # a mistake is told before any worker starts
-    return work if _is_told(work) else partial(launch, options)
+    command = check_command(options.command)
+    work = work_of(command)  # a mistake is told before any worker starts
+    return work if _is_told(work) else partial(launch, options, lambda err: _report(err, ["launch", "--", *command]))
 
 
 def work_of(arguments: Sequence[str]) -> Work:

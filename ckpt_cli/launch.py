@@ -17,7 +17,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 from ckpt_cli.binding import allowed_cores, n_cores
 from ckpt_cli.launch_agent import AgentJob, Course, run_agent, silence_torch
 from ckpt_cli.launch_failure import LaunchError, cause_of
+from ckpt_cli.launch_guard import Overdue, guarded
 from ckpt_cli.launch_options import nodes_in
 from ckpt_cli.launch_rendezvous import look, rendezvous_of
-from ckpt_cli.launch_results import VERDICTS
 from ckpt_cli.terminal import escaped, screen_of
 from core.errors import StorageError, UsageError, WorkerError
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 COMMANDS = ("convert", "reshard", "manifest", "validate", "diff")
 """What several workers can do together."""
 _WRITING = ("convert", "reshard")
+_TIMEOUT_S, _REJOIN_S = 60, 60
+"""The workers' own ``--timeout``, and what is added to it: for ending workers, and for the agents to meet again."""
 _MOST_AUTO = 16
 """Workers of ``--nproc-per-node auto`` without GPUs: beyond, threads are cheaper than processes."""
 
@@ -61,8 +63,11 @@ def check_command(command: Sequence[str] | None) -> Sequence[str]:
     return command
 
 
-def launch(options: LaunchOptions) -> int:
+def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> int:
     """Runs the workers of this host; returns the job's exit code.
+
+    Args:
+        report: tells an error, if the process has to end without returning from here; gives its exit code.
 
     Raises:
         UsageError: the options contradict one another, or ask for what this host has not.
@@ -74,7 +79,15 @@ def launch(options: LaunchOptions) -> int:
     silence_torch()
     n_workers = workers_of(options.nproc_per_node or "auto", options.device)
     course = Course()
-    with _log_dir(options.log_dir, course) as log_dir:
+    rejoin_s = options.rejoin_timeout or (options.timeout or _TIMEOUT_S) + _REJOIN_S
+
+    def end(overdue: Overdue) -> int:
+        if overdue.is_done:
+            return _settled(course, command) or 0
+        gone = WorkerError(f"hosts that were lost have not come back within {rejoin_s:g} s")
+        return report(_failure(course, command, lost=gone) or gone)
+
+    with _log_dir(options.log_dir) as log_dir, guarded(course, rejoin_s=rejoin_s, end=end):
         look(rendezvous, is_listener=_is_listener(rendezvous))
         job = AgentJob(
             program=sys.executable,
@@ -98,26 +111,51 @@ def _run(job: AgentJob, course: Course, command: Sequence[str]) -> int:
     """Runs the agent; returns the exit code that the workers agree on."""
     is_quiet = "--quiet" in command or "-q" in command
 
-    def say_restart(course: Course) -> None:
+    def may_restart(course: Course) -> bool:
+        if _settled(course, command) is not None:
+            return False
         if not is_quiet:
             _say(_restart_note(course, job.max_restarts))
+        return True
 
+    lost = None
     try:
-        is_done = run_agent(job, course, on_restart=say_restart)
+        run_agent(job, course, may_restart=may_restart)
     except KeyboardInterrupt:
         if course.attempts and command[0] in _WRITING:
             _say("what is done so far is kept; the same command goes on from there")
         raise
     except WorkerError as err:
-        raise _failure(course, command, lost=err) or err from err
-    codes = {rank: course.results[rank].exit_code for rank in course.attempts[-1].ranks if rank in course.results}
-    if is_done and len(codes) == len(course.attempts[-1].ranks) and VERDICTS.issuperset(codes.values()):
+        lost = err
+    code = _settled(course, command)
+    if code is not None:
+        return code
+    raise (
+        _failure(course, command, lost=lost)
+        or lost
+        or WorkerError(
+            f"a worker on {socket.gethostname()} ended without a result",
+            hint="this is a bug in ckpt: run again with --debug and report what it prints",
+        )
+    )
+
+
+def _settled(course: Course, command: Sequence[str]) -> int | None:
+    """The exit code that the job has come to, as far as this host knows; None if it has not, or nothing is known.
+
+    That is so when all workers of the host have come to one. It is so as well, whatever became of others, when the lead
+    has, which is the last to be done; and of a command that writes when any worker is done, as what is written is then
+    in its place.
+    """
+    attempt = course.attempts[-1] if course.attempts else None
+    if attempt is None:
+        return None
+    codes = {rank: result.exit_code for rank, result in course.results.items() if result.is_verdict}
+    if 0 in codes:
+        return codes[0]
+    if codes.keys() >= set(attempt.ranks):
         return next((code for code in codes.values() if code), 0)
-    failure = _failure(course, command)
-    if failure is None:
-        silent = sorted(set(course.attempts[-1].ranks).difference(codes))
-        failure = WorkerError(f"rank {silent[0]} on {socket.gethostname()} ended without a result")
-    raise failure
+    return 0 if command[0] in _WRITING and 0 in codes.values() else None
 
 
 def _failure(course: Course, command: Sequence[str], *, lost: WorkerError | None = None) -> WorkerError | None:
@@ -126,7 +164,7 @@ def _failure(course: Course, command: Sequence[str], *, lost: WorkerError | None
     Args:
         lost: why they were not started again, if it is not that the restarts are used up.
     """
-    cause = cause_of(course.ended, course.results, host=socket.gethostname())
+    cause = cause_of(course.ended, course.results, first=course.first, host=socket.gethostname())
     if cause is None:
         return None
     hints = [hint for hint in (cause.hint, None if lost is None else lost.message) if hint]
@@ -139,7 +177,7 @@ def _failure(course: Course, command: Sequence[str], *, lost: WorkerError | None
 
 
 def _restart_note(course: Course, max_restarts: int) -> str:
-    cause = cause_of(course.ended, course.results, host=socket.gethostname())
+    cause = cause_of(course.ended, course.results, first=course.first, host=socket.gethostname())
     if cause is None:
         return "workers of another host have failed, or hosts came; all workers start again"
     n_restarts = course.attempts[-1].n_restarts + 1
@@ -204,7 +242,7 @@ def _is_listener(rendezvous: Rendezvous) -> bool:
 
 
 @contextmanager
-def _log_dir(asked: Path | None, course: Course) -> Iterator[Path]:
+def _log_dir(asked: Path | None) -> Iterator[Path]:
     """The directory for logs; one that nobody asked for is removed, unless workers failed.
 
     Raises:

@@ -102,11 +102,13 @@ class Course:
 
     Args:
         attempts: each time they were started.
-        ended: processes that failed in the last attempt.
+        first: the process that failed first in the last attempt, as the agent saw it.
+        ended: processes that did not end with 0 when the agent gave up.
         results: what the workers of the last attempt that is over said.
     """
 
     attempts: list[Attempt] = field(default_factory=list)
+    first: Ended | None = None
     ended: list[Ended] = field(default_factory=list)
     results: dict[int, WorkerResult] = field(default_factory=dict)
 
@@ -116,14 +118,15 @@ class Course:
             self.results = results_in(self.attempts[-1].results_dir)
 
 
-def run_agent(job: AgentJob, course: Course, *, on_restart: Callable[[Course], None]) -> bool:
-    """Runs the workers until they are done; what happens is put down in ``course``.
+class _Settled(Exception):
+    """Workers are not started again, as the job is done."""
+
+
+def run_agent(job: AgentJob, course: Course, *, may_restart: Callable[[Course], bool]) -> None:
+    """Runs the workers until they are done, or have failed for good; what happens is put down in ``course``.
 
     Args:
-        on_restart: called before workers are started again.
-
-    Returns:
-        Whether all processes of this host ended with 0.
+        may_restart: called before workers are started again; whether that makes sense.
 
     Raises:
         WorkerError: the hosts did not come together, or not again.
@@ -136,10 +139,12 @@ def run_agent(job: AgentJob, course: Course, *, on_restart: Callable[[Course], N
     from torch.distributed.launcher.api import elastic_launch
 
     with _log_to(job.log_dir / f"agent-{socket.gethostname()}.{os.getpid()}.log", course):
-        config = _config(job, _Logs(job, course, on_restart))
+        config = _config(job, _Logs(job, course, may_restart))
         arguments = [argument.replace("$", "$$") for argument in job.arguments]  # the agent fills in ${local_rank}
         try:
             elastic_launch(config, job.program)(*arguments)
+        except _Settled:
+            pass
         except ChildFailedError as err:
             course.ended = [_ended(course, failure) for failure in err.failures.values()]
         except SignalException as err:
@@ -148,7 +153,6 @@ def run_agent(job: AgentJob, course: Course, *, on_restart: Callable[[Course], N
             raise _lost(job, course, err) from err
         finally:
             course.close()
-    return not course.ended
 
 
 def _config(job: AgentJob, logs: _Logs) -> Any:
@@ -187,10 +191,10 @@ class _Logs:
     So it is also where an attempt begins: the workers get their directory for results, and ``course`` a new attempt.
 
     Args:
-        job, course, on_restart: see ``run_agent``.
+        job, course, may_restart: see ``run_agent``.
     """
 
-    def __init__(self, job: AgentJob, course: Course, on_restart: Callable[[Course], None]) -> None:
+    def __init__(self, job: AgentJob, course: Course, may_restart: Callable[[Course], bool]) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
         redirects: Any = dict.fromkeys(range(1, job.n_workers), Std.ALL)
@@ -200,7 +204,7 @@ class _Logs:
             tee=Std.NONE if job.tee is None else Std.from_str(job.tee),
         )
         self._course = course
-        self._on_restart = on_restart
+        self._may_restart = may_restart
         level = os.environ.get(_LOG_LEVEL, _SILENT)
         self._log_level = _USUAL_LEVEL if level == _SILENT else level
 
@@ -214,8 +218,9 @@ class _Logs:
         course = self._course
         if course.attempts:
             course.close()
-            self._on_restart(course)
-            course.ended = []
+            if not self._may_restart(course):
+                raise _Settled
+            course.first = None
         found = self._specs.reify(envs)
         directory = Path(found.error_files[0]).parent.parent
         for env in envs.values():
@@ -258,7 +263,7 @@ class _Watch(logging.Handler):
             return
         attempt, (code, local) = self._course.attempts[-1], args[:2]
         if isinstance(code, int) and isinstance(local, int) and local < len(attempt.ranks):
-            self._course.ended.append(Ended(attempt.ranks[local], code, attempt.logs[local]))
+            self._course.first = Ended(attempt.ranks[local], code, attempt.logs[local])
 
 
 @contextmanager

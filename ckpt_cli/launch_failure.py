@@ -87,18 +87,22 @@ class LaunchError(WorkerError):
         return found
 
 
-def cause_of(ended: Sequence[Ended], results: Mapping[int, WorkerResult], *, host: str) -> Cause | None:
+def cause_of(
+    ended: Sequence[Ended], results: Mapping[int, WorkerResult], *, first: Ended | None, host: str
+) -> Cause | None:
     """What the job failed of, as far as this host knows; None if it knows of no failure.
 
     Args:
         ended: processes that did not end with 0.
         results: what workers said themselves, by rank.
+        first: the process that failed first, if that is known.
         host: this one's name.
     """
-    failed = [result for result in results.values() if not result.is_verdict]
-    silent = [one for one in ended if one.rank not in results]
-    own = [one for one in failed if not one.is_secondary and one.exit_code not in _STOPPED]
+    ended = [*ended, *([first] if first is not None and first not in ended else [])]
+    failed = [one for one in results.values() if not one.is_verdict and one.exit_code not in _STOPPED]
+    own = [one for one in failed if not one.is_secondary]
     by_themselves = [one for one in own if one.exit_code != _WORKER_FAILED]
+    silent = [one for one in ended if one.rank not in results]
     killed = [one for one in silent if one.exit_code < 0 and one.exit_code != -signal.SIGTERM]
     killed.sort(key=lambda one: one.exit_code == -signal.SIGABRT)  # native code gives up so when a peer is gone
     broken = [one for one in silent if one.exit_code > 0 and one.exit_code not in _STOPPED]
@@ -107,10 +111,12 @@ def cause_of(ended: Sequence[Ended], results: Mapping[int, WorkerResult], *, hos
         return _said(by_themselves[0], logs)
     if killed or broken:
         return _silent((killed or broken)[0], host)
-    rest = own or [one for one in failed if one.exit_code not in _STOPPED] or failed
-    if rest:
-        return _said(rest[0], logs)
-    return _silent(silent[0], host) if silent else None
+    if own or failed:
+        return _said((own or failed)[0], logs)
+    if first is not None:  # ended from outside: the agent ends workers only after one has failed
+        number = -first.exit_code if first.exit_code < 0 else first.exit_code - 128
+        return Cause(first.rank, host, f"somebody ended its process with {name_of(number)}")
+    return None
 
 
 def _said(result: WorkerResult, logs: Mapping[int, Path | None]) -> Cause:

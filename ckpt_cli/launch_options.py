@@ -254,6 +254,16 @@ class LaunchOptions:
             help="How often workers are started again after one has died; they go on where they were. [3]",
         ),
     ] = 3
+    rejoin_timeout: Annotated[
+        float | None,
+        _TEXT(
+            "--rejoin-timeout",
+            metavar="SECONDS",
+            parser=seconds(1),
+            rich_help_panel=FAILURES,
+            help="How long a host that was lost is waited for before the job is given up. [--timeout and 60 more]",
+        ),
+    ] = None
     monitor_interval: Annotated[
         float,
         _TEXT(

@@ -7,12 +7,14 @@ and on the others somebody listens, for as long as hosts are waited for.
 
 from __future__ import annotations
 
+import _thread
 import errno
 import socket
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from threading import Event
 from typing import TYPE_CHECKING
 
 from ckpt_cli.launch_options import nodes_in, settings_in
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 JOIN_S = 600
 """How long hosts are waited for, if nothing else is said: torch's own limit."""
+_READ_S = 20
+"""How long one question to the rendezvous may take: three times the time after which a host counts as lost there."""
 _C10D_PORT, _STATIC_PORT = 29400, 29500
 _PROBE_S = 10
 """How long whoever listens may take to answer as a rendezvous does."""
@@ -118,9 +122,10 @@ def rendezvous_of(options: LaunchOptions) -> Rendezvous:
 
 def _with_limits(settings: Mapping[str, str]) -> dict[str, str]:
     """The settings, and how long hosts are waited for."""
-    found = dict(settings)
-    for name in ("join_timeout", "timeout"):
-        text = found.setdefault(name, settings.get("join_timeout", str(JOIN_S)))
+    join_s = settings.get("join_timeout", str(JOIN_S))
+    found = {"join_timeout": join_s, "timeout": join_s, "read_timeout": str(_READ_S), **settings}
+    for name in ("join_timeout", "timeout", "read_timeout"):
+        text = found[name]
         if not text.isdigit() or int(text) == 0:
             raise UsageError(f"--rdzv-conf: {name}={text} is no number of seconds")
     return found
@@ -219,13 +224,27 @@ def reason_of(err: OSError) -> str:
 
 
 def _answers(rendezvous: Rendezvous) -> bool:
-    """Whether what listens there is torch's store."""
+    """Whether what listens there is torch's store.
+
+    torch waits without a limit for an answer of whoever has accepted the connection, so it does that in a thread, which
+    is left behind.
+    """
     from datetime import timedelta
 
     from torch.distributed import TCPStore
 
-    try:
-        TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=_PROBE_S))
-    except (RuntimeError, ValueError, TimeoutError):
-        return False
-    return True
+    limit_s = min(_PROBE_S, rendezvous.join_s)
+    found: list[bool] = []
+    is_over = Event()
+
+    def ask() -> None:
+        try:
+            TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=limit_s))
+            found.append(True)
+        except (RuntimeError, ValueError, TimeoutError):
+            pass
+        is_over.set()
+
+    _thread.start_new_thread(ask, ())
+    is_over.wait(2 * limit_s)
+    return bool(found)

@@ -9,7 +9,10 @@ from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from ckpt_cli import teamwork
+from ckpt_cli.team_progress import team_display
 from ckpt_cli.terminal import Screen, screen_of
+from core.team import is_lead
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -24,15 +27,21 @@ _SECONDS_PER_FRAME = 0.1
 
 @contextmanager
 def progress_bar(*, is_wanted: bool = True) -> Iterator[Progress | None]:
-    """A callback that draws the bar; None where there is to be none.
+    """A callback that draws the bar; None where there is to be none, or where a team's own display is shown.
 
     The line is erased at the end, also when the work fails or is interrupted. The bar is drawn by the threads that
     report, one at a time: with a thread of its own it would keep the engine from reading large metadata in a child.
     rich is imported with the first report, when the work has begun.
     """
     screen = screen_of(sys.stderr)
-    if not is_wanted or screen.width is None:
+    team = teamwork.team()
+    if not is_wanted or screen.width is None or not is_lead(team):
         yield None
+        return
+    figures = getattr(team, "progress", None)
+    if team.size > 1 and figures is not None:
+        with team_display(figures, screen):
+            yield None
         return
     bar = _Bar(screen)
     try:

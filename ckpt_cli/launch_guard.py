@@ -1,0 +1,130 @@
+"""Ends a launcher whose agent has lost the others: no wait of torch's is longer than what is said here.
+
+After a failure the agent ends its workers and meets the other agents again. A host that has vanished is waited for as
+for one that has not come yet, ten minutes, and where it was the one that kept the rendezvous, every question to it
+takes its own time limit, in native code that hears no signal. So a thread looks at what the workers have left: when
+they have failed, and no new ones were started within a limit, it reports that and ends the process. The same when all
+of them have done their work and the agent still waits for the other agents.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_cli.launch_agent import Course
+from ckpt_cli.launch_results import results_in
+
+_LOOK_S = 0.5
+_DONE_S = 60.0
+"""How long the agent may wait for the others when the workers of its host are done."""
+_END_S = 5.0
+"""How long workers may take to end, when they are left over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """Why the launcher ends although its agent does not.
+
+    Args:
+        is_done: the workers have done their work; else they have failed.
+        seconds: how long that is ago.
+    """
+
+    is_done: bool
+    seconds: float
+
+
+@dataclass(slots=True)
+class Patience:
+    """Since when something is to happen.
+
+    Args:
+        rejoin_s: seconds in which workers that failed are to be started again.
+    """
+
+    rejoin_s: float
+    _attempt: int = -1
+    _failed_at: float | None = None
+    _done_at: float | None = None
+
+    def look(self, course: Course, now: float) -> Overdue | None:
+        """What is overdue at the time ``now``, in seconds; None while there is nothing."""
+        if not course.attempts:
+            return None
+        attempt = course.attempts[-1]
+        if attempt.number != self._attempt:
+            self._attempt, self._failed_at, self._done_at = attempt.number, None, None
+        results = results_in(attempt.results_dir)
+        if course.first is not None or any(not result.is_verdict for result in results.values()):
+            self._failed_at = now if self._failed_at is None else self._failed_at
+        elif len(results) == len(attempt.ranks):
+            self._done_at = now if self._done_at is None else self._done_at
+        if self._failed_at is not None and now - self._failed_at > self.rejoin_s:
+            return Overdue(False, now - self._failed_at)
+        if self._failed_at is None and self._done_at is not None and now - self._done_at > _DONE_S:
+            return Overdue(True, now - self._done_at)
+        return None
+
+
+@contextmanager
+def guarded(course: Course, *, rejoin_s: float, end: Callable[[Overdue], int]) -> Iterator[None]:
+    """Ends the process if the agent that runs in the block comes to no end.
+
+    Args:
+        course: what happens to the workers.
+        rejoin_s: seconds in which workers that failed are to be started again.
+        end: tells what happened; the exit code.
+    """
+    over = threading.Event()
+    patience = Patience(rejoin_s)
+
+    def watch() -> None:
+        while not over.wait(_LOOK_S):
+            found = patience.look(course, time.monotonic())
+            if found is not None:
+                _end_children()
+                course.close()
+                os._exit(end(found))
+
+    thread = threading.Thread(target=watch, name="launch guard", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _end_children() -> None:
+    """Ends the workers that are left, each with the processes of its session."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + _END_S
+        left = children()
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, number)
+        while left and time.monotonic() < deadline:
+            time.sleep(0.1)
+            left = [pid for pid in left if pid in children()]
+        if not left:
+            return
+
+
+def children() -> list[int]:
+    """Child processes of this one that lead a group of their own, as workers do, and have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            text = path.read_text("ascii", "replace")
+            state, parent, group = text[text.rindex(")") + 2 :].split()[:3]
+            pid = int(path.parent.name)
+            if int(parent) == os.getpid() and int(group) == pid and state != "Z":
+                found.append(pid)
+    return found

@@ -1,0 +1,101 @@
+"""ckpt_cli.launch_failure: the worker that is told about is the one that failed, not those that it took along."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ckpt_cli.failure import failure_of
+from ckpt_cli.launch_failure import Cause, Ended, LaunchError, cause_of
+from ckpt_cli.launch_results import WorkerResult, results_in, write_result
+
+
+def said(rank: int, exit_code: int, line: str = "", **more: object) -> WorkerResult:
+    return WorkerResult(rank, "here", 100 + rank, exit_code, line, **more)  # type: ignore[arg-type]
+
+
+def cause(
+    ended: dict[int, int], results: list[WorkerResult], first: int | None = None, log_path: Path | None = None
+) -> Cause | None:
+    processes = [Ended(rank, code, log_path) for rank, code in ended.items()]
+    return cause_of(
+        processes,
+        {one.rank: one for one in results},
+        first=None if first is None else next(one for one in processes if one.rank == first),
+        host="here",
+    )
+
+
+SILENT = "rank 1 on here has given no sign for 60 s"
+STOPPED = -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("ended", "results", "rank", "what"),
+    [
+        ({0: STOPPED, 1: -9}, [], 1, "its process was killed by SIGKILL"),
+        ({0: 8, 1: -9}, [said(0, 8, SILENT)], 1, "its process was killed by SIGKILL"),
+        ({0: -6, 1: -9}, [], 1, "its process was killed by SIGKILL"),
+        ({0: 8, 1: 6}, [said(0, 8, SILENT), said(1, 6, "no space")], 1, "no space"),
+        ({0: -9, 1: 6}, [said(1, 6, "no space")], 1, "no space"),
+        ({0: 143, 1: 70}, [said(0, 143, "interrupted"), said(1, 70, "a bug")], 1, "a bug"),
+        ({0: 8, 1: 143}, [said(0, 8, "x", is_secondary=True), said(1, 143)], 0, "x"),
+        ({0: 8, 2: 8}, [said(0, 8, "x", is_secondary=True), said(2, 8, "versions differ")], 2, "versions differ"),
+        ({0: STOPPED, 3: 1}, [], 3, "its process ended with exit code 1"),
+        ({0: 6}, [said(0, 6, "no space", worker=5, worker_host="there")], 5, "no space"),
+    ],
+)
+def test_the_cause_is_the_worker_that_failed_by_itself(
+    ended: dict[int, int], results: list[WorkerResult], rank: int, what: str
+) -> None:
+    found = cause(ended, results)
+    assert found is not None
+    assert (found.rank, found.what) == (rank, what)
+
+
+def test_an_error_that_came_from_another_host_names_it() -> None:
+    found = cause({0: 6}, [said(0, 6, "no space", worker=5, worker_host="there")])
+    assert found is not None
+    assert found.sentence == "rank 5 on there failed: no space"
+
+
+def test_a_process_that_was_ended_from_outside_is_no_other_hosts_failure() -> None:
+    found = cause({1: 143, 0: 143}, [said(0, 143), said(1, 143)], first=1)
+    assert found is not None
+    assert found.sentence == "rank 1 on here failed: somebody ended its process with SIGTERM"
+    assert cause({1: 143, 0: 143}, [said(0, 143), said(1, 143)]) is None
+
+
+def test_a_process_without_a_result_is_told_by_the_last_line_of_its_log(tmp_path: Path) -> None:
+    log_path = tmp_path / "stderr.log"
+    log_path.write_bytes(b"x" * 9000 + b"\nImportError: no such \xff thing\n\n")
+    found = cause({1: 1}, [], log_path=log_path)
+    assert found is not None
+    assert found.what == "its process ended with exit code 1: ImportError: no such \ufffd thing"
+    assert found.log_path == log_path
+
+
+def test_verdicts_are_no_failures() -> None:
+    assert cause({}, [said(0, 3, "corrupt"), said(1, 0)]) is None
+
+
+def test_the_error_says_who_why_and_how_to_go_on_and_its_fields_hold_the_workers_own() -> None:
+    found = Cause(3, "node2", "no space left.", Path("/logs/3"), {"code": "capacity"}, 7)
+    failure = failure_of(LaunchError(found, n_restarts=2, hint="the same command goes on from there"))
+    assert failure.exit_code == 8
+    assert failure.line == (
+        "rank 3 on node2 failed: no space left (after 2 restarts). The same command goes on from there"
+    )
+    assert failure.fields["worker"] == {"code": "capacity", "exit_code": 7}
+    assert (failure.fields["rank"], failure.fields["host"], failure.fields["log"]) == ("3", "node2", "/logs/3")
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    results = [said(0, 0), said(12, 6, "no space", fields={"code": "io"}, traceback="/x", worker=1, worker_host="h")]
+    for result in results:
+        write_result(tmp_path, result)
+    (tmp_path / "rank-3.json").write_text("{")
+    (tmp_path / "rank-4.json").write_text("{}")
+    assert results_in(tmp_path) == {0: results[0], 12: results[1]}

@@ -1,0 +1,87 @@
+"""ckpt_cli.launch_guard: an agent that comes to no end is not waited for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ckpt_cli.launch_agent import Attempt, Course
+from ckpt_cli.launch_failure import Ended
+from ckpt_cli.launch_guard import Overdue, Patience
+from ckpt_cli.launch_results import WorkerResult, write_result
+
+
+def started(course: Course, tmp_path: Path) -> Path:
+    number = len(course.attempts)
+    folder = tmp_path / f"attempt_{number}"
+    folder.mkdir()
+    course.attempts.append(Attempt(number, number, folder, (0, 1), 2, (None, None)))
+    course.first = None
+    return folder
+
+
+def test_failed_workers_are_to_be_started_again_within_the_limit(tmp_path: Path) -> None:
+    course, patience = Course(), Patience(rejoin_s=10)
+    assert patience.look(course, 0) is None
+    folder = started(course, tmp_path)
+    assert patience.look(course, 1000) is None
+    write_result(folder, WorkerResult(1, "here", 1, 6))
+    assert patience.look(course, 2000) is None
+    assert patience.look(course, 2010) is None
+    assert patience.look(course, 2011) == Overdue(False, 11)
+
+
+def test_a_process_that_the_agent_saw_fail_counts_without_a_result(tmp_path: Path) -> None:
+    course, patience = Course(), Patience(rejoin_s=10)
+    started(course, tmp_path)
+    course.first = Ended(0, -9)
+    assert patience.look(course, 0) is None
+    assert patience.look(course, 11) == Overdue(False, 11)
+
+
+def test_new_workers_have_all_the_time_again(tmp_path: Path) -> None:
+    course, patience = Course(), Patience(rejoin_s=10)
+    folder = started(course, tmp_path)
+    write_result(folder, WorkerResult(1, "here", 1, 6))
+    assert patience.look(course, 0) is None
+    started(course, tmp_path)
+    assert patience.look(course, 100) is None
+    assert patience.look(course, 1000) is None
+
+
+def test_the_other_agents_are_not_waited_for_for_ever_when_the_work_is_done(tmp_path: Path) -> None:
+    course, patience = Course(), Patience(rejoin_s=10)
+    folder = started(course, tmp_path)
+    for rank in (0, 1):
+        assert patience.look(course, 0) is None
+        write_result(folder, WorkerResult(rank, "here", 1, 1))
+    assert patience.look(course, 5) is None
+    assert patience.look(course, 60) is None
+    assert patience.look(course, 66) == Overdue(True, 61)
+
+
+def test_the_guard_ends_a_process_that_is_stuck_and_the_workers_that_are_left(repo_dir: Path, tmp_path: Path) -> None:
+    code = """
+import subprocess, sys, time
+from pathlib import Path
+from ckpt_cli.launch_agent import Attempt, Course
+from ckpt_cli.launch_guard import guarded
+from ckpt_cli.launch_results import WorkerResult, write_result
+folder = Path(sys.argv[1])
+left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+(folder / "pid").write_text(str(left.pid))
+write_result(folder, WorkerResult(1, "here", 1, 6, "no space"))
+course = Course(attempts=[Attempt(0, 0, folder, (0, 1), 2, (None, None))])
+def end(overdue):
+    print(course.results[1].line, overdue.is_done, flush=True)
+    return 8
+with guarded(course, rejoin_s=0.1, end=end):
+    time.sleep(1000)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=repo_dir, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout) == (8, "no space False\n"), done.stderr
+    left = Path(f"/proc/{(tmp_path / 'pid').read_text()}/cmdline")
+    assert not left.exists() or not left.read_bytes(), "it runs no more; whoever inherits it may not have asked yet"

@@ -1,0 +1,117 @@
+"""ckpt_cli.launch_rendezvous: where the hosts meet, and what is said when they cannot."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from ckpt_cli.launch_options import LaunchOptions
+from ckpt_cli.launch_rendezvous import Rendezvous, endpoint_of, look, rendezvous_of
+from core.errors import UsageError, WorkerError
+
+
+def asked(**options: object) -> Rendezvous:
+    return rendezvous_of(LaunchOptions(**options))  # type: ignore[arg-type]
+
+
+def test_one_host_meets_nobody() -> None:
+    found = asked()
+    assert (found.backend, found.endpoint, found.is_standalone) == ("c10d", "localhost:0", True)
+    assert asked(standalone=True, nnodes="1").is_standalone
+    assert found.job_id != asked().job_id
+
+
+def test_several_hosts_meet_at_an_endpoint_and_number_themselves() -> None:
+    found = asked(nnodes="2:4", rdzv_endpoint="node1", rdzv_id="7", rdzv_conf="join_timeout=30,is_host=1")
+    assert (found.backend, found.endpoint, found.job_id, found.node_rank) == ("c10d", "node1:29400", "7", None)
+    assert found.join_s == 30
+    assert found.settings["is_host"] == "1"
+
+
+def test_a_node_rank_or_a_master_makes_a_static_rendezvous() -> None:
+    found = asked(nnodes="2", node_rank=1, master_addr="10.0.0.1")
+    assert (found.backend, found.endpoint, found.node_rank) == ("static", "10.0.0.1:29500", 1)
+    assert asked(master_port=1234).endpoint == "127.0.0.1:1234"
+    assert asked(nnodes="2", node_rank=0, rdzv_backend="static", rdzv_endpoint="a:5").endpoint == "a:5"
+
+
+def test_every_wait_has_a_limit() -> None:
+    assert asked().settings == {"join_timeout": "600", "timeout": "600", "read_timeout": "20"}
+    assert asked(nnodes="2", node_rank=0, rdzv_conf="timeout=5").join_s == 5
+    assert asked(nnodes="2", node_rank=0, rdzv_conf="join_timeout=5").join_s == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nnodes": "2"}, "--rdzv-endpoint is missing"),
+        ({"nnodes": "2", "standalone": True}, "goes without --nnodes"),
+        ({"standalone": True, "rdzv_endpoint": "a"}, "goes without --rdzv-endpoint"),
+        ({"nnodes": "2", "master_addr": "a"}, "--node-rank is missing"),
+        ({"nnodes": "2", "node_rank": 2}, "numbered from 0"),
+        ({"nnodes": "1:2", "node_rank": 0}, "needs --rdzv-backend c10d"),
+        ({"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "a"}, "--node-rank belongs to a static rendezvous"),
+        ({"rdzv_endpoint": "a:b"}, "'a:b' is not HOST:PORT"),
+        ({"rdzv_endpoint": "a:99999"}, "is not HOST:PORT"),
+        ({"rdzv_conf": "join_timeout=0"}, "join_timeout=0 is no number of seconds"),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, object], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        asked(**options)
+
+
+def test_endpoints_may_be_ipv6() -> None:
+    assert endpoint_of("[fd00::1]:5", 1) == ("fd00::1", 5)
+    assert endpoint_of("[fd00::1]", 1) == ("fd00::1", 1)
+    assert Rendezvous("c10d", "fd00::1", 5, "x").endpoint == "[fd00::1]:5"
+
+
+def at(port: int, host: str = "127.0.0.1") -> Rendezvous:
+    return asked(nnodes="2", rdzv_endpoint=f"{host}:{port}", rdzv_conf="join_timeout=1")
+
+
+@pytest.fixture
+def foreign() -> int:
+    """A port at which something listens that is no rendezvous."""
+    with socket.create_server(("", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def free() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_free_port_is_fine_for_the_host_that_listens(free: int) -> None:
+    look(at(free), is_listener=True)
+
+
+def test_a_taken_port_is_named(foreign: int) -> None:
+    with pytest.raises(WorkerError, match=f"port {foreign} is taken by another program"):
+        look(at(foreign), is_listener=True)
+
+
+def test_what_listens_must_be_a_rendezvous(foreign: int) -> None:
+    with pytest.raises(WorkerError, match=f"what listens at 127.0.0.1:{foreign} is no rendezvous"):
+        look(at(foreign), is_listener=False)
+
+
+def test_a_second_agent_of_a_host_finds_the_first() -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    look(at(store.port), is_listener=True)
+    look(at(store.port), is_listener=False)
+
+
+def test_nobody_there_is_said_after_the_limit(free: int) -> None:
+    with pytest.raises(WorkerError, match=rf"nobody answers at 127.0.0.1:{free} within 1 s: connection refused"):
+        look(at(free), is_listener=False)
+
+
+def test_a_host_that_is_not_known_is_a_mistake_in_the_request() -> None:
+    with pytest.raises(UsageError, match="there is no host 'nohost.invalid' to meet at"):
+        look(at(1, "nohost.invalid"), is_listener=False)
