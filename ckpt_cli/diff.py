@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.diff_page import page_of, verdict_line
 from ckpt_cli.option_values import check_rules, size_in_bytes
 from ckpt_cli.progress import progress_bar
+from ckpt_cli.teamwork import worker_threads
 from ckpt_cli.terminal import screen_of
 from core.diff import DiffJob, diff
 from core.diff_result import KINDS
@@ -97,7 +98,7 @@ def _job(options: DiffOptions) -> DiffJob:
         with_optimizer=not options.no_optim,
         with_entries=not options.tensors_only,
         rules=options.rules,
-        threads=options.threads or defaults.threads,
+        threads=options.threads or worker_threads() or defaults.threads,
         memory_bytes=defaults.memory_bytes if options.memory is None else size_in_bytes(options.memory),
     )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.option_values import check_rules, size_in_bytes
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.teamwork import launch_of, team
+from ckpt_cli.teamwork import launch_of, team, worker_threads
 from ckpt_cli.terminal import Screen, escaped, screen_of
 from core.team import is_lead, told
 
@@ -46,7 +46,7 @@ def manifest(options: ManifestOptions) -> int:
             iteration=options.iteration,
             rules=options.rules,
             fingerprints=options.fingerprints,
-            threads=options.threads,
+            threads=options.threads or worker_threads(),
             memory_bytes=DEFAULT_MEMORY_BYTES if options.memory is None else size_in_bytes(options.memory),
             progress=progress,
             team=us,

@@ -24,6 +24,7 @@ from core.team import ALONE, Figures, Team, summary_of
 _team: Team = ALONE
 _device: Device | None = None
 _facts: Callable[[], dict[str, object]] = dict
+_n_cores: int | None = None
 
 
 def team() -> Team:
@@ -34,6 +35,14 @@ def team() -> Team:
 def device() -> Device | None:
     """The device of this process; None for the CPU path."""
     return _device
+
+
+def worker_threads() -> int | None:
+    """How many threads a worker starts that was not told: one for each of its cores, but no fewer than 2.
+
+    None where the process works alone, or the launcher does not say how many workers share a host.
+    """
+    return None if _n_cores is None else min(max(_n_cores, 2), 64)
 
 
 def launch_of(figures: Sequence[Figures]) -> dict[str, object]:
@@ -49,14 +58,22 @@ def _device_work() -> dict[str, object]:
     return {"device_work": [asdict(one) for one in decisions(_device)]}
 
 
-def join(found: Team, device: Device | None = None, *, facts: Callable[[], dict[str, object]] = dict) -> None:
+def join(
+    found: Team,
+    device: Device | None = None,
+    *,
+    facts: Callable[[], dict[str, object]] = dict,
+    n_cores: int | None = None,
+) -> None:
     """Makes this process one of a team, before its verb runs.
 
     Args:
         device: where it does its per-byte work, see ``core.device.device_named``.
         facts: what ``launch_of`` says of the team beside the workers' figures.
+        n_cores: this worker's share of its host's cores; None if that is not known.
     """
-    global _team, _device, _facts
+    global _team, _device, _facts, _n_cores
     _team = found
     _device = device
     _facts = facts
+    _n_cores = n_cores

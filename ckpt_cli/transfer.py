@@ -42,7 +42,7 @@ from ckpt_cli.option_values import (
 )
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.report import explain_lines, plan_lines, report_lines
-from ckpt_cli.teamwork import launch_of, team
+from ckpt_cli.teamwork import launch_of, team, worker_threads
 from ckpt_cli.terminal import escaped, screen_of
 from core.convert import Job, TopologyChange, prepare, run
 from core.errors import ReplicaMismatchError, UsageError
@@ -121,7 +121,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         metadata_only=options.metadata_only,
         drop_unknown=options.drop_unknown,
         memory_bytes=defaults.memory_bytes if options.memory is None else size_in_bytes(options.memory),
-        threads=options.threads or defaults.threads,
+        threads=options.threads or worker_threads() or defaults.threads,
         resume=options.resume,
         force=options.force,
         crc=not options.no_crc,

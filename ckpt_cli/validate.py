@@ -19,7 +19,7 @@ from ckpt_cli.option_values import check_rules, size_in_bytes
 from ckpt_cli.output_file import check_place, write_lines
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.render import n_text
-from ckpt_cli.teamwork import device, team
+from ckpt_cli.teamwork import device, team, worker_threads
 from ckpt_cli.terminal import Screen, escaped, screen_of
 from ckpt_cli.verdict import Verdict, exit_code_of
 from core.accepted import Acceptance, baseline_text, patterns_of, read_baseline
@@ -145,7 +145,7 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
             level=level,
             iteration=options.iteration,
             rules=options.rules,
-            threads=options.threads or _cores(),
+            threads=options.threads or worker_threads() or _cores(),
             memory_bytes=_memory_bytes(options),
             progress=progress,
             plan_for=_request(options),

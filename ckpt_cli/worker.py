@@ -76,7 +76,7 @@ def _joined(place: Place, options: WorkerOptions, command: Sequence[str], starte
     Raises:
         CheckpointingException: it cannot be done.
     """
-    _bind(place, options)
+    n_cores = _bound(place, options)
     if place.size == 1:
         if options.device != "cpu":
             from ckpt_cli.worker_device import device_of
@@ -103,15 +103,15 @@ def _joined(place: Place, options: WorkerOptions, command: Sequence[str], starte
         place, meeting, backend=backend, device=torch_name, data_device=data_device, timeout_s=options.timeout_s
     )
     team.runtime_bytes = max(_resident_bytes() - started_bytes, 0) + PART_MEMORY_BYTES
-    teamwork.join(team, device=device, facts=team.facts)
+    teamwork.join(team, device=device, facts=team.facts, n_cores=n_cores)
     gc.freeze()  # the hundred thousand objects of torch: no collection need look at them
     return team
 
 
-def _bind(place: Place, options: WorkerOptions) -> None:
-    """Keeps the process to its cores, before torch starts threads on them."""
+def _bound(place: Place, options: WorkerOptions) -> int | None:
+    """Keeps the process to its cores, before torch starts threads on them; how many they are, if that is known."""
     if place.local_rank is None or place.local_size is None:
-        return
+        return None
     from ckpt_cli.binding import bind
 
     share = bind(
@@ -121,6 +121,7 @@ def _bind(place: Place, options: WorkerOptions) -> None:
         is_below_agent="TORCHELASTIC_RUN_ID" in os.environ,
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(share.n_threads))
+    return share.n_threads
 
 
 class _Outcome:
