@@ -349,5 +349,6 @@ def _pieces(key: str, rule: Rule, shape: Shape, held: Held, facts: Facts) -> lis
     n = facts.topology.size_of(rule.group)
     padded = global_shape(held.array.shape, axis, n)
     parts = parts_of(rule, padded[axis], facts, key=key)
-    pieces = split(padded, axis, parts=parts, rank=held.rank.within(rule.group), n=n)
+    one = replicated(padded)  # what one rank holds whole has its parts one after the other on both sides
+    pieces = one if n == 1 else split(padded, axis, parts=parts, rank=held.rank.within(rule.group), n=n)
     return [kept for piece in pieces if (kept := trimmed(piece, axis, shape[axis])) is not None]

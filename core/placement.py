@@ -16,15 +16,15 @@ Source: Megatron-LM d98e8a64, ``core/resharding/planner.py``; checked against th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
 from core.box import Box, Shape
 from core.errors import UnsupportedError
+from core.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Piece:
     """A region that a shard holds in one piece.
 
@@ -67,8 +67,6 @@ def _split(shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int) -
     """``split``; the tensors of a model have few different shapes."""
     if sum(parts) != shape[axis] or any(part % n for part in parts) or not 0 <= rank < n:
         raise ValueError(f"shard {rank} of {n} of parts {list(parts)} on axis {axis} of {shape}")
-    if n == 1:
-        return (_whole(shape),)  # the parts lie one after the other on both sides
     pieces = []
     part_start = local_start = 0
     for part in parts:
