@@ -6,13 +6,20 @@ which is what this process holds.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import platform
+import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -175,6 +182,81 @@ def in_turn(
                 case.copies.append(copy(src, copied, fsync=fsync))
                 remove(copied)
     return case
+
+
+class Page:
+    """The rows that one bench has measured, and what failed.
+
+    Args:
+        options: with ``only``, ``scratch`` and ``json``, as ``page_parser`` has them.
+        scratch_dir: where it works; removed at the end.
+    """
+
+    def __init__(self, options: argparse.Namespace, scratch_dir: Path) -> None:
+        self.options = options
+        self.scratch_dir = scratch_dir
+        self.cases: list[Case] = []
+        self.failures: list[str] = []
+
+    def wants(self, name: str) -> bool:
+        """Whether the rows of a name are to be measured."""
+        return self.options.only is None or re.search(self.options.only, name) is not None
+
+    def add(self, *cases: Case) -> None:
+        """Takes rows, and shows them."""
+        self.cases += cases
+        print("\n".join(table(cases).splitlines()[2:]), file=sys.stderr, flush=True)
+
+    @contextmanager
+    def tolerant(self, name: str) -> Iterator[None]:
+        """Around the work for some rows: a command that fails is reported at the end and ends nothing else."""
+        try:
+            yield
+        except CommandError as err:
+            self.failures.append(f"{name}: {err}")
+            print(f"{name}: FAILED\n{err}", file=sys.stderr, flush=True)
+
+
+def page_parser(prog: str, description: str | None, *, runs: int) -> argparse.ArgumentParser:
+    """A parser with the options that all benches have."""
+    parser = argparse.ArgumentParser(
+        prog=f"scripts/{prog}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=runs, metavar="N", help=f"runs of each command [{runs}]")
+    parser.add_argument("--only", metavar="REGEX", help="measure only the rows whose names match")
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where to work [the system's temporary directory]")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
+    return parser
+
+
+def run_page(
+    options: argparse.Namespace, measure: Callable[[Page], None], *, parent_dir: Path | None = None, **facts: object
+) -> int:
+    """Measures, prints the table and writes the JSON; the exit code is 1 if a command failed.
+
+    Args:
+        measure: fills a page.
+        parent_dir: where the scratch directory is made.
+        facts: more for the JSON.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    page = Page(options, Path(tempfile.mkdtemp(prefix="bench-", dir=parent_dir or options.scratch)))
+    try:
+        measure(page)
+    finally:
+        shutil.rmtree(page.scratch_dir, ignore_errors=True)
+        if page.cases:
+            print(table(page.cases))
+    result = {
+        "python": platform.python_version(),
+        "n_cpus": len(os.sched_getaffinity(0)),
+        **facts,
+        "cases": [case.as_dict() for case in page.cases],
+        "failures": page.failures,
+    }
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 1 if page.failures else 0
 
 
 def table(cases: Sequence[Case]) -> str:

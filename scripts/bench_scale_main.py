@@ -7,20 +7,13 @@ is read or written; 2 GB of headers land on the disk.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import re
-import shutil
-import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench_measure import Case, CommandError, ckpt, remove, run, table
+from bench_measure import Case, Page, ckpt, page_parser, remove, run, run_page
 
 GIB = 1 << 30
 PLAN_S, INSPECT_S, PLAN_BYTES = 10.0, 2.0, GIB
@@ -47,20 +40,15 @@ TINY = (Reshard("tiny", "EP2 → EP1", ("--ep-new", "1")),)
 
 
 class Bench:
-    """One run: its options, its scratch directory and the rows so far."""
+    """The rows of this bench."""
 
-    def __init__(self, options: argparse.Namespace, scratch_dir: Path) -> None:
-        self.options = options
-        self.scratch_dir = scratch_dir
-        self.cases: list[Case] = []
-        self.failures: list[str] = []
-
-    def wants(self, name: str) -> bool:
-        return self.options.only is None or re.search(self.options.only, name) is not None
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.options = page.options
 
     def source(self, model: str, optimizer: str, *more: str) -> Path:
         """A checkpoint, made at its first use."""
-        folder = self.scratch_dir / "-".join((model, optimizer, *(word.strip("-") for word in more)))
+        folder = self.page.scratch_dir / "-".join((model, optimizer, *(word.strip("-") for word in more)))
         if not folder.exists():
             print(f"making {folder.name}", file=sys.stderr, flush=True)
             maker = Path(__file__).with_name("bench_scale_sources.py")
@@ -69,19 +57,14 @@ class Bench:
 
     def measure(self, name: str, command: Sequence[str | Path], *, reach_s: float | None, reach_bytes: int) -> None:
         """Two rows: the seconds and the peak RSS of a command."""
-        try:
+        with self.page.tolerant(name):
             runs = [run(command) for _ in range(self.options.runs)]
-        except CommandError as err:
-            self.failures.append(f"{name}: {err}")
-            print(f"{name}: FAILED\n{err}", file=sys.stderr, flush=True)
-            return
-        wall_s = statistics.median(done.wall_s for done in runs)
-        rss_bytes = max(done.rss_bytes for done in runs)
-        self.cases += [
-            Case(name, reach_s, None, runs, value=wall_s, unit="s"),
-            Case(f"{name}: memory", reach_bytes / 1e6, None, runs, value=rss_bytes / 1e6, unit="MB"),
-        ]
-        print("\n".join(table(self.cases[-2:]).splitlines()[-2:]), file=sys.stderr, flush=True)
+            wall_s = statistics.median(done.wall_s for done in runs)
+            rss_bytes = max(done.rss_bytes for done in runs)
+            self.page.add(
+                Case(name, reach_s, None, runs, value=wall_s, unit="s"),
+                Case(f"{name}: memory", reach_bytes / 1e6, None, runs, value=rss_bytes / 1e6, unit="MB"),
+            )
 
     def rank_files(self, reshards: Sequence[Reshard]) -> None:
         """Inspections and plans of rank files, model by model; each model's files are removed when it is done."""
@@ -90,14 +73,14 @@ class Bench:
                 what = "weights" if optimizer == "none" else f"{optimizer} optimizer"
                 names = [f"{verb}, {reshard.model}, {what}" for verb in ("inspect", "inspect --all")]
                 plan = f"plan {reshard.label}, {reshard.model}, {what}"
-                if not any(map(self.wants, [*names, plan])):
+                if not any(map(self.page.wants, [*names, plan])):
                     continue
                 src = self.source(reshard.model, optimizer)
                 for name, more, reach_s in ((names[0], (), INSPECT_S), (names[1], ("--all",), None)):
-                    if self.wants(name):
+                    if self.page.wants(name):
                         command = ckpt("inspect", src, *more)
                         self.measure(name, command, reach_s=reach_s, reach_bytes=PLAN_BYTES)
-                if self.wants(plan):
+                if self.page.wants(plan):
                     options = ("--dry-run", "-q", "--memory", self.options.memory)
                     command = ckpt("reshard", src, *reshard.options, *options)
                     self.measure(plan, command, reach_s=PLAN_S, reach_bytes=PLAN_BYTES)
@@ -106,45 +89,24 @@ class Bench:
     def torch_dist(self, model: str) -> None:
         """The inspection of a directory of torch_dist."""
         name = f"inspect, {model} as torch_dist, weights"
-        if self.wants(name):
+        if self.page.wants(name):
             src = self.source(model, "none", "--torch-dist")
             self.measure(name, ckpt("inspect", src), reach_s=INSPECT_S, reach_bytes=PLAN_BYTES)
             remove(src)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench_scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each command [3]")
-    parser.add_argument("--memory", default=MEMORY, help=f"--memory of the plans [{MEMORY}]")
-    parser.add_argument("--only", metavar="REGEX", help="measure only the rows whose names match")
-    parser.add_argument("--tiny", action="store_true", help="a small model instead: a test of this script")
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where to work [the system's temporary directory]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
-    return parser.parse_args()
-
-
 def main() -> int:
-    options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    scratch_dir = Path(tempfile.mkdtemp(prefix="bench-scale-", dir=options.scratch))
-    bench = Bench(options, scratch_dir)
-    try:
+    parser = page_parser("bench_scale", __doc__, runs=3)
+    parser.add_argument("--memory", default=MEMORY, help=f"--memory of the plans [{MEMORY}]")
+    parser.add_argument("--tiny", action="store_true", help="a small model instead: a test of this script")
+    options = parser.parse_args()
+
+    def measure(page: Page) -> None:
+        bench = Bench(page)
         bench.rank_files(TINY if options.tiny else RESHARDS)
         bench.torch_dist("tiny" if options.tiny else "llama-405b")
-    finally:
-        shutil.rmtree(scratch_dir, ignore_errors=True)
-        if bench.cases:
-            print(table(bench.cases))
-    result = {
-        "python": platform.python_version(),
-        "cases": [case.as_dict() for case in bench.cases],
-        "failures": bench.failures,
-    }
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if bench.failures else 0
+
+    return run_page(options, measure)
 
 
 if __name__ == "__main__":

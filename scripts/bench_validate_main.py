@@ -8,18 +8,12 @@ one core's time. Last the metadata level, with a thousand files.
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
-import re
-import shutil
-import signal
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
-from bench_measure import Case, CommandError, Run, ckpt, files_of, remove, run, table, warm
+from bench_measure import Case, Page, Run, ckpt, files_of, page_parser, remove, run, run_page, warm
 
 GIB = 1 << 30
 KINDS = ("megatron-tp4", "torch", "dcp-1", "safetensors", "zarr3", "zarr3-zstd")
@@ -80,19 +74,14 @@ print(json.dumps(made))
 
 
 class Bench:
-    """One run: its options, its scratch directory and the rows so far."""
+    """The rows of this bench."""
 
-    def __init__(self, options: argparse.Namespace, scratch_dir: Path) -> None:
-        self.options = options
-        self.scratch_dir = scratch_dir
-        self.cases: list[Case] = []
-        self.failures: list[str] = []
-
-    def wants(self, name: str) -> bool:
-        return self.options.only is None or re.search(self.options.only, name) is not None
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.options = page.options
 
     def source(self, kind: str, n: int) -> Path:
-        folder = self.scratch_dir / kind
+        folder = self.page.scratch_dir / kind
         print(f"making {kind}", file=sys.stderr, flush=True)
         maker = Path(__file__).with_name("bench_sources.py")
         run([sys.executable, maker, kind, folder, "--bytes", str(n), "--normal"])
@@ -115,16 +104,15 @@ class Bench:
         for other, reach in (("read", READ_REACH if "zstd" not in kind else None), ("hash", None)):
             case = Case(f"--deep, {kind}, against {other}", reach, None, runs["deep"], unit=f"× {other}")
             case.copies = [done.wall_s for done in runs[other]]
-            self.cases.append(case)
+            self.page.add(case)
         cpu = statistics.median(done.cpu_s for done in runs["deep"]) / statistics.median(
             done.cpu_s for done in runs["read"]
         )
         rss_bytes = max(done.rss_bytes for done in runs["deep"])
-        self.cases += [
+        self.page.add(
             Case(f"--deep, {kind}, CPU seconds", value=cpu, unit="× read"),
             Case(f"--deep, {kind}, memory", RSS_BYTES / 1e6, None, runs["deep"], value=rss_bytes / 1e6, unit="MB"),
-        ]
-        print(table(self.cases[-4:]), file=sys.stderr, flush=True)
+        )
         remove(src)
 
     def rates(self) -> None:
@@ -133,7 +121,7 @@ class Bench:
         warm(src)
         found = json.loads(run([sys.executable, "-c", SCANNER, src]).stdout.splitlines()[-1])
         for name, rate in found.items():
-            self.cases.append(Case(f"scan: {name}", value=rate, unit="GB a core second", is_lower_better=False))
+            self.page.add(Case(f"scan: {name}", value=rate, unit="GB a core second", is_lower_better=False))
         remove(src)
 
     def metadata(self) -> None:
@@ -142,51 +130,25 @@ class Bench:
         for name, more, reach in (("metadata", (), METADATA_S), ("--headers", ("--headers",), None)):
             runs = [run(ckpt("validate", "-q", *more, src)) for _ in range(self.options.runs)]
             wall_s = statistics.median(done.wall_s for done in runs)
-            self.cases.append(Case(f"{name}, {N_FILES} shards", reach, None, runs, value=wall_s, unit="s"))
+            self.page.add(Case(f"{name}, {N_FILES} shards", reach, None, runs, value=wall_s, unit="s"))
         remove(src)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench_validate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--bytes", type=int, default=2 * GIB, metavar="N", help="size of a checkpoint [2 GiB]")
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each command [5]")
-    parser.add_argument("--only", metavar="REGEX", help="measure only what matches: a kind, 'rates', 'metadata'")
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where to work [the system's temporary directory]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
-    return parser.parse_args()
-
-
 def main() -> int:
-    options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    scratch_dir = Path(tempfile.mkdtemp(prefix="bench-validate-", dir=options.scratch))
-    bench = Bench(options, scratch_dir)
-    work = {kind: (bench.deep, kind) for kind in KINDS}
-    try:
-        for kind, (measure, argument) in work.items():
-            if bench.wants(kind):
-                try:
-                    measure(argument)
-                except CommandError as err:
-                    bench.failures.append(f"{kind}: {err}")
-                    print(f"{kind}: FAILED\n{err}", file=sys.stderr, flush=True)
+    parser = page_parser("bench_validate", __doc__, runs=5)
+    parser.add_argument("--bytes", type=int, default=2 * GIB, metavar="N", help="size of a checkpoint [2 GiB]")
+    options = parser.parse_args()
+
+    def measure(page: Page) -> None:
+        bench = Bench(page)
+        for kind in filter(page.wants, KINDS):
+            with page.tolerant(kind):
+                bench.deep(kind)
         for name, rest in (("rates", bench.rates), ("metadata", bench.metadata)):
-            if bench.wants(name):
+            if page.wants(name):
                 rest()
-    finally:
-        shutil.rmtree(scratch_dir, ignore_errors=True)
-        if bench.cases:
-            print(table(bench.cases))
-    result = {
-        "python": platform.python_version(),
-        "cases": [case.as_dict() for case in bench.cases],
-        "failures": bench.failures,
-    }
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if bench.failures else 0
+
+    return run_page(options, measure)
 
 
 if __name__ == "__main__":
