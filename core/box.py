@@ -6,14 +6,15 @@ Pure integer geometry. A box of rank 0 is the single element of a scalar; a box 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+
+from core.value import value
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Box:
     """The elements ``offset[i] <= index[i] < offset[i] + shape[i]`` of a tensor.
 

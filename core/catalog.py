@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING
 from core.box import Box, Shape, c_strides, whole
 from core.dtypes import itemsize
 from core.errors import CorruptError, UnsupportedError
+from core.value import value
 
 if TYPE_CHECKING:
     from core.encoding import Encoding
     from core.store import ReadStore
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TensorMeta:
     """A global tensor.
 
@@ -57,7 +58,7 @@ class TensorMeta:
         return prod(self.shape) * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Extent:
     """Where the elements of a stored array lie.
 
@@ -90,7 +91,7 @@ Coords = tuple[tuple[str, int], ...]
 """Rank coordinates such as ``(("tp", 1), ("pp", 0))``."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StoredArray:
     """A dense array that exists, or is to exist, in a checkpoint.
 
@@ -151,7 +152,7 @@ def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
     return StoredArray(name, array.dtype, shape, Extent(extent.file, offset), array.coords)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Fragment:
     """A box of a global tensor and the array region that holds it.
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -181,8 +182,10 @@ def prepare(job: Job) -> Iterator[Prepared]:
     try:
         with gc_paused():
             prepared = _prepared(job, source)
+            gc.freeze()  # or the collector looks at all of it as soon as the copy makes objects
         yield prepared
     finally:
+        gc.unfreeze()
         source.store.close()
 
 

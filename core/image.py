@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from core.catalog import StoredArray
 from core.dtypes import itemsize
+from core.value import value
 
 Literal = tuple[int, bytes]
 """Byte offset in the file, and the bytes."""
@@ -24,7 +25,7 @@ def no_literals(crc_of: CrcOf) -> Iterable[Literal]:
     return ()
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PlacedArray:
     """An array and its byte offset in a file image; its bytes there are dense C order, little endian."""
 

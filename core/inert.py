@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from core.value import value
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Global:
@@ -84,7 +86,7 @@ NO_STATE = _NoState()
 """An object whose pickle sets no state (None would be a legal state)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TensorLeaf:
     """The place of a tensor in a skeleton.
 

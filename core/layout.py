@@ -76,7 +76,8 @@ def unshard(
     if strange:
         what = "do not round to their weights: were the weights changed after the optimizer's last step?"
         made = made.noted([f"masters of {listed(strange)} {what}"])
-    unknown = [key for key in made.tensors if state_of(key) is None and rules.is_unknown(key)]
+    names = made.tensors if rules.takes_unknown else ()
+    unknown = [key for key in names if state_of(key) is None and rules.is_unknown(key)]
     if unknown:
         made = made.noted([f"no rule fits {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"])
     return made

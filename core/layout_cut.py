@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.box import Box, Shape
 from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
@@ -42,6 +42,11 @@ class Cut:
     parts: tuple[int, ...]
     n: int
     group: str
+    shard_shape: Shape = field(init=False)
+    """Shape of one shard."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shard_shape", shard_shape(self.shape, self.axis, self.n))
 
     def pieces(self, rank: Rank) -> list[Piece]:
         """The pieces of one rank's shard."""
@@ -51,12 +56,8 @@ class Cut:
 
     def fragments(self, key: str, rank: Rank, array: StoredArray) -> list[Fragment]:
         """The fragments of a tensor that lie in an array, which is one rank's shard."""
-        return [Fragment(key, piece.box, array, piece.at) for piece in self.pieces(rank)]
-
-    @property
-    def shard_shape(self) -> Shape:
-        """Shape of one shard."""
-        return shard_shape(self.shape, self.axis, self.n)
+        pieces = replicated(self.shape) if self.n == 1 else self.pieces(rank)  # parts follow each other on both sides
+        return [Fragment(key, piece.box, array, piece.at) for piece in pieces]
 
 
 def cuts_of(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, *, n_rows: int | None) -> dict[str, Cut]:
@@ -71,11 +72,16 @@ def cuts_of(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, *,
     """
     facts = with_sizes(facts, {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key}, rules)
     found = {}
+    known: dict[tuple[int, Shape], Cut] = {}  # one of each kind; rules live as long as their table
     for key, meta in catalog.tensors.items():
-        rule = rules.rule_of(param_of(key), shapes=[meta.shape])
-        if rule.extent and rule.cut_axis is None and catalog.attrs.get("is_down_proj_cut"):
-            rule = rule.as_cut()
-        found[key] = cut_of(meta, rule, facts, topology=topology, n_rows=n_rows)
+        rule = rules.rule_of(param_of(key), shapes=(meta.shape,))
+        kind = (id(rule), meta.shape)
+        cut = known.get(kind)
+        if cut is None:
+            if rule.extent and rule.cut_axis is None and catalog.attrs.get("is_down_proj_cut"):
+                rule = rule.as_cut()
+            cut = known[kind] = cut_of(meta, rule, facts, topology=topology, n_rows=n_rows)
+        found[key] = cut
     return found
 
 

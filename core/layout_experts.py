@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from core.catalog import StoredArray
 from core.dtypes import itemsize
 from core.errors import CorruptError, UnsupportedError
+from core.value import value
 
 NAMES = ("sequential", "te_grouped", "grouped", "stacked", "single", "switch")
 
@@ -48,8 +49,13 @@ class ExpertForm:
     name: str | None = None
     rest: str | None = None
 
+    def named(self, expert: Expert, number: int) -> str:
+        """The name of an expert's parameter in this form, which is not read only."""
+        assert self.name is not None
+        return expert.before + self.name.format(e=number, rest=expert.rest)
 
-@dataclass(frozen=True, slots=True)
+
+@value(frozen=True, slots=True)
 class Expert:
     """A parameter of an expert, or of all of them.
 
@@ -88,18 +94,17 @@ def expert_of(forms: Sequence[ExpertForm], name: str) -> Expert | None:
     return None
 
 
-def expert_name(forms: Sequence[ExpertForm], expert: Expert, *, names: str, number: int) -> str:
-    """The name of an expert's parameter in another form.
+def expert_form(forms: Sequence[ExpertForm], expert: Expert, *, names: str, number: int) -> ExpertForm:
+    """The form that names an expert's parameter otherwise; that of one number is that of all.
 
     Raises:
         UnsupportedError: the form has no name for it.
     """
     for form in forms:
         if form.names == names and form.name is not None:
-            made = expert.before + form.name.format(e=number, rest=expert.rest)
-            again = expert_of(forms, made)
+            again = expert_of(forms, form.named(expert, number))
             if again is not None and (again.names, again.rest) == (names, expert.rest):
-                return made
+                return form
     raise UnsupportedError(f"experts of the kind {names} have no such parameter", key=expert.numbered(number))
 
 

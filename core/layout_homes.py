@@ -13,12 +13,13 @@ from core.layout_rules import Rules
 from core.pipeline import Pipeline
 from core.stages import Stages
 from core.topology import Rank, Topology
+from core.value import value
 
 T = TypeVar("T")
 FINAL_NORM = "decoder.final_layernorm"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Home:
     """A place of a tensor, an extra state or a module.
 

@@ -29,9 +29,10 @@ from core.layout_versions import OldRows
 from core.optim_ranks import Param, RankFile
 from core.stages import Stages
 from core.topology import Rank, Topology
+from core.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Held:
     """What one rank holds of a tensor."""
 

@@ -14,9 +14,11 @@ from typing import TypeVar
 
 from core.box import Shape
 from core.errors import UnknownTensorError, UnsupportedError
-from core.layout_experts import Expert, ExpertForm, expert_name, expert_of
+from core.layout_experts import Expert, ExpertForm, expert_form, expert_of
 from core.layout_sizes import PartSize, ShapeSize
+from core.value import value
 
+K = TypeVar("K")
 T = TypeVar("T")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 NEEDS_AXIS = ("split", "vocab")
@@ -115,7 +117,7 @@ class ModelNames:
     n_seen: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Layer:
     """A name within one of a model's layers.
 
@@ -167,8 +169,9 @@ class Rules:
     inner: re.Pattern[str] | None = None
     tells_numbers_apart: bool = True
     _fits: dict[str, Rule | None] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """What was looked up before, by name; the same for ``_experts`` and ``_params``."""
+    """What was looked up before, by name; the same for the others."""
     _experts: dict[str, Expert | None] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _forms: dict[tuple[str, str, str], ExpertForm] = field(init=False, repr=False, compare=False, default_factory=dict)
     _params: dict[str, bool] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def rule_of(
@@ -224,6 +227,11 @@ class Rules:
     def part_names(self) -> frozenset[str]:
         """What torch_dist calls the parts of parameters."""
         return _part_names(self.rules)
+
+    @property
+    def takes_unknown(self) -> bool:
+        """Whether the user has said what the rule of a parameter is that no row fits."""
+        return any(rule.source == UNKNOWN_SOURCE for rule in self.rules)
 
     def is_unknown(self, name: str) -> bool:
         """Whether only the word of the user (``--unknown replicate``) is the rule of a parameter."""
@@ -297,7 +305,12 @@ class Rules:
 
     def expert_name(self, expert: Expert, *, names: str, number: int) -> str:
         """The name of an expert's parameter in another form; see ``core.layout_experts``."""
-        return expert_name(self.expert_forms, expert, names=names, number=number)
+        form = self._forms.get((expert.before, expert.rest, names))
+        if form is None:
+            form = expert_form(self.expert_forms, expert, names=names, number=number)
+            _forget_if_full(self._forms)
+            self._forms[expert.before, expert.rest, names] = form
+        return form.named(expert, number)
 
     def fused(self, sub: str) -> str:
         """A name within a layer as torch_dist has it."""
@@ -344,7 +357,7 @@ def _fit(model: ModelKind, seen: Iterable[str]) -> tuple[int, int]:
 _MAX_KNOWN = 1 << 17
 
 
-def _forget_if_full(known: dict[str, T]) -> None:
+def _forget_if_full(known: dict[K, T]) -> None:
     """Bounds what is remembered, whatever names a file has."""
     if len(known) >= _MAX_KNOWN:
         known.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from core.box import Box, whole
 from core.cast import check_cast
@@ -11,9 +10,10 @@ from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
 from core.coverage import BoxIndex, first_hole, first_overlap, is_tiled
 from core.errors import CorruptError, MissingShardError
 from core.places import described, region_shape
+from core.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Match:
     """The proven work of one tensor.
 

@@ -7,7 +7,6 @@ model_optim_rng.pt) or to what makes the distributed optimizer's distrib_optim.p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from core.catalog import Catalog, Coords, Fragment, StoredArray
@@ -17,9 +16,10 @@ from core.layout_rules import Rules
 from core.megatron_version import MegatronVersion
 from core.optimizer import Optimizer
 from core.topology import Rank, Topology
+from core.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class HeldParam:
     """A tensor of a rank's state dict.
 

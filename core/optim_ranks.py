@@ -17,9 +17,10 @@ from core.layout_rules import Rules
 from core.optimizer import Optimizer
 from core.store import ReadStore
 from core.topology import Rank
+from core.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Param:
     """A tensor in a rank's state dict.
 
@@ -51,7 +52,7 @@ class RankFile:
     params: Sequence[Param]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ParamState:
     """One state of one parameter on one rank; ``array`` has the parameter's shape."""
 

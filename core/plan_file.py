@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from core.bands import ITEM_BYTES, Portion
 from core.box import Box
-from core.catalog import Catalog, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
 from core.division import Division, KeyWork
 from core.dtypes import itemsize
 from core.encoding import files_read
@@ -156,12 +156,7 @@ def _line(plan: Plan, key: str, encoder: Encoder, others: set[str]) -> tuple[byt
     """(the line of a tensor, what dividing needs to know of it, bytes to write)."""
     have, want = plan.source.meta(key), plan.target.meta(key)
     sources, targets = plan.source.fragments(key), plan.target.fragments(key)
-    numbered = [
-        replace(piece, array=replace(piece.array, name=str(plan.places.number_of(piece.array.name)), coords=()))
-        if piece.array is not None
-        else piece
-        for piece in targets
-    ]
+    numbered = [piece if piece.array is None else _numbered(piece, piece.array, plan.places) for piece in targets]
     zeros = plan.zeros.get(key, ())
     row = (
         key,
@@ -192,6 +187,12 @@ def _line(plan: Plan, key: str, encoder: Encoder, others: set[str]) -> tuple[byt
         is_cuttable=unit <= _MAX_UNIT_BYTES,
     )
     return _encoded(row).encode() + b"\n", work, written
+
+
+def _numbered(piece: Fragment, array: StoredArray, places: Places) -> Fragment:
+    """A fragment of the target whose array has its number for a name."""
+    name = str(places.number_of(array.name))
+    return Fragment(piece.key, piece.box, StoredArray(name, array.dtype, array.shape, array.extent), piece.at)
 
 
 def _files(encoder: Encoder, others: set[str], store: ReadStore) -> list[str]:
