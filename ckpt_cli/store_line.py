@@ -71,8 +71,11 @@ class StoreLine:
         self._interval_s = 0.0
         _thread.start_new_thread(self._run, ())
 
-    def ask(self, work: Callable[[Any], T]) -> T:
+    def ask(self, work: Callable[[Any], T], *, within_s: float | None = None) -> T:
         """What ``work(store)`` gives, run in the thread.
+
+        Args:
+            within_s: most seconds for the answer, where they are fewer than usual.
 
         Raises:
             GoneError: the store is gone, or has not answered in time.
@@ -80,8 +83,11 @@ class StoreLine:
         """
         request = _Request(work)
         self._requests.put(request)
+        asked = monotonic()
         while not request.answered.wait(POLL_S):
             self.check()
+            if within_s is not None and monotonic() - asked > within_s:
+                raise self._silent(within_s)
         if request.error is not None:
             raise self._lost(request.error) from request.error
         answer: T = request.answer
@@ -115,10 +121,13 @@ class StoreLine:
             raise self._lost(self._error) from self._error
         since = self._busy_since
         if since is not None and monotonic() - since > self._timeout_s:
-            raise GoneError(
-                f"{self._keeper}, which keeps the workers' store, has not answered for {self._timeout_s:g} s",
-                hint="its host or the network to it is down; run again to go on",
-            ).of_lead()
+            raise self._silent(self._timeout_s)
+
+    def _silent(self, seconds: float) -> GoneError:
+        return GoneError(
+            f"{self._keeper}, which keeps the workers' store, has not answered for {seconds:g} s",
+            hint="its host or the network to it is down; run again to go on",
+        ).of_lead()
 
     def _lost(self, err: Exception) -> WorkerError:
         reason = str(err).split("\n")[0]

@@ -38,6 +38,8 @@ T = TypeVar("T")
 _PART_BYTES = 8 << 20
 PART_MEMORY_BYTES = 2 * _PART_BYTES
 """What a meeting takes beside what the ranks say; a part is there as tensors, and as bytes."""
+_WORD_S = 5.0
+"""Most seconds that a worker tries to leave word when it ends."""
 _END_S = 10.0
 """Most seconds that the end of a job waits for workers that are done as well."""
 
@@ -131,7 +133,7 @@ class TorchTeam:
     def leave(self, error: Exception) -> None:
         """Tells the others that this worker has failed and comes to no meeting any more; never raises."""
         with suppress(WorkerError):
-            self._ask(lambda store: self._watch.leave(store, error))
+            self._line.ask(self._scoped(lambda store: self._watch.leave(store, error)), within_s=_WORD_S)
 
     def end(self) -> None:
         """Ends the membership of a worker that has done its work; never raises.
@@ -139,7 +141,7 @@ class TorchTeam:
         A lead that keeps the store waits for the others, who would lose it otherwise.
         """
         with suppress(WorkerError):
-            self._ask(self._watch.end)
+            self._line.ask(self._scoped(self._watch.end), within_s=_WORD_S)
             deadline = monotonic() + _END_S
             while self._place.keeps_store and self._watch.living() and monotonic() < deadline:
                 self._line.check()

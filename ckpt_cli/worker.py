@@ -212,7 +212,7 @@ def _write_error_file(failure: Failure, text: str | None) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or not failure.line:
         return
-    extra = {"py_callstack": text or "", "timestamp": str(int(time.time()))}
+    extra = {"py_callstack": text or failure.line, "timestamp": str(int(time.time()))}
     message = {"message": failure.line, "errorCode": failure.exit_code, "extraInfo": extra}
     with suppress(OSError):
         Path(path).write_text(json.dumps({"message": message}), "utf-8")
