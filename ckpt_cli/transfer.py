@@ -42,7 +42,7 @@ from ckpt_cli.option_values import (
 )
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.report import explain_lines, plan_lines, report_lines
-from ckpt_cli.teamwork import launch_of, team, worker_threads
+from ckpt_cli.teamwork import device, launch_of, team, worker_threads
 from ckpt_cli.terminal import escaped, screen_of
 from core.convert import Job, TopologyChange, prepare, run
 from core.errors import ReplicaMismatchError, UsageError
@@ -131,6 +131,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         verify=options.verify,
         rules=options.rules,
         unknown=options.unknown or "refuse",
+        device=device(),
     )
 
 
@@ -207,7 +208,7 @@ def _run(job: Job, options: TransferOptions) -> int:
     if not is_lead(workers):
         return 0
     if options.json:
-        launch = {"launch": launch_of(report.workers)} if report.workers else {}
+        launch = {"launch": launch_of(report.workers)} if report.workers or device() else {}
         print(json.dumps({"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict(), **launch}))
     elif not options.quiet:
         for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):

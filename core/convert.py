@@ -422,6 +422,7 @@ def run(job: Job, *, progress: Progress | None = None, team: Team = ALONE) -> Re
     Raises:
         CheckpointingException: any kind; the destination is untouched.
     """
+    job = within_memory(job)
     if team.size > 1:
         from core.shared_convert import run_shared
 
@@ -443,6 +444,7 @@ def run(job: Job, *, progress: Progress | None = None, team: Team = ALONE) -> Re
                 progress=_counted(progress, plan.write_bytes),
                 journal=stage.journal,
                 watch=watch,
+                device=job.device,
             )
             found = finished(prepared, stage, result, fingerprints=_seen_by(watch, job))
             n_verified = _verified(prepared, stage, progress) if job.verify else 0
@@ -456,6 +458,20 @@ def run(job: Job, *, progress: Progress | None = None, team: Team = ALONE) -> Re
             n_verified=n_verified,
             seconds=time.monotonic() - begun,
         )
+
+
+def within_memory(job: Job) -> Job:
+    """The job with the memory that is left beside its device, and without a device that is left out for it.
+
+    Raises:
+        CapacityError: the device was asked for by name, and takes too much.
+    """
+    if job.device is None:
+        return job
+    from core.device_choice import beside
+
+    device, memory_bytes = beside(job.device, memory_bytes=job.memory_bytes, threads=job.threads)
+    return replace(job, device=device, memory_bytes=memory_bytes)
 
 
 def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> Stage:
@@ -580,7 +596,8 @@ def _watch(prepared: Prepared) -> AbstractContextManager[CopyFingerprints | None
     from core.fingerprint_copy import watched
 
     entry = prepared.dst.name if prepared.is_file else None
-    return watched(prepared.plan, entry=entry, rules=load_rules(job.rules, unknown=job.unknown))
+    rules = load_rules(job.rules, unknown=job.unknown)
+    return watched(prepared.plan, entry=entry, rules=rules, device=job.device)
 
 
 def _seen_by(watch: CopyFingerprints | None, job: Job) -> Callable[[Path], Made] | None:
@@ -602,13 +619,25 @@ def _verified(prepared: Prepared, stage: Stage, progress: Progress | None) -> in
         rules=load_rules(job.rules, unknown=job.unknown),
         memory_bytes=job.memory_bytes,
         progress=_counted(progress, plan.write_bytes),
+        device=job.device,
     )
 
 
 def identity_text(job: Job) -> str:
     """The options that decide which bytes are written, and by which version of the tool."""
     options = asdict(job)
-    for name in ("src", "dst", "resume", "force", "fsync", "verify", "fingerprint", "threads", "memory_bytes"):
+    for name in (
+        "src",
+        "dst",
+        "resume",
+        "force",
+        "fsync",
+        "verify",
+        "fingerprint",
+        "threads",
+        "memory_bytes",
+        "device",
+    ):
         del options[name]
     return json.dumps([__version__, options], default=str, sort_keys=True)
 

@@ -19,9 +19,15 @@ from dataclasses import asdict, dataclass, replace
 
 from core.crew import Crew
 from core.device import Device
+from core.device_lane import host_bytes
 from core.device_trials import Trial, trial_of
 from core.errors import CapacityError, WorkerError
 
+ALL = "all"
+"""In place of a kind of work."""
+MIB = 1 << 20
+_LEAST_BYTES = 128 * MIB
+"""Memory that is left for the work."""
 SAMPLE_BYTES = 8 << 20
 """Of each thread, when speeds are measured."""
 _ROUNDS = 2
@@ -70,6 +76,33 @@ def settled(device: Device | None, works: Iterable[str], *, threads: int) -> Dev
             if _known[key].is_on_device:
                 done.add(work)
     return replace(device, work=frozenset(done))
+
+
+def beside(device: Device | None, *, memory_bytes: int, threads: int) -> tuple[Device | None, int]:
+    """The device, and the memory that it leaves for the work.
+
+    Args:
+        memory_bytes: that the process may use.
+        threads: that will work.
+
+    Returns:
+        None as device, and all memory, where ``auto`` has not enough for it.
+
+    Raises:
+        CapacityError: there is not enough, and the device was asked for by name.
+    """
+    taken = host_bytes(device, threads)
+    if device is None or memory_bytes - taken >= _LEAST_BYTES:
+        return device, memory_bytes - taken
+    what = f"{device.torch_name} and its pinned buffers take {taken} bytes of host memory beside the work"
+    if not device.is_auto:
+        raise CapacityError(
+            f"{memory_bytes} bytes of memory are allowed, but {what}",
+            hint=f"allow at least {-(-(taken + _LEAST_BYTES) // MIB)} MiB (--memory), or say --device cpu",
+        )
+    with _lock:
+        _known[device.torch_name, True, ALL] = Decision(ALL, False, f"of {memory_bytes} allowed bytes, {what}")
+    return None, memory_bytes
 
 
 def decisions(device: Device) -> list[Decision]:

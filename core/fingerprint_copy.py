@@ -16,6 +16,8 @@ from pathlib import Path
 
 from core.canonical import canonical, canonical_of
 from core.catalog import Catalog, Extent, Fragment, StoredArray
+from core.device import FINGERPRINT, Device
+from core.device_choice import settled
 from core.dtypes import itemsize
 from core.errors import CheckpointingException
 from core.fingerprint import Fingerprint
@@ -123,13 +125,15 @@ def fingerprints_of(written: Path, *, rules: Rules, threads: int, memory_bytes: 
 
 
 @contextmanager
-def watched(plan: Plan, *, entry: str | None, rules: Rules) -> Iterator[CopyFingerprints]:
+def watched(plan: Plan, *, entry: str | None, rules: Rules, device: Device | None = None) -> Iterator[CopyFingerprints]:
     """Makes fingerprints of what is copied in the block.
 
     Args:
         plan, entry, rules: see ``CopyFingerprints``.
+        device: on which they may be made.
     """
-    with kernel(plan.write_bytes) as products:
+    device = settled(device, [FINGERPRINT], threads=plan.threads)
+    with kernel(plan.write_bytes, device) as products:
         yield CopyFingerprints(plan, entry=entry, rules=rules, products=products)
 
 

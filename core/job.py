@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from core.device import Device
 from core.megatron_version import MegatronVersion
 from core.pipeline import Pipeline
 from core.team import Figures, summary_of
@@ -95,6 +96,7 @@ class Job:
         verify: read the result again before it becomes visible, and compare every byte with the source.
         rules: a TOML file with additional layout rules.
         unknown: what becomes of tensors without a layout rule: ``refuse``, or ``replicate`` if all ranks hold the same.
+        device: on which per-byte work may be done; None for the CPU path. The bytes are the same.
     """
 
     src: Path
@@ -139,6 +141,7 @@ class Job:
     verify: bool = False
     rules: Path | None = None
     unknown: str = "refuse"
+    device: Device | None = None
 
     @property
     def stacking(self) -> bool | None:

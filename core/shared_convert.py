@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, TypeVar
 from core.bands import ITEM_BYTES
 from core.convert import Made, Prepared, finished, identity_text, prepare, report_of, stage_of, written_path
 from core.copy import CopyResult
+from core.device import Device
 from core.division import divided
 from core.errors import WorkerError
 from core.folders import sync_folders
@@ -76,11 +77,13 @@ def run_shared(job: Job, team: Team, *, sizes: Sizes = Sizes()) -> Report:
     with ExitStack() as stack:
         lead = _Lead(job, team, stack, sizes) if is_lead(team) else None
         order = told(team, _by(lead, lambda lead: lead.begin()))
-        done = _shared(order, team, lambda share: share.copy())
+        done = _shared(order, team, job.device, lambda share: share.copy())
         told(team, _by(lead, lambda lead: lead.finish(done or ())))
         if job.verify:
             order = told(team, _by(lead, lambda lead: lead.begin_verifying()))
-            done = _shared(order, team, lambda share: share.compare(Comparison(stack.enter_context(_written(order)))))
+            done = _shared(
+                order, team, job.device, lambda share: share.compare(Comparison(stack.enter_context(_written(order))))
+            )
             told(team, _by(lead, lambda lead: lead.finish_verifying(done or ())))
         report = told(team, _by(lead, lambda lead: lead.report()))
         if lead is not None:
@@ -109,13 +112,13 @@ def _by(lead: _Lead | None, work: Callable[[_Lead], T]) -> Callable[[], T]:
     return call
 
 
-def _shared(order: Order, team: Team, work: Callable[[Share], Done]) -> list[Done] | None:
+def _shared(order: Order, team: Team, device: Device | None, work: Callable[[Share], Done]) -> list[Done] | None:
     """What each worker did, at the lead; no worker begins before all have seen the same plan, stage and source."""
     with ExitStack() as stack:
         shares: list[Share] = []
 
         def see() -> None:
-            shares.append(stack.enter_context(Share(order, team)))
+            shares.append(stack.enter_context(Share(order, team, device=device)))
 
         collected(team, see)
         return collected(team, lambda: work(shares[0]))

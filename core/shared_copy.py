@@ -26,6 +26,7 @@ from typing import Self
 
 from core.bands import ITEM_BYTES
 from core.copy import execute
+from core.device import Device
 from core.errors import CheckpointingException, StorageError, UsageError
 from core.journal import BATCH_BYTES, FileJournal, journal_path, journals_in
 from core.ledger import LedgerState
@@ -99,6 +100,7 @@ class Share:
     Args:
         order: from the lead.
         team: this worker's.
+        device: this worker's, on which per-byte work may be done.
         patience_s: how long to wait for what the lead has made.
 
     Raises (on entering):
@@ -107,7 +109,10 @@ class Share:
         StorageError: another run has taken over, or the system refuses.
     """
 
-    def __init__(self, order: Order, team: Team, *, patience_s: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self, order: Order, team: Team, *, device: Device | None = None, patience_s: float = PATIENCE_SECONDS
+    ) -> None:
+        self._device = device
         self._order = order
         self._team = team
         self._patience_s = patience_s
@@ -195,6 +200,7 @@ class Share:
             progress=team.advance,
             journal=journal,
             heed=_heeding(team),
+            device=self._device,
         )
         self._source.verify_unchanged()
         figures = Figures(

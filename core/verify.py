@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from core.box import c_strides
 from core.catalog import Catalog, Fragment, StoredArray, bind_nothing
 from core.copy import Progress, execute
+from core.device import Device
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.image import FileImage, PlacedArray
 from core.layout import Rules, unshard
@@ -52,6 +53,7 @@ def verify(
     rules: Rules,
     memory_bytes: int,
     progress: Progress | None = None,
+    device: Device | None = None,
 ) -> int:
     """Compares a destination with what it was made of.
 
@@ -62,6 +64,7 @@ def verify(
         rules: the layout's table, for rank files.
         memory_bytes: most bytes the process may use.
         progress: told about compared bytes.
+        device: on which per-byte work may be done.
 
     Returns:
         The bytes of tensors that were compared.
@@ -71,7 +74,7 @@ def verify(
         CheckpointingException: any other, if the destination cannot be read.
     """
     with planned_again(plan, written, rules=rules, memory_bytes=memory_bytes) as (again, store):
-        execute(again, source_store, Comparison(store), crc=False, digest=False, progress=progress)
+        execute(again, source_store, Comparison(store), crc=False, digest=False, progress=progress, device=device)
         return again.write_bytes
 
 

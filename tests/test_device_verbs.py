@@ -11,10 +11,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from core.checks import Level
+from core.convert import Job, run, within_memory
 from core.device import COMPARE, FINGERPRINT, VALUES, Device
 from core.device_choice import decisions
-from core.device_lane import Lane
+from core.device_lane import LANE_BYTES, Lane
+from core.errors import CapacityError
 from core.validate import Validation, validate
+from tests.teams import PipeTeam, run_team
 from tests.test_deep import put
 
 DEVICE = Device("cpu")
@@ -73,6 +76,41 @@ def test_copies_that_differ_are_found_on_a_device(golden: Path, tmp_path: Path) 
     assert "CK720" in {found.code for found in expected.findings}
     assert validated(path, DEVICE) == expected
     assert COMPARE in used()
+
+
+@pytest.mark.parametrize("change", [{"dtype": ((None, "bfloat16"),)}, {"quantize": ((None, "block"),)}, {}])
+def test_a_conversion_with_a_device_writes_the_same_files(
+    golden: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    src = golden / "hf/llama/safetensors_sharded"
+    made = []
+    for name, device in (("a", None), ("b", DEVICE)):
+        dst = tmp_path / name
+        run(Job(src=src, dst=dst, fingerprint=True, verify=True, device=device, **change))  # type: ignore[arg-type]
+        made.append({path.name: path.read_bytes() for path in sorted(dst.iterdir())})
+    assert made[0] == made[1]
+
+
+def converted(team: PipeTeam, src: Path, dst: Path) -> None:
+    run(Job(src=src, dst=dst, to="safetensors", dtype=((None, "bfloat16"),), device=DEVICE), team=team)
+
+
+def test_workers_with_devices_write_the_same_files(golden: Path, tmp_path: Path) -> None:
+    src = golden / "hf/llama/torch_single/model_zip.pt"
+    run(Job(src=src, dst=tmp_path / "a", to="safetensors", dtype=((None, "bfloat16"),)))
+    run_team(2, converted, src, tmp_path / "b")
+    one, other = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab")
+    assert one == other
+
+
+def test_a_device_counts_in_the_memory_promise(golden: Path, tmp_path: Path) -> None:
+    job = Job(src=golden / "hf/llama/safetensors_sharded", dst=tmp_path / "a", memory_bytes=512 << 20)
+    assert within_memory(replace(job, device=DEVICE)).memory_bytes == (512 << 20) - 2 * LANE_BYTES
+    with pytest.raises(CapacityError, match=r"cuda:0 and its pinned buffers take .*at least \d+ MiB \(--memory\)"):
+        run(replace(job, device=Device("cuda:0")))
+    assert within_memory(replace(job, device=Device("cuda:9", is_auto=True))) == job
+    (found,) = decisions(Device("cuda:9", is_auto=True))
+    assert not found.is_on_device and "host memory" in found.reason
 
 
 def test_a_window_is_sent_once_for_all_that_look_at_parts_of_it() -> None:
