@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.binding import allowed_cores, n_cores
-from ckpt_cli.launch_agent import AgentJob, Course, run_agent, silence_torch
-from ckpt_cli.launch_failure import LaunchError, cause_of
-from ckpt_cli.launch_guard import Overdue, guarded
+from ckpt_cli.launch_agent import AgentJob, Course, Heed, run_agent, silence_torch
+from ckpt_cli.launch_failure import Cause, LaunchError, cause_of
+from ckpt_cli.launch_guard import Limits, Overdue, guarded
 from ckpt_cli.launch_options import nodes_in
 from ckpt_cli.launch_rendezvous import look, rendezvous_of
 from ckpt_cli.terminal import escaped, screen_of
@@ -40,6 +40,8 @@ COMMANDS = ("convert", "reshard", "manifest", "validate", "diff")
 _WRITING = ("convert", "reshard")
 _TIMEOUT_S, _REJOIN_S = 60, 60
 """The workers' own ``--timeout``, and what is added to it: for ending workers, and for the agents to meet again."""
+_JOIN_S = 120
+"""Seconds within which workers meet that agents have started: as long as the slowest takes to import torch."""
 _MOST_AUTO = 16
 """Workers of ``--nproc-per-node auto`` without GPUs: beyond, threads are cheaper than processes."""
 
@@ -84,10 +86,11 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
     def end(overdue: Overdue) -> int:
         if overdue.is_done:
             return _settled(course, command) or 0
-        gone = WorkerError(f"hosts that were lost have not come back within {rejoin_s:g} s")
-        return report(_failure(course, command, lost=gone) or gone)
+        gone = WorkerError(f"hosts that were lost have not come back within {overdue.seconds:.0f} s")
+        return report(_failure(course, command, lost=gone if overdue.is_rejoin else None) or gone)
 
-    with _log_dir(options.log_dir) as log_dir, guarded(course, rejoin_s=rejoin_s, end=end):
+    limits = Limits(rejoin_s, options.shutdown_timeout, options.max_restarts)
+    with _log_dir(options.log_dir) as log_dir, guarded(course, limits, end=end):
         look(rendezvous, is_listener=_is_listener(rendezvous))
         job = AgentJob(
             program=sys.executable,
@@ -104,23 +107,34 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
             tee=options.tee,
             role=options.role,
         )
-        return _run(job, course, command)
+        return _run(job, course, command, rejoin_s)
 
 
-def _run(job: AgentJob, course: Course, command: Sequence[str]) -> int:
+def _run(job: AgentJob, course: Course, command: Sequence[str], rejoin_s: float) -> int:
     """Runs the agent; returns the exit code that the workers agree on."""
     is_quiet = "--quiet" in command or "-q" in command
+
+    def on_failure(course: Course) -> None:
+        n_restarts = course.attempts[-1].n_restarts
+        cause = _cause(course)
+        if is_quiet or cause is None or n_restarts >= job.max_restarts or _settled(course, command) is not None:
+            return
+        wait = "" if job.nodes[1] == 1 else f", when all hosts are there; they are waited for for {rejoin_s:g} s"
+        _say(
+            f"{cause.sentence.rstrip('.')}; all workers start again "
+            f"({n_restarts + 1} of {job.max_restarts} restarts){wait}"
+        )
 
     def may_restart(course: Course) -> bool:
         if _settled(course, command) is not None:
             return False
-        if not is_quiet:
-            _say(_restart_note(course, job.max_restarts))
+        if course.first is None and not is_quiet:
+            _say("workers of another host have failed, or hosts came: all workers start again")
         return True
 
     lost = None
     try:
-        run_agent(job, course, may_restart=may_restart)
+        run_agent(job, course, Heed(on_failure, may_restart))
     except KeyboardInterrupt:
         if course.attempts and command[0] in _WRITING:
             _say("what is done so far is kept; the same command goes on from there")
@@ -164,7 +178,7 @@ def _failure(course: Course, command: Sequence[str], *, lost: WorkerError | None
     Args:
         lost: why they were not started again, if it is not that the restarts are used up.
     """
-    cause = cause_of(course.ended, course.results, first=course.first, host=socket.gethostname())
+    cause = _cause(course)
     if cause is None:
         return None
     hints = [hint for hint in (cause.hint, None if lost is None else lost.message) if hint]
@@ -176,12 +190,9 @@ def _failure(course: Course, command: Sequence[str], *, lost: WorkerError | None
     return LaunchError(cause, n_restarts=n_restarts, hint="; ".join(hints) or None)
 
 
-def _restart_note(course: Course, max_restarts: int) -> str:
-    cause = cause_of(course.ended, course.results, first=course.first, host=socket.gethostname())
-    if cause is None:
-        return "workers of another host have failed, or hosts came; all workers start again"
-    n_restarts = course.attempts[-1].n_restarts + 1
-    return f"{cause.sentence.rstrip('.')}; all workers start again ({n_restarts} of {max_restarts} restarts)"
+def _cause(course: Course) -> Cause | None:
+    """What the workers of this host failed of."""
+    return cause_of(course.ended, course.results, first=course.first, host=socket.gethostname())
 
 
 def workers_of(count: str, device: str | None) -> int:
@@ -224,6 +235,7 @@ def _worker_options(options: LaunchOptions) -> Iterator[str]:
         value = getattr(options, name) or ("auto" if name == "bind" else None)
         if value is not None:
             yield from (f"--{name}", f"{value:g}" if isinstance(value, float) else value)
+    yield from ("--join-timeout", f"{max(_JOIN_S, 2 * (options.timeout or _TIMEOUT_S)):g}")
 
 
 def _is_listener(rendezvous: Rendezvous) -> bool:

@@ -122,11 +122,21 @@ class _Settled(Exception):
     """Workers are not started again, as the job is done."""
 
 
-def run_agent(job: AgentJob, course: Course, *, may_restart: Callable[[Course], bool]) -> None:
-    """Runs the workers until they are done, or have failed for good; what happens is put down in ``course``.
+@dataclass(frozen=True, slots=True)
+class Heed:
+    """Who is asked while the agent runs.
 
     Args:
-        may_restart: called before workers are started again; whether that makes sense.
+        on_failure: a worker of this host has failed, and all of them have ended.
+        may_restart: whether it makes sense to start them again, before that is done.
+    """
+
+    on_failure: Callable[[Course], None]
+    may_restart: Callable[[Course], bool]
+
+
+def run_agent(job: AgentJob, course: Course, heed: Heed) -> None:
+    """Runs the workers until they are done, or have failed for good; what happens is put down in ``course``.
 
     Raises:
         WorkerError: the hosts did not come together, or not again.
@@ -138,8 +148,8 @@ def run_agent(job: AgentJob, course: Course, *, may_restart: Callable[[Course], 
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    with _log_to(job.log_dir / f"agent-{socket.gethostname()}.{os.getpid()}.log", course):
-        config = _config(job, _Logs(job, course, may_restart))
+    with _log_to(job.log_dir / f"agent-{socket.gethostname()}.{os.getpid()}.log", course, heed):
+        config = _config(job, _Logs(job, course, heed))
         arguments = [argument.replace("$", "$$") for argument in job.arguments]  # the agent fills in ${local_rank}
         try:
             elastic_launch(config, job.program)(*arguments)
@@ -191,10 +201,10 @@ class _Logs:
     So it is also where an attempt begins: the workers get their directory for results, and ``course`` a new attempt.
 
     Args:
-        job, course, may_restart: see ``run_agent``.
+        job, course, heed: see ``run_agent``.
     """
 
-    def __init__(self, job: AgentJob, course: Course, may_restart: Callable[[Course], bool]) -> None:
+    def __init__(self, job: AgentJob, course: Course, heed: Heed) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
         redirects: Any = dict.fromkeys(range(1, job.n_workers), Std.ALL)
@@ -204,7 +214,7 @@ class _Logs:
             tee=Std.NONE if job.tee is None else Std.from_str(job.tee),
         )
         self._course = course
-        self._may_restart = may_restart
+        self._heed = heed
         level = os.environ.get(_LOG_LEVEL, _SILENT)
         self._log_level = _USUAL_LEVEL if level == _SILENT else level
 
@@ -218,7 +228,7 @@ class _Logs:
         course = self._course
         if course.attempts:
             course.close()
-            if not self._may_restart(course):
+            if not self._heed.may_restart(course):
                 raise _Settled
             course.first = None
         found = self._specs.reify(envs)
@@ -250,11 +260,16 @@ def _ended(course: Course, failure: Any) -> Ended:
 
 
 class _Watch(logging.Handler):
-    """Hears from the agent's log which process failed first: nothing else of it tells, when workers start again."""
+    """Hears from the agent's log which process failed first: nothing else of it tells, when workers start again.
 
-    def __init__(self, course: Course) -> None:
+    Args:
+        course, heed: see ``run_agent``.
+    """
+
+    def __init__(self, course: Course, heed: Heed) -> None:
         super().__init__(logging.ERROR)
         self._course = course
+        self._heed = heed
 
     def emit(self, record: logging.LogRecord) -> None:
         """Puts a process down that the agent says has failed."""
@@ -264,14 +279,16 @@ class _Watch(logging.Handler):
         attempt, (code, local) = self._course.attempts[-1], args[:2]
         if isinstance(code, int) and isinstance(local, int) and local < len(attempt.ranks):
             self._course.first = Ended(attempt.ranks[local], code, attempt.logs[local])
+            self._course.close()
+            self._heed.on_failure(self._course)
 
 
 @contextmanager
-def _log_to(path: Path, course: Course) -> Iterator[None]:
+def _log_to(path: Path, course: Course, heed: Heed) -> Iterator[None]:
     """Sends the log of torch's elastic parts to a file, in place of the terminal."""
     handler = logging.FileHandler(path, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    watch = _Watch(course)
+    watch = _Watch(course, heed)
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger.propagate, list(logger.handlers)) for logger in loggers]
     for logger in loggers:

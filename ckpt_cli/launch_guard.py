@@ -26,6 +26,8 @@ _DONE_S = 60.0
 """How long the agent may wait for the others when the workers of its host are done."""
 _END_S = 5.0
 """How long workers may take to end, when they are left over."""
+_LEAVE_S = 15.0
+"""How long the agent may take to leave the others, when its workers have failed for the last time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,28 @@ class Overdue:
 
     Args:
         is_done: the workers have done their work; else they have failed.
-        seconds: how long that is ago.
+        is_rejoin: they were to be started again.
+        seconds: how long they are done, or have failed.
     """
 
     is_done: bool
+    is_rejoin: bool
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long things may take.
+
+    Args:
+        rejoin_s: seconds in which workers that failed are to be started again.
+        shutdown_s: seconds in which the agent ends the workers beside one that failed.
+        max_restarts: how often they are started again.
+    """
+
+    rejoin_s: float
+    shutdown_s: float
+    max_restarts: int
 
 
 @dataclass(slots=True)
@@ -46,10 +65,10 @@ class Patience:
     """Since when something is to happen.
 
     Args:
-        rejoin_s: seconds in which workers that failed are to be started again.
+        limits: how long it may take.
     """
 
-    rejoin_s: float
+    limits: Limits
     _attempt: int = -1
     _failed_at: float | None = None
     _done_at: float | None = None
@@ -66,24 +85,26 @@ class Patience:
             self._failed_at = now if self._failed_at is None else self._failed_at
         elif len(results) == len(attempt.ranks):
             self._done_at = now if self._done_at is None else self._done_at
-        if self._failed_at is not None and now - self._failed_at > self.rejoin_s:
-            return Overdue(False, now - self._failed_at)
-        if self._failed_at is None and self._done_at is not None and now - self._done_at > _DONE_S:
-            return Overdue(True, now - self._done_at)
+        if self._failed_at is not None:
+            is_rejoin = attempt.n_restarts < self.limits.max_restarts
+            limit = self.limits.rejoin_s if is_rejoin else self.limits.shutdown_s + _LEAVE_S
+            return Overdue(False, is_rejoin, now - self._failed_at) if now - self._failed_at > limit else None
+        if self._done_at is not None and now - self._done_at > _DONE_S:
+            return Overdue(True, False, now - self._done_at)
         return None
 
 
 @contextmanager
-def guarded(course: Course, *, rejoin_s: float, end: Callable[[Overdue], int]) -> Iterator[None]:
+def guarded(course: Course, limits: Limits, *, end: Callable[[Overdue], int]) -> Iterator[None]:
     """Ends the process if the agent that runs in the block comes to no end.
 
     Args:
         course: what happens to the workers.
-        rejoin_s: seconds in which workers that failed are to be started again.
+        limits: how long things may take.
         end: tells what happened; the exit code.
     """
     over = threading.Event()
-    patience = Patience(rejoin_s)
+    patience = Patience(limits)
 
     def watch() -> None:
         while not over.wait(_LOOK_S):

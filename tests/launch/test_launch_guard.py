@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckpt_cli.launch_agent import Attempt, Course
 from ckpt_cli.launch_failure import Ended
-from ckpt_cli.launch_guard import Overdue, Patience
+from ckpt_cli.launch_guard import Limits, Overdue, Patience
 from ckpt_cli.launch_results import WorkerResult, write_result
 
 
@@ -22,26 +22,26 @@ def started(course: Course, tmp_path: Path) -> Path:
 
 
 def test_failed_workers_are_to_be_started_again_within_the_limit(tmp_path: Path) -> None:
-    course, patience = Course(), Patience(rejoin_s=10)
+    course, patience = Course(), Patience(Limits(10, 30, 1))
     assert patience.look(course, 0) is None
     folder = started(course, tmp_path)
     assert patience.look(course, 1000) is None
     write_result(folder, WorkerResult(1, "here", 1, 6))
     assert patience.look(course, 2000) is None
     assert patience.look(course, 2010) is None
-    assert patience.look(course, 2011) == Overdue(False, 11)
+    assert patience.look(course, 2011) == Overdue(False, True, 11)
 
 
 def test_a_process_that_the_agent_saw_fail_counts_without_a_result(tmp_path: Path) -> None:
-    course, patience = Course(), Patience(rejoin_s=10)
+    course, patience = Course(), Patience(Limits(10, 30, 1))
     started(course, tmp_path)
     course.first = Ended(0, -9)
     assert patience.look(course, 0) is None
-    assert patience.look(course, 11) == Overdue(False, 11)
+    assert patience.look(course, 11) == Overdue(False, True, 11)
 
 
 def test_new_workers_have_all_the_time_again(tmp_path: Path) -> None:
-    course, patience = Course(), Patience(rejoin_s=10)
+    course, patience = Course(), Patience(Limits(10, 30, 1))
     folder = started(course, tmp_path)
     write_result(folder, WorkerResult(1, "here", 1, 6))
     assert patience.look(course, 0) is None
@@ -50,15 +50,23 @@ def test_new_workers_have_all_the_time_again(tmp_path: Path) -> None:
     assert patience.look(course, 1000) is None
 
 
+def test_after_the_last_restart_the_agent_only_has_to_end_the_workers_and_leave(tmp_path: Path) -> None:
+    course, patience = Course(), Patience(Limits(1000, 30, 0))
+    write_result(started(course, tmp_path), WorkerResult(1, "here", 1, 6))
+    assert patience.look(course, 0) is None
+    assert patience.look(course, 45) is None
+    assert patience.look(course, 46) == Overdue(False, False, 46)
+
+
 def test_the_other_agents_are_not_waited_for_for_ever_when_the_work_is_done(tmp_path: Path) -> None:
-    course, patience = Course(), Patience(rejoin_s=10)
+    course, patience = Course(), Patience(Limits(10, 30, 1))
     folder = started(course, tmp_path)
     for rank in (0, 1):
         assert patience.look(course, 0) is None
         write_result(folder, WorkerResult(rank, "here", 1, 1))
     assert patience.look(course, 5) is None
     assert patience.look(course, 60) is None
-    assert patience.look(course, 66) == Overdue(True, 61)
+    assert patience.look(course, 66) == Overdue(True, False, 61)
 
 
 def test_the_guard_ends_a_process_that_is_stuck_and_the_workers_that_are_left(repo_dir: Path, tmp_path: Path) -> None:
@@ -66,7 +74,7 @@ def test_the_guard_ends_a_process_that_is_stuck_and_the_workers_that_are_left(re
 import subprocess, sys, time
 from pathlib import Path
 from ckpt_cli.launch_agent import Attempt, Course
-from ckpt_cli.launch_guard import guarded
+from ckpt_cli.launch_guard import Limits, guarded
 from ckpt_cli.launch_results import WorkerResult, write_result
 folder = Path(sys.argv[1])
 left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -76,7 +84,7 @@ course = Course(attempts=[Attempt(0, 0, folder, (0, 1), 2, (None, None))])
 def end(overdue):
     print(course.results[1].line, overdue.is_done, flush=True)
     return 8
-with guarded(course, rejoin_s=0.1, end=end):
+with guarded(course, Limits(0.1, 30, 1), end=end):
     time.sleep(1000)
 """
     done = subprocess.run(
