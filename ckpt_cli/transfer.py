@@ -41,6 +41,7 @@ from ckpt_cli.option_values import (
     stacks_of,
 )
 from ckpt_cli.progress import progress_bar
+from ckpt_cli.published import recalled, remember
 from ckpt_cli.report import explain_lines, plan_lines, report_lines
 from ckpt_cli.teamwork import device, launch_of, team, worker_threads
 from ckpt_cli.terminal import escaped, screen_of
@@ -193,8 +194,8 @@ def _plan(job: Job, options: TransferOptions) -> int:
 def _run(job: Job, options: TransferOptions) -> int:
     workers = team()
     try:
-        with progress_bar(is_wanted=not options.quiet and workers.size == 1) as progress:
-            report = run(job, progress=progress, team=workers)
+        with progress_bar(is_wanted=not options.quiet) as progress:
+            report = told(workers, recalled) or run(job, progress=progress, team=workers, published=remember)
     except ReplicaMismatchError as err:
         gone = next((gone for gone, kept in job.tie if kept == err.key), None)
         if gone is None:

@@ -408,16 +408,20 @@ def _proposed_dst(job: Job, source: Checkpoint, format: Format) -> Path:
     return made if job.src.is_absolute() else Path(os.path.relpath(made))
 
 
-def run(job: Job, *, progress: Progress | None = None, team: Team = ALONE) -> Report:
+def run(
+    job: Job,
+    *,
+    progress: Progress | None = None,
+    team: Team = ALONE,
+    published: Callable[[Report], None] | None = None,
+) -> Report:
     """Does the job: all or nothing, unless ``resume`` keeps an unfinished stage.
 
     Args:
         job: what to do.
         progress: called with (bytes done, bytes in all) from the copying threads; of a process that works alone.
         team: the workers that do it together; all of them call this. They keep an unfinished stage in any case.
-
-    Returns:
-        What was done; on workers other than the lead without what is known after the commit.
+        published: of a team, called at the lead as soon as the destination is there, before the others know.
 
     Raises:
         CheckpointingException: any kind; the destination is untouched.
@@ -426,7 +430,7 @@ def run(job: Job, *, progress: Progress | None = None, team: Team = ALONE) -> Re
     if team.size > 1:
         from core.shared_convert import run_shared
 
-        return run_shared(job, team)
+        return run_shared(job, team, published=published)
     begun = time.monotonic()
     with prepare(job) as prepared:
         plan, source = prepared.plan, prepared.source
@@ -446,7 +450,9 @@ def run(job: Job, *, progress: Progress | None = None, team: Team = ALONE) -> Re
                 watch=watch,
                 device=job.device,
             )
-            found = finished(prepared, stage, result, fingerprints=_seen_by(watch, job))
+            files = finish_data(prepared, stage, result)
+            made = Made() if watch is None else _seen(watch, prepared, stage)
+            finish_manifest(prepared, stage, result, files, made)
             n_verified = _verified(prepared, stage, progress) if job.verify else 0
             source.store.verify_unchanged()
             stage.commit()
@@ -454,7 +460,7 @@ def run(job: Job, *, progress: Progress | None = None, team: Team = ALONE) -> Re
             prepared,
             stage,
             result,
-            found,
+            made,
             n_verified=n_verified,
             seconds=time.monotonic() - begun,
         )
@@ -513,35 +519,43 @@ class Made:
     n_read_back: int = 0
 
 
-def finished(
-    prepared: Prepared, stage: Stage, result: CopyResult, *, fingerprints: Callable[[Path], Made] | None
-) -> Made:
-    """Writes what a destination has beside its tensors: literals, links, and the manifest.
+def finish_data(prepared: Prepared, stage: Stage, result: CopyResult) -> list[FileSum]:
+    """Writes what files have beside their tensors, and makes links; the sums of all files.
 
     Args:
         result: of the copy; all tensors are written.
-        fingerprints: makes those of what is written at a path, if they are wanted.
 
     Raises:
-        CheckpointingException: the system refuses, or the destination cannot be read for its fingerprints.
+        CapacityError, StorageError: the system refuses.
+        UnsupportedError: links cannot be made there.
     """
-    job, plan = prepared.job, prepared.plan
-    files = finish_files(plan, result, stage.store, crc=job.crc)
+    files = finish_files(prepared.plan, result, stage.store, crc=prepared.job.crc)
     for path, name, size in prepared.links:
         stage.store.link(path, prepared.source.store.path(name))
         files.append(FileSum(path, size, None))
-    made = Made() if fingerprints is None else fingerprints(written_path(prepared, stage))
+    return files
+
+
+def finish_manifest(prepared: Prepared, stage: Stage, result: CopyResult, files: list[FileSum], made: Made) -> None:
+    """Writes the manifest, the last of all files.
+
+    Args:
+        files: from ``finish_data``.
+        made: fingerprints.
+
+    Raises:
+        CapacityError, StorageError: the system refuses.
+    """
     write_manifest(
         stage.store,
         _manifest_of(prepared),
-        plan,
+        prepared.plan,
         result,
         files,
         tool=f"ckpt-toolkit {__version__}",
-        crc=job.crc,
+        crc=prepared.job.crc,
         fingerprints=made.fingerprints,
     )
-    return made
 
 
 def _manifest_of(prepared: Prepared) -> str:
@@ -600,11 +614,10 @@ def _watch(prepared: Prepared) -> AbstractContextManager[CopyFingerprints | None
     return watched(prepared.plan, entry=entry, rules=rules, device=job.device)
 
 
-def _seen_by(watch: CopyFingerprints | None, job: Job) -> Callable[[Path], Made] | None:
-    """What gives the fingerprints once all is written."""
-    if watch is None:
-        return None
-    return lambda written: Made(*watch.finish(written, threads=job.threads, memory_bytes=job.memory_bytes))
+def _seen(watch: CopyFingerprints, prepared: Prepared, stage: Stage) -> Made:
+    """The fingerprints of what was written."""
+    job = prepared.job
+    return Made(*watch.finish(written_path(prepared, stage), threads=job.threads, memory_bytes=job.memory_bytes))
 
 
 def _verified(prepared: Prepared, stage: Stage, progress: Progress | None) -> int:

@@ -106,24 +106,6 @@ class CopyFingerprints:
         )
 
 
-def fingerprints_of(written: Path, *, rules: Rules, threads: int, memory_bytes: int) -> dict[str, Fingerprint]:
-    """The fingerprints of what has been written, by reading it.
-
-    Args:
-        written, threads, memory_bytes: as for ``CopyFingerprints.finish``.
-        rules: the layout's table.
-
-    Raises:
-        CheckpointingException: it cannot be read.
-    """
-    opened = open_checkpoint(written)
-    try:
-        real = canonical(opened, rules=rules).catalog
-        return read_fingerprints(real, opened.store, threads=threads, memory_bytes=memory_bytes)
-    finally:
-        opened.store.close()
-
-
 @contextmanager
 def watched(plan: Plan, *, entry: str | None, rules: Rules, device: Device | None = None) -> Iterator[CopyFingerprints]:
     """Makes fingerprints of what is copied in the block.

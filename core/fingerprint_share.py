@@ -122,7 +122,8 @@ def shared_fingerprints(
         left = [key for key in wanted if key not in made.fingerprints]
         return read_fingerprints(catalog, store, left, threads=threads, memory_bytes=memory_bytes) if left else {}
 
-    return SharedFingerprints(made.fingerprints | _at_lead(team, rest), made.figures)
+    found = made.fingerprints | _at_lead(team, rest)
+    return SharedFingerprints({key: found[key] for key in wanted if key in found}, made.figures)
 
 
 def _at_lead(team: Team, work: Callable[[], dict[str, Fingerprint]]) -> dict[str, Fingerprint]:

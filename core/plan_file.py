@@ -192,7 +192,7 @@ def _line(plan: Plan, key: str, encoder: Encoder, others: set[str]) -> tuple[byt
 def _numbered(piece: Fragment, array: StoredArray, places: Places) -> Fragment:
     """A fragment of the target whose array has its number for a name."""
     name = str(places.number_of(array.name))
-    return Fragment(piece.key, piece.box, StoredArray(name, array.dtype, array.shape, array.extent), piece.at)
+    return Fragment(piece.key, piece.box, StoredArray(name, array.dtype, array.shape), piece.at)
 
 
 def _files(encoder: Encoder, others: set[str], store: ReadStore) -> list[str]:

@@ -24,7 +24,17 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
 from core.bands import ITEM_BYTES
-from core.convert import Made, Prepared, finished, identity_text, prepare, report_of, stage_of, written_path
+from core.convert import (
+    Made,
+    Prepared,
+    finish_data,
+    finish_manifest,
+    identity_text,
+    prepare,
+    report_of,
+    stage_of,
+    written_path,
+)
 from core.copy import CopyResult
 from core.device import Device
 from core.division import divided
@@ -43,6 +53,8 @@ from core.verify import Comparison, planned_again
 
 if TYPE_CHECKING:
     from core.commit import Stage
+    from core.fingerprint import Fingerprint
+    from core.manifest import FileSum
     from core.plan import Plan
 
 T = TypeVar("T")
@@ -59,16 +71,23 @@ class Sizes:
     batch_bytes: int = BATCH_BYTES
 
 
-def run_shared(job: Job, team: Team, *, sizes: Sizes = Sizes()) -> Report:
+_USUAL = Sizes()
+
+
+def run_shared(
+    job: Job,
+    team: Team,
+    *,
+    sizes: Sizes = _USUAL,
+    published: Callable[[Report], None] | None = None,
+) -> Report:
     """Does a job as one of several workers; see ``core.convert.run``.
 
     Args:
         job: the same for all.
         team: of more than one.
         sizes: the same for all.
-
-    Returns:
-        The lead's report; elsewhere it lacks notes about the stage.
+        published: see ``core.convert.run``.
 
     Raises:
         CheckpointingException: any kind, on all workers; the destination is untouched, and the stage is kept.
@@ -78,17 +97,31 @@ def run_shared(job: Job, team: Team, *, sizes: Sizes = Sizes()) -> Report:
         lead = _Lead(job, team, stack, sizes) if is_lead(team) else None
         order = told(team, _by(lead, lambda lead: lead.begin()))
         done = _shared(order, team, job.device, lambda share: share.copy())
-        told(team, _by(lead, lambda lead: lead.finish(done or ())))
+        told(team, _by(lead, lambda lead: lead.join(done or ())))
+        fingerprints = _fingerprints(job, order, team) if job.fingerprint else None
+        told(team, _by(lead, lambda lead: lead.finish(fingerprints)))
         if job.verify:
             order = told(team, _by(lead, lambda lead: lead.begin_verifying()))
             done = _shared(
                 order, team, job.device, lambda share: share.compare(Comparison(stack.enter_context(_written(order))))
             )
             told(team, _by(lead, lambda lead: lead.finish_verifying(done or ())))
-        report = told(team, _by(lead, lambda lead: lead.report()))
-        if lead is not None:
-            report = lead.commit()
-    return report
+        try:
+            return told(team, _by(lead, lambda lead: lead.commit(published)))
+        except WorkerError:
+            if lead is None or lead.committed is None:
+                raise
+            return lead.committed  # somebody is gone who had nothing left to do
+
+
+def _fingerprints(job: Job, order: Order, team: Team) -> dict[str, Fingerprint]:
+    """The fingerprints of what was written, at the lead; all workers read it."""
+    from core.fingerprint_share import fingerprints_of_directory
+
+    rules = load_rules(job.rules, unknown=job.unknown)
+    return fingerprints_of_directory(
+        order.written, rules=rules, threads=job.threads, memory_bytes=job.memory_bytes, team=team
+    ).fingerprints
 
 
 @contextmanager
@@ -146,6 +179,8 @@ class _Lead:
         self._figures: tuple[Figures, ...] = ()
         self._n_verified = 0
         self._again: Plan | None = None
+        self.committed: Report | None = None
+        self._files: list[FileSum] = []
         self._made = Made()
 
     def begin(self) -> Order:
@@ -176,6 +211,7 @@ class _Lead:
             digest=digest,
             token=stage.workers.token,
             journal_of=stage.journal_of,
+            written=written_path(prepared, stage),
             source=Path(prepared.source.store.root).absolute(),
             threads=prepared.plan.threads,
             crc=job.crc,
@@ -193,7 +229,7 @@ class _Lead:
             shutil.copyfileobj(spooled, file)
         return file_digest(path)
 
-    def finish(self, done: Sequence[Done]) -> None:
+    def join(self, done: Sequence[Done]) -> None:
         """Joins the books, and writes what is not tensors."""
         prepared, stage, job = self._prepared, self._stage, self._job
         plan = prepared.plan
@@ -209,18 +245,16 @@ class _Lead:
             resumed_bytes=sum(one.resumed_bytes for one in done),
             ledger=ledger,
         )
-        self._made = finished(
-            prepared, stage, self._result, fingerprints=self._fingerprints if job.fingerprint else None
-        )
+        self._files = finish_data(prepared, stage, self._result)
 
-    def _fingerprints(self, written: Path) -> Made:
-        """Reads what was written."""
-        from core.fingerprint_copy import fingerprints_of
+    def finish(self, fingerprints: dict[str, Fingerprint] | None) -> None:
+        """Writes the manifest.
 
-        job = self._job
-        rules = load_rules(job.rules, unknown=job.unknown)
-        found = fingerprints_of(written, rules=rules, threads=job.threads, memory_bytes=job.memory_bytes)
-        return Made(found, len(found))
+        Args:
+            fingerprints: of what was written; None if they were not asked for.
+        """
+        self._made = Made(fingerprints, len(fingerprints or ()))
+        finish_manifest(self._prepared, self._stage, self._result, self._files, self._made)
 
     def _check_complete(self, ledger: Ledger) -> None:
         """Returns if every byte of every array has been written by somebody.
@@ -255,6 +289,7 @@ class _Lead:
             digest=digest,
             token=stage.workers.token,
             journal_of=None,
+            written=written_path(prepared, stage),
             target=store.root.absolute(),
             source=Path(prepared.source.store.root).absolute(),
             threads=again.threads,
@@ -272,9 +307,7 @@ class _Lead:
         if self._n_verified != self._again.write_bytes:
             raise WorkerError("the workers have not compared everything: nothing was made visible")
 
-    def report(self) -> Report:
-        """The report, once nothing but the commit is left; the source is as it was."""
-        self._prepared.source.store.verify_unchanged()
+    def _report(self) -> Report:
         return report_of(
             self._prepared,
             self._stage,
@@ -285,7 +318,11 @@ class _Lead:
             workers=self._figures,
         )
 
-    def commit(self) -> Report:
-        """Publishes; the others need not wait for it."""
+    def commit(self, published: Callable[[Report], None] | None) -> Report:
+        """Publishes."""
+        self._prepared.source.store.verify_unchanged()
         self._stage.commit()
-        return self.report()
+        self.committed = self._report()
+        if published is not None:
+            published(self.committed)
+        return self.committed

@@ -54,6 +54,7 @@ class Order:
         digest: its SHA-256.
         token: of the run, see ``core.workers_lock``.
         journal_of: what journals must be of; None if nothing is written.
+        written: the destination, until it is published.
         source: the directory of the source.
         target: the directory whose files are compared; None if files are written.
         threads: that copy.
@@ -68,6 +69,7 @@ class Order:
     digest: str
     token: str
     journal_of: str | None
+    written: Path
     source: Path
     target: Path | None = None
     threads: int

@@ -1,0 +1,58 @@
+"""What a launch has published already, so that a worker that dies after that does not make the job fail.
+
+The elastic agent starts all workers again when one dies, even if nothing was left to do. The lead's report is kept in
+the directory of the launch's results as soon as the destination has its name; workers that are started again find it::
+
+    DIRECTORY of the launch
+    ├── published.json       {"report": {…}, "inode": 17}
+    └── attempt_0/           CKPT_LAUNCH_RESULTS of the first attempt
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ckpt_cli.launch_results import RESULTS_VARIABLE
+from core.job import Report
+from core.team import Figures
+
+_NAME = "published.json"
+
+
+def remember(report: Report) -> None:
+    """Keeps the report of a destination that was published at this moment; without a launcher nothing is kept."""
+    path = _path()
+    if path is None:
+        return
+    with suppress(OSError):  # it would only save a wrong failure
+        found = {**asdict(report), "workers": [list(asdict(one).values()) for one in report.workers]}
+        beside = path.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps({"report": found, "inode": os.lstat(report.dst).st_ino}), "utf-8")
+        beside.replace(path)
+
+
+def recalled() -> Report | None:
+    """The report of what an earlier attempt of this launch has published, if it is still there."""
+    path = _path()
+    if path is None:
+        return None
+    try:
+        kept = json.loads(path.read_text("utf-8"))
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in kept["report"].items()
+        }
+        fields["workers"] = tuple(Figures(*one) for one in fields["workers"])
+        report = Report(**fields)
+        return report if os.lstat(report.dst).st_ino == kept["inode"] else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _path() -> Path | None:
+    directory = os.environ.get(RESULTS_VARIABLE)
+    return Path(directory).parent / _NAME if directory else None
