@@ -22,7 +22,8 @@ Exits with 0 if they do, with 1 if they do not, or if something of them could no
 equal within the tolerance only, ``unread`` have equal names, shapes and types and were not read. ``nan`` counts the
 elements that are NaN on one side, ``relative`` is |A-B| / |A| in the Euclidean norm, ``is_cast`` says whether the
 narrower of two dtypes holds the wider one's values, rounded. ``by_fingerprint`` counts tensors that were not read,
-because the fingerprints in both manifests are equal. Numbers that JSON has not are "inf", "-inf" and "nan".
+because the fingerprints in both manifests are equal. ``launch`` (``ckpt_cli.teamwork``) is there where several workers
+compared. Numbers that JSON has not are "inf", "-inf" and "nan".
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from typing import TYPE_CHECKING
 from ckpt_cli.diff_page import page_of, verdict_line
 from ckpt_cli.option_values import check_rules, size_in_bytes
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.teamwork import worker_threads
+from ckpt_cli.teamwork import launch_of, team, worker_threads
 from ckpt_cli.terminal import screen_of
 from core.diff import DiffJob, diff
 from core.diff_result import KINDS
 from core.diff_values import Tolerance
 from core.errors import UsageError
+from core.team import is_lead
 
 if TYPE_CHECKING:
     from ckpt_cli.diff_options import DiffOptions
@@ -56,7 +58,13 @@ def run_diff(options: DiffOptions) -> int:
     """Runs the command; returns the exit code."""
     job = _job(options)
     with progress_bar(is_wanted=not (options.quiet or options.json)) as progress:
-        found = diff(job, progress=progress)
+        found = diff(job, progress=progress, team=team())
+    if is_lead(team()):
+        _report(found, options)
+    return 0 if found.is_same else 1
+
+
+def _report(found: Diff, options: DiffOptions) -> None:
     if options.json:
         print(json.dumps(_as_json(found)))
     else:
@@ -67,7 +75,6 @@ def run_diff(options: DiffOptions) -> int:
             limit = _LIMIT if options.limit is None else options.limit
             for line in page_of(screen, found, limit=limit, is_flat=options.flat):
                 print(line)
-    return 0 if found.is_same else 1
 
 
 def _job(options: DiffOptions) -> DiffJob:
@@ -122,7 +129,7 @@ def _as_json(found: Diff) -> dict[str, object]:
         "entries_compared": found.n_entries,
         "bytes_read": found.read_bytes,
         "seconds": round(found.seconds, 3),
-    }
+    } | ({"launch": launch_of(found.figures)} if found.figures else {})
 
 
 def _method(found: Diff) -> str:

@@ -18,9 +18,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from core.agreement import agreed
 from core.box_reader import BoxReader
 from core.catalog import Catalog
 from core.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
@@ -29,17 +31,21 @@ from core.diff_fingerprints import Stated, stated_equal
 from core.diff_layout import is_of_layout
 from core.diff_prefix import prefix_hint, without_prefixes
 from core.diff_result import Diff, TensorDiff
+from core.diff_share import SharedComparison, share_of_pairs
 from core.diff_sides import Side, sides_of
 from core.diff_values import Tolerance
-from core.diff_work import BAND_BYTES, Compared, TensorWork
+from core.diff_work import BAND_BYTES, Advance, Compared, TensorWork
 from core.errors import CapacityError, UsageError, in_checkpoint
+from core.fingerprint_share import opened_alike
 from core.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
 from core.layout import load_rules
-from core.open import Checkpoint, open_checkpoint
+from core.open import Checkpoint
 from core.optim_format import role_of
 from core.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
+from core.scan_share import Share
 from core.select import matcher
 from core.summary import bare_key
+from core.team import ALONE, Figures, Team, collected, told
 from core.transform import is_optimizer_key
 
 Progress = Callable[[int, int], None]
@@ -84,54 +90,87 @@ class DiffJob:
     memory_bytes: int = DEFAULT_MEMORY_BYTES
 
 
-def diff(job: DiffJob, *, progress: Progress | None = None) -> Diff:
+def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) -> Diff:
     """Compares two checkpoints.
+
+    Args:
+        progress: told about bytes; of this rank.
+        team: which divides the comparison of values; every rank calls this with the same job.
+
+    Returns:
+        What was found; on other ranks than the lead no more of it than says whether they are the same.
 
     Raises:
         UsageError: a path does not exist, or a pattern matches nothing.
         UnsupportedError: they cannot be brought under the same names, or are of a format that is not read.
         CapacityError: the memory is too small.
         CheckpointingException: any other, where one of them cannot be read.
+        WorkerError: a rank of the team failed, or sees another checkpoint.
     """
     begun = time.monotonic()
-    rules = load_rules(job.rules)
-    first = _opened(job.a, job.iteration_a)
-    try:
-        second = _opened(job.b, job.iteration_b)
-        try:
-            a, b = without_prefixes(*sides_of(first, second, rules=rules), job.strip_prefix)
-            found = _Comparison(job, a, b, progress).made(begun)
-            first.store.verify_unchanged()
-            second.store.verify_unchanged()
-            return found
-        finally:
-            second.store.close()
-    finally:
-        first.store.close()
+    with ExitStack() as stack:
+        first = _opened(stack, job.a, job.iteration_a, team)
+        second = _opened(stack, job.b, job.iteration_b, team)
+
+        def prepared() -> _Comparison:
+            sides = sides_of(first, second, rules=load_rules(job.rules))
+            return _Comparison(job, *without_prefixes(*sides, job.strip_prefix), progress, team)
+
+        comparison = agreed(team, prepared, _Comparison.sight, what=f"{job.a} and {job.b}")
+        comparison.compare()
+        found = comparison.found(begun)
+        collected(team, lambda: _verify_unchanged(first, second))
+        return found
 
 
-def _opened(path: Path, iteration: int | None) -> Checkpoint:
+def _opened(stack: ExitStack, path: Path, iteration: int | None, team: Team) -> Checkpoint:
+    """One of the checkpoints, which is the same for all ranks; closed by the stack."""
     with in_checkpoint(str(path)):
-        return open_checkpoint(path, iteration=iteration)
+        made = opened_alike(path, iteration=iteration, team=team)
+    stack.callback(made.store.close)
+    return made
+
+
+def _verify_unchanged(first: Checkpoint, second: Checkpoint) -> None:
+    first.store.verify_unchanged()
+    second.store.verify_unchanged()
 
 
 class _Comparison:
     """One comparison of two sides."""
 
-    def __init__(self, job: DiffJob, a: Side, b: Side, progress: Progress | None) -> None:
+    def __init__(self, job: DiffJob, a: Side, b: Side, progress: Progress | None, team: Team) -> None:
         self._job = job
         self._a, self._b = a, b
         self._progress = progress
+        self._team = team
         self._is_wanted = _selector(job, a, b)
         is_sure = job.rule is None or job.rule.equal_nan
         self._stated = stated_equal(a, b) if job.reads and job.believes and is_sure else Stated()
-        memory = _cache_bytes(job, a.catalog, b.catalog)
+        memory = _cache_bytes(job, a.catalog, b.catalog, runtime_bytes=RUNTIME_BYTES + team.runtime_bytes)
         self._reader_a = BoxReader(a.catalog, a.source.store, cache_bytes=memory)
         self._reader_b = BoxReader(b.catalog, b.source.store, cache_bytes=memory)
+        self._tensors = self._by_name()
+        self._figures: tuple[Figures, ...] = ()
 
-    def made(self, begun: float) -> Diff:
-        """Does it."""
-        tensors = self._tensors()
+    def sight(self) -> object:
+        """What all ranks must see alike, for their shares to fit together."""
+        return [(one.key, one.kind, one.a, one.b, one.is_by_fingerprint) for one in self._tensors.values()]
+
+    def found(self, begun: float) -> Diff:
+        """All that is to say, once values have been compared; on other ranks than the lead, what of it matters."""
+        made: list[Diff] = []
+
+        def judged() -> tuple[tuple[TensorDiff, ...], tuple[EntryDiff, ...], tuple[str, ...]]:
+            made.append(self._made(begun))
+            differing = [one for one in made[0].tensors if not one.is_same]
+            return tuple(differing[:1]), made[0].entries[:1], made[0].left_out[:1]
+
+        tensors, entries, left_out = told(self._team, judged)
+        return made[0] if made else self._diff(begun, tensors=tensors, entries=entries, left_out=left_out)
+
+    def _made(self, begun: float) -> Diff:
+        tensors = list(self._tensors.values())
         read_bytes = sum(one.a.n_bytes + one.b.n_bytes for one in tensors if _is_read(one) and one.a and one.b)
         entries, of_layout, n_entries = self._entries()
         aliases = [one for one in tensors if one.kind in ("only_a", "only_b") and self._is_alias(one)]
@@ -149,11 +188,8 @@ class _Comparison:
             for what in side.left_out
             if self._job.with_optimizer
         ]
-        return Diff(
-            a=self._a,
-            b=self._b,
-            rule=self._job.rule,
-            is_read=self._job.reads,
+        return self._diff(
+            begun,
             tensors=tuple(sorted(tensors, key=lambda one: one.order)),
             entries=tuple(entries),
             of_layout=tuple(of_layout),
@@ -161,10 +197,38 @@ class _Comparison:
             left_out=tuple(left_out),
             notes=tuple(dict.fromkeys([*notes, *([hint] if hint else [])])),
             read_bytes=read_bytes,
-            seconds=time.monotonic() - begun,
         )
 
-    def _tensors(self) -> list[TensorDiff]:
+    def _diff(
+        self,
+        begun: float,
+        *,
+        tensors: tuple[TensorDiff, ...],
+        entries: tuple[EntryDiff, ...],
+        left_out: tuple[str, ...],
+        of_layout: tuple[EntryDiff, ...] = (),
+        n_entries: int = 0,
+        notes: tuple[str, ...] = (),
+        read_bytes: int = 0,
+    ) -> Diff:
+        return Diff(
+            a=self._a,
+            b=self._b,
+            rule=self._job.rule,
+            is_read=self._job.reads,
+            tensors=tensors,
+            entries=entries,
+            of_layout=of_layout,
+            n_entries=n_entries,
+            left_out=left_out,
+            notes=notes,
+            read_bytes=read_bytes,
+            seconds=time.monotonic() - begun,
+            figures=self._figures,
+        )
+
+    def _by_name(self) -> dict[str, TensorDiff]:
+        """Every tensor of either side, judged by name, shape, type and fingerprint."""
         have_a = {key: meta for key, meta in self._a.catalog.tensors.items() if self._is_wanted(key)}
         have_b = {key: meta for key, meta in self._b.catalog.tensors.items() if self._is_wanted(key)}
         found: dict[str, TensorDiff] = {}
@@ -182,16 +246,26 @@ class _Comparison:
         for key, b in have_b.items():
             if key not in have_a:
                 found[key] = TensorDiff(key=key, kind="only_b", b=b)
-        if self._job.reads:
-            for key in self._stated.equal & found.keys():
-                found[key] = replace(found[key], kind="equal", is_by_fingerprint=True)
-            wanted = [key for key, one in found.items() if one.kind in ("unread", "dtype")]
-            for result in self._compared(wanted, found):
-                found[result.key] = _judged(found[result.key], result)
-        return list(found.values())
+        for key in self._stated.equal & found.keys():
+            found[key] = replace(found[key], kind="equal", is_by_fingerprint=True)
+        return found
 
-    def _compared(self, keys: list[str], found: dict[str, TensorDiff]) -> list[Compared]:
-        total = sum(one.a.n_bytes + one.b.n_bytes for key in keys if (one := found[key]).a and one.b)
+    def compare(self) -> None:
+        """Compares the values of what is alike in name and shape."""
+        if not self._job.reads:
+            return
+        keys = [key for key, one in self._tensors.items() if one.kind in ("unread", "dtype")]
+        for result in self._alone(keys) if self._team.size == 1 else self._together(keys):
+            self._tensors[result.key] = _judged(self._tensors[result.key], result)
+
+    def _n_bytes(self, key: str) -> int:
+        """Of a tensor that both have, on both sides."""
+        one = self._tensors[key]
+        assert one.a is not None and one.b is not None
+        return one.a.n_bytes + one.b.n_bytes
+
+    def _alone(self, keys: list[str]) -> list[Compared]:
+        total = sum(map(self._n_bytes, keys))
         done = 0
         lock = threading.Lock()
 
@@ -202,9 +276,23 @@ class _Comparison:
             if self._progress is not None:
                 self._progress(done, total)
 
+        return self._work(keys, advance=advance).run(self._job.threads)
+
+    def _together(self, keys: list[str]) -> list[Compared]:
+        """What all ranks of a team have found; at the lead."""
+        share = share_of_pairs(self._team, ((key, self._n_bytes(key)) for key in keys))
+        work = SharedComparison(
+            self._team,
+            share,
+            lambda share, advance: self._work(keys, share=share, advance=advance),
+            threads=self._job.threads,
+        )
+        found, self._figures = work.compared()
+        return found
+
+    def _work(self, keys: list[str], *, advance: Advance, share: Share | None = None) -> TensorWork:
         pairs = ((key, key) for key in keys)
-        work = TensorWork(self._reader_a, self._reader_b, pairs, rule=self._job.rule, advance=advance)
-        return work.run(self._job.threads)
+        return TensorWork(self._reader_a, self._reader_b, pairs, rule=self._job.rule, advance=advance, share=share)
 
     def _entries(self) -> tuple[list[EntryDiff], list[EntryDiff], int]:
         """(differences, those of the layout, values that were compared)."""
@@ -290,8 +378,11 @@ def _matchers(patterns: Iterable[str], known: Iterable[str]) -> list[Callable[[s
     return made
 
 
-def _cache_bytes(job: DiffJob, *catalogs: Catalog) -> int:
+def _cache_bytes(job: DiffJob, *catalogs: Catalog, runtime_bytes: int) -> int:
     """Memory for decoded units, a side.
+
+    Args:
+        runtime_bytes: what the process takes beside.
 
     Raises:
         CapacityError: not even one unit a thread fits.
@@ -301,7 +392,7 @@ def _cache_bytes(job: DiffJob, *catalogs: Catalog) -> int:
         most = max(
             (decoding_bytes(catalog.fragments(key)) for catalog in catalogs for key in catalog.tensors), default=0
         )
-    fixed = RUNTIME_BYTES + (DECODER_BYTES if most else 0)
+    fixed = runtime_bytes + (DECODER_BYTES if most else 0)
     fixed += job.threads * (_THREAD_BYTES + 2 * most)
     if fixed > job.memory_bytes:
         raise CapacityError(

@@ -10,6 +10,7 @@ from core.diff_entries import EntryDiff
 from core.diff_sides import Side
 from core.diff_values import Tolerance, Values
 from core.optim_format import role_of
+from core.team import Figures
 
 KINDS = ("only_a", "only_b", "shape", "dtype", "values", "close", "unread", "equal")
 """Of tensors, the gravest first; the last three are no differences."""
@@ -89,6 +90,7 @@ class Diff:
         notes: what the user should know.
         read_bytes: of tensors, both sides.
         seconds: wall time.
+        figures: of the workers, where several compared.
     """
 
     a: Side
@@ -103,6 +105,7 @@ class Diff:
     notes: tuple[str, ...]
     read_bytes: int
     seconds: float
+    figures: tuple[Figures, ...] = ()
 
     @property
     def is_same(self) -> bool:

@@ -81,13 +81,6 @@ class Values:
         self.product += other.product
         self.square_delta += other.square_delta
 
-    def add_equal(self, n_elements: int, square: float) -> None:
-        """Adds elements that are equal bit for bit, and the sum of their squares."""
-        self.n_elements += n_elements
-        self.square_a += square
-        self.square_b += square
-        self.product += square
-
     @property
     def share(self) -> float:
         """Differing elements, of all."""

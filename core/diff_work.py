@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -19,9 +19,11 @@ from core.box import Box, Shape, c_strides
 from core.box_reader import BoxReader, TensorReader, bands
 from core.cast import cast_of, check_cast
 from core.crew import Crew
+from core.diff_tally import Tally
 from core.diff_values import Tolerance, Values, compared, holds_nan, shown, square_sum
 from core.dtypes import itemsize
 from core.errors import CheckpointingException, UnsupportedError
+from core.scan_share import Share
 
 BAND_BYTES = 1 << 20
 """Of the larger type; two bands then stay in the cache of a core while they are compared."""
@@ -53,17 +55,22 @@ class Compared:
 
 @dataclass(slots=True)
 class _Job:
-    """One tensor while it is compared."""
+    """One tensor while it is compared.
+
+    Args:
+        key: its name.
+        a, b: it, on either side.
+        n_left: groups of bands that have not been looked at.
+        tally: what has been found.
+        equal: bands that are equal, and may have to be summed up.
+    """
 
     key: str
     a: TensorReader
     b: TensorReader
     n_left: int = 1
-    values: Values = field(default_factory=Values)
-    differs: bool = False
-    is_cast: bool | None = None
+    tally: Tally = field(default_factory=Tally)
     equal: list[Box] = field(default_factory=list)
-    first: tuple[int, tuple[int | float | None, int | float | None]] | None = None
 
     @property
     def shape(self) -> Shape:
@@ -78,6 +85,14 @@ _Item = tuple[_Job, list[Box], bool]
 """A tensor, some bands of it, and whether they are known to be equal and only to be summed up."""
 
 
+def compared_of(key: str, dtypes: tuple[str, str], tally: Tally) -> Compared:
+    """What is to say about a tensor all of which has been looked at."""
+    is_same = not tally.differs and dtypes[0] == dtypes[1]
+    first = tally.first[1] if tally.first is not None and tally.values.n_differing else None
+    tally.sums.write_to(tally.values)
+    return Compared(key, is_same, tally.values if tally.differs else None, tally.is_cast, first)
+
+
 class TensorWork:
     """Compares tensors that both checkpoints have, with one shape.
 
@@ -86,6 +101,7 @@ class TensorWork:
         keys: (key in A, key in B) of what to compare.
         rule: None for exact.
         advance: told about progress.
+        share: of a rank of a team, by A's keys; None for everything.
     """
 
     def __init__(
@@ -96,15 +112,18 @@ class TensorWork:
         *,
         rule: Tolerance | None = None,
         advance: Advance | None = None,
+        share: Share | None = None,
     ) -> None:
         self._a, self._b = a, b
         self._rule = rule
         self._advance = advance or (lambda n_bytes: None)
+        self._share = share
         self._items = self._all_items(keys)
         self._again: deque[_Item] = deque()
         self._lock = threading.Lock()
         self._crew = Crew("diff")
         self._done: list[Compared] = []
+        self._held: list[_Job] = []
 
     def run(self, threads: int) -> list[Compared]:
         """Does all of it; the calling thread waits and stays open to signals.
@@ -115,14 +134,52 @@ class TensorWork:
         self._crew.run(self._work, threads)
         return self._done
 
+    def run_share(self, threads: int) -> dict[str, tuple[tuple[str, str], Tally]]:
+        """Compares the bands that are its own; ``sum_up`` comes afterwards.
+
+        Returns:
+            By key, the types of A and B, and what was found.
+
+        Raises:
+            CheckpointingException: the first error of a thread.
+        """
+        self._crew.run(self._work, threads)
+        return {job.key: (job.dtypes, job.tally) for job in self._held}
+
+    def equal_bytes(self, keys: Set[str]) -> int:
+        """How many bytes ``sum_up`` will read."""
+        jobs = [job for job in self._held if job.key in keys]
+        return sum(prod(box.shape) * itemsize(job.dtypes[0]) for job in jobs for box in job.equal)
+
+    def sum_up(self, keys: Set[str], threads: int) -> dict[str, tuple[tuple[str, str], Tally]]:
+        """Adds up the equal bands, among its own, of tensors that differ somewhere.
+
+        Raises:
+            CheckpointingException: the first error of a thread.
+        """
+        jobs = [job for job in self._held if job.key in keys and job.equal]
+        for job in jobs:
+            job.tally = Tally()
+        self._items = (
+            (job, job.equal[at : at + _GROUP], True) for job in jobs for at in range(0, len(job.equal), _GROUP)
+        )
+        self._crew.run(self._work, threads)
+        return {job.key: (job.dtypes, job.tally) for job in jobs}
+
     def _all_items(self, keys: Iterable[tuple[str, str]]) -> Iterator[_Item]:
         for key, other in keys:
+            if self._share is not None and not self._share.meets(key):
+                continue
             try:
                 job = _Job(key, self._a.tensor(key), self._b.tensor(other))
             except CheckpointingException as err:
                 err.key = err.key or key
                 raise
             boxes = list(bands(job.shape, max(map(itemsize, job.dtypes)), BAND_BYTES))
+            if self._share is not None:
+                boxes = _own_boxes(boxes, job, self._share)
+                if not boxes and not self._share.is_mine(key):
+                    continue
             groups = [boxes[at : at + _GROUP] for at in range(0, len(boxes), _GROUP)] or [[]]
             job.n_left = len(groups)
             for group in groups:
@@ -141,11 +198,21 @@ class TensorWork:
             for box in boxes:
                 if self._crew.is_stopped():
                     return
-                if is_equal:
-                    hand.sum_up(job, box, lock=self._lock)
-                else:
-                    self._advance(hand.compare(job, box, lock=self._lock))
-            self._finish(job)
+                look = hand.sum_up if is_equal else hand.compare
+                n_bytes = look(job, box, lock=self._lock)
+                if not is_equal or self._share is not None:
+                    self._advance(n_bytes)
+            if self._share is None:
+                self._finish(job)
+            elif not is_equal:
+                self._hold(job)
+
+    def _hold(self, job: _Job) -> None:
+        """One group of this rank's bands of a tensor is done."""
+        with self._lock:
+            job.n_left -= 1
+            if job.n_left == 0:
+                self._held.append(job)
 
     def _finish(self, job: _Job) -> None:
         """One group of a tensor is done; the last one may call for its equal bands."""
@@ -153,16 +220,25 @@ class TensorWork:
             job.n_left -= 1
             if job.n_left:
                 return
-            if job.differs and job.equal:
+            if job.tally.differs and job.equal:
                 boxes, job.equal = job.equal, []
                 groups = [boxes[at : at + _GROUP] for at in range(0, len(boxes), _GROUP)]
                 job.n_left = len(groups)
                 self._again.extend((job, group, True) for group in groups)
                 return
-            is_same = not job.differs and job.dtypes[0] == job.dtypes[1]
-            first = job.first[1] if job.first is not None and job.values.n_differing else None
-            values = job.values if job.differs else None
-            self._done.append(Compared(job.key, is_same, values, job.is_cast, first))
+            self._done.append(compared_of(job.key, job.dtypes, job.tally))
+
+
+def _own_boxes(boxes: Iterable[Box], job: _Job, share: Share) -> list[Box]:
+    """Those bands that are a rank's: a tensor's bytes on both sides are places in the work of all."""
+    start, stop = share.places[job.key]
+    unit = (stop - start) // (prod(job.shape) or 1)
+    return [box for box in boxes if share.is_mine(job.key, unit * _flat(job.shape, box))]
+
+
+def _flat(shape: Shape, box: Box) -> int:
+    """Flat index of a box's first element."""
+    return sum(i * step for i, step in zip(box.offset, c_strides(shape), strict=True))
 
 
 class _Hand:
@@ -178,34 +254,31 @@ class _Hand:
         a, b = self._a.first(n * itemsize(job.dtypes[0])), self._b.first(n * itemsize(job.dtypes[1]))
         job.a.read(box, a, self._raw.view)
         job.b.read(box, b, self._raw.view)
-        start = sum(i * step for i, step in zip(box.offset, c_strides(job.shape), strict=True))
         if self._is_equal(a, job):
             with lock:
-                if not job.differs:
+                if not job.tally.differs:
                     job.equal.append(box)
                     return len(a) + len(b)
             square = square_sum(a, job.dtypes[0])
             with lock:
-                job.values.add_equal(n, square)
+                job.tally.add_equal(n, square)
             return len(a) + len(b)
         found = compared(a, b, dtypes=job.dtypes, rule=self._rule)
         is_cast = self._is_cast(a, b, job)
+        pair = None if found.first is None else _pair(a, b, found.first, job.dtypes)
         with lock:
-            job.differs = True
-            job.is_cast = is_cast if job.is_cast is None else job.is_cast and is_cast
-            job.values.add(found, start=start)
-            if found.first is not None and (job.first is None or start + found.first < job.first[0]):
-                job.first = start + found.first, _pair(a, b, found.first, job.dtypes)
+            job.tally.add(found, start=_flat(job.shape, box), is_cast=is_cast, pair=pair)
         return len(a) + len(b)
 
-    def sum_up(self, job: _Job, box: Box, *, lock: threading.Lock) -> None:
-        """Adds an equal band to the sums of a tensor that differs elsewhere."""
+    def sum_up(self, job: _Job, box: Box, *, lock: threading.Lock) -> int:
+        """Adds an equal band to the sums of a tensor that differs elsewhere; returns the bytes read."""
         n = prod(box.shape)
         a = self._a.first(n * itemsize(job.dtypes[0]))
         job.a.read(box, a, self._raw.view)
         square = square_sum(a, job.dtypes[0])
         with lock:
-            job.values.add_equal(n, square)
+            job.tally.add_equal(n, square)
+        return len(a)
 
     def _is_equal(self, a: memoryview, job: _Job) -> bool:
         """Whether nothing in the two bands that were read last needs a closer look.

@@ -128,11 +128,15 @@ class Meter:
     Args:
         team: that is told.
         n_bytes: this rank's share; pieces of work are not cut at its ends, so what is done is a little more or less.
+
+    Attributes:
+        n_bytes: what has been done.
     """
 
     def __init__(self, team: Team = ALONE, n_bytes: int = 0) -> None:
         self._team = team
         self._left = n_bytes
+        self.n_bytes = 0
         self._lock = threading.Lock()
         team.expect(n_bytes)
 
@@ -143,10 +147,12 @@ class Meter:
             StoppedError: another rank has failed.
         """
         with self._lock:
-            n_bytes = min(n_bytes, self._left)
-            self._left -= n_bytes
-        self._team.advance(n_bytes)
+            self.n_bytes += n_bytes
+            told_bytes = min(n_bytes, self._left)
+            self._left -= told_bytes
+        self._team.advance(told_bytes)
 
     def finish(self) -> None:
         """Everything is done."""
-        self.advance(self._left)
+        self._team.advance(self._left)
+        self._left = 0

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.diff_tally import Tally
 from core.diff_values import Tolerance, Values, compared, has_numbers, holds_nan, shown, square_sum
 from tests.formats.torch_samples import DTYPES, bits, filled
 
@@ -136,14 +137,16 @@ def test_runs_add_up_to_the_whole(lengths: list[int], data: st.DataObject) -> No
     b = a.clone()
     for index in data.draw(st.lists(st.integers(0, max(n - 1, 0)), max_size=5)) if n else []:
         b[index] += data.draw(st.sampled_from([1.0, -2.0, 8.0]))
-    total = Values()
+    tally = Tally()
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     for start, length in data.draw(st.permutations(list(zip(starts, lengths, strict=True)))):
         part_a, part_b = a[start : start + length], b[start : start + length]
         if bits(part_a) == bits(part_b):
-            total.add_equal(length, square_sum(memoryview(bits(part_a)), "float32"))
+            tally.add_equal(length, square_sum(memoryview(bits(part_a)), "float32"))
         else:
-            total.add(result(part_a, part_b), start=start)
+            tally.add(result(part_a, part_b), start=start, is_cast=None, pair=None)
+    total = tally.values
+    tally.sums.write_to(total)
     expected = result(a, b)
     assert (total.n_elements, total.n_differing, total.first) == (n, expected.n_differing, expected.first)
     assert (total.max_abs, total.max_at) == (expected.max_abs, expected.max_at)

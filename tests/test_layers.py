@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "core.number_kinds",
             "core.value_facts",
             "core.diff_values",
+            "core.diff_tally",
             "core.diff_entries",
             "core.planned_store",
         ),

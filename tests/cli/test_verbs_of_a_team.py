@@ -47,7 +47,7 @@ def together(n: int, commands: list[list[str]]) -> list[Said]:
 
 def timeless(one: Said) -> Said:
     """Without what differs from run to run."""
-    return one[0], re.sub(r'time="[^"]*"|timestamp="[^"]*"|, in [^\n]*', "", one[1]), one[2]
+    return one[0], re.sub(r'time="[^"]*"|timestamp="[^"]*"|,? in [0-9.]+ m?s[^\n]*', "", one[1]), one[2]
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +138,21 @@ def test_a_mistake_is_an_error_of_every_rank(golden: Path, tmp_path: Path) -> No
     ):
         every = run_team(2, said, words)
         assert every[0] == every[1] == said(ALONE, words) and every[0][0] == 2
+
+
+def test_diff(golden: Path, damaged: Path) -> None:
+    whole, other = str(golden / "hf/llama/safetensors_single"), str(golden / "hf/llama/bin_sharded")
+    commands = [
+        ["diff", whole, other],
+        ["diff", other, str(damaged)],
+        ["diff", "--quiet", other, str(damaged)],
+        ["diff", "--stat-only", whole, other],
+    ]
+    assert [timeless(one) for one in together(3, commands)] == [timeless(said(ALONE, words)) for words in commands]
+    words = ["diff", "--json", other, str(damaged)]
+    (found,) = together(3, [words])
+    report, alone = json.loads(found[1]), json.loads(said(ALONE, words)[1])
+    launch = report.pop("launch")
+    del report["seconds"], alone["seconds"]
+    assert report == alone and found[0] == 1
+    assert sum(one["read_bytes"] for one in launch["workers"]) >= report["bytes_read"] > 0
