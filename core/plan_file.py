@@ -190,7 +190,7 @@ def _line(plan: Plan, key: str, encoder: Encoder, others: set[str]) -> tuple[byt
 
 
 def _numbered(piece: Fragment, array: StoredArray, places: Places) -> Fragment:
-    """A fragment of the target whose array has its number for a name."""
+    """A fragment of the target whose array has its number for a name; where it lies is told by the columns."""
     name = str(places.number_of(array.name))
     return Fragment(piece.key, piece.box, StoredArray(name, array.dtype, array.shape), piece.at)
 

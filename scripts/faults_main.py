@@ -26,9 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ckpt_cli.app import main as main_of_ckpt
 from tests.faults.case import Case, Cases, sampled
 from tests.faults.saved import SAVE, SavedTarget, preload_saving
-from tests.faults.target import KINDS, Kind, Target
+from tests.faults.target import KINDS, WORKERS_KINDS, Kind, Target
+from tests.faults.worker_cases import WorkerCases
 
-ALL = (*KINDS, SAVE)
+ALL = (*WORKERS_KINDS, SAVE)
+MODES = {
+    "new": (*KINDS, SAVE),
+    "force": (*KINDS, SAVE),
+    "workers": WORKERS_KINDS,
+    "workers-force": WORKERS_KINDS,
+}
+"""What is written in which: a new destination or one in place of an old one, by one process or by several."""
 Counts = Counter[tuple[str, str]]
 """Of cases, by target and fault."""
 
@@ -43,7 +51,7 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", metavar="TEXT", help="only faults whose name holds one of these")
     parser.add_argument("--sample", type=int, metavar="N", help="only N cases of each target, fault and mode")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--modes", nargs="+", choices=["new", "force"], default=["new", "force"])
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; each takes a target in one mode")
     parser.add_argument("--work", type=Path, help="where to write; else a temporary directory")
     options = parser.parse_args()
@@ -54,7 +62,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         options.golden = options.golden or _unpacked(Path(folder) / "golden")
         preload(kinds, options.golden, Path(folder))
-        work = [(kind, mode, Path(folder) / f"{kind.name}-{mode}") for kind in kinds for mode in options.modes]
+        work = [
+            (kind, mode, Path(folder) / f"{kind.name}-{mode}")
+            for kind in kinds
+            for mode in options.modes
+            if kind in MODES[mode]
+        ]
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("fork")) as pool:
             for kind_tried, kind_failed in pool.map(partial(of_kind, options), work):
                 tried += kind_tried
@@ -68,9 +81,12 @@ def of_kind(options: argparse.Namespace, work: tuple[Kind, str, Path]) -> tuple[
     """Runs the cases of one target in one mode; how many were tried, and how many failed, by target and fault."""
     kind, mode, work_dir = work
     work_dir.mkdir()
-    force = mode == "force"
-    target = SavedTarget(work_dir, force=force) if kind == SAVE else Target(kind, options.golden, work_dir, force=force)
-    found = list(Cases(target).all())
+    force = mode.endswith("force")
+    if kind == SAVE:
+        found = list(Cases(SavedTarget(work_dir, force=force)).all())
+    else:
+        target = Target(kind, options.golden, work_dir, force=force)
+        found = list((WorkerCases(target) if mode.startswith("workers") else Cases(target)).all())
     if options.faults:
         found = [case for case in found if any(text in case.fault for text in options.faults)]
     if options.sample is not None:

@@ -274,14 +274,7 @@ class Cases:
     def _source_changed(self, target: Target, operation: Operation) -> Callable[[], Iterator[str]]:
         def check() -> Iterator[str]:
             target.begin_anew()
-
-            def change() -> None:
-                file = max(target.src.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-                content = bytearray(file.read_bytes())
-                content[-1000:] = bytes(255 - byte for byte in content[-1000:])
-                file.write_bytes(content)
-
-            ended = target.run(disturb=how.paused(operation.number, change))
+            ended = target.run(disturb=how.paused(operation.number, target.change_source))
             if ended.code == 0:
                 begun = [o for o in ended.trace if o.number < operation.number and o.path.startswith("src")]
                 if target.state() == "new" or not any(o.name in ("open", *READS) for o in begun):

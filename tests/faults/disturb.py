@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from tests.faults.operations import READS, WRITES, Call, Disturb, Operation
 
@@ -14,8 +15,8 @@ def nothing(operation: Operation, call: Call) -> object:
     return call.do()
 
 
-def killed(number: int, when: str) -> Disturb:
-    """SIGKILL ``before``, ``after`` or ``half``-way through operation ``number``."""
+def killed(number: int, when: str, *, also_others: bool = False) -> Disturb:
+    """SIGKILL ``before``, ``after`` or ``half``-way through operation ``number``; of the whole process group or not."""
 
     def disturb(operation: Operation, call: Call) -> object:
         if operation.number != number:
@@ -26,6 +27,8 @@ def killed(number: int, when: str) -> Disturb:
             if when == "after":
                 call.do()
         finally:
+            if also_others:
+                os.killpg(0, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("a killed process goes on")
 
@@ -93,6 +96,29 @@ def observed(look: Callable[[Operation], None]) -> Disturb:
             look(operation)
 
     return disturb
+
+
+def counted_like(trace: Sequence[Operation], operation: Operation, disturb: Disturb) -> Disturb:
+    """A disturbance of an operation by its number in a trace, of a process whose operations come in another order.
+
+    It is told by its name and path, and by how many alike came before it.
+    """
+    n_before = sum(_are_alike(one, operation) for one in trace[: operation.number])
+    n_seen = 0
+
+    def renumbered(found: Operation, call: Call) -> object:
+        nonlocal n_seen
+        number = -1 if n_seen <= n_before else operation.number + 1
+        if _are_alike(found, operation):
+            number = operation.number if n_seen == n_before else number
+            n_seen += 1
+        return disturb(replace(found, number=number), call)
+
+    return renumbered
+
+
+def _are_alike(one: Operation, other: Operation) -> bool:
+    return (one.name, one.path, one.target) == (other.name, other.path, other.target)
 
 
 def both(first: Disturb, second: Disturb) -> Disturb:

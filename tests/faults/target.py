@@ -49,6 +49,12 @@ KINDS = (
     Kind("megatron", _RANKS, ("reshard", "--tp-new", "1", "--pp-new", "2")),
     Kind("torch_dist", _RANKS, ("convert", "--to", "torch_dist")),
 )
+WORKERS_KINDS = (
+    *KINDS,
+    Kind("zarr", _RANKS, ("convert", "--to", "zarr")),
+    Kind("verified", _RANKS, ("reshard", "--tp-new", "4", "--verify", "--fingerprint")),
+)
+"""What several workers write."""
 
 
 def tree(place: Path) -> Tree:
@@ -115,6 +121,13 @@ class Target:
         for path in self.src.rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)
             os.utime(path, ns=(10**18, 10**18))
+
+    def change_source(self) -> None:
+        """Other bytes at the end of its largest file."""
+        file = max(self.src.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+        content = bytearray(file.read_bytes())
+        content[-1000:] = bytes(255 - byte for byte in content[-1000:])
+        file.write_bytes(content)
 
     def begin_anew(self, *, is_first: bool = False) -> None:
         """Empties the place; with ``force``, the old destination stands there again. A neighbour is always there."""

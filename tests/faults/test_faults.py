@@ -16,6 +16,7 @@ BOTH = ("torch", "dcp", SAVE.name)
 RUNS = {
     "new": ("new", BOTH),
     "force": ("force", [kind.name for kind in (*KINDS, SAVE)]),
+    "workers": ("workers", ("torch", "zarr", "verified")),
 }
 """What a process tries that has imported everything once: a mode and targets."""
 
