@@ -45,7 +45,7 @@ def differing(device: Device | None, one: memoryview, other: memoryview, size: i
         n = int(differs.sum())
         return Differing(n, int(differs.argmax()) if n else None)
     n, first, start = 0, None, 0
-    for piece in lane_of(device).fold((one, other), _differing(size), size=size):
+    for piece in lane_of(device).fold((one, other), differing_kernel(size), size=size):
         n_here, first_here, n_elements = (int(number) for number in piece.view(np.int64))
         if n_here and first is None:
             first = start + first_here
@@ -54,7 +54,9 @@ def differing(device: Device | None, one: memoryview, other: memoryview, size: i
     return Differing(n, first)
 
 
-def _differing(size: int) -> Kernel:
+def differing_kernel(size: int) -> Kernel:
+    """Gives (how many elements of so many bytes differ, index of the first, how many there are)."""
+
     def kernel(one: Tensor, other: Tensor) -> Tensor:
         import torch
 

@@ -36,7 +36,9 @@ class Extremes:
 
 def extremes(device: Device, data: memoryview, kind: NumberKind) -> Extremes:
     """The extremes of a run of at least one element."""
-    found = [_int64s(piece) for piece in lane_of(device).fold((data,), _extremes(kind.n_bytes), size=kind.n_bytes)]
+    found = [
+        _int64s(piece) for piece in lane_of(device).fold((data,), extremes_kernel(kind.n_bytes), size=kind.n_bytes)
+    ]
     half = 1 << (8 * kind.n_bytes - 1)
     return Extremes(
         least=min(int(low) for low, _, _ in found) + half,
@@ -45,7 +47,9 @@ def extremes(device: Device, data: memoryview, kind: NumberKind) -> Extremes:
     )
 
 
-def _extremes(n_bytes: int) -> Kernel:
+def extremes_kernel(n_bytes: int) -> Kernel:
+    """Gives (least, top, most) of patterns of so many bytes; the first two less half of their range."""
+
     def kernel(data: Tensor) -> Tensor:
         import torch
 

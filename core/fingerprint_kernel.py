@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from core.device import FINGERPRINT, Device
-from core.device_lane import Kernel, lane_of
+from core.device_lane import Kernel, Lane, lane_of
 from core.fingerprint import LANES, PRIME, TABLE
 
 Array = Any
@@ -129,10 +129,10 @@ def products_on(device: Device) -> Products:
         import numpy as np
 
         lane = lane_of(device)
-        factors = lane.table("factors of bytes", _floats)
+        factors = factors_on(lane)
         flat: Array = np.ascontiguousarray(data).reshape(-1)
         pieces = list(
-            lane.fold((memoryview(flat).cast("B"),), _multiplied(factors, first, data.shape[1]), size=data.shape[1])
+            lane.fold((memoryview(flat).cast("B"),), products_kernel(factors, first, data.shape[1]), size=data.shape[1])
         )
         found: Array = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(np.int32)
         return found.reshape(-1, LANES).astype(np.int64)
@@ -140,7 +140,12 @@ def products_on(device: Device) -> Products:
     return products
 
 
-def _multiplied(factors: Any, first: int, width: int) -> Kernel:
+def factors_on(lane: Lane) -> Any:
+    """The factors of bytes, on the device."""
+    return lane.table("factors of bytes", _floats)
+
+
+def products_kernel(factors: Any, first: int, width: int) -> Kernel:
     def kernel(data: Any) -> Any:
         import torch
 

@@ -1,0 +1,193 @@
+"""Speed of per-byte work on a device, as Markdown tables, in one run.
+
+First the limits: how fast bytes go to the device and back, alone and at once, from pinned and from other memory, and
+within the device. Then every kind of work: the processor's way, the kernel on bytes that lie on the device, and the
+whole way there and back, which is what ``--device auto`` compares; all in GB of source bytes a second. Without a GPU
+the same code runs on torch's CPU: the tables then show what it costs there, and nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from core.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device, cast_work
+from core.device_cast import kernel_of
+from core.device_choice import bytes_per_s
+from core.device_compare import differing_kernel
+from core.device_lane import PIECE_BYTES, Lane, host_buffer, lane_of, shown
+from core.device_trials import trial_of, typical_numbers
+from core.device_values import extremes_kernel
+from core.fingerprint_kernel import factors_on, products_kernel
+
+CASTS = (
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "float8_e4m3fn"),
+    ("float32", "float8_e4m3fn"),
+    ("float64", "float32"),
+)
+OTHERS = (VALUES, FINGERPRINT, COMPARE, QUANTIZE, DEQUANTIZE)
+
+
+def rate(n_bytes: float, seconds: float) -> float:
+    """GB a second."""
+    return n_bytes / max(seconds, 1e-9) / 1e9
+
+
+def timed(lane: Lane, work: Callable[[], object], *, rounds: int) -> float:
+    """Seconds, the least of some rounds, the first one left out; the device has ended each."""
+
+    def ended() -> None:
+        if lane.device.is_cuda:
+            torch.cuda.synchronize(lane.place)
+
+    times = []
+    for _ in range(rounds + 1):
+        ended()
+        begun = time.perf_counter()
+        work()
+        ended()
+        times.append(time.perf_counter() - begun)
+    return min(times[1:])
+
+
+def limits(lane: Lane, n_bytes: int, rounds: int) -> dict[str, float]:
+    """GB a second of plain copies."""
+    pinned = [shown(host_buffer(lane.device, n_bytes)) for _ in range(2)]
+    for one in pinned:
+        one.fill_(1)
+    usual = torch.ones(n_bytes, dtype=torch.uint8)
+    there = [torch.zeros(n_bytes, dtype=torch.uint8, device=lane.place) for _ in range(2)]
+    streams = [torch.cuda.Stream(lane.place) for _ in range(2)] if lane.device.is_cuda else []
+
+    def both_ways() -> None:
+        if not streams:
+            there[0].copy_(pinned[0])
+            pinned[1].copy_(there[1])
+            return
+        with torch.cuda.stream(streams[0]):
+            there[0].copy_(pinned[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            pinned[1].copy_(there[1], non_blocking=True)
+
+    ways: dict[str, tuple[float, Callable[[], object]]] = {
+        "host → device, pinned": (1, lambda: there[0].copy_(pinned[0], non_blocking=True)),
+        "host → device, not pinned": (1, lambda: there[0].copy_(usual)),
+        "device → host, pinned": (1, lambda: pinned[1].copy_(there[0], non_blocking=True)),
+        "device → host, not pinned": (1, lambda: usual.copy_(there[0])),
+        "both ways at once, pinned (sum)": (2, both_ways),
+        "within the device (read + written)": (2, lambda: there[1].copy_(there[0])),
+        "within the host (read + written)": (2, lambda: pinned[1].copy_(usual)),
+    }
+    return {name: rate(times * n_bytes, timed(lane, work, rounds=rounds)) for name, (times, work) in ways.items()}
+
+
+def kernel_rate(lane: Lane, work: str, rounds: int) -> float | None:
+    """GB a second of the kernel alone, on a piece that lies on the device; None for work of several steps."""
+    dtype = work.split(" ")[1] if work.startswith("cast ") else "bfloat16"
+    data = shown(typical_numbers(dtype, PIECE_BYTES)).to(lane.place)
+    if work.startswith("cast "):
+        kernel = kernel_of(lane, dtype, work.rpartition(" ")[2])
+    elif work == VALUES:
+        kernel = extremes_kernel(2)
+    elif work == FINGERPRINT:
+        kernel = products_kernel(factors_on(lane), 0, 4096)
+    elif work == COMPARE:
+        half = len(data) // 2
+        compares = differing_kernel(1)
+
+        def kernel(both: torch.Tensor) -> torch.Tensor:
+            return compares(both[:half], both[half:])
+
+    else:
+        return None
+    n = 20 if lane.device.is_cuda else 2
+    return rate(n * len(data), timed(lane, lambda: [kernel(data) for _ in range(n)], rounds=rounds))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default=None, help="cuda:N or cpu (default: the first GPU, else cpu)")
+    parser.add_argument("--mib", type=int, default=64, help="source bytes of each thread (default 64)")
+    parser.add_argument("--threads", default=None, help="comma-separated numbers of threads (default: 1 and all cores)")
+    parser.add_argument("--rounds", type=int, default=3, help="the best of so many counts (default 3)")
+    parser.add_argument("--json", action="store_true", help="one object in place of tables")
+    options = parser.parse_args()
+    has_gpu = torch.cuda.is_available()
+    device = Device(options.device or ("cuda:0" if has_gpu else "cpu"))
+    if device.is_cuda and not has_gpu:
+        print("bench_device: there is no GPU here; without --device it measures torch's CPU", file=sys.stderr)
+        return 2
+    n_cores = len(os.sched_getaffinity(0))
+    threads = [int(n) for n in options.threads.split(",")] if options.threads else sorted({1, n_cores})
+    torch.set_num_threads(1)
+    lane = lane_of(device)
+    name = torch.cuda.get_device_name(lane.place) if device.is_cuda else "torch's CPU in place of a GPU"
+    found: dict[str, object] = {
+        "device": name,
+        "has_gpu": device.is_cuda,
+        "torch": torch.__version__,
+        "cores": n_cores,
+        "host": platform.processor() or platform.machine(),
+        "limits_gb_s": limits(lane, options.mib << 20, options.rounds),
+    }
+    rows = []
+    for work in (*(cast_work(*pair) for pair in CASTS), *OTHERS):
+        trial = trial_of(work)
+        able = Device(device.torch_name, work=frozenset({work}))
+        row: dict[str, object] = {
+            "work": work,
+            "is_exact": trial.is_exact(able),
+            "kernel_gb_s": kernel_rate(lane, work, options.rounds),
+        }
+        for n in threads:
+            for way, place in (("cpu", None), ("device", able)):
+                speed = bytes_per_s(trial, place, threads=n, sample_bytes=options.mib << 20, rounds=options.rounds)
+                row[f"{way}_{n}_threads_gb_s"] = speed / 1e9
+        rows.append(row)
+    found["work"] = rows
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found, rows, threads)
+    return 0 if all(row["is_exact"] for row in rows) else 1
+
+
+def show(found: dict[str, object], rows: list[dict[str, object]], threads: list[int]) -> None:
+    """Prints the tables."""
+    if not found["has_gpu"]:
+        print(
+            "There is no GPU here: torch's CPU stands in for it. This shows that the code runs, not what a GPU does.\n"
+        )
+    print(f"{found['device']}, torch {found['torch']}, {found['cores']} cores; GB/s of source bytes\n")
+    print("| limit | GB/s |\n| --- | ---: |")
+    limits_of = found["limits_gb_s"]
+    assert isinstance(limits_of, dict)
+    for name, speed in limits_of.items():
+        print(f"| {name} | {speed:.1f} |")
+    heads = [f"{way}, {n} thread{'s' * (n > 1)}" for n in threads for way in ("processor", "device, there and back")]
+    print(f"\n| work | same bits | kernel alone | {' | '.join(heads)} |")
+    print("| --- | --- | ---: |" + " ---: |" * len(heads))
+    for row in rows:
+        kernel = row["kernel_gb_s"]
+        cells = [f"{row[f'{way}_{n}_threads_gb_s']:.2f}" for n in threads for way in ("cpu", "device")]
+        print(
+            f"| {row['work']} | {'yes' if row['is_exact'] else 'NO'} | {'' if kernel is None else f'{kernel:.1f}'} "
+            f"| {' | '.join(cells)} |"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
