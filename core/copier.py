@@ -67,16 +67,13 @@ class Copier:
         self._threads = threads
         self._source = source
         self._is_stopped = is_stopped
-        self._band = host_buffer(device, band_bytes_of(buffer_bytes))
-        self._raw = host_buffer(device, len(self._band))
-        self._extra = host_buffer(device, min(CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES, len(self._band)))
-
+        self._band_bytes = band_bytes_of(buffer_bytes)
+        self._make_buffers(None)
         self._begin = partial(
             Output,
             stage=stage,
             places=places,
             ledger=ledger,
-            spare=self._extra,
             crc=crc,
             digest=digest,
             progress=progress,
@@ -95,15 +92,25 @@ class Copier:
             self._compare(item)
             return None, set()
         device = None if item.dtypes[0] == item.dtypes[1] else self._device_for(cast_work(*item.dtypes))
-        out = self._begin(item.dtypes, device=device)
+        if device is not None and not self._is_pinned:
+            self._make_buffers(device)
+        out = self._begin(item.dtypes, spare=self._extra, device=device)
         if isinstance(item, Move):
-            self._move(item, out, min(CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES, len(self._band)))
+            self._move(item, out, min(CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES, self._band_bytes))
         else:
             self._weave(item, out)
         self.written_bytes += out.written_bytes
         if self._is_stopped():
             return None, set()
         return out.close()
+
+    def _make_buffers(self, device: Device | None) -> None:
+        """Makes the buffers; those for a device only once it has work, since they are pinned."""
+        self._is_pinned = device is not None
+        self._band = host_buffer(device, self._band_bytes)
+        self._raw = host_buffer(device, self._band_bytes)
+        chunk_bytes = CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES
+        self._extra = host_buffer(device, min(chunk_bytes, self._band_bytes))
 
     def _move(self, item: Move, out: Output, chunk_bytes: int) -> None:
         source_size, target_size = (itemsize(name) for name in item.dtypes)

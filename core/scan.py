@@ -362,7 +362,7 @@ class _Run:
             return None if self._crew.is_stopped() else next(self._items, None)
 
     def _work(self) -> None:
-        window = host_buffer(self._device, WINDOW_BYTES)
+        window = host_buffer(self._device if self._device is not None and self._device.work else None, WINDOW_BYTES)
         apart = ApartReader(self._store, self._budget, is_stopped=self._crew.is_stopped)
         while (item := self._next()) is not None:
             array = item.array.array if isinstance(item, _Single) else None
