@@ -32,6 +32,8 @@ from core.places import Places
 
 ITEM_BYTES = 32 << 20
 """Target bytes of one item, about."""
+_MANY_ENDS = 16
+"""Of one item: copies that are compared, or places that one source goes to, the source among them."""
 _SMALL_BYTES = 64 << 10
 _MANY_RUNS = 64
 
@@ -192,10 +194,15 @@ def items_of(
         source = ends.source_of(n_piece, box)
         to = [ends.destination_of(n_target, box) for n_target in n_targets]
         move = Move(match.meta.key, box.n_elements, source, tuple((end.array, end.start) for end in to), dtypes)
-        yield from _cut_move(move, item_bytes)
+        yield from _cut_move(move, _item_bytes(item_bytes, 1 + len(to)))
     for layer in _layers(woven):
         for links in _components(layer, match, ends):
             yield from _cut_weave(match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes)
+
+
+def _item_bytes(item_bytes: int, n_ends: int) -> int:
+    """How many bytes of one end an item holds; less where so many copies would make it far more work than others."""
+    return item_bytes if n_ends <= _MANY_ENDS else max(1, item_bytes * _MANY_ENDS // n_ends)
 
 
 def _are_many_and_small(match: Match, runs: Mapping[tuple[int, Box], object], size: int) -> bool:
@@ -218,7 +225,8 @@ def _comparisons(match: Match, ends: Ends, band_bytes: int, item_bytes: int) -> 
         copies = tuple(dict.fromkeys(ends.bound(fragment, box) for fragment in fragments))
         size = itemsize(match.dtype)
         axis = _cut_axis(box.shape, size, band_bytes)
-        for bands in _bands(box, axis, size, 1, band_bytes=band_bytes, item_bytes=item_bytes):
+        finely = _item_bytes(item_bytes, 1 + len(copies))
+        for bands in _bands(box, axis, size, 1, band_bytes=band_bytes, item_bytes=finely):
             yield Comparison(match.meta.key, box, used, copies, bands, match.dtype)
 
 
