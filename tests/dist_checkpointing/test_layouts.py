@@ -285,13 +285,14 @@ def _load_all(rank: int, world: int, folder: str) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
-def test_what_was_saved_at_any_layout_is_loaded_at_any_other_and_as_a_whole(tmp_path, backend):
-    for world in LAYOUTS:
+@pytest.mark.parametrize(("backend", "most_ranks"), [("torch_dist", 8), ("zarr", 4)])
+def test_what_was_saved_at_any_layout_is_loaded_at_any_other_and_as_a_whole(tmp_path, backend, most_ranks):
+    worlds = [world for world in LAYOUTS if world <= most_ranks]
+    for world in worlds:
         run_ranks(world, _save_all, str(tmp_path), backend)
     for source in sorted(tmp_path.iterdir()):
         assert whole_differences(source) == [], source.name
-    for world in LAYOUTS:
+    for world in worlds:
         assert run_ranks(world, _load_all, str(tmp_path)) == [[]] * world
 
 
