@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +59,7 @@ GOLDEN = (
     "mcore0121_zarr/dense_gqa/tp2_pp2",
     "deepspeed/zero2_dp2_bf16",
     "deepspeed_universal/zero1_dp2_bf16",
+    "orbax/plain_zarr2",
 )
 
 
@@ -91,6 +94,24 @@ def damaged(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
             file.write_bytes(data)
         made.append(path)
     return made
+
+
+@pytest.fixture(scope="module")
+def hashed(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with Megatron's integrity.json, one sum of which is wrong."""
+    path = tmp_path_factory.mktemp("hashed") / "iter_0000010"
+    shutil.copytree(golden / "mcore_torch_dist/dense_gqa/tp2_pp2/iter_0000010", path, copy_function=shutil.copyfile)
+    sums = {file.name: sha256(file.read_bytes()).hexdigest() for file in sorted(path.iterdir()) if file.is_file()}
+    sums["__1_0.distcp"] = sums["__0_0.distcp"]
+    (path / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": sums}))
+    return path
+
+
+def test_files_that_are_hashed_as_a_whole(hashed: Path) -> None:
+    expected = said(alone([hashed], level=Level.DEEP))
+    assert [(one.code, one.file) for one in expected[0].findings if one.code == "CK812"] == [("CK812", "__1_0.distcp")]
+    for n in (2, 5):
+        assert said(together(n, [hashed], level=Level.DEEP)) == expected
 
 
 def test_golden_checkpoints(golden: Path) -> None:
@@ -149,7 +170,9 @@ def scanned(team: PipeTeam, path: Path) -> tuple[Scanned, dict[str, Facts]]:
 
 def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path) -> None:
     as_zip = tmp_path / "model.pt"
-    torch.save({"w": torch.arange(2_000_000.0), "v": torch.arange(1_500_000, dtype=torch.int16)}, as_zip)
+    matrix = torch.arange(2_000_000.0).reshape(1000, 2000)
+    views = {"w": matrix, "turned": matrix.t(), "every_third": matrix[:, ::3], "row": matrix[500]}
+    torch.save(views | {"v": torch.arange(1_500_000, dtype=torch.int16)}, as_zip)
     for path in (large, as_zip):
         expected, facts = scanned(ALONE, path)
         assert expected.problems == []
@@ -159,7 +182,8 @@ def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path) 
             read = [one.read_bytes for one in found.figures]
             assert replace(found, figures=()) == replace(expected, figures=()), n
             assert found_facts == facts
-            assert sum(read) == expected.read_bytes and max(read) - min(read) < 5 << 20 and all(read)
+            assert sum(read) == expected.read_bytes + expected.made_bytes
+            assert path == as_zip or (all(read) and max(read) - min(read) < 5 << 20)
     assert {key: (one.nan.n, one.nan.first) for key, one in scanned(ALONE, large)[1].items() if one.nan.n} == {
         "a.weight": (3, 3 * 1777 + 5)
     }
@@ -261,6 +285,26 @@ def failing(team: PipeTeam, path: Path) -> tuple[str, bool]:
     except ArithmeticError as err:
         return str(err), team.alarmed.is_set()
     return "", False
+
+
+class Dying(ValueObserver):
+    """Ends its process in the middle of its share."""
+
+    def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
+        os._exit(9)
+
+
+def dying(team: PipeTeam, path: Path) -> str:
+    opened = open_checkpoint(path)
+    try:
+        scan(opened.catalog, opened.store, [Dying() if team.rank == 1 else ValueObserver()], team=team)
+    except WorkerError as err:
+        return err.message
+    return ""
+
+
+def test_a_rank_that_dies_ends_the_scan_of_all(large: Path) -> None:
+    assert run_team(3, dying, large, allow_failure=True) == ["a worker is gone", None, "a worker is gone"]
 
 
 def test_the_error_of_one_rank_ends_the_scan_of_all(large: Path) -> None:
