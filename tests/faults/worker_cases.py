@@ -210,8 +210,10 @@ class WorkerCases:
                     yield f"a worker of the first team ended with {one.code}: {one.output[-300:]}"
             if 0 not in (ended[0].code, second[0].code):
                 yield f"both failed: {ended[0].output[-300:]} {second[0].output[-300:]}"
-            if not self.target.is_complete() or not self.target.is_clean():
-                yield "not complete, or not clean"
+            if not self.target.is_complete():
+                yield f"not complete: {ended[0].output[-300:]} {second[0].output[-300:]}"
+            if not self.target.is_clean() and "appeared meanwhile" not in ended[0].output:  # --force may go on from it
+                yield f"something stays: {ended[0].output[-300:]}"
             yield from self._whole()
 
         return check
