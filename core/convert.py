@@ -230,7 +230,15 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     if is_file:
         images = (replace(images[0], path=dst.name),)
     compares = job.replicas == "error"
-    plan = make_plan(catalog, target, images, threads=job.threads, memory_bytes=job.memory_bytes, compares=compares)
+    plan = make_plan(
+        catalog,
+        target,
+        images,
+        threads=job.threads,
+        memory_bytes=job.memory_bytes,
+        beside_bytes=job.beside_bytes,
+        compares=compares,
+    )
     if plan.n_ignored:
         notes.append(f"{plan.n_ignored:,} copies of tensors on other ranks are not compared: the first is taken")
     if job.verify:
@@ -649,6 +657,7 @@ def identity_text(job: Job) -> str:
         "fingerprint",
         "threads",
         "memory_bytes",
+        "beside_bytes",
         "device",
     ):
         del options[name]

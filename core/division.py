@@ -8,6 +8,9 @@
 A cut in a large tensor is where an item begins (``core.bands``), so a worker has at most one item more than its share.
 Tensors whose bytes must be made (casts, codecs) take longer than others, so they have a row of their own. All numbers
 are bytes that are read and written. Pure: which worker does what follows from the numbers alone.
+
+Where hosts must not write into one file (``core.file_system``), tensors whose files hang together form a group, a group
+belongs to one host, and that host's workers divide what it has (``divided_by_hosts``).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import heapq
 from array import array as columns
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.bands import ITEM_BYTES
 
@@ -75,6 +78,60 @@ class Division:
         """The largest worker's bytes by the mean; 1.0 without any."""
         total = sum(self.loads)
         return max(self.loads) * self.n_workers / total if total else 1.0
+
+
+def divided_by_hosts(
+    works: Sequence[KeyWork], files: Sequence[Sequence[int]], hosts: Sequence[str], *, item_bytes: int = ITEM_BYTES
+) -> Division:
+    """The work of all tensors, so that workers of one host only write into a file.
+
+    Args:
+        files: numbers of the files that each tensor is written to.
+        hosts: of each worker.
+        item_bytes: as for ``divided``.
+    """
+    owners = columns("i", bytes(4 * len(works)))
+    loads = [0] * len(hosts)
+    shared: dict[int, list[tuple[int, Part]]] = {}
+    names = sorted(set(hosts))
+    workers = {name: [worker for worker, host in enumerate(hosts) if host == name] for name in names}
+    heap = [(0.0, place) for place in range(len(names))]
+    mine: list[list[int]] = [[] for _ in names]
+    groups = [(sum(works[n].n_bytes for n in group), group) for group in _groups(files)]
+    for n_bytes, group in sorted(groups, key=lambda one: -one[0]):
+        load, place = heap[0]
+        mine[place] += group
+        heapq.heapreplace(heap, (load + n_bytes / len(workers[names[place]]), place))
+    for place, name in enumerate(names):
+        numbers = sorted(mine[place])
+        part = divided([works[n] for n in numbers], len(workers[name]), item_bytes=item_bytes)
+        for at, number in enumerate(numbers):
+            owner = part.owners[at]
+            owners[number] = workers[name][owner] if owner >= 0 else -1
+            if owner < 0:
+                shared[number] = [(workers[name][w], replace(one, number=number)) for w, one in part.shared[at]]
+        for at, load in enumerate(part.loads):
+            loads[workers[name][at]] = load
+    return Division(owners, shared, len(hosts), loads)
+
+
+def _groups(files: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Tensors in groups that have no file in common."""
+    parent: dict[int, int] = {}
+
+    def root(node: int) -> int:
+        while (above := parent.setdefault(node, node)) != node:
+            parent[node] = parent[above]
+            node = above
+        return node
+
+    for found in files:
+        for file in found[1:]:
+            parent[root(file)] = root(found[0])
+    groups: dict[int, list[int]] = {}
+    for number, found in enumerate(files):
+        groups.setdefault(root(found[0]) if found else -1 - number, []).append(number)
+    return list(groups.values())
 
 
 def divided(works: Sequence[KeyWork], n_workers: int, *, item_bytes: int = ITEM_BYTES) -> Division:

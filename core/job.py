@@ -87,6 +87,7 @@ class Job:
         replicas: what happens where ranks hold different copies of one tensor: ``error``, or the ``first`` is taken and
             the others are not read.
         memory_bytes: most memory the process may use, imports included.
+        beside_bytes: how much of it is taken by what the engine does not count, such as belonging to a team.
         threads: copying threads.
         resume: keep an unfinished stage on failure, and continue one.
         force: replace an existing destination, once the new one is complete.
@@ -131,6 +132,7 @@ class Job:
     drop_unknown: bool = False
     replicas: str = "error"
     memory_bytes: int = DEFAULT_MEMORY_BYTES
+    beside_bytes: int = 0
     threads: int = DEFAULT_THREADS
     resume: bool = False
     force: bool = False

@@ -145,6 +145,7 @@ def make_plan(
     zeros: Mapping[str, Sequence[Box]] | None = None,
     threads: int = DEFAULT_THREADS,
     memory_bytes: int | None = None,
+    beside_bytes: int = 0,
     compares: bool = True,
     is_share: bool = False,
 ) -> Plan:
@@ -158,6 +159,7 @@ def make_plan(
         zeros: target key → boxes that no source holds and that are zero; None takes ``target.attrs["zeros"]``.
         threads: copying threads.
         memory_bytes: most bytes the process may use, imports included; None for no limit.
+        beside_bytes: how many of them are taken by what is not counted here.
         compares: whether copies are compared with the primary; otherwise they are not read.
         is_share: the target is only what this process holds or wants (``core.share``, ``core.live``): its fragments
             need not cover their tensors, nor fill the arrays.
@@ -186,7 +188,7 @@ def make_plan(
         coverage.finish()
     n_tensors = len(target.tensors) + len(target.hidden)
     metadata = _Metadata(n_tensors, len(places), totals.n_fragments, totals.most_fragments)
-    memory = _memory(threads, metadata, totals.decode_bytes, memory_bytes)
+    memory = _memory(threads, metadata, totals.decode_bytes, memory_bytes, beside_bytes)
     return Plan(
         source=source,
         target=target,
@@ -280,18 +282,21 @@ class _Metadata:
         return TENSOR_BYTES * self.n_tensors + pieces + MATCH_BYTES * self.most_fragments
 
 
-def _memory(threads: int, metadata: _Metadata, decode_bytes: int, memory_bytes: int | None) -> _Memory:
+def _memory(
+    threads: int, metadata: _Metadata, decode_bytes: int, memory_bytes: int | None, beside_bytes: int
+) -> _Memory:
     """How the memory is divided.
 
     Args:
         metadata: what takes memory as long as the work lasts.
         decode_bytes: most memory that decoding one piece of an encoded array takes; 0 if nothing is encoded.
         memory_bytes: most bytes that the process may use; None for no limit.
+        beside_bytes: taken by what is not counted here.
 
     Raises:
         CapacityError: it does not fit.
     """
-    fixed = RUNTIME_BYTES + metadata.n_bytes + (DECODER_BYTES if decode_bytes else 0)
+    fixed = beside_bytes + RUNTIME_BYTES + metadata.n_bytes + (DECODER_BYTES if decode_bytes else 0)
     buffer_bytes, cache_bytes = DEFAULT_BUFFER_BYTES, DEFAULT_CACHE_BYTES if decode_bytes else 0
     if memory_bytes is not None:
         while threads > 1 and decode_bytes and fixed + threads * (MIN_BUFFER_BYTES + decode_bytes) > memory_bytes:

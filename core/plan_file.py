@@ -55,12 +55,14 @@ class Written:
         identity: hash of all that decides which bytes are written where.
         works: what dividing needs to know of each tensor.
         write_bytes: of each tensor.
+        target_files: numbers of the files that each tensor is written to.
         trailer: the file's, so far.
     """
 
     identity: str
     works: list[KeyWork]
     write_bytes: columns[int]
+    target_files: list[tuple[int, ...]]
     trailer: dict[str, object]
 
 
@@ -107,13 +109,15 @@ def write_plan(
     lines = columns("q")
     write_bytes = columns("q")
     works: list[KeyWork] = []
+    target_files: list[tuple[int, ...]] = []
     others: set[str] = set()
     for key in iter(plan.keys()):
         lines.append(sink.n_bytes)
-        line, work, n_written = _line(plan, key, encoder, others)
+        line, work, n_written, files = _line(plan, key, encoder, others)
         sink.write(line)
         works.append(work)
         write_bytes.append(n_written)
+        target_files.append(files)
     lines.append(sink.n_bytes)
     sink.hash.update(_encoded([options, item_bytes]).encode())
     trailer: dict[str, object] = {
@@ -128,7 +132,7 @@ def write_plan(
     parts = {"image": place[0], "offset": place[1], "n_bytes": place[2], "lines": lines}
     trailer["columns"] = {name: _write_column(sink, part) for name, part in parts.items()}
     sink.hash.update(_encoded(trailer).encode())
-    return Written(sink.hash.hexdigest(), works, write_bytes, trailer)
+    return Written(sink.hash.hexdigest(), works, write_bytes, target_files, trailer)
 
 
 def finish_plan(file: IO[bytes], written: Written, division: Division) -> None:
@@ -152,8 +156,8 @@ def finish_plan(file: IO[bytes], written: Written, division: Division) -> None:
     file.write(_encoded(trailer).encode() + end.to_bytes(_FOOTER_BYTES, "little"))
 
 
-def _line(plan: Plan, key: str, encoder: Encoder, others: set[str]) -> tuple[bytes, KeyWork, int]:
-    """(the line of a tensor, what dividing needs to know of it, bytes to write)."""
+def _line(plan: Plan, key: str, encoder: Encoder, others: set[str]) -> tuple[bytes, KeyWork, int, tuple[int, ...]]:
+    """(the line of a tensor, what dividing needs to know of it, bytes to write, numbers of the files)."""
     have, want = plan.source.meta(key), plan.target.meta(key)
     sources, targets = plan.source.fragments(key), plan.target.fragments(key)
     numbered = [piece if piece.array is None else _numbered(piece, piece.array, plan.places) for piece in targets]
@@ -186,7 +190,9 @@ def _line(plan: Plan, key: str, encoder: Encoder, others: set[str]) -> tuple[byt
         is_made=dtype != want.dtype or unit > 0,
         is_cuttable=unit <= _MAX_UNIT_BYTES,
     )
-    return _encoded(row).encode() + b"\n", work, written
+    images, _, _ = plan.places.as_columns()
+    files = {images[int(piece.array.name)] for piece in numbered if piece.array is not None}
+    return _encoded(row).encode() + b"\n", work, written, tuple(files)
 
 
 def _numbered(piece: Fragment, array: StoredArray, places: Places) -> Fragment:

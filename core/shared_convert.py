@@ -37,8 +37,9 @@ from core.convert import (
 )
 from core.copy import CopyResult
 from core.device import Device
-from core.division import divided
+from core.division import Division, divided, divided_by_hosts
 from core.errors import WorkerError
+from core.file_system import file_system_of, is_coherent
 from core.folders import sync_folders
 from core.job import Job, Report
 from core.journal import BATCH_BYTES
@@ -92,7 +93,7 @@ def run_shared(
     Raises:
         CheckpointingException: any kind, on all workers; the destination is untouched, and the stage is kept.
     """
-    job = replace(job, resume=True, memory_bytes=job.memory_bytes - team.runtime_bytes)
+    job = replace(job, resume=True, beside_bytes=team.runtime_bytes)
     with ExitStack() as stack:
         lead = _Lead(job, team, stack, sizes) if is_lead(team) else None
         order = told(team, _by(lead, lambda lead: lead.begin()))
@@ -120,7 +121,11 @@ def _fingerprints(job: Job, order: Order, team: Team) -> dict[str, Fingerprint]:
 
     rules = load_rules(job.rules, unknown=job.unknown)
     return fingerprints_of_directory(
-        order.written, rules=rules, threads=job.threads, memory_bytes=job.memory_bytes, team=team
+        order.written,
+        rules=rules,
+        threads=job.threads,
+        memory_bytes=job.memory_bytes - job.beside_bytes,
+        team=team,
     ).fingerprints
 
 
@@ -203,7 +208,7 @@ class _Lead:
                 stage.store.create(image.path, image.size)
             sync_folders(stage.stage_dir)
             path = stage.stage_dir / "plan"
-            digest = self._stored(path, spooled, written)
+            digest = self._stored(path, spooled, written, self._divided(written, stage))
         assert stage.workers is not None
         return Order(
             stage_dir=stage.stage_dir,
@@ -220,9 +225,21 @@ class _Lead:
             **asdict(self._sizes),
         )
 
-    def _stored(self, path: Path, spooled: IO[bytes], written: Written) -> str:
+    def _divided(self, written: Written, stage: Stage) -> Division:
+        """Who writes what: on file systems whose hosts have caches of their own, each file is one host's."""
+        hosts, item_bytes = self._team.hosts, self._sizes.item_bytes
+        kind = file_system_of(stage.stage_dir)
+        if len(set(hosts)) == 1 or is_coherent(kind):
+            return divided(written.works, self._team.size, item_bytes=item_bytes)
+        division = divided_by_hosts(written.works, written.target_files, hosts, item_bytes=item_bytes)
+        stage.notes.append(
+            f"on {kind} each file is written by one host, as hosts may overwrite each other's bytes there; the largest "
+            f"share is {division.balance:.2f} × the mean"
+        )
+        return division
+
+    def _stored(self, path: Path, spooled: IO[bytes], written: Written, division: Division) -> str:
         """Writes the plan's file; its SHA-256."""
-        division = divided(written.works, self._team.size, item_bytes=self._sizes.item_bytes)
         finish_plan(spooled, written, division)
         spooled.seek(0)
         with translated(str(path), doing="write"), path.open("wb") as file:
@@ -274,14 +291,15 @@ class _Lead:
                 prepared.plan,
                 written_path(prepared, stage),
                 rules=load_rules(job.rules, unknown=job.unknown),
-                memory_bytes=job.memory_bytes,
+                memory_bytes=job.memory_bytes - job.beside_bytes,
             )
         )
         self._again = again
         with tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as spooled:
             written = write_plan(again, prepared.source.store, spooled)
             path = stage.stage_dir / "plan-to-verify"
-            digest = self._stored(path, spooled, written)
+            division = divided(written.works, self._team.size, item_bytes=self._sizes.item_bytes)
+            digest = self._stored(path, spooled, written, division)
         assert stage.workers is not None
         return Order(
             stage_dir=stage.stage_dir,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from core.division import Division, KeyWork, divided
+from core.division import Division, KeyWork, divided, divided_by_hosts
 
 
 def owned(division: Division, works: list[KeyWork]) -> list[int]:
@@ -53,3 +53,21 @@ def test_what_is_cast_is_shared_by_all_as_well() -> None:
     works = [KeyWork(10**11, is_made=True), KeyWork(10**11)]
     division = divided(works, 4)
     assert [len(division.shared[number]) for number in (0, 1)] == [4, 4]
+
+
+@pytest.mark.parametrize("n_groups", [1, 3, 40])
+def test_where_hosts_do_not_share_files_each_file_has_one_host(n_groups: int) -> None:
+    pick = random.Random(n_groups)
+    hosts = ["a", "a", "b", "b", "b", "c"]
+    files = [(group := pick.randrange(n_groups), n_groups + 2 * group + pick.randrange(2)) for _ in range(500)] + [()]
+    works = [KeyWork(int(2 ** pick.uniform(3, 32))) for _ in files]
+    division = divided_by_hosts(works, files, hosts)
+    assert owned(division, works) == list(division.loads)
+    writers: dict[int, set[str]] = {}
+    for number, found in enumerate(files):
+        owner = division.owners[number]
+        workers = [owner] if owner >= 0 else [worker for worker, _ in division.shared[number]]
+        for file in found:
+            writers.setdefault(file, set()).update(hosts[worker] for worker in workers)
+    assert all(len(found) == 1 for found in writers.values())
+    assert n_groups < 40 or division.balance < 1.5

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "core.select",
             "core.contained",
             "core.linux",
+            "core.file_system",
             "core.stated",
             "core.number_kinds",
             "core.value_facts",

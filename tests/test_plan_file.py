@@ -1,0 +1,87 @@
+"""What a worker reads of the plan is what the lead has proven."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from core import quantize_blocks, quantize_scaled
+from core.bands import items_of_portion
+from core.convert import Job, TopologyChange, identity_text, prepare
+from core.division import divided
+from core.errors import CorruptError
+from core.formats import dcp_streams, deepspeed_widened, ocdbt_database, torch_record, zarr_decode
+from core.plan_codec import CLASSES
+from core.plan_file import StoredPlan, file_digest, finish_plan, identity_of, write_plan
+
+JOBS = {
+    "reshard": ("mcore_legacy/dense_gqa/tp2_pp2", {"topology": TopologyChange(tp=4, pp=1), "keeps_layout": True}),
+    "late": ("torch_dcp/tp2_fsdp2_dp2", {"to": "safetensors"}),
+    "packed": ("orbax/ocdbt_zarr2", {"to": "dcp"}),
+    "made": ("hf/llama/safetensors_sharded", {"to": "safetensors", "quantize": ((None, "block"),)}),
+    "widened": ("deepspeed/zero1_dp2_bf16", {"to": "torch"}),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_workers_together_have_the_items_of_the_plan(name: str, golden: Path, tmp_path: Path) -> None:
+    source, options = JOBS[name]
+    with prepare(Job(src=golden / source, dst=tmp_path / "out", **options)) as prepared:  # type: ignore[arg-type]
+        plan, store = prepared.plan, prepared.source.store
+        file = io.BytesIO()
+        options_text = identity_text(prepared.job)
+        written = write_plan(plan, store, file, options=options_text, item_bytes=4096)
+        assert written.identity == identity_of(plan, store, options=options_text, item_bytes=4096)
+        finish_plan(file, written, divided(written.works, 3, item_bytes=4096))
+        path = tmp_path / "plan"
+        path.write_bytes(file.getvalue())
+
+        def items(work: object) -> dict[object, object]:
+            return {
+                number: item
+                for portion in work.portions()  # type: ignore[attr-defined]
+                for number, item in items_of_portion(
+                    portion,
+                    places=work.places,  # type: ignore[attr-defined]
+                    bind=lambda array: work.bind(store, array),  # type: ignore[attr-defined]
+                    band_bytes=4096,
+                    item_bytes=4096,
+                )
+            }
+
+        wanted = items(plan)
+        found: dict[object, object] = {}
+        total = 0
+        for rank in range(3):
+            with StoredPlan(path, file_digest(path), rank=rank, threads=1) as share:
+                mine = items(share)
+                assert not mine.keys() & found.keys()
+                found |= mine
+                total += share.write_bytes
+                assert [share.places.file_of(n) for n in range(len(share.places))] == [
+                    plan.places.file_of(n) for n in range(len(plan.places))
+                ]
+        assert found == wanted
+        assert abs(total - plan.write_bytes) <= 3 * len(written.works)
+
+
+def test_a_plan_that_was_changed_is_refused(golden: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan"
+    path.write_bytes(b"something else")
+    with pytest.raises(CorruptError, match="SHA-256"), StoredPlan(path, "0" * 64, rank=0, threads=1):
+        pass
+
+
+def test_every_encoding_can_stand_in_a_plan() -> None:
+    modules = (
+        *(quantize_blocks, quantize_scaled, deepspeed_widened, ocdbt_database, torch_record, zarr_decode, dcp_streams),
+    )
+    found = {
+        name
+        for module in modules
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and hasattr(kind, "decode") and hasattr(kind, "unit_bytes") and name != "Encoding"
+    }
+    assert found and found <= CLASSES.keys()
