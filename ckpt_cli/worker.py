@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, command = parsed(arguments)
         place = outcome.place = place_of()
         team = _joined(place, options, command, started_bytes)
+        from ckpt_cli.app import main as run
     except BaseException as err:
         restore()
         failure = failure_of(err, command="ckpt worker")
@@ -60,8 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return outcome.exit_code(failure.exit_code)
     if place.rank:
         sys.stdout = open(os.devnull, "w")
-    from ckpt_cli.app import main as run
-
     outcome.team = team
     code = run(command, heed=outcome.note)
     if team is not None:
