@@ -28,6 +28,8 @@ from ckpt_cli.store_line import StoreLine
 from core.errors import CheckpointingException, UsageError, WorkerError
 
 _PAUSE_S = 0.05
+_ASKING_RANKS_PER_S = 1000
+"""A store serves some ten thousand requests a second; so many workers may look into it."""
 _PART_S = 3.0
 """Most seconds that a lead waits until the others have heard its verdict."""
 
@@ -185,7 +187,7 @@ def _joined(
                 f"rank 0 has not welcomed rank {place.rank} at {place.endpoint} within {join_timeout_s:g} s",
                 hint="see whether all workers were started, and whether another job uses the same MASTER_PORT",
             )
-        sleep(_PAUSE_S)
+        sleep(max(_PAUSE_S, place.size / _ASKING_RANKS_PER_S))
 
 
 def _part(line: StoreLine, place: Place, prefix: str, *, has_failed: bool) -> None:

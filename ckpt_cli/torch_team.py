@@ -159,6 +159,7 @@ class TorchTeam:
             if name is not None:
                 os.environ["GLOO_SOCKET_IFNAME"] = name
         self._watched(self._make_group)
+        self._met(0)  # who has connected may end at once, but not before all others have
 
     def _make_group(self) -> None:
         from datetime import timedelta
