@@ -191,3 +191,15 @@ def test_the_bench_runs_at_a_tiny_size(repo_dir: Path, tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert found["failures"] == []
     assert {case["unit"] for case in found["cases"]} == {"s", "MB"}
+
+
+@pytest.mark.slow
+def test_the_bench_of_launch_plans_and_divides(repo_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "numbers.json"
+    command = [sys.executable, "scripts/bench_launch_main.py", "--tiny", "--runs", "1", "--only", "balance"]
+    subprocess.run([*command, "--scratch", tmp_path, "--json", out], cwd=repo_dir, check=True, capture_output=True)
+    found = json.loads(out.read_text())
+    assert found["failures"] == []
+    rows = {row["name"]: row for row in found["cases"]}
+    assert rows["tiny with optimizer, EP 1: largest of 8 workers"]["is_met"]
+    assert rows["plan of tiny with optimizer, EP 1: the plan file"]["result"] > 0
