@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.option_values import check_rules, size_in_bytes
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.teamwork import launch_of, team, worker_threads
+from ckpt_cli.teamwork import device, launch_of, team, worker_threads
 from ckpt_cli.terminal import Screen, escaped, screen_of
 from core.team import is_lead, told
 
@@ -50,6 +50,7 @@ def manifest(options: ManifestOptions) -> int:
             memory_bytes=DEFAULT_MEMORY_BYTES if options.memory is None else size_in_bytes(options.memory),
             progress=progress,
             team=us,
+            device=device(),
         )
     path = told(us, lambda: write_inventory(found, options.output, force=options.force))
     seconds = time.monotonic() - begun
@@ -81,7 +82,7 @@ def _report(found: Inventory, path: Path, seconds: float) -> dict[str, object]:
         "n_read_again": found.n_read_again,
         "seconds": seconds,
         "notes": list(found.notes),
-    } | ({"launch": launch_of(found.figures)} if found.figures else {})
+    } | ({"launch": launch_of(found.figures)} if found.figures or device() else {})
 
 
 def _tell(screen: Screen, found: Inventory, path: Path, seconds: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from core.device import Device
 from core.errors import UsageError
 from core.fingerprint import SCHEME, Fingerprint
 from core.fingerprint_share import fingerprints_of_directory
@@ -42,6 +43,7 @@ def against_of(
     threads: int | None = None,
     memory_bytes: int | None = DEFAULT_MEMORY_BYTES,
     team: Team = ALONE,
+    device: Device | None = None,
 ) -> Against:
     """The fingerprints of a manifest, of the manifest of a checkpoint, or of a checkpoint, which is then read.
 
@@ -49,6 +51,7 @@ def against_of(
         path: a manifest, or see ``core.open``.
         rules: the layout's table.
         threads, memory_bytes: for reading.
+        device: on which fingerprints may be made.
         team: which reads together; on other ranks than the lead, fingerprints that had to be read are left out.
 
     Raises:
@@ -59,7 +62,7 @@ def against_of(
     if stated is not None:
         return stated
     made = fingerprints_of_directory(
-        path, rules=rules, threads=threads or _DEFAULT_THREADS, memory_bytes=memory_bytes, team=team
+        path, rules=rules, threads=threads or _DEFAULT_THREADS, memory_bytes=memory_bytes, team=team, device=device
     )
     return Against(str(path), made.fingerprints, made.figures)
 

@@ -42,10 +42,14 @@ class CopyFingerprints:
         entry: name of the destination, if it is one file.
         rules: the layout's table.
         products: from ``core.fingerprint_kernel.kernel``.
+        device: on which those that are read back may be made.
     """
 
-    def __init__(self, plan: Plan, *, entry: str | None, rules: Rules, products: Products) -> None:
+    def __init__(
+        self, plan: Plan, *, entry: str | None, rules: Rules, products: Products, device: Device | None = None
+    ) -> None:
         self._rules = rules
+        self._device = device
         self._planned: Catalog | None = None
         self._feeds: Feeds | None = None
         self._arrays: list[tuple[str, int] | None] = []
@@ -93,7 +97,11 @@ class CopyFingerprints:
             kept = {key: found for key, found in made.items() if self._is_as_planned(bound, key)}
             rest = [key for key in real.tensors if key not in kept]
             read = (
-                read_fingerprints(real, opened.store, rest, threads=threads, memory_bytes=memory_bytes) if rest else {}
+                read_fingerprints(
+                    real, opened.store, rest, threads=threads, memory_bytes=memory_bytes, device=self._device
+                )
+                if rest
+                else {}
             )
         finally:
             opened.store.close()
@@ -116,7 +124,7 @@ def watched(plan: Plan, *, entry: str | None, rules: Rules, device: Device | Non
     """
     device = settled(device, [FINGERPRINT], threads=plan.threads)
     with kernel(plan.write_bytes, device) as products:
-        yield CopyFingerprints(plan, entry=entry, rules=rules, products=products)
+        yield CopyFingerprints(plan, entry=entry, rules=rules, products=products, device=device)
 
 
 def _prefix_of(images: Sequence[FileImage]) -> str:

@@ -11,6 +11,8 @@ from threading import Lock
 
 from core.catalog import Catalog, TensorMeta
 from core.copy import execute
+from core.device import FINGERPRINT, Device
+from core.device_choice import settled
 from core.dtypes import itemsize
 from core.fingerprint import LANES, Fingerprint, Form, added, form_of, text_of
 from core.fingerprint_kernel import Products, kernel
@@ -29,6 +31,7 @@ def read_fingerprints(
     threads: int,
     memory_bytes: int | None = None,
     progress: Callable[[int], None] | None = None,
+    device: Device | None = None,
 ) -> dict[str, Fingerprint]:
     """The fingerprints of tensors, by key.
 
@@ -41,6 +44,7 @@ def read_fingerprints(
         threads: that read.
         memory_bytes: most bytes the process may use; None for no limit.
         progress: told about bytes of tensors.
+        device: on which they may be made; None for the CPU path.
 
     Raises:
         CheckpointingException: a tensor cannot be read, or does not fit in memory.
@@ -50,9 +54,9 @@ def read_fingerprints(
     target = dense_target(metas)
     images = [_image(number, target, meta) for number, meta in enumerate(metas)]
     plan = make_plan(catalog, target, images, zeros={}, threads=threads, memory_bytes=memory_bytes, compares=False)
-    with kernel(plan.write_bytes) as products:
+    with kernel(plan.write_bytes, settled(device, [FINGERPRINT], threads=plan.threads)) as products:
         sink = _Sink(metas, products)
-        execute(plan, store, sink, crc=False, digest=False, progress=progress)
+        execute(plan, store, sink, crc=False, digest=False, progress=progress, device=device)
     return sink.found()
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from core.canonical import canonical
 from core.catalog import Catalog
 from core.crew import Crew
 from core.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
+from core.device import FINGERPRINT, Device
+from core.device_choice import settled
 from core.dtypes import itemsize
 from core.errors import CheckpointingException
 from core.fingerprint import LANES, Fingerprint, added, form_of, text_of
@@ -58,7 +61,13 @@ class SharedFingerprints:
 
 
 def fingerprints_of_directory(
-    path: Path, *, rules: Rules, threads: int, memory_bytes: int | None = None, team: Team = ALONE
+    path: Path,
+    *,
+    rules: Rules,
+    threads: int,
+    memory_bytes: int | None = None,
+    team: Team = ALONE,
+    device: Device | None = None,
 ) -> SharedFingerprints:
     """The fingerprints of a checkpoint, by reading it; every rank calls this with the same arguments.
 
@@ -67,6 +76,7 @@ def fingerprints_of_directory(
         rules: the layout's table.
         threads: that read, of each rank.
         memory_bytes: most bytes that each process may use; None for no limit.
+        device: on which they may be made; None for the CPU path.
 
     Raises:
         CheckpointingException: it cannot be read.
@@ -75,7 +85,9 @@ def fingerprints_of_directory(
     opened = opened_alike(path, team=team)
     try:
         catalog = canonical(opened, rules=rules).catalog
-        return shared_fingerprints(catalog, opened.store, threads=threads, memory_bytes=memory_bytes, team=team)
+        return shared_fingerprints(
+            catalog, opened.store, threads=threads, memory_bytes=memory_bytes, team=team, device=device
+        )
     finally:
         opened.store.close()
 
@@ -103,20 +115,25 @@ def shared_fingerprints(
     threads: int,
     memory_bytes: int | None = None,
     team: Team = ALONE,
+    device: Device | None = None,
 ) -> SharedFingerprints:
     """The fingerprints of tensors, all of them; as ``core.fingerprint_read.read_fingerprints``.
 
     Args:
         keys: which tensors; None for all. Those of the lead count.
         team: every rank calls this with the same catalog.
+        device: of this rank, on which they may be made.
 
     Raises:
         CheckpointingException: a tensor cannot be read, or does not fit in memory.
     """
     wanted = list(catalog.tensors if keys is None else keys)
     if team.size == 1:
-        return SharedFingerprints(read_fingerprints(catalog, store, wanted, threads=threads, memory_bytes=memory_bytes))
-    made = readable_fingerprints(catalog, store, wanted, threads=threads, memory_bytes=memory_bytes, team=team)
+        read = partial(read_fingerprints, threads=threads, memory_bytes=memory_bytes, device=device)
+        return SharedFingerprints(read(catalog, store, wanted))
+    made = readable_fingerprints(
+        catalog, store, wanted, threads=threads, memory_bytes=memory_bytes, team=team, device=device
+    )
 
     def rest() -> dict[str, Fingerprint]:
         left = [key for key in wanted if key not in made.fingerprints]
@@ -141,12 +158,13 @@ def readable_fingerprints(
     threads: int,
     memory_bytes: int | None = None,
     team: Team,
+    device: Device | None = None,
 ) -> SharedFingerprints:
     """The fingerprints of those tensors that can be read; as ``shared_fingerprints``, which reads the rest as well."""
     wanted = told(team, lambda: list(keys))
 
     def prepared() -> _Pass:
-        return _Pass(catalog, store, wanted, team)
+        return _Pass(catalog, store, wanted, team, settled(device, [FINGERPRINT], threads=threads))
 
     work = agreed(team, prepared, _Pass.sight, what=store.label)
     parts = collected(team, lambda: work.part(threads, memory_bytes))
@@ -178,9 +196,13 @@ class _Pass:
         store: its files.
         keys: of the tensors.
         team: that works together.
+        device: that makes fingerprints, or none.
     """
 
-    def __init__(self, catalog: Catalog, store: ReadStore, keys: Sequence[str], team: Team) -> None:
+    def __init__(
+        self, catalog: Catalog, store: ReadStore, keys: Sequence[str], team: Team, device: Device | None = None
+    ) -> None:
+        self._device = device
         self._catalog = catalog
         self._store = store
         self._team = team
@@ -208,7 +230,7 @@ class _Pass:
         threads, cache_bytes = self._fitting(threads, memory_bytes)
         if threads:  # else the lead says that the memory is too small
             items = self._items(BoxReader(self._catalog, self._store, cache_bytes=cache_bytes))
-            with kernel(self._share.n_bytes) as products:
+            with kernel(self._share.n_bytes, self._device) as products:
                 self._crew.run(lambda: self._work(items, products), threads)
         self._meter.finish()
         rank, n_bytes = self._team.rank, sum(n for n, _ in self._sums.values())

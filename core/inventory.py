@@ -23,6 +23,8 @@ from core.canonical import Canonical, canonical
 from core.catalog import StoredArray
 from core.checks.tree import hollow_files, walked
 from core.checksum import ALGORITHM
+from core.device import FINGERPRINT, Device
+from core.device_choice import settled
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.fingerprint import Fingerprint
 from core.fingerprint_feeds import ArrayFeeds, Feeds, is_dense_in_file
@@ -91,6 +93,7 @@ def inventory(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
     team: Team = ALONE,
+    device: Device | None = None,
 ) -> Inventory:
     """Reads a checkpoint once, and sums it up.
 
@@ -102,6 +105,7 @@ def inventory(
         threads: that read; None for as many as there are processors.
         memory_bytes: most memory that decoding and reading again may take.
         progress: told about bytes; of this rank.
+        device: on which fingerprints may be made; None for the CPU path.
         team: which divides the reading; every rank calls this with the same arguments.
 
     Returns:
@@ -114,8 +118,9 @@ def inventory(
     source = agreed(team, lambda: _opened(path, iteration=iteration, rules=rules), _Source.sight, what=str(path))
     found = source.opened
     threads = threads or len(os.sched_getaffinity(0))
+    able = settled(device, [FINGERPRINT], threads=threads) if fingerprints else None
     try:
-        with kernel(sum(source.files.values()) if fingerprints else 0) as products:
+        with kernel(sum(source.files.values()) if fingerprints else 0, able) as products:
             feeds = Feeds(source.form.catalog, source.stored, products) if fingerprints else None
             scanned = scan(
                 found.catalog,
@@ -129,12 +134,13 @@ def inventory(
                 memory_bytes=memory_bytes,
                 progress=progress,
                 team=team,
+                device=able,
             )
         told(team, lambda: _refuse_damage(scanned))
         made = (
             _Made()
             if feeds is None
-            else _completed(feeds, source, threads=threads, memory_bytes=memory_bytes, team=team)
+            else _completed(feeds, source, threads=threads, memory_bytes=memory_bytes, team=team, device=device)
         )
         collected(team, found.store.verify_unchanged)
         return Inventory(
@@ -232,7 +238,9 @@ class _Made:
     figures: tuple[Figures, ...] = ()
 
 
-def _completed(feeds: Feeds, source: _Source, *, threads: int, memory_bytes: int, team: Team) -> _Made:
+def _completed(
+    feeds: Feeds, source: _Source, *, threads: int, memory_bytes: int, team: Team, device: Device | None
+) -> _Made:
     """All fingerprints, those included that need reading again."""
     made = feeds.found() if is_lead(team) else {}
     catalog = source.form.catalog
@@ -241,7 +249,7 @@ def _completed(feeds: Feeds, source: _Source, *, threads: int, memory_bytes: int
         again = SharedFingerprints()
     else:
         again = shared_fingerprints(
-            catalog, source.opened.store, rest, threads=threads, memory_bytes=memory_bytes, team=team
+            catalog, source.opened.store, rest, threads=threads, memory_bytes=memory_bytes, team=team, device=device
         )
     made |= again.fingerprints
     return _Made({key: made[key] for key in catalog.tensors if key in made}, len(rest), again.figures)

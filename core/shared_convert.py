@@ -126,6 +126,7 @@ def _fingerprints(job: Job, order: Order, team: Team) -> dict[str, Fingerprint]:
         threads=job.threads,
         memory_bytes=job.memory_bytes - job.beside_bytes,
         team=team,
+        device=job.device,
     ).fingerprints
 
 

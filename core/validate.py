@@ -210,6 +210,7 @@ def _against(path: Path, subject: Subject) -> Against:
         threads=subject.threads,
         memory_bytes=subject.memory_bytes,
         team=subject.team,
+        device=subject.device,
     )
 
 

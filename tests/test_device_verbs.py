@@ -16,6 +16,7 @@ from core.device import COMPARE, FINGERPRINT, VALUES, Device
 from core.device_choice import decisions
 from core.device_lane import LANE_BYTES, Lane
 from core.errors import CapacityError
+from core.inventory import inventory
 from core.validate import Validation, validate
 from tests.teams import PipeTeam, run_team
 from tests.test_deep import put
@@ -89,6 +90,14 @@ def test_a_conversion_with_a_device_writes_the_same_files(
         run(Job(src=src, dst=dst, fingerprint=True, verify=True, device=device, **change))  # type: ignore[arg-type]
         made.append({path.name: path.read_bytes() for path in sorted(dst.iterdir())})
     assert made[0] == made[1]
+
+
+def test_a_manifest_has_the_same_fingerprints_with_a_device(golden: Path) -> None:
+    one, other = (
+        inventory(golden / "mcore_torch_dist/dense_gqa/tp2_pp2_optim", threads=2, device=device)
+        for device in (None, DEVICE)
+    )
+    assert one.fingerprints and one.fingerprints == other.fingerprints and one.arrays == other.arrays
 
 
 def converted(team: PipeTeam, src: Path, dst: Path) -> None:

@@ -176,7 +176,7 @@ def _read(subject: Subject, form: Canonical, keys: list[str]) -> dict[str, Finge
     rest = [key for key in keys if key not in found]
     if rest:
         found |= read_fingerprints(
-            form.catalog, subject.store, rest, threads=threads, memory_bytes=subject.memory_bytes
+            form.catalog, subject.store, rest, threads=threads, memory_bytes=subject.memory_bytes, device=subject.device
         )
     return found
 
