@@ -77,6 +77,7 @@ def read_together(subject: Subject) -> tuple[Figures, ...]:
         threads=subject.threads or _DEFAULT_THREADS,
         memory_bytes=subject.memory_bytes,
         team=team,
+        device=subject.device,
     )
     subject.shared = made.fingerprints
     return made.figures
