@@ -89,9 +89,14 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
         gone = WorkerError(f"hosts that were lost have not come back within {overdue.seconds:.0f} s")
         return report(_failure(course, command, lost=gone if overdue.is_rejoin else None) or gone)
 
+    def say_wait() -> None:
+        if not rendezvous.is_standalone and _is_listener(rendezvous):
+            least, _ = nodes_in(options.nnodes)
+            _say(f"waiting for {least} hosts at {rendezvous.endpoint} up to {rendezvous.join_s:g} s")
+
     limits = Limits(rejoin_s, options.shutdown_timeout, options.max_restarts)
-    with _log_dir(options.log_dir) as log_dir, guarded(course, limits, end=end):
-        look(rendezvous, is_listener=_is_listener(rendezvous))
+    with _log_dir(options.log_dir) as log_dir, guarded(course, limits, on_wait=say_wait, end=end):
+        look(rendezvous, is_listener=_is_listener(rendezvous), say=_say)
         job = AgentJob(
             program=sys.executable,
             arguments=("-m", "ckpt_cli.worker", *_worker_options(options), *command),
@@ -135,10 +140,6 @@ def _run(job: AgentJob, course: Course, command: Sequence[str], rejoin_s: float)
     lost = None
     try:
         run_agent(job, course, Heed(on_failure, may_restart))
-    except KeyboardInterrupt:
-        if course.attempts and command[0] in _WRITING:
-            _say("what is done so far is kept; the same command goes on from there")
-        raise
     except WorkerError as err:
         lost = err
     code = _settled(course, command)

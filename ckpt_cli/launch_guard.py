@@ -22,6 +22,8 @@ from ckpt_cli.launch_agent import Course
 from ckpt_cli.launch_results import results_in
 
 _LOOK_S = 0.5
+_QUIET_S = 15.0
+"""How long nothing is said of waiting for other hosts: torch alone takes some seconds to import."""
 _DONE_S = 60.0
 """How long the agent may wait for the others when the workers of its host are done."""
 _END_S = 5.0
@@ -95,19 +97,27 @@ class Patience:
 
 
 @contextmanager
-def guarded(course: Course, limits: Limits, *, end: Callable[[Overdue], int]) -> Iterator[None]:
+def guarded(
+    course: Course, limits: Limits, *, on_wait: Callable[[], None], end: Callable[[Overdue], int]
+) -> Iterator[None]:
     """Ends the process if the agent that runs in the block comes to no end.
 
     Args:
         course: what happens to the workers.
         limits: how long things may take.
+        on_wait: told once, if no workers are started for a while.
         end: tells what happened; the exit code.
     """
     over = threading.Event()
     patience = Patience(limits)
 
     def watch() -> None:
+        begun = time.monotonic()
+        is_told = False
         while not over.wait(_LOOK_S):
+            if not is_told and not course.attempts and time.monotonic() - begun > _QUIET_S:
+                is_told = True
+                on_wait()
             found = patience.look(course, time.monotonic())
             if found is not None:
                 _end_children()

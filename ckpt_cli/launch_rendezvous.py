@@ -12,7 +12,7 @@ import errno
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Event
 from typing import TYPE_CHECKING
@@ -31,6 +31,8 @@ _C10D_PORT, _STATIC_PORT = 29400, 29500
 _PROBE_S = 10
 """How long whoever listens may take to answer as a rendezvous does."""
 _PAUSE_S = 0.5
+QUIET_S = 5
+"""How long nothing is said of waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,23 +148,23 @@ def endpoint_of(text: str, port: int) -> tuple[str, int]:
     return host, int(number)
 
 
-def look(rendezvous: Rendezvous, *, is_listener: bool) -> None:
+def look(rendezvous: Rendezvous, *, is_listener: bool, say: Callable[[str], None]) -> None:
     """Looks whether a rendezvous can be had there, before torch tries; waits for whoever is to listen.
 
     Args:
         is_listener: this host is the one that is to listen.
+        say: tells the user that there is something to wait for.
 
     Raises:
-        UsageError: there is no host of that name.
+        UsageError: there is no host of that name within the limit (on Kubernetes it gets its name when it starts).
         WorkerError: the port is taken, or nobody listens within the limit.
     """
     if rendezvous.is_standalone or rendezvous.backend not in ("c10d", "static"):
         return
-    _resolve(rendezvous)
     if is_listener and _is_free(rendezvous):
         return
     if not is_listener:
-        _wait(rendezvous)
+        _wait(rendezvous, say)
     if not _answers(rendezvous):
         if is_listener:
             raise WorkerError(
@@ -172,16 +174,6 @@ def look(rendezvous: Rendezvous, *, is_listener: bool) -> None:
             f"what listens at {rendezvous.endpoint} is no rendezvous",
             hint="start the same command on that host, or give another port, the same on all hosts",
         )
-
-
-def _resolve(rendezvous: Rendezvous) -> None:
-    try:
-        socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as err:
-        reason = err.strerror if isinstance(err, OSError) else str(err)
-        raise UsageError(
-            f"there is no host {rendezvous.host!r} to meet at: {reason}", hint="check the name, or give its address"
-        ) from err
 
 
 def _is_free(rendezvous: Rendezvous) -> bool:
@@ -200,27 +192,44 @@ def _is_free(rendezvous: Rendezvous) -> bool:
     return True
 
 
-def _wait(rendezvous: Rendezvous) -> None:
+def _wait(rendezvous: Rendezvous, say: Callable[[str], None]) -> None:
     """Waits until somebody listens."""
-    deadline = time.monotonic() + rendezvous.join_s
+    begun = time.monotonic()
+    deadline = begun + rendezvous.join_s
+    is_said = False
     while True:
         try:
             left_s = max(deadline - time.monotonic(), _PAUSE_S)
             socket.create_connection((rendezvous.host, rendezvous.port), timeout=min(left_s, _PROBE_S)).close()
             return
-        except OSError as err:
-            if time.monotonic() + _PAUSE_S >= deadline:
-                raise WorkerError(
-                    f"nobody answers at {rendezvous.endpoint} within {rendezvous.join_s:g} s: {reason_of(err)}",
-                    hint="start the same command on that host as well, and check the name and the port; "
-                    "--rdzv-conf join_timeout=SECONDS waits longer",
-                ) from err
+        except (OSError, UnicodeError) as err:
+            now = time.monotonic()
+            if now + _PAUSE_S >= deadline:
+                raise _absent(rendezvous, err) from err
+            if not is_said and now - begun > QUIET_S:
+                say(f"waiting for {rendezvous.endpoint} up to {rendezvous.join_s:g} s: {reason_of(err)}")
+                is_said = True
             time.sleep(_PAUSE_S)
 
 
-def reason_of(err: OSError) -> str:
+def _absent(rendezvous: Rendezvous, err: OSError | UnicodeError) -> UsageError | WorkerError:
+    """What it means that nobody could be reached."""
+    if isinstance(err, (socket.gaierror, UnicodeError)):
+        return UsageError(
+            f"there is no host {rendezvous.host!r} to meet at: {reason_of(err)}",
+            hint="check the name, or give its address",
+        )
+    return WorkerError(
+        f"nobody answers at {rendezvous.endpoint} within {rendezvous.join_s:g} s: {reason_of(err)}",
+        hint="start the same command on that host as well, and check the name and the port; "
+        "--rdzv-conf join_timeout=SECONDS waits longer",
+    )
+
+
+def reason_of(err: OSError | UnicodeError) -> str:
     """What the system said, in lower case."""
-    return (err.strerror or str(err) or type(err).__name__).lower()
+    said = err.strerror if isinstance(err, OSError) else None
+    return (said or str(err) or type(err).__name__).lower()
 
 
 def _answers(rendezvous: Rendezvous) -> bool:

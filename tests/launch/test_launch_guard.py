@@ -84,7 +84,7 @@ course = Course(attempts=[Attempt(0, 0, folder, (0, 1), 2, (None, None))])
 def end(overdue):
     print(course.results[1].line, overdue.is_done, flush=True)
     return 8
-with guarded(course, Limits(0.1, 30, 1), end=end):
+with guarded(course, Limits(0.1, 30, 1), on_wait=print, end=end):
     time.sleep(1000)
 """
     done = subprocess.run(

@@ -86,32 +86,32 @@ def free() -> int:
 
 
 def test_a_free_port_is_fine_for_the_host_that_listens(free: int) -> None:
-    look(at(free), is_listener=True)
+    look(at(free), is_listener=True, say=print)
 
 
 def test_a_taken_port_is_named(foreign: int) -> None:
     with pytest.raises(WorkerError, match=f"port {foreign} is taken by another program"):
-        look(at(foreign), is_listener=True)
+        look(at(foreign), is_listener=True, say=print)
 
 
 def test_what_listens_must_be_a_rendezvous(foreign: int) -> None:
     with pytest.raises(WorkerError, match=f"what listens at 127.0.0.1:{foreign} is no rendezvous"):
-        look(at(foreign), is_listener=False)
+        look(at(foreign), is_listener=False, say=print)
 
 
 def test_a_second_agent_of_a_host_finds_the_first() -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    look(at(store.port), is_listener=True)
-    look(at(store.port), is_listener=False)
+    look(at(store.port), is_listener=True, say=print)
+    look(at(store.port), is_listener=False, say=print)
 
 
 def test_nobody_there_is_said_after_the_limit(free: int) -> None:
     with pytest.raises(WorkerError, match=rf"nobody answers at 127.0.0.1:{free} within 1 s: connection refused"):
-        look(at(free), is_listener=False)
+        look(at(free), is_listener=False, say=print)
 
 
 def test_a_host_that_is_not_known_is_a_mistake_in_the_request() -> None:
     with pytest.raises(UsageError, match="there is no host 'nohost.invalid' to meet at"):
-        look(at(1, "nohost.invalid"), is_listener=False)
+        look(at(1, "nohost.invalid"), is_listener=False, say=print)
