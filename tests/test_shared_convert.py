@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from core.convert import Job, TopologyChange, run
-from core.errors import CorruptError, WorkerError
+from core.errors import CorruptError, StorageError, UsageError, WorkerError
 from core.shared_convert import Sizes, run_shared
-from core.shared_copy import Order
+from core.shared_copy import Order, Share
 from core.team import Team, is_final
-from tests.teams import run_team
+from tests.teams import PipeTeam, run_team
 
 FINE = Sizes(item_bytes=6 << 10, buffer_bytes=24 << 10, batch_bytes=16 << 10)
 """So that even the tensors of small checkpoints are cut."""
@@ -56,7 +56,7 @@ def job_of(target: str, golden: Path, dst: Path) -> Job:
 def test_any_number_of_workers_writes_the_same_bytes(target: str, golden: Path, tmp_path: Path) -> None:
     run(job_of(target, golden, tmp_path / "one" / "out"))
     wanted = tree(tmp_path / "one")
-    for n in (2, 3, 5):
+    for n in (2, 3, 4, 8) if target in ("megatron", "dcp") else (2, 3):
         found = run_team(n, convert, job_of(target, golden, tmp_path / str(n) / "out"))
         assert tree(tmp_path / str(n)) == wanted
         assert os.listdir(tmp_path / str(n)) == ["out"]
@@ -182,3 +182,48 @@ def test_a_byte_that_changes_before_the_comparison_is_found(golden: Path, tmp_pa
     for error in run_team(2, convert_damaged, job, allow_failure=True):
         assert isinstance(error, CorruptError) and "of the written file is" in error.message
     assert os.listdir(tmp_path) == [".out.ckpt-stage"]
+
+
+def convert_usually_or_die(team: Team, job: Job, victim: int, after_bytes: int) -> dict[str, Any]:
+    return run_shared(job, Mortal(team, after_bytes) if team.rank == victim else team).as_dict()
+
+
+def test_what_several_workers_began_one_process_continues_and_the_other_way_round(golden: Path, tmp_path: Path) -> None:
+    run(job_of("megatron", golden, tmp_path / "one" / "out"))
+    job = job_of("megatron", golden, tmp_path / "many" / "out")
+    assert run_team(3, convert_usually_or_die, job, 0, 1, allow_failure=True)[0] is None
+    report = run(replace(job, resume=True))
+    assert report.bytes_resumed > 0 and "continuing the unfinished stage" in report.notes
+    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+
+    def stop(done: int, of: int) -> None:
+        if done > of // 2:
+            raise StorageError("made to fail")
+
+    back = replace(job_of("megatron", golden, tmp_path / "back" / "out"), resume=True)
+    with pytest.raises(StorageError):
+        run(back, progress=stop)
+    found = run_team(2, convert_usually_or_die, back, -1, 0)[0]
+    assert found["bytes_resumed"] > 0
+    assert tree(tmp_path / "back") == tree(tmp_path / "one")
+
+
+def test_a_host_that_sees_other_directories_is_named(tmp_path: Path) -> None:
+    order = Order(
+        stage_dir=tmp_path / ".out.ckpt-stage",
+        plan=tmp_path / "plan",
+        digest="0" * 64,
+        token="0" * 32,
+        journal_of=None,
+        written=tmp_path / ".out.ckpt-stage" / "data",
+        source=tmp_path,
+        threads=1,
+    )
+    team = PipeTeam(1, 2, [None], None)
+    with (
+        pytest.raises(UsageError, match="worker 1 on host host1 does not see") as error,
+        Share(order, team, patience_s=0),
+    ):
+        pass
+    assert error.value.file == str(tmp_path / ".out.ckpt-stage" / "data")
+    assert "shared file system" in (error.value.hint or "")
