@@ -47,6 +47,7 @@ class TeamWatch:
         self._watched = range(len(hosts)) if rank == 0 else range(1)
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._lock = Lock()
+        self._looked_at = monotonic()
         self._counter = 0
         self._total = 0
         self._done = 0
@@ -103,6 +104,7 @@ class TeamWatch:
         store.set(f"beat/{self._rank}", _BEAT.pack(self._counter, self._total, self._done, store.sent_bytes))
         *beats, alarm, left = store.multi_get([*(f"beat/{rank}" for rank in self._watched), "alarm", "left"])
         now = monotonic()
+        self._forgive(now)
         for rank, value in zip(self._watched, beats, strict=True):
             if rank not in self._seen or self._seen[rank][0] != value:
                 self._seen[rank] = (value, now)
@@ -133,6 +135,17 @@ class TeamWatch:
             error.worker = rank
         found: Exception = error
         return found
+
+    def _forgive(self, now: float) -> None:
+        """Takes out of the others' silence the time in which this worker did not look.
+
+        It was stopped, or the store stood still, as torch's does while it looks up the name of who connects in a DNS
+        that does not answer; then nobody's beat could move.
+        """
+        missed_s = now - self._looked_at
+        self._looked_at = now
+        if missed_s > self._timeout_s / 4:  # beats are at most a fifth apart
+            self._seen = {rank: (value, since + missed_s) for rank, (value, since) in self._seen.items()}
 
     def _find_silent(self, store: ScopedStore, now: float) -> None:
         for rank, (value, since) in self._seen.items():
