@@ -88,3 +88,29 @@ def test_aligned_runs_need_no_reading() -> None:
         raise AssertionError("nothing is to be read")
 
     assert whole.finish(read)[1] == digest_of(content[:n])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 3 * BLOCK_BYTES // 2), min_size=1, max_size=5), st.data())
+def test_what_two_processes_have_of_an_array_joins_to_the_whole(lengths: list[int], data: st.DataObject) -> None:
+    content = bytes(range(251)) * (sum(lengths) // 251 + 1)
+    n = sum(lengths)
+    content = content[:n]
+    halves = [ArraySum(n, crc=True, digest=True) for _ in range(2)]
+    start = 0
+    for length in lengths:
+        run = RunSum(start, n, crc=True, digest=True)
+        run.feed(memoryview(content)[start : start + length])
+        halves[data.draw(st.integers(0, 1))].add(run)
+        start += length
+
+    def read(offset: int, buffer: memoryview) -> None:
+        buffer[:] = content[offset : offset + len(buffer)]
+
+    whole = ArraySum(n, crc=True, digest=True)
+    for half in halves:
+        part = half.part(read)
+        ends = [offset + n_bytes for offset, n_bytes, _ in part.runs]
+        assert all(end < run[0] for end, run in zip(ends, part.runs[1:], strict=False))
+        whole.join(part)
+    assert whole.is_complete and whole.finish(read) == (crc32(content), digest_of(content))
