@@ -101,7 +101,7 @@ def test_a_manifest_has_the_same_fingerprints_with_a_device(golden: Path) -> Non
 
 
 def converted(team: PipeTeam, src: Path, dst: Path) -> None:
-    run(Job(src=src, dst=dst, to="safetensors", dtype=((None, "bfloat16"),), device=DEVICE), team=team)
+    run(Job(src=src, dst=dst, to="safetensors", dtype=((None, "bfloat16"),), verify=True, device=DEVICE), team=team)
 
 
 def test_workers_with_devices_write_the_same_files(golden: Path, tmp_path: Path) -> None:
