@@ -125,9 +125,18 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[bytes] | subpro
 
 
 def is_copying(dst: Path) -> bool:
-    """Whether a job has begun to fill the files of its destination."""
-    data_dir = stage_dir_of(dst) / "data"
-    return any(path.stat().st_blocks for path in data_dir.glob("*"))
+    """Whether a job has begun to copy tensors: its files have their size from the beginning, but hold zeros."""
+    return any(_holds_data(path) for path in (stage_dir_of(dst) / "data").glob("*"))
+
+
+def _holds_data(path: Path) -> bool:
+    """Whether one of the places looked at, one in each MiB, is not zero; the source has no zeros to speak of."""
+    with path.open("rb", buffering=0) as file:
+        for place in range(1 << 19, path.stat().st_size, 1 << 20):
+            file.seek(place)
+            if any(file.read(64)):
+                return True
+    return False
 
 
 def workers_below(pid: int) -> Iterator[int]:
