@@ -127,6 +127,8 @@ class Stage:
             if put_back(self.stage_dir, self.dst):
                 self.notes.append(f"{self.dst.name}, which an interrupted run had set aside, was put back")
                 self._check_destination()
+        if not self._force and os.path.lexists(self.dst):  # another process was quicker, until the lock was had
+            raise UsageError("the destination has appeared meanwhile", file=str(self.dst))
         if self._resume and any(is_journal_of(path, self.journal_of) for path in journals):
             self.notes.append("continuing the unfinished stage")
         elif is_found:
