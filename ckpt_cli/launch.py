@@ -29,6 +29,7 @@ from ckpt_cli.launch_guard import Limits, Overdue, guarded
 from ckpt_cli.launch_options import nodes_in
 from ckpt_cli.launch_rendezvous import look, rendezvous_of
 from ckpt_cli.terminal import escaped, screen_of
+from ckpt_cli.worker_options import LONGEST_S, WorkerOptions
 from core.errors import StorageError, UsageError, WorkerError
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 COMMANDS = ("convert", "reshard", "manifest", "validate", "diff")
 """What several workers can do together."""
 _WRITING = ("convert", "reshard")
-_TIMEOUT_S, _REJOIN_S = 60, 60
-"""The workers' own ``--timeout``, and what is added to it: for ending workers, and for the agents to meet again."""
-_JOIN_S = 120
+_REJOIN_S = 60
+"""What is added to the workers' ``--timeout``: for ending workers, and for the agents to meet again."""
+_MEET_S = 120
 """Seconds within which workers meet that agents have started: as long as the slowest takes to import torch."""
 _MOST_AUTO = 16
 """Workers of ``--nproc-per-node auto`` without GPUs: beyond, threads are cheaper than processes."""
@@ -78,10 +79,11 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
     """
     command = list(options.command or ())
     rendezvous = rendezvous_of(options)
+    workers = worker_options_of(options)
     silence_torch()
-    n_workers = workers_of(options.nproc_per_node or "auto", options.device)
+    n_workers = workers_of(options.nproc_per_node or "auto", workers.device)
     course = Course()
-    rejoin_s = options.rejoin_timeout or (options.timeout or _TIMEOUT_S) + _REJOIN_S
+    rejoin_s = options.rejoin_timeout or workers.timeout_s + _REJOIN_S
 
     def end(overdue: Overdue) -> int:
         if overdue.is_done:
@@ -99,7 +101,7 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
         look(rendezvous, is_listener=_is_listener(rendezvous), say=_say)
         job = AgentJob(
             program=sys.executable,
-            arguments=("-m", "ckpt_cli.worker", *_worker_options(options), *command),
+            arguments=("-m", "ckpt_cli.worker", *workers.as_arguments(), *command),
             n_workers=n_workers,
             nodes=nodes_in(options.nnodes),
             rendezvous=rendezvous,
@@ -196,7 +198,7 @@ def _cause(course: Course) -> Cause | None:
     return cause_of(course.ended, course.results, first=course.first, host=socket.gethostname())
 
 
-def workers_of(count: str, device: str | None) -> int:
+def workers_of(count: str, device: str) -> int:
     """How many workers this host gets.
 
     Args:
@@ -230,13 +232,21 @@ def _n_gpus() -> int:
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
-def _worker_options(options: LaunchOptions) -> Iterator[str]:
-    """What of the options is the workers' own."""
-    for name in ("device", "backend", "bind", "timeout"):
-        value = getattr(options, name) or ("auto" if name == "bind" else None)
-        if value is not None:
-            yield from (f"--{name}", f"{value:g}" if isinstance(value, float) else value)
-    yield from ("--join-timeout", f"{max(_JOIN_S, 2 * (options.timeout or _TIMEOUT_S)):g}")
+def worker_options_of(options: LaunchOptions) -> WorkerOptions:
+    """What of the options is the workers' own.
+
+    Raises:
+        UsageError: workers would refuse it.
+    """
+    usual = WorkerOptions()
+    timeout_s = options.timeout or usual.timeout_s
+    return WorkerOptions(
+        device=options.device or usual.device,
+        backend=options.backend or usual.backend,
+        timeout_s=timeout_s,
+        join_timeout_s=min(max(_MEET_S, 2 * timeout_s), LONGEST_S),
+        bind=options.bind or usual.bind,
+    )
 
 
 def _is_listener(rendezvous: Rendezvous) -> bool:

@@ -18,6 +18,8 @@ from typer import Argument, BadParameter, Option
 from ckpt_cli.binding import MODES
 from ckpt_cli.command import LAUNCH_PANELS
 from ckpt_cli.option_values import one_of, whole
+from ckpt_cli.worker_options import BACKENDS
+from core.device import NAMES as DEVICES
 
 WORKERS, HOSTS, FAILURES, LOGS = LAUNCH_PANELS
 COUNTS = ("auto", "cpu", "gpu")
@@ -116,8 +118,8 @@ class LaunchOptions:
         str | None,
         _TEXT(
             "--device",
-            metavar="cpu|cuda|auto",
-            parser=one_of("cpu", "cuda", "auto"),
+            metavar="|".join(DEVICES),
+            parser=one_of(*DEVICES),
             rich_help_panel=WORKERS,
             help="Where numbers are worked on: cuda is one GPU a worker. [cpu]",
         ),
@@ -126,8 +128,8 @@ class LaunchOptions:
         str | None,
         _TEXT(
             "--backend",
-            metavar="auto|gloo|nccl",
-            parser=one_of("auto", "gloo", "nccl"),
+            metavar="|".join(BACKENDS),
+            parser=one_of(*BACKENDS),
             rich_help_panel=WORKERS,
             help="How workers talk; auto: gloo, and nccl beside it on GPUs. [auto]",
         ),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ckpt_cli.binding import MODES
+from core.device import NAMES
 from core.errors import UsageError
 
-DEVICES = ("cpu", "cuda", "auto")
 BACKENDS = ("auto", "gloo", "nccl")
-BINDINGS = ("none", "cores", "numa", "auto")
+LONGEST_S = 86_400
+"""No wait is longer: a day."""
 
 USAGE = """usage: python -m ckpt_cli.worker [options] VERB ARGS
 One of several workers that run a ckpt command together; started by ckpt launch, torchrun -m, srun or mpirun.
@@ -28,11 +30,11 @@ class WorkerOptions:
     """How a worker works.
 
     Args:
-        device: where work on every byte is done, of ``DEVICES``.
-        backend: how workers talk, of ``BACKENDS``.
+        device: where work on every byte is done, one of ``core.device.NAMES``.
+        backend: how workers talk, one of ``BACKENDS``.
         timeout_s: a worker that gives no sign for so many seconds is given up.
         join_timeout_s: seconds that workers wait for one another at the beginning.
-        bind: cores that a worker keeps to, of ``BINDINGS``.
+        bind: cores that a worker keeps to, one of ``ckpt_cli.binding.MODES``.
     """
 
     device: str = "cpu"
@@ -43,15 +45,15 @@ class WorkerOptions:
 
     def __post_init__(self) -> None:
         for option, value, known in (
-            ("--device", self.device, DEVICES),
+            ("--device", self.device, NAMES),
             ("--backend", self.backend, BACKENDS),
-            ("--bind", self.bind, BINDINGS),
+            ("--bind", self.bind, MODES),
         ):
             if value not in known:
                 raise UsageError(f"{option} is {value!r}, which is none of {', '.join(known)}")
         for option, seconds in (("--timeout", self.timeout_s), ("--join-timeout", self.join_timeout_s)):
-            if not 1 <= seconds <= 86_400:
-                raise UsageError(f"{option} is {seconds:g} seconds, which is not between 1 and 86400")
+            if not 1 <= seconds <= LONGEST_S:
+                raise UsageError(f"{option} is {seconds:g} seconds, which is not between 1 and {LONGEST_S}")
         if self.backend == "nccl" and self.device == "cpu":
             raise UsageError("--backend nccl talks between GPUs, but --device is cpu", hint="give --device cuda")
 

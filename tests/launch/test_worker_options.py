@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from ckpt_cli.begin_check import problem_of, told
+from ckpt_cli.launch import worker_options_of
+from ckpt_cli.launch_options import LaunchOptions
 from ckpt_cli.worker_options import WorkerOptions, parsed
 from core.errors import UsageError, WorkerError
 
@@ -76,3 +78,16 @@ def test_what_one_worker_lacks_is_told_to_all():
     assert (problem.message, problem.hint) == ("rank 1 on b: no GPU", "say --device cpu")
     problem = problem_of([_member(problem=told(WorkerError("the driver hangs")))])
     assert isinstance(problem, WorkerError)
+
+
+def test_what_workers_would_refuse_is_refused_before_they_start():
+    with pytest.raises(UsageError, match="nccl talks between GPUs"):
+        worker_options_of(LaunchOptions(backend="nccl"))
+    with pytest.raises(UsageError, match="--timeout is 100000 seconds"):
+        worker_options_of(LaunchOptions(timeout=100_000.0))
+
+
+@pytest.mark.parametrize("options", [LaunchOptions(), LaunchOptions(device="auto", timeout=80_000.0, bind="cores")])
+def test_workers_get_the_options_of_the_launcher(options: LaunchOptions):
+    made = worker_options_of(options)
+    assert parsed([*made.as_arguments(), "diff"]) == (made, ["diff"])
