@@ -28,6 +28,7 @@ from ckpt_cli.launch_failure import Cause, LaunchError, cause_of
 from ckpt_cli.launch_guard import Limits, Overdue, guarded
 from ckpt_cli.launch_options import nodes_in
 from ckpt_cli.launch_rendezvous import look, rendezvous_of
+from ckpt_cli.published import recalled, tidied
 from ckpt_cli.terminal import escaped, screen_of
 from ckpt_cli.worker_options import LONGEST_S, WorkerOptions
 from core.errors import StorageError, UsageError, WorkerError
@@ -145,6 +146,8 @@ def _run(job: AgentJob, course: Course, command: Sequence[str], rejoin_s: float)
     except WorkerError as err:
         lost = err
     code = _settled(course, command)
+    if code is None:
+        code = _published(course)
     if code is not None:
         return code
     raise (
@@ -173,6 +176,17 @@ def _settled(course: Course, command: Sequence[str]) -> int | None:
     if codes.keys() >= set(attempt.ranks):
         return next((code for code in codes.values() if code), 0)
     return 0 if command[0] in _WRITING and 0 in codes.values() else None
+
+
+def _published(course: Course) -> int | None:
+    """0 if the destination got its name although the worker that was to tell of it is gone; None if not."""
+    report = recalled(course.attempts[-1].results_dir) if course.attempts else None
+    if report is None:
+        return None
+    with suppress(StorageError):  # a stage of no use stays
+        tidied(report)
+    _say(f"{report.dst} is complete; the worker that was to report it has been ended")
+    return 0
 
 
 def _failure(course: Course, command: Sequence[str], *, lost: WorkerError | None = None) -> WorkerError | None:

@@ -1,7 +1,8 @@
 """What a launch has published already, so that a worker that dies after that does not make the job fail.
 
 The elastic agent starts all workers again when one dies, even if nothing was left to do. The lead's report is kept in
-the directory of the launch's results as soon as the destination has its name; workers that are started again find it::
+the directory of the launch's results right before the destination gets its name, with the inode that has that name from
+then on. So workers that are started again, and the launcher, can tell whether it has::
 
     DIRECTORY of the launch
     ├── published.json       {"report": {…}, "inode": 17}
@@ -18,27 +19,37 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_cli.launch_results import RESULTS_VARIABLE
+from core.commit import stage_dir_of
 from core.job import Report
+from core.leftover import finish
 from core.team import Figures
 
 _NAME = "published.json"
 
 
-def remember(report: Report) -> None:
-    """Keeps the report of a destination that was published at this moment; without a launcher nothing is kept."""
+def remember(report: Report, inode: int) -> None:
+    """Keeps the report of a destination that is about to be published; without a launcher nothing is kept.
+
+    Args:
+        inode: of what will have the destination's name.
+    """
     path = _path()
     if path is None:
         return
     with suppress(OSError):  # it would only save a wrong failure
         found = {**asdict(report), "workers": [list(asdict(one).values()) for one in report.workers]}
         beside = path.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps({"report": found, "inode": os.lstat(report.dst).st_ino}), "utf-8")
+        beside.write_text(json.dumps({"report": found, "inode": inode}), "utf-8")
         beside.replace(path)
 
 
-def recalled() -> Report | None:
-    """The report of what an earlier attempt of this launch has published, if it is still there."""
-    path = _path()
+def recalled(directory: Path | None = None) -> Report | None:
+    """The report of what an attempt of this launch has published, if it is still there.
+
+    Args:
+        directory: of an attempt's results; None for this process's.
+    """
+    path = _path() if directory is None else directory.parent / _NAME
     if path is None:
         return None
     try:
@@ -51,6 +62,17 @@ def recalled() -> Report | None:
         return report if os.lstat(report.dst).st_ino == kept["inode"] else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def tidied(report: Report) -> Report:
+    """Does what a lead left undone that died after its destination got its name; the report, as it was.
+
+    Raises:
+        StorageError: the system refuses.
+    """
+    dst = Path(report.dst).absolute()
+    finish(stage_dir_of(dst), dst)
+    return report
 
 
 def _path() -> Path | None:

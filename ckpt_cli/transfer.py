@@ -26,10 +26,13 @@ and with ``--explain``::
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckpt_cli.launch_results import RESULTS_VARIABLE
 from ckpt_cli.option_values import (
     casts_of,
     check_rules,
@@ -41,7 +44,7 @@ from ckpt_cli.option_values import (
     stacks_of,
 )
 from ckpt_cli.progress import progress_bar
-from ckpt_cli.published import recalled, remember
+from ckpt_cli.published import recalled, remember, tidied
 from ckpt_cli.report import explain_lines, plan_lines, report_lines
 from ckpt_cli.teamwork import device, launch_of, team, worker_threads
 from ckpt_cli.terminal import escaped, screen_of
@@ -49,12 +52,14 @@ from core.convert import Job, TopologyChange, prepare, run
 from core.errors import ReplicaMismatchError, UsageError
 from core.megatron_version import parse_version
 from core.pipeline import Pipeline, parse_layout
-from core.team import is_lead, told
+from core.team import collected, is_lead, told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpt_cli.options import TransferOptions
+    from core.job import Report
+    from core.team import Team
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
 """Parallel sizes as the options name them."""
@@ -192,10 +197,11 @@ def _plan(job: Job, options: TransferOptions) -> int:
 
 
 def _run(job: Job, options: TransferOptions) -> int:
-    workers = team()
+    workers, job = team(), _kept(job)
     try:
         with progress_bar(is_wanted=not options.quiet) as progress:
-            report = told(workers, recalled) or run(job, progress=progress, team=workers, published=remember)
+            found = _published(workers)
+            report = found or run(job, progress=progress, team=workers, publishing=remember)
     except ReplicaMismatchError as err:
         gone = next((gone for gone, kept in job.tie if kept == err.key), None)
         if gone is None:
@@ -217,6 +223,17 @@ def _run(job: Job, options: TransferOptions) -> int:
     else:
         _say_left(report.dropped)
     return 0
+
+
+def _published(workers: Team) -> Report | None:
+    """What an earlier attempt of this launch has published; its lead may have been on another host."""
+    found = next((one for one in collected(workers, recalled) or () if one is not None), None)
+    return told(workers, lambda: None if found is None else tidied(found))
+
+
+def _kept(job: Job) -> Job:
+    """The job with a stage that is kept, as every launch keeps it, also that of one worker."""
+    return replace(job, resume=True) if RESULTS_VARIABLE in os.environ else job
 
 
 def _say_left(dropped: Sequence[str]) -> None:

@@ -421,7 +421,7 @@ def run(
     *,
     progress: Progress | None = None,
     team: Team = ALONE,
-    published: Callable[[Report], None] | None = None,
+    publishing: Callable[[Report, int], None] | None = None,
 ) -> Report:
     """Does the job: all or nothing, unless ``resume`` keeps an unfinished stage.
 
@@ -429,7 +429,8 @@ def run(
         job: what to do.
         progress: called with (bytes done, bytes in all) from the copying threads; of a process that works alone.
         team: the workers that do it together; all of them call this. They keep an unfinished stage in any case.
-        published: of a team, called at the lead as soon as the destination is there, before the others know.
+        publishing: called (at the lead) right before the destination gets its name, with what will be said of
+            it and the inode that then has that name.
 
     Raises:
         CheckpointingException: any kind; the destination is untouched.
@@ -438,7 +439,7 @@ def run(
     if team.size > 1:
         from core.shared_convert import run_shared
 
-        return run_shared(job, team, published=published)
+        return run_shared(job, team, publishing=publishing)
     begun = time.monotonic()
     with prepare(job) as prepared:
         plan, source = prepared.plan, prepared.source
@@ -463,15 +464,15 @@ def run(
             finish_manifest(prepared, stage, result, files, made)
             n_verified = _verified(prepared, stage, progress) if job.verify else 0
             source.store.verify_unchanged()
+
+            def report() -> Report:
+                seconds = time.monotonic() - begun
+                return report_of(prepared, stage, result, made, n_verified=n_verified, seconds=seconds)
+
+            if publishing is not None:
+                publishing(report(), os.lstat(written_path(prepared, stage)).st_ino)
             stage.commit()
-        return report_of(
-            prepared,
-            stage,
-            result,
-            made,
-            n_verified=n_verified,
-            seconds=time.monotonic() - begun,
-        )
+        return report()
 
 
 def within_memory(job: Job) -> Job:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from core.errors import CheckpointingException
 from core.folder_lock import lock_folder
+from core.folders import sync_folder
+from core.store import translated
 
 _ATTEMPTS = 2
 
@@ -43,3 +45,27 @@ def clear_finished(stage_dir: Path, dst: Path, *, is_file: bool) -> bool:
     finally:
         with suppress(OSError):
             os.close(lock.fd)
+
+
+def finish(stage_dir: Path, dst: Path) -> None:
+    """Does what a run left undone that was killed after its destination got its name: nothing, if nothing is left.
+
+    Args:
+        stage_dir: of that run; what it holds is the manifest of a single file, and what was there before.
+        dst: the new destination, which has its name.
+
+    Raises:
+        StorageError: another process is at work there, or the system refuses.
+    """
+    if os.path.lexists(stage_dir):
+        lock = lock_folder(stage_dir, dst=dst)
+        try:
+            if not dst.is_dir():
+                with translated(str(dst), doing="publish the manifest of"):
+                    for path in (stage_dir / "data").glob("*"):
+                        path.replace(dst.parent / path.name)
+            remove_stage(stage_dir)
+        finally:
+            with suppress(OSError):
+                os.close(lock.fd)
+    sync_folder(dst.parent)

@@ -14,6 +14,7 @@ same command, with any number of workers, goes on from the journals.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -80,7 +81,7 @@ def run_shared(
     team: Team,
     *,
     sizes: Sizes = _USUAL,
-    published: Callable[[Report], None] | None = None,
+    publishing: Callable[[Report, int], None] | None = None,
 ) -> Report:
     """Does a job as one of several workers; see ``core.convert.run``.
 
@@ -88,7 +89,7 @@ def run_shared(
         job: the same for all.
         team: of more than one.
         sizes: the same for all.
-        published: see ``core.convert.run``.
+        publishing: see ``core.convert.run``.
 
     Raises:
         CheckpointingException: any kind, on all workers; the destination is untouched, and the stage is kept.
@@ -108,11 +109,11 @@ def run_shared(
             )
             told(team, _by(lead, lambda lead: lead.finish_verifying(done or ())))
         try:
-            return told(team, _by(lead, lambda lead: lead.commit(published)))
-        except WorkerError:
+            return told(team, _by(lead, lambda lead: lead.commit(publishing)))
+        except (WorkerError, KeyboardInterrupt):
             if lead is None or lead.committed is None:
                 raise
-            return lead.committed  # somebody is gone who had nothing left to do
+            return lead.committed  # somebody is gone who had nothing left to do; an agent ends the others for that
 
 
 def _fingerprints(job: Job, order: Order, team: Team) -> dict[str, Fingerprint]:
@@ -337,11 +338,11 @@ class _Lead:
             workers=self._figures,
         )
 
-    def commit(self, published: Callable[[Report], None] | None) -> Report:
+    def commit(self, publishing: Callable[[Report, int], None] | None) -> Report:
         """Publishes."""
         self._prepared.source.store.verify_unchanged()
+        if publishing is not None:
+            publishing(self._report(), os.lstat(written_path(self._prepared, self._stage)).st_ino)
         self._stage.commit()
         self.committed = self._report()
-        if published is not None:
-            published(self.committed)
         return self.committed

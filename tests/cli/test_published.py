@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.launch_results import RESULTS_VARIABLE
-from ckpt_cli.published import recalled, remember
+from ckpt_cli.published import recalled, remember, tidied
+from core.commit import stage_dir_of
 from core.job import Report
 from core.team import Figures
 
@@ -39,7 +40,7 @@ def test_the_next_attempt_finds_what_was_published(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path / "launch" / "attempt_0"))
     (tmp_path / "launch" / "attempt_0").mkdir(parents=True)
     assert recalled() is None
-    remember(report(dst))
+    remember(report(dst), dst.stat().st_ino)
     monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path / "launch" / "attempt_1"))
     assert recalled() == report(dst)
     dst.rename(tmp_path / "old")
@@ -47,5 +48,36 @@ def test_the_next_attempt_finds_what_was_published(tmp_path: Path, monkeypatch: 
     dst.mkdir()
     assert recalled() is None, "another directory has the name"
     monkeypatch.delenv(RESULTS_VARIABLE)
-    remember(report(dst))
+    remember(report(dst), dst.stat().st_ino)
     assert recalled() is None
+
+
+def test_what_is_remembered_before_the_rename_counts_after_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = tmp_path / "launch" / "attempt_0"
+    launch.mkdir(parents=True)
+    monkeypatch.setenv(RESULTS_VARIABLE, str(launch))
+    dst = tmp_path / "out.pt"
+    dst.write_text("old")
+    data = stage_dir_of(dst) / "data"
+    data.mkdir(parents=True)
+    (data / dst.name).write_text("new")
+    (data / "out.pt.ckpt-manifest.json").write_text("manifest")
+    remember(report(dst), (data / dst.name).stat().st_ino)
+    monkeypatch.delenv(RESULTS_VARIABLE)
+    assert recalled(launch) is None, "the old one still has the name"
+    (data / dst.name).replace(dst)
+    found = recalled(launch)
+    assert found is not None and tidied(found) == report(dst)
+    assert (tmp_path / "out.pt.ckpt-manifest.json").read_text() == "manifest"
+    assert not stage_dir_of(dst).exists() and tidied(found) == found
+
+
+def test_what_stood_at_the_destination_goes_when_the_new_one_has_its_name(tmp_path: Path) -> None:
+    dst, old = tmp_path / "out", stage_dir_of(tmp_path / "out") / "data" / "x"
+    dst.mkdir()
+    old.parent.mkdir(parents=True)
+    old.write_text("old")
+    tidied(report(dst))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not list(dst.iterdir())
