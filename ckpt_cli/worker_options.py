@@ -64,7 +64,7 @@ class WorkerOptions:
         for option, (name, _) in _OPTIONS.items():
             if getattr(self, name) != getattr(usual, name):
                 value = getattr(self, name)
-                found += [option, f"{value:g}" if isinstance(value, float) else value]
+                found += [option, f"{value:g}" if isinstance(value, (int, float)) else value]
         return found
 
 
