@@ -129,7 +129,7 @@ def _as_json(found: Diff) -> dict[str, object]:
         "entries_compared": found.n_entries,
         "bytes_read": found.read_bytes,
         "seconds": round(found.seconds, 3),
-    } | ({"launch": launch_of(found.figures)} if found.figures else {})
+    } | launch_of(found.figures)
 
 
 def _method(found: Diff) -> str:

@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_cli.teamwork import device, launch_of
+from ckpt_cli.teamwork import launch_of
 from ckpt_cli.verdict import LEVELS
 from core.checks import Level, codes
 from core.finding import Finding, Severity
@@ -41,7 +41,7 @@ def json_lines(verdicts: Sequence[Verdict], *, level: Level, is_strict: bool) ->
         "checkpoints": [_checkpoint(verdict) for verdict in verdicts],
     }
     figures = added_up(verdict.validation.figures for verdict in verdicts)
-    yield json.dumps(made | ({"launch": launch_of(figures)} if figures or device() else {}))
+    yield json.dumps(made | launch_of(figures))
 
 
 def _checkpoint(verdict: Verdict) -> dict[str, object]:

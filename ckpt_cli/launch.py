@@ -29,7 +29,7 @@ from ckpt_cli.launch_guard import Limits, Overdue, guarded
 from ckpt_cli.launch_options import nodes_in
 from ckpt_cli.launch_rendezvous import look, rendezvous_of
 from ckpt_cli.published import recalled, tidied
-from ckpt_cli.terminal import escaped, screen_of
+from ckpt_cli.terminal import say_note
 from ckpt_cli.worker_options import LONGEST_S, WorkerOptions
 from core.errors import StorageError, UsageError, WorkerError
 
@@ -95,11 +95,11 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
     def say_wait() -> None:
         if not rendezvous.is_standalone and _is_listener(rendezvous):
             least, _ = nodes_in(options.nnodes)
-            _say(f"waiting for {least} hosts at {rendezvous.endpoint} up to {rendezvous.join_s:g} s")
+            say_note(f"waiting for {least} hosts at {rendezvous.endpoint} up to {rendezvous.join_s:g} s")
 
     limits = Limits(rejoin_s, options.shutdown_timeout, options.max_restarts)
     with _log_dir(options.log_dir) as log_dir, guarded(course, limits, on_wait=say_wait, end=end):
-        look(rendezvous, is_listener=_is_listener(rendezvous), say=_say)
+        look(rendezvous, is_listener=_is_listener(rendezvous), say=say_note)
         job = AgentJob(
             program=sys.executable,
             arguments=("-m", "ckpt_cli.worker", *workers.as_arguments(), *command),
@@ -128,7 +128,7 @@ def _run(job: AgentJob, course: Course, command: Sequence[str], rejoin_s: float)
         if is_quiet or cause is None or n_restarts >= job.max_restarts or _settled(course, command) is not None:
             return
         wait = "" if job.nodes[1] == 1 else f", when all hosts are there; they are waited for for {rejoin_s:g} s"
-        _say(
+        say_note(
             f"{cause.sentence.rstrip('.')}; all workers start again "
             f"({n_restarts + 1} of {job.max_restarts} restarts){wait}"
         )
@@ -137,7 +137,7 @@ def _run(job: AgentJob, course: Course, command: Sequence[str], rejoin_s: float)
         if _settled(course, command) is not None:
             return False
         if course.first is None and not is_quiet:
-            _say("workers of another host have failed, or hosts came: all workers start again")
+            say_note("workers of another host have failed, or hosts came: all workers start again")
         return True
 
     lost = None
@@ -185,7 +185,7 @@ def _published(course: Course) -> int | None:
         return None
     with suppress(StorageError):  # a stage of no use stays
         tidied(report)
-    _say(f"{report.dst} is complete; the worker that was to report it has been ended")
+    say_note(f"{report.dst} is complete; the worker that was to report it has been ended")
     return 0
 
 
@@ -305,9 +305,3 @@ def _log_dir(asked: Path | None) -> Iterator[Path]:
         shutil.rmtree(own, ignore_errors=True)
         raise
     shutil.rmtree(own, ignore_errors=True)
-
-
-def _say(note: str) -> None:
-    """One line on stderr; a terminal that is gone does not matter."""
-    with suppress(OSError):
-        print(f"ckpt: {screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}", file=sys.stderr, flush=True)

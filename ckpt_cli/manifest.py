@@ -82,7 +82,7 @@ def _report(found: Inventory, path: Path, seconds: float) -> dict[str, object]:
         "n_read_again": found.n_read_again,
         "seconds": seconds,
         "notes": list(found.notes),
-    } | ({"launch": launch_of(found.figures)} if found.figures or device() else {})
+    } | launch_of(found.figures)
 
 
 def _tell(screen: Screen, found: Inventory, path: Path, seconds: float) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.teamwork import device, launch_of, team
+from ckpt_cli.teamwork import launch_of, team
 from ckpt_cli.terminal import escaped, screen_of
 from ckpt_cli.validate import acceptance_of, examine, level_of
 from ckpt_cli.verdict import LEVELS
@@ -55,8 +55,7 @@ def _report(newest: Newest, root: Path, options: ValidateOptions, figures: Seque
         skipped = [{"path": one.path, "why": one.why} for one in newest.skipped]
         answer: dict[str, object] = {"path": newest.path, "iteration": newest.iteration}
         answer |= {"level": LEVELS[level_of(options)], "skipped": skipped}
-        launch = {"launch": launch_of(figures)} if figures or device() else {}
-        print(json.dumps({"schema": "ckpt.newest/1"} | answer | launch))
+        print(json.dumps({"schema": "ckpt.newest/1"} | answer | launch_of(figures)))
     elif newest.path is not None:
         print(escaped(newest.path) if sys.stdout.isatty() else newest.path)
     label = screen_of(sys.stderr).styled("skipped:", "yellow")

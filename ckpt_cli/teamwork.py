@@ -46,8 +46,14 @@ def worker_threads() -> int | None:
 
 
 def launch_of(figures: Sequence[Figures]) -> dict[str, object]:
-    """``launch`` of a verb's JSON, at the lead; without figures, of a worker with a device that works alone."""
-    return {**(summary_of(figures) if figures else {}), **_facts(), **_device_work()}
+    """``{"launch": …}`` for a verb's JSON, at the lead; nothing where a process works alone, without a device.
+
+    Args:
+        figures: of the workers; none of one that works alone.
+    """
+    if not figures and _device is None:
+        return {}
+    return {"launch": {**(summary_of(figures) if figures else {}), **_facts(), **_device_work()}}
 
 
 def _device_work() -> dict[str, object]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -87,3 +89,9 @@ def padded(text: str, width: int, *, right: bool = False) -> str:
     """``text`` filled with spaces to ``width`` columns, on the left if it is to be aligned ``right``."""
     room = " " * max(width - columns_of(text), 0)
     return room + text if right else text + room
+
+
+def say_note(note: str) -> None:
+    """One line on stderr; a terminal that is gone does not matter."""
+    with suppress(OSError):
+        print(f"ckpt: {screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}", file=sys.stderr, flush=True)

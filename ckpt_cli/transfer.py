@@ -28,7 +28,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -47,7 +46,7 @@ from ckpt_cli.progress import progress_bar
 from ckpt_cli.published import recalled, remember, tidied
 from ckpt_cli.report import explain_lines, plan_lines, report_lines
 from ckpt_cli.teamwork import device, launch_of, team, worker_threads
-from ckpt_cli.terminal import escaped, screen_of
+from ckpt_cli.terminal import say_note, screen_of
 from core.convert import Job, TopologyChange, prepare, run
 from core.errors import ReplicaMismatchError, UsageError
 from core.megatron_version import parse_version
@@ -210,13 +209,13 @@ def _run(job: Job, options: TransferOptions) -> int:
         raise UsageError(message, hint="leave --tie out; both are needed") from err
     except KeyboardInterrupt:
         if job.resume or (workers.size > 1 and is_lead(workers)):
-            _say("what is done so far is kept; the same command goes on from there")
+            say_note("what is done so far is kept; the same command goes on from there")
         raise
     if not is_lead(workers):
         return 0
     if options.json:
-        launch = {"launch": launch_of(report.workers)} if report.workers or device() else {}
-        print(json.dumps({"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict(), **launch}))
+        answer = {"schema": "ckpt.transfer/1", "dry_run": False, **report.as_dict()}
+        print(json.dumps(answer | launch_of(report.workers)))
     elif not options.quiet:
         for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):
             print(line)
@@ -239,10 +238,4 @@ def _kept(job: Job) -> Job:
 def _say_left(dropped: Sequence[str]) -> None:
     """What even ``--quiet`` does not keep to itself."""
     if dropped:
-        _say(f"not carried: {', '.join(dropped)}")
-
-
-def _say(note: str) -> None:
-    """One line on stderr; a terminal that is gone does not matter."""
-    with suppress(OSError):
-        print(f"ckpt: {screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}", file=sys.stderr)
+        say_note(f"not carried: {', '.join(dropped)}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from core.device import Device
 from core.megatron_version import MegatronVersion
 from core.pipeline import Pipeline
-from core.team import Figures, summary_of
+from core.team import Figures
 
 MIB = 1 << 20
 DEFAULT_MEMORY_BYTES = 512 * MIB
@@ -193,7 +193,7 @@ class Report:
     workers: tuple[Figures, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
-        """The report as a JSON object; with ``launch`` if there were several workers."""
+        """The report as a JSON object, without the workers (``core.team.summary_of``)."""
         found = asdict(self)
         del found["workers"]
-        return {**found, "launch": summary_of(self.workers)} if self.workers else found
+        return found

@@ -15,7 +15,7 @@ from core.convert import Job, TopologyChange, run
 from core.errors import CorruptError, StorageError, UsageError, WorkerError
 from core.shared_convert import Sizes, run_shared
 from core.shared_copy import Order, Share
-from core.team import Team, is_final
+from core.team import Team, is_final, summary_of
 from tests.teams import PipeTeam, run_team
 
 FINE = Sizes(item_bytes=6 << 10, buffer_bytes=24 << 10, batch_bytes=16 << 10)
@@ -31,7 +31,8 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def convert(team: Team, job: Job, sizes: Sizes = FINE) -> dict[str, Any]:
     """One worker of a conversion."""
-    return run_shared(job, team, sizes=sizes).as_dict()
+    report = run_shared(job, team, sizes=sizes)
+    return {**report.as_dict(), "launch": summary_of(report.workers)}
 
 
 SHARDED = "mcore_legacy/dense_gqa/tp2_pp2"
