@@ -152,21 +152,19 @@ def _launch(options: LaunchOptions) -> Work:
 
     command = check_command(options.command)
     work = work_of(command)  # a mistake is told before any worker starts
-    return work if _is_told(work) else partial(launch, options, lambda err: _report(err, ["launch", "--", *command]))
+    if not callable(work):
+        return partial(int, work)
+    return partial(launch, options, lambda err: _report(err, ["launch", "--", *command]))
 
 
-def work_of(arguments: Sequence[str]) -> Work:
-    """A command line, parsed and not yet run; where parsing did all (``--help``), work that does nothing.
+def work_of(arguments: Sequence[str]) -> Work | int:
+    """A command line, parsed and not yet run; its exit code where parsing did all (``--help``).
 
     Raises:
         Exception: the line is wrong; ``failure_of`` knows what it means.
     """
     work = app(list(arguments), prog_name="ckpt", standalone_mode=False)
-    return work if callable(work) else partial(int, work or 0)
-
-
-def _is_told(work: Work) -> bool:
-    return isinstance(work, partial) and work.func is int
+    return work if callable(work) else int(work or 0)
 
 
 def main(argv: Sequence[str] | None = None, *, heed: Heed | None = None) -> int:
@@ -185,7 +183,7 @@ def main(argv: Sequence[str] | None = None, *, heed: Heed | None = None) -> int:
     try:
         work = work_of(arguments)  # imports the command as well
         restore = end_on_signals()
-        code = work()
+        code = work() if callable(work) else work
         sys.stdout.flush()
     except SystemExit:  # typer's, and only where nobody reads its help to the end
         code = failure_of(BrokenPipeError()).exit_code
