@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_cli.rank_env import Place
+from core import __version__
 from core.errors import CheckpointingException, UsageError, WorkerError
 
 
@@ -32,9 +33,9 @@ def facts_of(
     if device is not None and device != "cpu":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     return {
-        "problem": None if problem is None else told(problem),
+        "problem": None if problem is None else record_of(problem),
         "size": place.size,
-        "ckpt": ckpt_version(),
+        "ckpt": __version__,
         "torch": str(torch.__version__),
         "arguments": list(arguments),
         "backend": backend,
@@ -43,22 +44,15 @@ def facts_of(
     }
 
 
-def told(error: CheckpointingException) -> dict[str, Any]:
+def record_of(error: CheckpointingException) -> dict[str, Any]:
     """An error as JSON has it."""
     return {"usage": isinstance(error, UsageError), "message": error.message, "hint": error.hint}
 
 
 def error_of(found: Mapping[str, Any]) -> CheckpointingException:
-    """The error that was ``told``."""
+    """The error of a record."""
     kind = UsageError if found["usage"] else WorkerError
     return kind(found["message"], hint=found["hint"])
-
-
-def ckpt_version() -> str:
-    """The version of this project that runs."""
-    from core import __version__
-
-    return __version__
 
 
 def problem_of(members: Sequence[Mapping[str, Any]]) -> CheckpointingException | None:

@@ -319,7 +319,7 @@ def _lost(job: AgentJob, course: Course, err: Exception) -> WorkerError:
             hint="start the same command on all hosts; --rdzv-conf join_timeout=SECONDS waits longer",
         )
     return WorkerError(
-        f"the rendezvous at {rendezvous.endpoint} is gone: {first_line(err)}",
+        f"the rendezvous at {rendezvous.endpoint} is gone: {_first_line(err)}",
         hint="its host has ended, or is not reached any more; start the same command on all hosts",
     )
 
@@ -329,7 +329,7 @@ def _hosts(nodes: tuple[int, int]) -> str:
     return f"{least} hosts" if least == most else f"{least} to {most} hosts"
 
 
-def first_line(err: BaseException) -> str:
+def _first_line(err: BaseException) -> str:
     """The first line of the innermost message that is not empty."""
     inner: BaseException | None = err
     text = ""

@@ -115,7 +115,7 @@ def cause_of(
         return _said((own or failed)[0], logs)
     if first is not None:  # ended from outside: the agent ends workers only after one has failed
         number = -first.exit_code if first.exit_code < 0 else first.exit_code - 128
-        return Cause(first.rank, host, f"somebody ended its process with {name_of(number)}")
+        return Cause(first.rank, host, f"somebody ended its process with {_name_of(number)}")
     return None
 
 
@@ -136,14 +136,14 @@ def _silent(one: Ended, host: str) -> Cause:
     """A process that ended without a word."""
     what = f"its process ended with exit code {one.exit_code}"
     if one.exit_code < 0:
-        what = f"its process was killed by {name_of(-one.exit_code)}"
+        what = f"its process was killed by {_name_of(-one.exit_code)}"
     log_path = _filled(one.log_path)
-    last = "" if log_path is None or one.exit_code < 0 else last_line(log_path)
+    last = "" if log_path is None or one.exit_code < 0 else _last_line(log_path)
     hint = _MEMORY if one.exit_code == -signal.SIGKILL else None
     return Cause(one.rank, host, f"{what}: {last}" if last else what, log_path, hint=hint)
 
 
-def name_of(number: int) -> str:
+def _name_of(number: int) -> str:
     """A signal's name."""
     try:
         return signal.Signals(number).name
@@ -156,7 +156,7 @@ def _filled(path: Path | None) -> Path | None:
     return path if path is not None and path.is_file() and path.stat().st_size else None
 
 
-def last_line(path: Path) -> str:
+def _last_line(path: Path) -> str:
     """The last line of a log that is not empty; of a long log's end."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))

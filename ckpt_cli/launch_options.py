@@ -22,7 +22,7 @@ from ckpt_cli.worker_options import BACKENDS
 from core.device import NAMES as DEVICES
 
 WORKERS, HOSTS, FAILURES, LOGS = LAUNCH_PANELS
-COUNTS = ("auto", "cpu", "gpu")
+_COUNTS = ("auto", "cpu", "gpu")
 """Words for the number of workers a host."""
 _PORT = (1, 2**16 - 1)
 _TEXT = partial(Option, show_default=False, show_envvar=False)
@@ -42,8 +42,8 @@ def _nodes(text: str) -> str:
 
 
 def _workers(text: str) -> str:
-    if text not in COUNTS and not re.fullmatch(r"0*[1-9]\d{0,4}", text):
-        raise BadParameter(f"{text!r} is neither a number of workers nor one of: {', '.join(COUNTS)}")
+    if text not in _COUNTS and not re.fullmatch(r"0*[1-9]\d{0,4}", text):
+        raise BadParameter(f"{text!r} is neither a number of workers nor one of: {', '.join(_COUNTS)}")
     return text
 
 

@@ -23,7 +23,7 @@ from core.errors import UsageError, WorkerError
 if TYPE_CHECKING:
     from ckpt_cli.launch_options import LaunchOptions
 
-JOIN_S = 600
+_JOIN_S = 600
 """How long hosts are waited for, if nothing else is said: torch's own limit."""
 _READ_S = 20
 """How long one question to the rendezvous may take: three times the time after which a host counts as lost there."""
@@ -31,7 +31,7 @@ _C10D_PORT, _STATIC_PORT = 29400, 29500
 _PROBE_S = 10
 """How long whoever listens may take to answer as a rendezvous does."""
 _PAUSE_S = 0.5
-QUIET_S = 5
+_QUIET_S = 5
 """How long nothing is said of waiting."""
 
 
@@ -124,7 +124,7 @@ def rendezvous_of(options: LaunchOptions) -> Rendezvous:
 
 def _with_limits(settings: Mapping[str, str]) -> dict[str, str]:
     """The settings, and how long hosts are waited for."""
-    join_s = settings.get("join_timeout", str(JOIN_S))
+    join_s = settings.get("join_timeout", str(_JOIN_S))
     found = {"join_timeout": join_s, "timeout": join_s, "read_timeout": str(_READ_S), **settings}
     for name in ("join_timeout", "timeout", "read_timeout"):
         text = found[name]
@@ -206,8 +206,8 @@ def _wait(rendezvous: Rendezvous, say: Callable[[str], None]) -> None:
             now = time.monotonic()
             if now + _PAUSE_S >= deadline:
                 raise _absent(rendezvous, err) from err
-            if not is_said and now - begun > QUIET_S:
-                say(f"waiting for {rendezvous.endpoint} up to {rendezvous.join_s:g} s: {reason_of(err)}")
+            if not is_said and now - begun > _QUIET_S:
+                say(f"waiting for {rendezvous.endpoint} up to {rendezvous.join_s:g} s: {_reason_of(err)}")
                 is_said = True
             time.sleep(_PAUSE_S)
 
@@ -216,17 +216,17 @@ def _absent(rendezvous: Rendezvous, err: OSError | UnicodeError) -> UsageError |
     """What it means that nobody could be reached."""
     if isinstance(err, (socket.gaierror, UnicodeError)):
         return UsageError(
-            f"there is no host {rendezvous.host!r} to meet at: {reason_of(err)}",
+            f"there is no host {rendezvous.host!r} to meet at: {_reason_of(err)}",
             hint="check the name, or give its address",
         )
     return WorkerError(
-        f"nobody answers at {rendezvous.endpoint} within {rendezvous.join_s:g} s: {reason_of(err)}",
+        f"nobody answers at {rendezvous.endpoint} within {rendezvous.join_s:g} s: {_reason_of(err)}",
         hint="start the same command on that host as well, and check the name and the port; "
         "--rdzv-conf join_timeout=SECONDS waits longer",
     )
 
 
-def reason_of(err: OSError | UnicodeError) -> str:
+def _reason_of(err: OSError | UnicodeError) -> str:
     """What the system said, in lower case."""
     said = err.strerror if isinstance(err, OSError) else None
     return (said or str(err) or type(err).__name__).lower()

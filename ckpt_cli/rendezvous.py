@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
 
-from ckpt_cli.begin_check import error_of, told
+from ckpt_cli.begin_check import error_of, record_of
 from ckpt_cli.rank_env import Place
 from ckpt_cli.store_line import StoreLine
 from core.errors import CheckpointingException, UsageError, WorkerError
@@ -158,7 +158,7 @@ def _welcomed(
     welcome = {
         "tokens": [member["token"] for member in members],
         "hosts": [member["host"] for member in members],
-        "error": None if error is None else told(error),
+        "error": None if error is None else record_of(error),
     }
     text = json.dumps(welcome)
     line.ask(lambda store: store.set(f"{prefix}/welcome", text))

@@ -25,10 +25,10 @@ from ckpt_cli.render import bytes_text
 if TYPE_CHECKING:
     from ckpt_cli.terminal import Screen
 
-Figures = Sequence[tuple[int, int]]
+Amounts = Sequence[tuple[int, int]]
 """(bytes done, bytes to do) of each worker, by rank."""
 
-WINDOW_S = 10.0
+_WINDOW_S = 10.0
 """Rates are means over so many seconds."""
 _SECONDS_PER_FRAME = 0.25
 _LEAST_BAR = 12
@@ -57,7 +57,7 @@ class TeamState:
     last_share: float
 
 
-def state_of(now: Figures, before: Figures, seconds: float) -> TeamState:
+def state_of(now: Amounts, before: Amounts, seconds: float) -> TeamState:
     """The state of a team.
 
     Args:
@@ -108,7 +108,7 @@ def clock(seconds: float) -> str:
 
 
 @contextmanager
-def team_display(progress: Callable[[], Figures], screen: Screen) -> Iterator[None]:
+def team_display(progress: Callable[[], Amounts], screen: Screen) -> Iterator[None]:
     """Draws the progress of a team on stderr until the block ends; then the line is erased.
 
     The thread that draws begins with the first bytes, when the plan is made: until then nothing is imported beside it.
@@ -135,8 +135,8 @@ def team_display(progress: Callable[[], Figures], screen: Screen) -> Iterator[No
         stopped.wait(5)
 
 
-def _draw(progress: Callable[[], Figures], screen: Screen, stop: Event) -> None:
-    samples: deque[tuple[float, Figures]] = deque()
+def _draw(progress: Callable[[], Amounts], screen: Screen, stop: Event) -> None:
+    samples: deque[tuple[float, Amounts]] = deque()
     while not any(total for _, total in progress()):
         if stop.wait(_SECONDS_PER_FRAME):
             return
@@ -152,7 +152,7 @@ def _draw(progress: Callable[[], Figures], screen: Screen, stop: Event) -> None:
             now = monotonic()
             figures = list(progress())
             samples.append((now, figures))
-            while now - samples[0][0] > WINDOW_S and len(samples) > 2:
+            while now - samples[0][0] > _WINDOW_S and len(samples) > 2:
                 samples.popleft()
             state = state_of(figures, samples[0][1], now - samples[0][0])
             display.update(task, completed=state.done, total=state.total, words=text_of(state, room), refresh=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_cli.begin_check import problem_of, told
+from ckpt_cli.begin_check import problem_of, record_of
 from ckpt_cli.launch import worker_options_of
 from ckpt_cli.launch_options import LaunchOptions
 from ckpt_cli.worker_options import WorkerOptions, parsed
@@ -73,10 +73,12 @@ def test_two_workers_on_one_gpu_do_not_fit():
 
 
 def test_what_one_worker_lacks_is_told_to_all():
-    problem = problem_of([_member(), _member(host="b", problem=told(UsageError("no GPU", hint="say --device cpu")))])
+    problem = problem_of(
+        [_member(), _member(host="b", problem=record_of(UsageError("no GPU", hint="say --device cpu")))]
+    )
     assert isinstance(problem, UsageError)
     assert (problem.message, problem.hint) == ("rank 1 on b: no GPU", "say --device cpu")
-    problem = problem_of([_member(problem=told(WorkerError("the driver hangs")))])
+    problem = problem_of([_member(problem=record_of(WorkerError("the driver hangs")))])
     assert isinstance(problem, WorkerError)
 
 
