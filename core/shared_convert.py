@@ -25,17 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
 from core.bands import ITEM_BYTES
-from core.convert import (
-    Made,
-    Prepared,
-    finish_data,
-    finish_manifest,
-    identity_text,
-    prepare,
-    report_of,
-    stage_of,
-    written_path,
-)
+from core.convert import Prepared, prepare
 from core.copy import CopyResult
 from core.device import Device
 from core.division import Division, divided, divided_by_hosts
@@ -43,6 +33,7 @@ from core.errors import WorkerError
 from core.file_system import file_system_of, is_coherent
 from core.folders import sync_folders
 from core.job import Job, Report
+from core.job_stage import Made, finish_data, finish_manifest, identity_text, report_of, stage_of, written_path
 from core.journal import BATCH_BYTES
 from core.layout import load_rules
 from core.ledger import Ledger
