@@ -145,6 +145,11 @@ def c_strides(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
+def flat_offset(box: Box, shape: Shape) -> int:
+    """Index of a box's first element in a C-order tensor of ``shape``, flattened."""
+    return sum(i * step for i, step in zip(box.offset, c_strides(shape), strict=True))
+
+
 def is_c_contiguous(shape: Shape, strides: Shape) -> bool:
     """Whether ``strides`` (elements) address ``shape`` in C order without gaps; extent-1 axes do not count."""
     expected = 1

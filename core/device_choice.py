@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from core.crew import Crew
 from core.device import Device
@@ -31,6 +31,8 @@ _LEAST_BYTES = 128 * MIB
 SAMPLE_BYTES = 8 << 20
 """Of each thread, when speeds are measured."""
 _ROUNDS = 2
+_PATIENCE_S = 300
+"""Threads wait so long for each other, if one fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +117,6 @@ def decisions(device: Device) -> list[Decision]:
         ]
 
 
-def summary_of(device: Device | None) -> dict[str, object]:
-    """A device and its decisions as a JSON object."""
-    if device is None:
-        return {"name": "cpu", "work": []}
-    name = device.torch_name
-    if device.is_cuda:
-        import torch
-
-        name = f"{name} {torch.cuda.get_device_name(device.torch_name)}"
-    return {"name": name, "is_auto": device.is_auto, "work": [asdict(one) for one in decisions(device)]}
-
-
 def _decision(device: Device, work: str, threads: int) -> Decision:
     able = replace(device, work=frozenset({work}))
     trial = trial_of(work)
@@ -175,7 +165,3 @@ def _timed(do: Callable[[], None], ready: threading.Barrier, rounds: int) -> lis
         do()
         times.append(time.monotonic() - begun)
     return times
-
-
-_PATIENCE_S = 300
-"""Threads wait so long for each other, if one fails."""

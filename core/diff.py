@@ -31,7 +31,7 @@ from core.diff_fingerprints import Stated, stated_equal
 from core.diff_layout import is_of_layout
 from core.diff_prefix import prefix_hint, without_prefixes
 from core.diff_result import Diff, TensorDiff
-from core.diff_share import SharedComparison, share_of_pairs
+from core.diff_share import SharedComparison
 from core.diff_sides import Side, sides_of
 from core.diff_values import Tolerance
 from core.diff_work import BAND_BYTES, Advance, Compared, TensorWork
@@ -42,7 +42,7 @@ from core.layout import load_rules
 from core.open import Checkpoint
 from core.optim_format import role_of
 from core.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
-from core.scan_share import Share
+from core.scan_share import Share, share_in_a_row
 from core.select import matcher
 from core.summary import bare_key
 from core.team import ALONE, Figures, Team, collected, told
@@ -280,7 +280,7 @@ class _Comparison:
 
     def _together(self, keys: list[str]) -> list[Compared]:
         """What all ranks of a team have found; at the lead."""
-        share = share_of_pairs(self._team, ((key, self._n_bytes(key)) for key in keys))
+        share = share_in_a_row(self._team, ((key, self._n_bytes(key)) for key in keys))
         work = SharedComparison(
             self._team,
             share,

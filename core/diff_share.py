@@ -10,27 +10,13 @@ The figures are those of one process: sums over a tensor are exact until they ar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from core.diff_tally import Tally
 from core.diff_work import Advance, Compared, TensorWork, compared_of
 from core.scan_share import Meter, Share
 from core.team import Figures, Team, collected, told
-
-
-def share_of_pairs(team: Team, sizes: Iterable[tuple[str, int]]) -> Share:
-    """What a rank compares.
-
-    Args:
-        sizes: (key, bytes on both sides) of every tensor.
-    """
-    places: dict[str, tuple[int, int]] = {}
-    at = 0
-    for key, n_bytes in sizes:
-        places[key] = at, at + n_bytes
-        at += n_bytes
-    return Share(team.rank, team.size, at, places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
-from core.box import Box, Shape, c_strides
+from core.box import Box, Shape, flat_offset
 from core.box_reader import BoxReader, TensorReader, bands
 from core.cast import cast_of, check_cast
 from core.crew import Crew
@@ -233,12 +233,7 @@ def _own_boxes(boxes: Iterable[Box], job: _Job, share: Share) -> list[Box]:
     """Those bands that are a rank's: a tensor's bytes on both sides are places in the work of all."""
     start, stop = share.places[job.key]
     unit = (stop - start) // (prod(job.shape) or 1)
-    return [box for box in boxes if share.is_mine(job.key, unit * _flat(job.shape, box))]
-
-
-def _flat(shape: Shape, box: Box) -> int:
-    """Flat index of a box's first element."""
-    return sum(i * step for i, step in zip(box.offset, c_strides(shape), strict=True))
+    return [box for box in boxes if share.is_mine(job.key, unit * flat_offset(box, job.shape))]
 
 
 class _Hand:
@@ -267,7 +262,7 @@ class _Hand:
         is_cast = self._is_cast(a, b, job)
         pair = None if found.first is None else _pair(a, b, found.first, job.dtypes)
         with lock:
-            job.tally.add(found, start=_flat(job.shape, box), is_cast=is_cast, pair=pair)
+            job.tally.add(found, start=flat_offset(box, job.shape), is_cast=is_cast, pair=pair)
         return len(a) + len(b)
 
     def sum_up(self, job: _Job, box: Box, *, lock: threading.Lock) -> int:

@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 
 from core.agreement import agreed, sight_of_files
-from core.box import Box, c_strides
+from core.box import Box, flat_offset
 from core.box_reader import BoxReader, TensorReader, bands
 from core.canonical import canonical
 from core.catalog import Catalog
@@ -37,7 +37,7 @@ from core.fingerprint_sums import FormSum
 from core.layout import Rules
 from core.open import Checkpoint, open_checkpoint
 from core.plan import DECODER_BYTES, RUNTIME_BYTES
-from core.scan_share import Meter, Share
+from core.scan_share import Meter, share_in_a_row
 from core.store import ReadStore, files_below
 from core.team import ALONE, Figures, StoppedError, Team, collected, told
 
@@ -206,13 +206,7 @@ class _Pass:
         self._catalog = catalog
         self._store = store
         self._team = team
-        places: dict[str, tuple[int, int]] = {}
-        at = 0
-        for key in keys:
-            end = at + catalog.tensors[key].n_bytes
-            places[key] = at, end
-            at = end
-        self._share = Share(team.rank, team.size, at, places)
+        self._share = share_in_a_row(team, ((key, catalog.tensors[key].n_bytes) for key in keys))
         self._crew = Crew("fingerprints")
         self._lock = threading.Lock()
         self._sums: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -253,11 +247,10 @@ class _Pass:
                 continue
             meta = self._catalog.tensors[key]
             size = itemsize(meta.dtype)
-            steps = c_strides(meta.shape)
             boxes = [
                 box
                 for box in bands(meta.shape, size, _BAND_BYTES)
-                if self._share.is_mine(key, size * sum(i * step for i, step in zip(box.offset, steps, strict=True)))
+                if self._share.is_mine(key, size * flat_offset(box, meta.shape))
             ]
             if not boxes:
                 continue
@@ -297,14 +290,13 @@ class _Pass:
         products: Products,
     ) -> None:
         size = itemsize(tensor.dtype)
-        steps = c_strides(tensor.shape)
         made = FormSum(form_of(tensor.shape, size), products)
         for box in boxes:
             if self._crew.is_stopped():
                 return
             data = out[: prod(box.shape) * size]
             tensor.read(box, data, raw)
-            made.add_run(size * sum(i * step for i, step in zip(box.offset, steps, strict=True)), data)
+            made.add_run(size * flat_offset(box, tensor.shape), data)
             self._meter.advance(len(data))
         with self._lock:
             n_bytes, lanes = self._sums.get(key, (0, (0,) * LANES))

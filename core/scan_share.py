@@ -1,4 +1,4 @@
-"""How the ranks of a team divide a scan, and what they tell the lead of it.
+"""How the ranks of a team divide what is read, and what they tell the lead of it.
 
 ::
 
@@ -38,7 +38,7 @@ class Share:
     Args:
         rank, size: of the team.
         total_bytes: of the work of all.
-        places: by file name, (first, behind the last) byte of its work.
+        places: by the name of a file or tensor, (first, behind the last) byte of its work.
     """
 
     rank: int
@@ -50,18 +50,18 @@ class Share:
         """The rank whose run a byte lies in."""
         return min(place * self.size // self.total_bytes, self.size - 1) if self.total_bytes else 0
 
-    def owners(self, file: str) -> range:
-        """The ranks in whose runs a file lies."""
-        start, stop = self.places[file]
+    def owners(self, name: str) -> range:
+        """The ranks in whose runs a file or tensor lies."""
+        start, stop = self.places[name]
         return range(self.owner(start), self.owner(max(start, stop - 1)) + 1)
 
-    def meets(self, file: str) -> bool:
-        """Whether some of a file's work may be this rank's."""
-        return self.rank in self.owners(file)
+    def meets(self, name: str) -> bool:
+        """Whether some of the work of a file or tensor may be this rank's."""
+        return self.rank in self.owners(name)
 
-    def is_mine(self, file: str, at: int = 0) -> bool:
-        """Whether this rank does the piece of a file's work that begins at its byte ``at``."""
-        start, stop = self.places[file]
+    def is_mine(self, name: str, at: int = 0) -> bool:
+        """Whether this rank does the piece of that work that begins at its byte ``at``."""
+        start, stop = self.places[name]
         return self.owner(max(start, min(start + at, stop - 1))) == self.rank
 
     @property
@@ -85,12 +85,23 @@ def share_of(team: Team, files: Mapping[str, int], arrays: Mapping[str, Iterable
         files: name → size, in the order in which they are read.
         arrays: by file; of files that are not listed as well.
     """
+    names = [*files, *(name for name in arrays if name not in files)]
+    return share_in_a_row(
+        team, ((name, files.get(name, 0) + sum(map(_apart_bytes, arrays.get(name, ())))) for name in names)
+    )
+
+
+def share_in_a_row(team: Team, sizes: Iterable[tuple[str, int]]) -> Share:
+    """What a rank does of work that lies one after the other.
+
+    Args:
+        sizes: (name, bytes) of every file or tensor.
+    """
     places: dict[str, tuple[int, int]] = {}
     at = 0
-    for name in [*files, *(name for name in arrays if name not in files)]:
-        end = at + files.get(name, 0) + sum(_apart_bytes(array) for array in arrays.get(name, ()))
-        places[name] = at, end
-        at = end
+    for name, n_bytes in sizes:
+        places[name] = at, at + n_bytes
+        at += n_bytes
     return Share(team.rank, team.size, at, places)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.box import Box, boxes_of_flat_range, c_strides, is_c_contiguous, whole
+from core.box import Box, boxes_of_flat_range, c_strides, flat_offset, is_c_contiguous, whole
 
 _axes = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=0, max_size=3)
 
@@ -98,3 +98,9 @@ def test_transposed_and_padded_strides_are_not_contiguous() -> None:
     assert not is_c_contiguous((4, 6), (8, 1))
     assert is_c_contiguous((1, 6), (99, 1))
     assert is_c_contiguous((4, 0), (7, 7))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (2, 3, 5)])
+def test_a_box_begins_where_the_range_that_it_was_cut_from_does(shape: tuple[int, ...]):
+    for start in range(prod(shape)):
+        assert flat_offset(boxes_of_flat_range(shape, start, prod(shape))[0], shape) == start

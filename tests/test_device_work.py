@@ -22,7 +22,7 @@ from core.copy import execute
 from core.decoded import DecodedStore
 from core.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device, cast_work
 from core.device_cast import cast_on
-from core.device_choice import decisions, settled, summary_of
+from core.device_choice import decisions, settled
 from core.device_compare import differing
 from core.device_lane import LANE_BYTES, PIECE_BYTES, Lane, host_buffer, host_bytes, lane_of
 from core.device_trials import patterns, trial_of, typical_numbers
@@ -282,7 +282,7 @@ def test_auto_measures_both_ways_and_takes_the_faster_one() -> None:
         assert one.cpu_bytes_per_s is not None and one.device_bytes_per_s is not None
         assert one.is_on_device == (one.device_bytes_per_s > one.cpu_bytes_per_s) == (one.work in found.work)
         assert one.reason.startswith("measured")
-    assert summary_of(found)["is_auto"] is True and summary_of(None) == {"name": "cpu", "work": []}
+    assert found.is_auto
     assert settled(None, works, threads=2) is None
 
 
