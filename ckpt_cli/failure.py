@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from ckpt_cli.other_tools import INSTEAD
+from ckpt_cli.other_tools import INSTEAD, OF_TORCHRUN
 from ckpt_cli.terminal import escaped
 from core.errors import CapacityError, CheckpointingException, CorruptError, StorageError, UsageError
 
@@ -147,8 +147,9 @@ def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
     context = getattr(err, "ctx", None)
     command = getattr(context, "command_path", command)
     option = str(getattr(err, "option_name", ""))
-    if option in INSTEAD:
-        return UsageError(f"no such option: {option}", hint=INSTEAD[option].replace("ckpt COMMAND", command))
+    instead = OF_TORCHRUN if command == "ckpt launch" else INSTEAD
+    if option in instead:
+        return UsageError(f"no such option: {option}", hint=instead[option].replace("ckpt COMMAND", command))
     hint = getattr(getattr(err, "param", None), "opts", None)  # "'--tp-new' / '--target-tp' / …": the first will do
     if hint and len(hint) > 1 and getattr(err, "message", ""):
         message = f"invalid value for '{hint[0]}': {getattr(err, 'message', '')}"

@@ -1,4 +1,4 @@
-"""Options of Megatron-LM, Megatron-Bridge, NeMo, verl and others that people try here, and what to say instead.
+"""Options of Megatron-LM, Megatron-Bridge, NeMo, verl, torchrun and others that people try, and what to say instead.
 
 They are no options of ``ckpt``: most of them mean something slightly different there, so they are refused, with the
 name that does the work here. Names are as ``ckpt`` sees them, with ``-`` for ``_``.
@@ -84,3 +84,25 @@ INSTEAD: dict[str, str] = {
     ),
 }
 """Name → what to say instead."""
+
+_NO_SCRIPT = (
+    "leave it out: ckpt launch runs commands of ckpt, as in ckpt launch -- convert SRC DST --to dcp; "
+    "other programs are torchrun's"
+)
+_LOGS = "say --log-dir DIR to keep all logs, and --tee N or --redirects N for which go where"
+
+OF_TORCHRUN: dict[str, str] = {
+    **dict.fromkeys(("-m", "--module", "--no-python", "--run-path"), _NO_SCRIPT),
+    "--numa-binding": "say --bind numa, a NUMA node for each worker, or --bind cores",
+    **dict.fromkeys(("--local-ranks-filter", "--logs-specs", "--event-log-handler"), _LOGS),
+    **dict.fromkeys(("--duplicate-stdout-filters", "--duplicate-stderr-filters"), _LOGS),
+    "--start-method": "leave it out: each worker is a new process",
+    "--signals-to-handle": "leave it out: SIGINT, SIGTERM and SIGHUP end all workers",
+    "--virtual-local-rank": "leave it out: worker N of a host uses its GPU N",
+    **dict.fromkeys(("--nproc", "--num-processes", "--num-workers", "-n", "-np"), "say --nproc-per-node N"),
+    **dict.fromkeys(("--num-nodes", "--num-machines", "-N"), "say --nnodes N"),
+    **dict.fromkeys(
+        ("--main-process-ip", "--machine-rank", "--hostfile"), "say --rdzv-endpoint HOST:PORT on each host"
+    ),
+}
+"""The same for ``ckpt launch``: options of torchrun that it does not have, and of accelerate, deepspeed and mpirun."""

@@ -13,7 +13,7 @@ from ckpt_cli.app import app, main
 from ckpt_cli.command import Group
 from ckpt_cli.option_values import names_of, pairs_of, quantizations_of, size_in_bytes, stacks_of
 from ckpt_cli.options import TARGETS, InspectOptions, TransferOptions
-from ckpt_cli.other_tools import INSTEAD
+from ckpt_cli.other_tools import INSTEAD, OF_TORCHRUN
 from ckpt_cli.transfer import job_of
 from core.errors import UsageError
 from core.formats import formats
@@ -195,6 +195,31 @@ def test_options_of_other_tools_are_answered_with_ours(
 ) -> None:
     assert main(["reshard", "a", "b", *words]) == 2
     assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("-m", "ckpt launch -- convert SRC DST"),
+        ("--run_path", "ckpt launch -- convert SRC DST"),
+        ("--numa-binding=node", "Say --bind numa"),
+        ("--num-nodes", "Say --nnodes N"),
+    ],
+)
+def test_options_of_torchrun_that_launch_has_not_are_answered(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", word, "--", "validate", "a"]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_no_answer_about_torchrun_hides_an_option_of_launch() -> None:
+    command = get_command(app)
+    assert isinstance(command, Group)
+    ours = {name for param in command.commands["launch"].params for name in (*param.opts, *param.secondary_opts)}
+    assert ours & set(OF_TORCHRUN) == set()
+    said = {word for hint in OF_TORCHRUN.values() for word in re.findall(r"(?<=say )--[a-z-]+", hint)}
+    assert said <= ours
 
 
 def test_a_size_without_new_says_what_the_source_has(capsys: pytest.CaptureFixture[str]) -> None:
