@@ -22,7 +22,7 @@ from typing import Any
 from ckpt_cli.failure import Terminated
 from ckpt_cli.launch_failure import Ended
 from ckpt_cli.launch_rendezvous import Rendezvous
-from ckpt_cli.launch_results import RESULTS_VARIABLE, WorkerResult, results_in
+from ckpt_cli.launch_results import LAUNCHER_VARIABLE, RESULTS_VARIABLE, WorkerResult, results_in
 from core.errors import WorkerError
 
 _KEPT_SIGNAL = "SIGQUIT"
@@ -235,6 +235,7 @@ class _Logs:
         directory = Path(found.error_files[0]).parent.parent
         for env in envs.values():
             env[RESULTS_VARIABLE] = str(directory)
+            env[LAUNCHER_VARIABLE] = str(os.getpid())
             env[_LOG_LEVEL] = self._log_level
         course.attempts.append(
             Attempt(

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 RESULTS_VARIABLE = "CKPT_LAUNCH_RESULTS"
+LAUNCHER_VARIABLE = "CKPT_LAUNCH_PID"
+"""The launcher's process id, for its workers."""
 VERDICTS = frozenset({0, 1, 2, 3, 4, 5, 141})
 """Exit codes that are the same when the job runs again; 141: nobody reads the output any more."""
 

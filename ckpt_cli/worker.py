@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli import teamwork
 from ckpt_cli.failure import Failure, end_on_signals, failure_of
-from ckpt_cli.launch_results import RESULTS_VARIABLE, VERDICTS, WorkerResult, write_result
+from ckpt_cli.launch_results import LAUNCHER_VARIABLE, RESULTS_VARIABLE, VERDICTS, WorkerResult, write_result
+from ckpt_cli.launcher_watch import end_with
 from ckpt_cli.rank_env import Place, place_of
 from ckpt_cli.store_line import GoneError
 from ckpt_cli.terminal import screen_of
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     started_bytes = _resident_bytes()
     restore = end_on_signals()
+    launcher = os.environ.get(LAUNCHER_VARIABLE, "")
+    if launcher.isdigit():
+        end_with(int(launcher))
     outcome = _Outcome()
     try:
         options, command = parsed(arguments)
