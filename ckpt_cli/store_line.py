@@ -108,6 +108,12 @@ class StoreLine:
         self._beat = beat
         self._requests.put(None)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the store is gone or silent; ``check`` says how."""
+        since = self._busy_since
+        return self._error is not None or (since is not None and monotonic() - since > self._timeout_s)
+
     def check(self) -> None:
         """Says whether the store answers.
 
@@ -119,8 +125,7 @@ class StoreLine:
             raise self._error
         if self._error is not None:
             raise self._lost(self._error) from self._error
-        since = self._busy_since
-        if since is not None and monotonic() - since > self._timeout_s:
+        if self.is_broken:
             raise self._silent(self._timeout_s)
 
     def _silent(self, seconds: float) -> GoneError:

@@ -91,6 +91,19 @@ class TeamWatch:
         seen = list(self._seen.items())
         return [rank for rank, (value, at) in seen if rank != self._rank and value != _ENDED and at > since]
 
+    def silent_for(self, seconds: float) -> tuple[int, float] | None:
+        """Of the ranks that this one watches, the one that is silent for longest, and how long: ``seconds`` at least.
+
+        None without one, and where this worker itself has not looked lately.
+        """
+        now = monotonic()
+        if now - self._looked_at > seconds / 2:
+            return None
+        seen = list(self._seen.items())
+        found = [(now - at, rank) for rank, (value, at) in seen if rank != self._rank and value != _ENDED]
+        longest, rank = max(found, default=(0.0, 0))
+        return (rank, longest) if longest >= seconds else None
+
     def begin(self, store: ScopedStore) -> None:
         """Makes the entries that all read, ``left`` last; the lead calls it before any other worker beats."""
         for rank in range(len(self._hosts)):

@@ -40,6 +40,8 @@ PART_MEMORY_BYTES = 2 * _PART_BYTES
 """What a meeting takes beside what the ranks say; a part is there as tensors, and as bytes."""
 _WORD_S = 5.0
 """Most seconds that a worker tries to leave word when it ends."""
+_EXPLAIN_S = 2.0
+"""Seconds of silence, beside some beats, that make a worker the one that broke a collective."""
 _END_S = 10.0
 """Most seconds that the end of a job waits for workers that are done as well."""
 
@@ -107,7 +109,7 @@ class TorchTeam:
     def advance(self, n_bytes: int) -> None:
         """See ``core.team.Team``."""
         self._watch.advance(n_bytes)
-        if self._watch.is_alarmed:
+        if self._watch.is_alarmed or self._line.is_broken:
             raise StoppedError
 
     def alarm(self) -> None:
@@ -279,11 +281,27 @@ class TorchTeam:
         return found[0]
 
     def _explain(self, err: Exception) -> None:
-        """Raises for a collective that broke; the worker that broke it may have left word."""
-        deadline = monotonic() + min(3.0, self._timeout_s)
-        while monotonic() < deadline:
+        """Raises for a collective that broke.
+
+        The worker that broke it may have left word; of one that was killed the lead soon misses the beats, and tells
+        the others, who wait for that a little longer.
+        """
+        interval_s = self._watch.interval_s
+        begun = monotonic()
+        missed_s = min(_EXPLAIN_S + 4 * interval_s, self._timeout_s)
+        limit_s = missed_s if self.rank == 0 else missed_s + _EXPLAIN_S + 4 * interval_s
+        while monotonic() < begun + limit_s:
             self._check()
             Event().wait(POLL_S)
+        silent = self._watch.silent_for(missed_s - 2 * interval_s)
+        if silent is not None:
+            rank, seconds = silent
+            gone = GoneError(
+                f"rank {rank} on {self.hosts[rank]} is gone: the connection to it broke, "
+                f"and it has given no sign for {seconds:.0f} s",
+                hint="it was killed, or its host or network is down; run again to go on",
+            )
+            raise (gone if rank else gone.of_lead()) from err
         reason = str(err).split("\n")[0]
         raise GoneError(
             f"the connection between workers broke: {reason}",

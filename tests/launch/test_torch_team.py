@@ -122,6 +122,44 @@ def test_a_lead_that_was_killed_with_its_store_is_named():
         assert error.message.startswith("rank 0 on ")
 
 
+def _die_while_others_work(team: Any) -> Any:
+    told(team, lambda: None)
+
+    def work() -> None:
+        if team.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            team.advance(1)
+            time.sleep(0.01)
+
+    return collected(team, work)
+
+
+def test_work_does_not_go_on_without_the_store():
+    _, other = run_torch_team(2, _die_while_others_work)
+    assert isinstance(other, GoneError) and other.message.startswith("rank 0 on ")
+
+
+def _die_inside(team: Any) -> Any:
+    """One comes to a meeting, and is killed while the data are on their way."""
+    told(team, lambda: None)
+    if team.rank == 1:
+        team._give = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        return collected(team, lambda: 1)
+    except GoneError as err:
+        team.leave(err)
+        raise
+
+
+def test_a_worker_that_was_killed_inside_a_collective_is_named_by_its_beats():
+    lead, killed, other = run_torch_team(3, _die_inside)
+    assert killed is None
+    for error in (lead, other):
+        assert isinstance(error, GoneError) and not error.is_of_lead
+        assert error.message.startswith("rank 1 on ") and "the connection to it broke" in error.message
+
+
 def _freeze(team: Any) -> Any:
     """A lead that stands still, as where its host has vanished: its store answers no more."""
     pid = told(team, os.getpid)
