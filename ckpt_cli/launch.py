@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.binding import allowed_cores, n_cores
+from ckpt_cli.failure import Terminated
 from ckpt_cli.launch_agent import AgentJob, Course, Heed, run_agent, silence_torch
 from ckpt_cli.launch_failure import Cause, LaunchError, cause_of
 from ckpt_cli.launch_guard import Limits, Overdue, guarded
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 COMMANDS = ("convert", "reshard", "manifest", "validate", "diff")
 """What several workers can do together."""
 _WRITING = ("convert", "reshard")
+_KEPT = "what is done so far is kept"
 _REJOIN_S = 60
 """What is added to the workers' ``--timeout``: for ending workers, and for the agents to meet again."""
 _MEET_S = 120
@@ -145,6 +147,10 @@ def _run(job: AgentJob, course: Course, command: Sequence[str], rejoin_s: float)
         run_agent(job, course, Heed(on_failure, may_restart))
     except WorkerError as err:
         lost = err
+    except Terminated:
+        if command[0] in _WRITING and course.attempts:
+            say_note(f"{_KEPT}, and the same command goes on from there")
+        raise
     code = _settled(course, command)
     if code is None:
         code = _published(course)
@@ -202,7 +208,7 @@ def _failure(course: Course, command: Sequence[str], *, lost: WorkerError | None
     if cause.log_path is not None:
         hints.append(f"its log is {cause.log_path}")
     if command[0] in _WRITING:
-        hints.append("what is done so far is kept, and the same command goes on from there")
+        hints.append(f"{_KEPT}, and the same command goes on from there")
     n_restarts = course.attempts[-1].n_restarts if course.attempts else 0
     return LaunchError(cause, n_restarts=n_restarts, hint="; ".join(hints) or None)
 

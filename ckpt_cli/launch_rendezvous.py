@@ -30,6 +30,8 @@ _READ_S = 20
 _C10D_PORT, _STATIC_PORT = 29400, 29500
 _PROBE_S = 10
 """How long whoever listens may take to answer as a rendezvous does."""
+_PROBE_MORE_S = 2
+"""How much longer we wait than torch is told to."""
 _PAUSE_S = 0.5
 _QUIET_S = 5
 """How long nothing is said of waiting."""
@@ -255,5 +257,5 @@ def _answers(rendezvous: Rendezvous) -> bool:
         is_over.set()
 
     _thread.start_new_thread(ask, ())
-    is_over.wait(2 * limit_s)
+    is_over.wait(limit_s + _PROBE_MORE_S)
     return bool(found)

@@ -208,7 +208,7 @@ def _run(job: Job, options: TransferOptions) -> int:
         message = f"--tie: {gone!r} does not equal {err.key!r}: {err.message}"
         raise UsageError(message, hint="leave --tie out; both are needed") from err
     except KeyboardInterrupt:
-        if job.resume or (workers.size > 1 and is_lead(workers)):
+        if (job.resume or (workers.size > 1 and is_lead(workers))) and not os.environ.get(RESULTS_VARIABLE):
             say_note("what is done so far is kept; the same command goes on from there")
         raise
     if not is_lead(workers):
