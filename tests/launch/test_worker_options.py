@@ -92,4 +92,6 @@ def test_what_workers_would_refuse_is_refused_before_they_start():
 @pytest.mark.parametrize("options", [LaunchOptions(), LaunchOptions(device="auto", timeout=80_000.0, bind="cores")])
 def test_workers_get_the_options_of_the_launcher(options: LaunchOptions):
     made = worker_options_of(options)
-    assert parsed([*made.as_arguments(), "diff"]) == (made, ["diff"])
+    words = made.as_arguments()
+    assert all(isinstance(word, str) for word in words)
+    assert parsed([*words, "diff"]) == (made, ["diff"])
