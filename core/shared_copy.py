@@ -228,12 +228,15 @@ class Share:
         """Returns if some files of the source are the lead's; the others are looked at when they are opened.
 
         Raises:
-            UsageError: they are not.
+            UsageError: they are not, on another host than the lead's.
+            CheckpointingException: they are not, on the lead's.
         """
         for name in list(self._plan.stamps)[:_N_LOOKED_AT]:
             try:
                 self._source.size(name)
             except CheckpointingException as err:
+                if self._team.hosts[self._team.rank] == self._team.hosts[0]:
+                    raise  # the lead's own host: the source has changed since the plan was made
                 raise self._unseen(self._order.source / name, f"the source's file ({err.message})") from err
 
     def _unseen(self, path: Path, what: str) -> UsageError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from core.convert import Job, TopologyChange, run
-from core.errors import CorruptError, StorageError, UsageError, WorkerError
+from core.errors import CorruptError, SourceChangedError, StorageError, UsageError, WorkerError
 from core.shared_convert import Sizes, run_shared
 from core.shared_copy import Order, Share
 from core.team import Team, is_final, summary_of
@@ -207,6 +208,32 @@ def test_what_several_workers_began_one_process_continues_and_the_other_way_roun
     found = run_team(2, convert_usually_or_die, back, -1, 0)[0]
     assert found["bytes_resumed"] > 0
     assert tree(tmp_path / "back") == tree(tmp_path / "one")
+
+
+@dataclass
+class TouchingTeam(PipeTeam):
+    """A team whose lead's source changes right after it was planned."""
+
+    src: Path = Path()
+
+    def broadcast(self, data: bytes) -> bytes:
+        for path in self.src.iterdir():
+            os.utime(path, (1, 1))
+        return super().broadcast(data)
+
+
+def convert_what_changes(team: PipeTeam, job: Job) -> None:
+    if team.rank == 0:
+        team = TouchingTeam(team.rank, team.size, team.pipes, team.alarmed, src=job.src)
+    convert(team, job)
+
+
+def test_a_source_that_changes_is_not_taken_for_another_host_s(golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(golden / "torch_dcp/tp2_fsdp2_dp2", tmp_path / "src")
+    job = Job(src=tmp_path / "src", dst=tmp_path / "out", to="safetensors", fsync=False)
+    for error in run_team(2, convert_what_changes, job, allow_failure=True):
+        assert isinstance(error, SourceChangedError)
+    assert not job.dst.exists()
 
 
 def test_a_host_that_sees_other_directories_is_named(tmp_path: Path) -> None:
