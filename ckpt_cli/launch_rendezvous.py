@@ -94,7 +94,7 @@ def rendezvous_of(options: LaunchOptions) -> Rendezvous:
         )
     settings = _with_limits(settings_in(options.rdzv_conf))
     if most == 1 and not names:
-        return Rendezvous("c10d", "localhost", 0, f"ckpt-{uuid.uuid4().hex[:8]}", settings)
+        return Rendezvous("c10d", "localhost", 0, options.rdzv_id or f"ckpt-{uuid.uuid4().hex[:8]}", settings)
     is_static = any(value is not None for value in (options.node_rank, options.master_addr, options.master_port))
     backend = options.rdzv_backend or ("static" if is_static and options.rdzv_endpoint is None else "c10d")
     job_id = options.rdzv_id or "ckpt"
@@ -106,6 +106,8 @@ def rendezvous_of(options: LaunchOptions) -> Rendezvous:
                 "--node-rank is missing: each host of a static rendezvous says which one it is",
                 hint="give --node-rank 0, 1, …, or --rdzv-endpoint HOST:PORT alone, which numbers the hosts by itself",
             )
+        if options.rdzv_endpoint is not None and options.master_addr is not None:
+            raise UsageError("--rdzv-endpoint and --master-addr both say where host 0 is", hint="leave one of them out")
         rank = options.node_rank or 0
         if rank >= most:
             raise UsageError(f"--node-rank {rank}, but --nnodes {most}: hosts are numbered from 0")

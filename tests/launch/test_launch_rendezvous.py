@@ -20,6 +20,7 @@ def test_one_host_meets_nobody() -> None:
     assert (found.backend, found.endpoint, found.is_standalone) == ("c10d", "localhost:0", True)
     assert asked(standalone=True, nnodes="1").is_standalone
     assert found.job_id != asked().job_id
+    assert asked(rdzv_id="mine").job_id == "mine"
 
 
 def test_several_hosts_meet_at_an_endpoint_and_number_themselves() -> None:
@@ -50,6 +51,10 @@ def test_every_wait_has_a_limit() -> None:
         ({"standalone": True, "rdzv_endpoint": "a"}, "goes without --rdzv-endpoint"),
         ({"nnodes": "2", "master_addr": "a"}, "--node-rank is missing"),
         ({"nnodes": "2", "node_rank": 2}, "numbered from 0"),
+        (
+            {"nnodes": "2", "node_rank": 0, "master_addr": "a", "rdzv_endpoint": "b", "rdzv_backend": "static"},
+            "both say where host 0 is",
+        ),
         ({"nnodes": "1:2", "node_rank": 0}, "needs --rdzv-backend c10d"),
         ({"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "a"}, "--node-rank belongs to a static rendezvous"),
         ({"rdzv_endpoint": "a:b"}, "'a:b' is not HOST:PORT"),
