@@ -229,18 +229,14 @@ def page_parser(prog: str, description: str | None, *, runs: int) -> argparse.Ar
     return parser
 
 
-def run_page(
-    options: argparse.Namespace, measure: Callable[[Page], None], *, parent_dir: Path | None = None, **facts: object
-) -> int:
+def run_page(options: argparse.Namespace, measure: Callable[[Page], None]) -> int:
     """Measures, prints the table and writes the JSON; the exit code is 1 if a command failed.
 
     Args:
         measure: fills a page.
-        parent_dir: where the scratch directory is made.
-        facts: more for the JSON.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    page = Page(options, Path(tempfile.mkdtemp(prefix="bench-", dir=parent_dir or options.scratch)))
+    page = Page(options, Path(tempfile.mkdtemp(prefix="bench-", dir=options.scratch)))
     try:
         measure(page)
     finally:
@@ -250,7 +246,6 @@ def run_page(
     result = {
         "python": platform.python_version(),
         "n_cpus": len(os.sched_getaffinity(0)),
-        **facts,
         "cases": [case.as_dict() for case in page.cases],
         "failures": page.failures,
     }
