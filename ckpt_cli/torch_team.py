@@ -78,25 +78,21 @@ class TorchTeam:
         self._n_meetings = 0
         self._prefix = meeting.prefix
         self._watch = TeamWatch(self.rank, meeting.hosts, timeout_s=timeout_s)
-        self._longest = 0
         self._store: ScopedStore | None = None
         self._begin(meeting)
 
     def gather(self, data: bytes) -> list[bytes] | None:
         """See ``core.team.Team``."""
-        sizes = self._met(len(data))
+        longest, sizes = self._met(len(data))
         if self.rank == 0:
-            assert sizes is not None
             return [data, *self._received(sizes)]
-        longest = self._longest
         for start, stop in self._parts(longest):
             self._watched(lambda part=data[start:stop], n=stop - start: self._give(part, n))  # type: ignore[misc]
         return None
 
     def broadcast(self, data: bytes) -> bytes:
         """See ``core.team.Team``."""
-        self._met(len(data) if self.rank == 0 else 0, only_lead=True)
-        n_bytes = self._longest
+        n_bytes, _ = self._met(len(data) if self.rank == 0 else 0, only_lead=True)
         if not n_bytes:
             return b""
         self.collective_bytes += n_bytes * (self.size - 1)
@@ -183,24 +179,29 @@ class TorchTeam:
             timeout=timedelta(seconds=self._timeout_s),
         )
 
-    def _met(self, n_bytes: int, *, only_lead: bool = False) -> list[int] | None:
-        """Waits until all ranks have come; sizes of what they bring, at the lead. Sets ``_longest``."""
+    def _met(self, n_bytes: int, *, only_lead: bool = False) -> tuple[int, list[int]]:
+        """Waits until all ranks have come.
+
+        Args:
+            n_bytes: of what this rank brings.
+            only_lead: the others bring nothing.
+
+        Returns:
+            Bytes of the longest that is to travel; and of what each rank brings, at the lead.
+        """
         number = self._n_meetings
         self._n_meetings += 1
         mine = f"meet/{number}/{self.rank}"
         self._ask(lambda store: store.set(mine, str(n_bytes)))
-        sizes = None
-        if self.rank == 0:
-            keys = [f"meet/{number}/{rank}" for rank in range(self.size)]
-            self._wait_for(keys)
-            sizes = [int(value) for value in self._ask(lambda store: store.multi_get(keys))]
-            longest = n_bytes if only_lead else max(sizes[1:])
-            self._ask(lambda store: store.set(f"meet/{number}", str(longest)))
-            self._longest = longest
-        else:
+        if self.rank:
             self._wait_for([f"meet/{number}"])
-            self._longest = int(self._ask(lambda store: store.get(f"meet/{number}")))
-        return sizes
+            return int(self._ask(lambda store: store.get(f"meet/{number}"))), []
+        keys = [f"meet/{number}/{rank}" for rank in range(self.size)]
+        self._wait_for(keys)
+        sizes = [int(value) for value in self._ask(lambda store: store.multi_get(keys))]
+        longest = n_bytes if only_lead else max(sizes[1:])
+        self._ask(lambda store: store.set(f"meet/{number}", str(longest)))
+        return longest, sizes
 
     def _parts(self, longest: int) -> list[tuple[int, int]]:
         step = max(_PART_BYTES // self.size, 1 << 12)
