@@ -17,6 +17,10 @@ from core.errors import WorkerError
 _STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP}
 _WORKER_FAILED = WorkerError.exit_code
 _MEMORY = "often it is the kernel that kills, for want of memory: fewer workers, or a lower --memory, need less"
+_FROZEN = (
+    "the others had given it up, as it gave no sign: it was stopped, or waited for a disk or a network that does "
+    "not answer (--timeout SECONDS waits longer)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,9 @@ def cause_of(
     if by_themselves:
         return _said(by_themselves[0], logs)
     if killed or broken:
-        return _silent((killed or broken)[0], host)
+        one = (killed or broken)[0]
+        unheard = f"rank {one.rank} on {host} has given no sign"
+        return _silent(one, host, is_frozen=any(result.line.startswith(unheard) for result in failed))
     if own or failed:
         return _said((own or failed)[0], logs)
     if first is not None:  # ended from outside: the agent ends workers only after one has failed
@@ -132,14 +138,20 @@ def _said(result: WorkerResult, logs: Mapping[int, Path | None]) -> Cause:
     )
 
 
-def _silent(one: Ended, host: str) -> Cause:
-    """A process that ended without a word."""
+def _silent(one: Ended, host: str, *, is_frozen: bool) -> Cause:
+    """A process that ended without a word.
+
+    Args:
+        is_frozen: the others have given it up before; the agent, which sees at once when a process ends, had not.
+    """
     what = f"its process ended with exit code {one.exit_code}"
     if one.exit_code < 0:
         what = f"its process was killed by {_name_of(-one.exit_code)}"
     log_path = _filled(one.log_path)
     last = "" if log_path is None or one.exit_code < 0 else _last_line(log_path)
     hint = _MEMORY if one.exit_code == -signal.SIGKILL else None
+    if is_frozen:
+        hint = _FROZEN
     return Cause(one.rank, host, f"{what}: {last}" if last else what, log_path, hint=hint)
 
 

@@ -55,6 +55,13 @@ def test_the_cause_is_the_worker_that_failed_by_itself(
     assert (found.rank, found.what) == (rank, what)
 
 
+def test_a_frozen_worker_that_the_agent_had_to_kill_is_not_said_to_lack_memory() -> None:
+    found = cause({0: 8, 1: -9}, [said(0, 8, SILENT, is_secondary=True)])
+    assert found is not None and "gave no sign" in (found.hint or "")
+    found = cause({0: 8, 1: -9}, [said(0, 8, "the store is gone", is_secondary=True)])
+    assert found is not None and "memory" in (found.hint or "")
+
+
 def test_an_error_that_came_from_another_host_names_it() -> None:
     found = cause({0: 6}, [said(0, 6, "no space", worker=5, worker_host="there")])
     assert found is not None
