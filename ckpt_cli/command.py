@@ -25,6 +25,11 @@ class Command(TyperCommand):
         """The parameters, with our conversion in place of pydantic's."""
         return _quick(super().get_params(ctx))
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words of the usage line; an argument that is described by several words stands as it is."""
+        described = {f"[{one.metavar}]...": one.metavar for one in self.get_params(ctx) if " " in (one.metavar or "")}
+        return [described.get(piece, piece) for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes arguments, then options by section."""
         sections: dict[str, list[tuple[str, str]]] = {

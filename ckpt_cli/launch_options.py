@@ -111,7 +111,7 @@ class LaunchOptions:
             envvar="PET_NPROC_PER_NODE",
             rich_help_panel=WORKERS,
             help="Workers on each host: a number, one a core (cpu), one a GPU (gpu); "
-            "auto: one a GPU if there are any, else one a core, 16 at most. [auto]",
+            "auto: one a GPU unless --device is cpu, else one a core, 16 at most. [auto]",
         ),
     ] = None
     device: Annotated[

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ _JOIN_S = 600
 _READ_S = 20
 """How long one question to the rendezvous may take: three times the time after which a host counts as lost there."""
 _C10D_PORT, _STATIC_PORT = 29400, 29500
+_ETCD = ("etcd", "etcd-v2")
+"""Backends that need a server, which listens at the endpoint already."""
 _PROBE_S = 10
 """How long whoever listens may take to answer as a rendezvous does."""
 _PROBE_MORE_S = 2
@@ -111,6 +114,11 @@ def rendezvous_of(options: LaunchOptions) -> Rendezvous:
         rank = options.node_rank or 0
         if rank >= most:
             raise UsageError(f"--node-rank {rank}, but --nnodes {most}: hosts are numbered from 0")
+        if most > 1 and options.rdzv_endpoint is None and options.master_addr is None:
+            raise UsageError(
+                f"where do the {most} hosts meet? --master-addr is missing",
+                hint="give all of them the same one: --master-addr HOST, with the name of host 0",
+            )
         endpoint = options.rdzv_endpoint or options.master_addr or "127.0.0.1"
         host, port = endpoint_of(endpoint, options.master_port or _STATIC_PORT)
         return Rendezvous(backend, host, port, job_id, settings, rank)
@@ -160,10 +168,15 @@ def look(rendezvous: Rendezvous, *, is_listener: bool, say: Callable[[str], None
         say: tells the user that there is something to wait for.
 
     Raises:
-        UsageError: there is no host of that name within the limit (on Kubernetes it gets its name when it starts).
+        UsageError: there is no host of that name within the limit (on Kubernetes it gets its name when it starts), or
+            etcd's client is missing.
         WorkerError: the port is taken, or nobody listens within the limit.
     """
-    if rendezvous.is_standalone or rendezvous.backend not in ("c10d", "static"):
+    if rendezvous.backend in _ETCD:
+        _check_etcd(rendezvous.backend)
+        _wait(rendezvous, say)
+        return
+    if rendezvous.is_standalone:
         return
     if is_listener and _is_free(rendezvous):
         return
@@ -178,6 +191,16 @@ def look(rendezvous: Rendezvous, *, is_listener: bool, say: Callable[[str], None
             f"what listens at {rendezvous.endpoint} is no rendezvous",
             hint="start the same command on that host, or give another port, the same on all hosts",
         )
+
+
+def _check_etcd(backend: str) -> None:
+    try:
+        import_module("etcd")
+    except ImportError as err:
+        raise UsageError(
+            f"--rdzv-backend {backend} needs python-etcd, which cannot be imported: {err}",
+            hint="install it, or leave --rdzv-backend out: hosts meet without a server then",
+        ) from err
 
 
 def _is_free(rendezvous: Rendezvous) -> bool:
@@ -223,9 +246,10 @@ def _absent(rendezvous: Rendezvous, err: OSError | UnicodeError) -> UsageError |
             f"there is no host {rendezvous.host!r} to meet at: {_reason_of(err)}",
             hint="check the name, or give its address",
         )
+    start = "etcd" if rendezvous.backend in _ETCD else "the same command"
     return WorkerError(
         f"nobody answers at {rendezvous.endpoint} within {rendezvous.join_s:g} s: {_reason_of(err)}",
-        hint="start the same command on that host as well, and check the name and the port; "
+        hint=f"start {start} on that host as well, and check the name and the port; "
         "--rdzv-conf join_timeout=SECONDS waits longer",
     )
 

@@ -1,10 +1,10 @@
-"""scripts/hosts: runs a command on each of several hosts, made of namespaces on this machine.
+r"""scripts/hosts: runs a command on each of several hosts, made of namespaces on this machine.
 
 The hosts are called host0, host1, … and reach each other by these names; they share all files. {number} and {name} in
 the command stand for those of the host. For example, resharding on two hosts of which one is killed after 20 s:
 
   scripts/hosts 2 --kill host1@20 -- ckpt launch --nnodes 2 --nproc-per-node 2 --rdzv-endpoint host0:29400 \
-      --max-restarts 0 --timeout 10 -- reshard SRC DST --tp 8
+      --max-restarts 0 --timeout 10 -- reshard SRC DST --tp-new 4
 
 Exits with the first code that is not 0 of a host that was not killed, with 1 if a command outlives --limit, and with
 77, saying why, where hosts cannot be made: that takes Linux and root, or the right to make user namespaces.
@@ -31,7 +31,9 @@ SKIPPED = 77
 
 def main() -> int:
     """Parses the command line, runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/hosts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("n", type=int, choices=range(1, 251), metavar="N", help="number of hosts")
     parser.add_argument("command", nargs="+", help="what to run on each, after --")
     parser.add_argument("--kill", type=_event, action="append", default=[], metavar="HOST@SECONDS")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -39,8 +41,8 @@ def test_a_node_rank_or_a_master_makes_a_static_rendezvous() -> None:
 
 def test_every_wait_has_a_limit() -> None:
     assert asked().settings == {"join_timeout": "600", "timeout": "600", "read_timeout": "20"}
-    assert asked(nnodes="2", node_rank=0, rdzv_conf="timeout=5").join_s == 5
-    assert asked(nnodes="2", node_rank=0, rdzv_conf="join_timeout=5").join_s == 5
+    assert asked(nnodes="2", node_rank=0, master_addr="a", rdzv_conf="timeout=5").join_s == 5
+    assert asked(nnodes="2", node_rank=0, master_addr="a", rdzv_conf="join_timeout=5").join_s == 5
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,7 @@ def test_every_wait_has_a_limit() -> None:
             {"nnodes": "2", "node_rank": 0, "master_addr": "a", "rdzv_endpoint": "b", "rdzv_backend": "static"},
             "both say where host 0 is",
         ),
+        ({"nnodes": "2", "node_rank": 1}, "--master-addr is missing"),
         ({"nnodes": "1:2", "node_rank": 0}, "needs --rdzv-backend c10d"),
         ({"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "a"}, "--node-rank belongs to a static rendezvous"),
         ({"rdzv_endpoint": "a:b"}, "'a:b' is not HOST:PORT"),
@@ -120,3 +123,19 @@ def test_nobody_there_is_said_after_the_limit(free: int) -> None:
 def test_a_host_that_is_not_known_is_a_mistake_in_the_request() -> None:
     with pytest.raises(UsageError, match="there is no host 'nohost.invalid' to meet at"):
         look(at(1, "nohost.invalid"), is_listener=False, say=print)
+
+
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_etcd_without_its_client_is_a_mistake_in_the_request(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "etcd", None)
+    with pytest.raises(UsageError, match=f"--rdzv-backend {backend} needs python-etcd"):
+        look(asked(nnodes="2", rdzv_backend=backend, rdzv_endpoint="a:5"), is_listener=False, say=print)
+
+
+def test_etcd_that_does_not_run_is_named(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "etcd", ModuleType("etcd"))
+    endpoint = f"127.0.0.1:{free}"
+    found = asked(nnodes="2", rdzv_backend="etcd", rdzv_endpoint=endpoint, rdzv_conf="join_timeout=1")
+    with pytest.raises(WorkerError, match=f"nobody answers at {endpoint} within 1 s") as error:
+        look(found, is_listener=False, say=print)
+    assert "start etcd on that host" in str(error.value.hint)
