@@ -151,9 +151,9 @@ def _run(job: AgentJob, course: Course, command: Sequence[str], rejoin_s: float)
         if command[0] in _WRITING and course.attempts:
             say_note(f"{_KEPT}, and the same command goes on from there")
         raise
-    code = _settled(course, command)
+    code = _published(course)
     if code is None:
-        code = _published(course)
+        code = _settled(course, command)
     if code is not None:
         return code
     raise (
@@ -186,7 +186,8 @@ def _settled(course: Course, command: Sequence[str]) -> int | None:
 
 def _published(course: Course) -> int | None:
     """0 if the destination got its name although the worker that was to tell of it is gone; None if not."""
-    report = recalled(course.attempts[-1].results_dir) if course.attempts else None
+    has_told = 0 in course.results and course.results[0].is_verdict
+    report = recalled(course.attempts[-1].results_dir) if course.attempts and not has_told else None
     if report is None:
         return None
     with suppress(StorageError):  # a stage of no use stays
