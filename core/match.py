@@ -82,14 +82,14 @@ def _of_whole(one: Fragment, have: TensorMeta, wanted: Fragment, meta: TensorMet
     array, place = one.array, wanted.array
     if array is None or array.extent is None or place is None or place.dtype != meta.dtype or one.box.is_empty:
         return None
-    if not (_is_all(one, array, have) and _is_all(wanted, place, meta)):
+    if not (is_all(one, array, have) and is_all(wanted, place, meta)):
         return None
     if array.dtype != meta.dtype:
         check_cast(array.dtype, meta.dtype, key=meta.key)
     return Match(meta, array.dtype, [(one.box, one)], (), [wanted], [(0, 0, one.box)])
 
 
-def _is_all(fragment: Fragment, array: StoredArray, meta: TensorMeta) -> bool:
+def is_all(fragment: Fragment, array: StoredArray, meta: TensorMeta) -> bool:
     """Whether a fragment is all of the tensor and all of its array."""
     box = fragment.box
     return box.shape == meta.shape == array.shape and not any(box.offset) and not any(fragment.at)
@@ -140,7 +140,7 @@ def _check_targets(targets: Sequence[Fragment], meta: TensorMeta) -> None:
 
 def _check_bounds(fragment: Fragment, meta: TensorMeta) -> None:
     box, array = fragment.box, fragment.array
-    if array is not None and _is_all(fragment, array, meta):
+    if array is not None and is_all(fragment, array, meta):
         return
     if box.rank != len(meta.shape) or any(stop > n for stop, n in zip(box.end, meta.shape, strict=True)):
         raise CorruptError(

@@ -34,7 +34,7 @@ from core.dtypes import itemsize
 from core.encoding import files_read
 from core.errors import CorruptError
 from core.image import FileImage
-from core.match import Match, match
+from core.match import Match, is_all, match
 from core.places import Places
 from core.plan import Plan
 from core.plan_codec import BINDERS, Decoder, Encoder, binder_name, refused
@@ -106,6 +106,7 @@ def write_plan(
     sink.write(MAGIC)
     unknown = repr if file is None else refused
     encoder = Encoder(unknown)
+    plain_lines = _PlainLines(plan, encoder)
     lines = columns("q")
     write_bytes = columns("q")
     works: list[KeyWork] = []
@@ -113,7 +114,7 @@ def write_plan(
     others: set[str] = set()
     for key in iter(plan.keys()):
         lines.append(sink.n_bytes)
-        line, work, n_written, files = _line(plan, key, encoder, others)
+        line, work, n_written, files = _line(plan, key, encoder, others, plain_lines)
         sink.write(line)
         works.append(work)
         write_bytes.append(n_written)
@@ -156,12 +157,19 @@ def finish_plan(file: IO[bytes], written: Written, division: Division) -> None:
     file.write(_encoded(trailer).encode() + end.to_bytes(_FOOTER_BYTES, "little"))
 
 
-def _line(plan: Plan, key: str, encoder: Encoder, others: set[str]) -> tuple[bytes, KeyWork, int, tuple[int, ...]]:
-    """(the line of a tensor, what dividing needs to know of it, bytes to write, numbers of the files)."""
+_Line = tuple[bytes, KeyWork, int, tuple[int, ...]]
+"""The line of a tensor, what dividing needs to know of it, bytes to write, numbers of the files."""
+
+
+def _line(plan: Plan, key: str, encoder: Encoder, others: set[str], plain_lines: _PlainLines) -> _Line:
     have, want = plan.source.meta(key), plan.target.meta(key)
     sources, targets = plan.source.fragments(key), plan.target.fragments(key)
-    numbered = [piece if piece.array is None else _numbered(piece, piece.array, plan.places) for piece in targets]
     zeros = plan.zeros.get(key, ())
+    if len(sources) == len(targets) == 1 and not zeros:
+        found = plain_lines.line(have, want, sources[0], targets[0])
+        if found is not None:
+            return found
+    numbered = [piece if piece.array is None else _numbered(piece, piece.array, plan.places) for piece in targets]
     row = (
         key,
         (have.dtype, have.shape, have.flexible),
@@ -193,6 +201,61 @@ def _line(plan: Plan, key: str, encoder: Encoder, others: set[str]) -> tuple[byt
     images, _, _ = plan.places.as_columns()
     files = {images[int(piece.array.name)] for piece in numbered if piece.array is not None}
     return _encoded(row).encode() + b"\n", work, written, tuple(files)
+
+
+class _PlainLines:
+    """Lines of tensors that are one array on both sides, as most of a large model's are.
+
+    Only names and addresses differ between those of one shape and dtype. The text is that of the encoder.
+    """
+
+    def __init__(self, plan: Plan, encoder: Encoder) -> None:
+        self._places = plan.places
+        self._images = plan.places.as_columns()[0]
+        self._files = encoder.files
+        self._end = f"],[],[0]],[],{_encoded(plan.is_share)}]\n"
+        self._known: dict[object, tuple[str, str, str, KeyWork, int, tuple[int, ...]]] = {}
+
+    def line(self, have: TensorMeta, want: TensorMeta, one: Fragment, wanted: Fragment) -> _Line | None:
+        """What ``_line`` gives; None for a tensor of another kind."""
+        array, place = one.array, wanted.array
+        if array is None or place is None or not (is_all(one, array, have) and is_all(wanted, place, want)):
+            return None
+        extent, number = array.extent, self._places.number_of(place.name)
+        if extent is None or number is None:
+            return None
+        if any(part is not None for part in (extent.encoding, extent.strides, extent.item_bytes, extent.part_of)):
+            return None
+        image = self._images[number]
+        sides = (have.dtype, have.shape, have.flexible, want.dtype, want.shape, want.flexible)
+        kind = (sides, array.dtype, array.coords, place.dtype, image)
+        known = self._known.get(kind)
+        if known is None:
+            known = self._known[kind] = _plain_kind(have, want, array, place, image)
+        between, source, target, work, n_written, files = known
+        key = have.key
+        name, number_name = "0" if array.name == key else _encoded(array.name), str(number)
+        file = self._files.setdefault(extent.file, len(self._files))
+        more = "" if extent.crc is None else f",null,null,-1,{extent.crc},null"
+        number_name = "0" if number_name == key else f'"{number_name}"'
+        line = (
+            f"[{_encoded(key)},{between},[[[{name}{source},{file},{extent.offset}{more}]],[],[0]],"
+            f"[[[{number_name}{target}]{self._end}"
+        )
+        return line.encode(), work, n_written, files
+
+
+def _plain_kind(
+    have: TensorMeta, want: TensorMeta, array: StoredArray, place: StoredArray, image: int
+) -> tuple[str, str, str, KeyWork, int, tuple[int, ...]]:
+    """What lines of ``_PlainLines`` have in common: three texts, and what ``_line`` gives beside the line."""
+    sides = [(side.dtype, side.shape, side.flexible) for side in (have, want)]
+    source = (0 if array.dtype == have.dtype else array.dtype, 0, array.coords)
+    target = (0 if place.dtype == want.dtype else place.dtype, 0, ())
+    n_written = want.n_bytes
+    work = KeyWork(array.n_bytes + n_written, is_made=array.dtype != want.dtype)
+    texts = [_encoded(part)[1:-1] for part in (sides, source, target)]
+    return texts[0], f",{texts[1]}", f",{texts[2]}", work, n_written, (image,)
 
 
 def _numbered(piece: Fragment, array: StoredArray, places: Places) -> Fragment:

@@ -68,6 +68,28 @@ def test_workers_together_have_the_items_of_the_plan(name: str, golden: Path, tm
         assert abs(total - plan.write_bytes) <= 3 * len(written.works)
 
 
+WHOLE = {
+    "as it is": ("hf/llama/safetensors_sharded", {"to": "torch"}),
+    "cast": ("hf/llama/safetensors_sharded", {"to": "safetensors", "dtype": ((None, "float16"),)}),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_lines_of_whole_tensors_are_those_of_the_encoder(
+    name: str, golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = WHOLE[name]
+    with prepare(Job(src=golden / source, dst=tmp_path / "out", **options)) as prepared:  # type: ignore[arg-type]
+
+        def written() -> tuple[object, bytes]:
+            file = io.BytesIO()
+            return write_plan(prepared.plan, prepared.source.store, file), file.getvalue()
+
+        found = written()
+        monkeypatch.setattr("core.plan_file._PlainLines.line", lambda *_: None)
+        assert written() == found
+
+
 def test_a_plan_that_was_changed_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan"
     path.write_bytes(b"something else")
