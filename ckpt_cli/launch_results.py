@@ -9,7 +9,7 @@
     └── rank-0.traceback text; not there after a verdict
 
 A worker that was killed leaves none. Where the variable is set, the launcher reports failures: a worker prints verdicts
-(exit codes 0 to 5) and nothing of what ends it otherwise, and its process ends with 0 after a verdict, so that the
+(exit codes 0 to 5 and 7) and nothing of what ends it otherwise, and its process ends with 0 after a verdict, so that the
 elastic agent does not start it again.
 """
 
@@ -21,10 +21,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from core.team import FINAL_CODES
+
 RESULTS_VARIABLE = "CKPT_LAUNCH_RESULTS"
 LAUNCHER_VARIABLE = "CKPT_LAUNCH_PID"
 """The launcher's process id, for its workers."""
-VERDICTS = frozenset({0, 1, 2, 3, 4, 5, 141})
+VERDICTS = FINAL_CODES | {0, 141}
 """Exit codes that are the same when the job runs again; 141: nobody reads the output any more."""
 
 

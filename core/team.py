@@ -24,6 +24,9 @@ from core.errors import CheckpointingException, WorkerError
 
 T = TypeVar("T")
 
+FINAL_CODES = frozenset({1, 2, 3, 4, 5, 7})
+"""Exit codes of errors that would come again if the work were done again."""
+
 
 class Team(Protocol):
     """The workers of a job, as one of them sees it.
@@ -200,8 +203,8 @@ def worker_of(error: BaseException) -> int | None:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether it would fail again: the request, the checkpoint or a refusal is wrong, and not a machine."""
-    return isinstance(error, CheckpointingException) and error.exit_code in (1, 2, 3, 4, 5)
+    """Whether it would fail again: the request or the checkpoint is wrong, it is refused, or it does not fit."""
+    return isinstance(error, CheckpointingException) and error.exit_code in FINAL_CODES
 
 
 @dataclass(frozen=True, slots=True)
