@@ -5,9 +5,9 @@
     ckpt launch ─ agent (torch) ─┬─ python -m ckpt_cli.worker COMMAND ARGS   rank 0: plans, prints
                                  └─ python -m ckpt_cli.worker COMMAND ARGS   rank 1 …
 
-A verdict (exit codes 0 to 5 and 7) is rank 0's to print; every worker says it in its result file, and every host's launcher
-ends with it. A worker that fails otherwise is started again with all others, ``--max-restarts`` times; then the
-launcher says which one failed, and ends with 8.
+A verdict (exit codes 0 to 5 and 7) is rank 0's to print; every worker says it in its result file, and every host's
+launcher ends with it. A worker that fails otherwise is started again with all others, ``--max-restarts`` times; then
+the launcher says which one failed, and ends with 8.
 """
 
 from __future__ import annotations

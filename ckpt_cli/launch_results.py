@@ -8,9 +8,9 @@
     │                     "is_secondary": false}
     └── rank-0.traceback text; not there after a verdict
 
-A worker that was killed leaves none. Where the variable is set, the launcher reports failures: a worker prints verdicts
-(exit codes 0 to 5 and 7) and nothing of what ends it otherwise, and its process ends with 0 after a verdict, so that the
-elastic agent does not start it again.
+A worker that was killed leaves none. Where the variable is set, the launcher reports failures: a worker prints
+verdicts (exit codes 0 to 5 and 7) and nothing of what ends it otherwise, and its process ends with 0 after a verdict,
+so that the elastic agent does not start it again.
 """
 
 from __future__ import annotations
