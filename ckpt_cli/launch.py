@@ -89,6 +89,8 @@ def launch(options: LaunchOptions, report: Callable[[BaseException], int]) -> in
     rejoin_s = options.rejoin_timeout or workers.timeout_s + _REJOIN_S
 
     def end(overdue: Overdue) -> int:
+        if overdue.signal is not None:
+            return report(Terminated(overdue.signal))
         if overdue.is_done:
             return _settled(course, command) or 0
         gone = WorkerError(f"hosts that were lost have not come back within {overdue.seconds:.0f} s")

@@ -4,13 +4,15 @@ After a failure the agent ends its workers and meets the other agents again. A h
 for one that has not come yet, ten minutes, and where it was the one that kept the rendezvous, every question to it
 takes its own time limit, in native code that hears no signal. So a thread looks at what the workers have left: when
 they have failed, and no new ones were started within a limit, it reports that and ends the process. The same when all
-of them have done their work and the agent still waits for the other agents.
+of them have done their work and the agent still waits for the other agents, and when a signal asked the process to end
+and native code does not let it.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +28,11 @@ _QUIET_S = 15.0
 """How long nothing is said of waiting for other hosts: torch alone takes some seconds to import."""
 _DONE_S = 60.0
 """How long the agent may wait for the others when the workers of its host are done."""
+_DEAF_S = 5.0
+"""How long a signal may go unheard."""
 _END_S = 5.0
 """How long workers may take to end, when they are left over."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LEAVE_S = 15.0
 """How long the agent may take to leave the others, when its workers have failed for the last time."""
 
@@ -40,11 +45,13 @@ class Overdue:
         is_done: the workers have done their work; else they have failed.
         is_rejoin: they were to be started again.
         seconds: how long they are done, or have failed.
+        signal: that asked the process to end, if that is what has not happened.
     """
 
     is_done: bool
     is_rejoin: bool
     seconds: float
+    signal: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,48 @@ class Patience:
         return None
 
 
+class Signals:
+    """Signals that ask this process to end, heard beside a main thread that native code keeps busy.
+
+    Python's handlers run in the main thread only; the byte that it writes for each signal comes at once. The handlers
+    of ``ckpt_cli.failure.end_on_signals`` make later signals be ignored, which tells that they have run.
+
+    Args:
+        limits: how long things may take once they have.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._number: int | None = None
+        self._heard_at = 0.0
+        self._reader, self._writer = socket.socketpair()
+        self._before: int | None = None
+        for end in (self._reader, self._writer):
+            end.setblocking(False)
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def look(self, now: float) -> Overdue | None:
+        """What is overdue at the time ``now``, in seconds; None while there is nothing."""
+        if self._number is None:
+            with suppress(BlockingIOError):
+                self._number = next((one for one in self._reader.recv(64) if one in _ENDING), None)
+            self._heard_at = now
+        if self._number is None:
+            return None
+        is_seen = signal.getsignal(self._number) is signal.SIG_IGN
+        limit = self._limits.shutdown_s + _LEAVE_S if is_seen else _DEAF_S
+        seconds = now - self._heard_at
+        return Overdue(False, False, seconds, self._number) if seconds > limit else None
+
+    def close(self) -> None:
+        """Hears nothing any more."""
+        if self._before is not None:
+            signal.set_wakeup_fd(self._before)
+        self._reader.close()
+        self._writer.close()
+
+
 @contextmanager
 def guarded(
     course: Course, limits: Limits, *, on_wait: Callable[[], None], end: Callable[[Overdue], int]
@@ -110,6 +159,7 @@ def guarded(
     """
     over = threading.Event()
     patience = Patience(limits)
+    heard = Signals(limits)
 
     def watch() -> None:
         begun = time.monotonic()
@@ -118,7 +168,7 @@ def guarded(
             if not is_told and not course.attempts and time.monotonic() - begun > _QUIET_S:
                 is_told = True
                 on_wait()
-            found = patience.look(course, time.monotonic())
+            found = heard.look(time.monotonic()) or patience.look(course, time.monotonic())
             if found is not None:
                 _end_children()
                 course.close()
@@ -131,6 +181,7 @@ def guarded(
     finally:
         over.set()
         thread.join()
+        heard.close()
 
 
 def _end_children() -> None:

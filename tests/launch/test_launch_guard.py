@@ -93,3 +93,20 @@ with guarded(course, Limits(0.1, 30, 1), on_wait=print, end=end):
     assert (done.returncode, done.stdout) == (8, "no space False\n"), done.stderr
     left = Path(f"/proc/{(tmp_path / 'pid').read_text()}/cmdline")
     assert not left.exists() or not left.read_bytes(), "it runs no more; whoever inherits it may not have asked yet"
+
+
+def test_a_signal_ends_a_process_that_native_code_keeps_from_hearing_it(repo_dir: Path) -> None:
+    code = """
+import ctypes, os, signal, threading
+from ckpt_cli.failure import end_on_signals
+from ckpt_cli.launch_agent import Course
+from ckpt_cli.launch_guard import Limits, guarded
+end_on_signals()
+end = lambda overdue: print(overdue.signal, flush=True) or 130
+with guarded(Course(), Limits(100, 100, 1), on_wait=print, end=end):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    ctypes.CDLL(None).sleep(1000)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo_dir, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (130, "2\n"), done.stderr
