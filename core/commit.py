@@ -162,7 +162,7 @@ class Stage:
             return f"{self._identity} in {os.lstat(self.data_dir).st_ino if is_there else 'none'}"
 
     def _sync_data(self, files: Iterable[str]) -> None:
-        for file in files:
+        for file in files if self._fsync else ():
             self.store.sync(file)
         if not self._has_synced_names:
             sync_folders(self.stage_dir)

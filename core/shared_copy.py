@@ -153,7 +153,7 @@ class Share:
             journal = FileJournal(
                 journal_path(order.stage_dir, self._team.rank),
                 order.journal_of,
-                sync=lambda files: _sync(store, files),
+                sync=lambda files: _sync(store, files if order.fsync else ()),
                 batch_bytes=order.batch_bytes,
                 others=journals_in(order.stage_dir),
                 keys=self._plan.numbers,
