@@ -1,10 +1,12 @@
 """The journals of a stage: which work items are done, so that an interrupted run can be continued.
 
-A file of JSON lines beside the stage's data. The first line names the plan (``identity``); each other line lists items
-whose bytes were on the disk when it was written, with the CRC-32 of every range. A run that is killed loses at most the
-items since the last line (``BATCH_BYTES``); a torn last line counts as not written. Whoever continues reads the listed
-ranges again and believes only what has the listed CRC. A run that does not wait for the disk (``--no-fsync``) lists
-items as soon as they are written: they outlive the process, and CRCs tell if they did not outlive the machine.
+A file of JSON lines beside the stage's data for each worker. Items are numbered by the plan alone, so whoever continues
+reads all of them, however many workers there were, and however many there are. The first line names the plan
+(``identity``); each other line lists items whose bytes were on the disk when it was written, with the CRC-32 of every
+range. A run that is killed loses at most the items since the last line (``BATCH_BYTES``); a torn last line counts as
+not written. Whoever continues reads the listed ranges again and believes only what has the listed CRC. A run that does
+not wait for the disk (``--no-fsync``) lists items as soon as they are written: they outlive the process, and CRCs tell
+if they did not outlive the machine.
 """
 
 from __future__ import annotations
