@@ -41,7 +41,9 @@ def test_a_worker_does_not_outlive_a_launcher_that_is_killed(repo_dir: Path, *, 
         assert launcher.stdout is not None
         said = os.read(launcher.stdout.fileno(), 100)
         launcher.kill()
-        while select.select([launcher.stdout], [], [], 60)[0]:
+        waiting = select.poll()
+        waiting.register(launcher.stdout, select.POLLIN | select.POLLHUP)
+        while waiting.poll(60_000):
             part = os.read(launcher.stdout.fileno(), 100)
             said += part
             if not part:  # the worker has ended: nobody holds the pipe any more
