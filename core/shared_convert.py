@@ -202,19 +202,22 @@ class _Lead:
             sync_folders(stage.stage_dir)
             path = stage.stage_dir / "plan"
             digest = self._stored(path, spooled, written, self._divided(written, stage))
+        order = self._order(path, digest, threads=prepared.plan.threads)
+        return replace(order, journal_of=stage.journal_of, crc=job.crc, crc_digest=job.digest, fsync=job.fsync)
+
+    def _order(self, plan: Path, digest: str, *, threads: int) -> Order:
+        """What all orders of this job have in common."""
+        prepared, stage = self._prepared, self._stage
         assert stage.workers is not None
         return Order(
             stage_dir=stage.stage_dir,
-            plan=path,
+            plan=plan,
             digest=digest,
             token=stage.workers.token,
-            journal_of=stage.journal_of,
+            journal_of=None,
             written=written_path(prepared, stage),
             source=Path(prepared.source.store.root).absolute(),
-            threads=prepared.plan.threads,
-            crc=job.crc,
-            crc_digest=job.digest,
-            fsync=job.fsync,
+            threads=threads,
             **asdict(self._sizes),
         )
 
@@ -293,19 +296,7 @@ class _Lead:
             path = stage.stage_dir / "plan-to-verify"
             division = divided(written.works, self._team.size, item_bytes=self._sizes.item_bytes)
             digest = self._stored(path, spooled, written, division)
-        assert stage.workers is not None
-        return Order(
-            stage_dir=stage.stage_dir,
-            plan=path,
-            digest=digest,
-            token=stage.workers.token,
-            journal_of=None,
-            written=written_path(prepared, stage),
-            target=store.root.absolute(),
-            source=Path(prepared.source.store.root).absolute(),
-            threads=again.threads,
-            **asdict(self._sizes),
-        )
+        return replace(self._order(path, digest, threads=again.threads), target=store.root.absolute())
 
     def finish_verifying(self, done: Sequence[Done]) -> None:
         """Adds up what was compared.

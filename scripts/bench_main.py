@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import statistics
@@ -25,7 +24,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from bench_measure import Case, CommandError, Run, ckpt, in_turn, remove, run, table, warm
+from bench_measure import Case, Page, Run, ckpt, in_turn, remove, run, table, warm
 
 GIB = 1 << 30
 TARGETS = ("torch", "dcp", "torch_dist", "megatron", "safetensors", "zarr", "zarr3")
@@ -106,32 +105,16 @@ began = time.perf_counter(); pickle.loads(data); print(time.perf_counter() - beg
 HEAVY = {"torch", "numpy", "zarr", "tensorstore"}
 
 
-class Bench:
-    """One run of the bench: its options, its scratch directory and the rows so far."""
-
-    def __init__(self, options: argparse.Namespace, scratch_dir: Path) -> None:
-        self.options = options
-        self.scratch_dir = scratch_dir
-        self.cases: list[Case] = []
-        self.failures: list[str] = []
-
-    def wants(self, name: str) -> bool:
-        return self.options.only is None or re.search(self.options.only, name) is not None
-
-    def add(self, case: Case) -> None:
-        self.cases.append(case)
-        print(table([case]).splitlines()[-1], file=sys.stderr, flush=True)
+class Bench(Page):
+    """The rows of this bench."""
 
     @contextmanager
     def tolerant(self, name: str) -> Iterator[None]:
-        """Around the work for some rows: a command that fails is reported at the end and ends nothing else."""
-        try:
+        """As a page's; what a command that failed has left is removed."""
+        with super().tolerant(name):
             yield
-        except CommandError as err:
-            self.failures.append(f"{name}: {err}")
-            print(f"{name}: FAILED\n{err}", file=sys.stderr, flush=True)
-            for left in ("written", "copied"):
-                remove(self.scratch_dir / left)
+        for left in ("written", "copied"):
+            remove(self.scratch_dir / left)
 
     @contextmanager
     def source(self, kind: str, n_bytes: int) -> Iterator[Path]:
