@@ -401,6 +401,14 @@ class TransferOptions:
             help="Where ranks hold different copies of one tensor: fail, or take the first. [error]",
         ),
     ] = None
+    weights_only: Annotated[
+        bool,
+        Flag(
+            "--weights-only",
+            rich_help_panel=CONTENT,
+            help="Write a .pt that torch.load's weights_only mode accepts: set aside the objects that it refuses.",
+        ),
+    ] = False
     drop_unknown: Annotated[
         bool,
         Flag("--drop-unknown", rich_help_panel=CONTENT, help="Leave out objects of classes that are not known."),

@@ -124,6 +124,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         quantize=quantizations_of(options.quantize),
         max_file_bytes=None if options.max_shard_size is None else size_in_bytes(options.max_shard_size),
         metadata_only=options.metadata_only,
+        weights_only=options.weights_only,
         drop_unknown=options.drop_unknown,
         memory_bytes=defaults.memory_bytes if options.memory is None else size_in_bytes(options.memory),
         threads=options.threads or worker_threads() or defaults.threads,

@@ -206,9 +206,13 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     form = global_form(job, source, format)
     _check_text(form.catalog)
     notes = [*source.notes, *form.notes]
-    checked = vetted(form.catalog, keeps_unknown=format.partition == "ranks", drop_unknown=job.drop_unknown)
+    # torch.save's files and DCP are read back as instances of their classes, so objects stay such; objects of other
+    # sources, and those that were set aside before, are in the new file what torch.load accepts by default.
+    is_live = source.format.has_live_objects and not source.catalog.attrs.get("weights_only")
+    keeps_unknown = format.partition == "ranks" or format.nests
+    checked = vetted(form.catalog, keeps_unknown=keeps_unknown, drop_unknown=job.drop_unknown)
     dropped = [*form.dropped, *checked.dropped]
-    catalog = checked.catalog
+    catalog = checked.catalog.with_attrs(weights_only=job.weights_only or not is_live)
     dst = job.dst or _proposed_dst(job, source, format)
     is_file = is_file_of(format, dst)
     notes += _nesting_lost(catalog, format, is_file=is_file)
@@ -324,7 +328,7 @@ def _nesting_lost(catalog: Catalog, format: Format, *, is_file: bool) -> list[st
     if "family" in catalog.attrs:
         return []
     if format.nests:
-        return root_notes(catalog)
+        return []
     flattens = format.is_mcore or format.has_objects_beside
     keeps_nesting = format.has_objects_beside and not is_file and bool(catalog.objects)
     lost = nesting_notes(catalog, flattens=flattens, keeps_nesting=keeps_nesting)

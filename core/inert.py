@@ -73,6 +73,12 @@ class Inert:
         return f"<inert {self.class_name}>"
 
 
+class Size(tuple[int, ...]):
+    """A ``torch.Size``: a tuple that is told apart from others, so that it is written as what it was."""
+
+    __slots__ = ()
+
+
 class _NoState:
     """The type of ``NO_STATE``."""
 

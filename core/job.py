@@ -83,6 +83,7 @@ class Job:
             usual names, None for no unstacking.
         max_file_bytes: most bytes of an output file with tensors, where the format can split; None for its default.
         metadata_only: write new metadata only; data files are hard links to the source's (``core.relink``).
+        weights_only: set what ``torch.load(weights_only=True)`` refuses aside, also where it could stay what it was.
         drop_unknown: leave out objects of unknown classes where the target cannot hold them.
         replicas: what happens where ranks hold different copies of one tensor: ``error``, or the ``first`` is taken and
             the others are not read.
@@ -129,6 +130,7 @@ class Job:
     quantize: tuple[tuple[str | None, str], ...] = ()
     max_file_bytes: int | None = None
     metadata_only: bool = False
+    weights_only: bool = False
     drop_unknown: bool = False
     replicas: str = "error"
     memory_bytes: int = DEFAULT_MEMORY_BYTES

@@ -42,6 +42,11 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
             f"--max-shard-size has no effect: {why}",
             hint="leave it out, or write a directory: --to safetensors",
         )
+    if job.weights_only and not format.nests:
+        raise UsageError(
+            f"--weights-only has no effect: it is for torch.save files, and {format.name} is written",
+            hint="leave it out, or write --to torch",
+        )
     if job.megatron_version is not None and format.partition != "ranks":
         raise UsageError(
             f"{OPTION} is for rank files; {format.name} is written in one way only", hint=f"leave {OPTION} out"

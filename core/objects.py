@@ -1,8 +1,8 @@
 """Non-tensor entries on their way from one format to another: loading, vetting, nesting.
 
 Policy (SAFETY: inspect warns, validate detects, convert rejects): an object that names something *dangerous* is never
-carried. One that names classes nobody knows is carried only into Megatron rank files, where it stays the inert pickle
-that it was; for every other target the user must say ``drop_unknown``.
+carried. One that names classes nobody knows is carried only into torch's files, those of Megatron's ranks among them,
+where it stays the inert pickle that it was or is set aside; for every other target the user must say ``drop_unknown``.
 """
 
 from __future__ import annotations
@@ -157,14 +157,15 @@ def inlined(catalog: Catalog) -> Catalog:
     return replace(catalog, skeleton=flat)
 
 
-def state_dict(catalog: Catalog) -> Catalog:
+def state_dict(catalog: Catalog, *, keeps_root: bool = False) -> Catalog:
     """The catalog as one nested state dict, its common state among the entries.
 
     * A global Megatron catalog (``core.layout.unshard``) becomes what its rank files hold, ``{"model": {…}, …}``, so
       that its tensors' keys begin with ``model.``. Its optimizer is in the form of ``core.optim_entries``; the states
       keep their keys, ``optimizer.state.exp_avg.<name>``.
     * A torch_dist catalog keeps its keys at the top level; the entries of the common state join them.
-    * A catalog whose root is a list or a single value gets a dict around it, with the one entry ``value``.
+    * A catalog whose root is a list or a single value gets a dict around it, with the one entry ``value``, unless
+      ``keeps_root``.
     * Any other catalog stays as it is.
 
     Every tensor becomes visible, also those inside objects, under its path.
@@ -172,7 +173,7 @@ def state_dict(catalog: Catalog) -> Catalog:
     catalog = _without_rank_states(catalog)
     common = as_mapping(catalog.attrs.get("common"))
     if common is None:
-        is_nested = catalog.skeleton is None or as_mapping(catalog.skeleton) is not None
+        is_nested = keeps_root or catalog.skeleton is None or as_mapping(catalog.skeleton) is not None
         return catalog if is_nested else _keyed_by_path(catalog, {"value": inlined(catalog).skeleton})
     top = {str(name): value for name, value in common.items()}
     if catalog.attrs.get("family") == "megatron":

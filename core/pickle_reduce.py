@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from core.errors import CorruptError, UnsafeError
-from core.inert import Global, Inert, ObjectLeaf, TensorLeaf
+from core.inert import Global, Inert, ObjectLeaf, Size, TensorLeaf
 
 MAX_KEY_DEPTH = 8
 MAX_KEY_ELEMENTS = 4096
@@ -50,7 +50,7 @@ class KeyGuard:
             if not -(1 << 63) <= key < 1 << 64:  # type: ignore[operator]
                 raise UnsafeError("a dict key is an integer of more than 64 bits")
             return
-        if kind is tuple or kind is frozenset:
+        if kind is tuple or kind is frozenset or kind is Size:
             self._check_nested(key)  # type: ignore[arg-type]
             return
         if kind.__hash__ is object.__hash__:  # what a hook made
@@ -66,7 +66,7 @@ class KeyGuard:
                 break
             below: list[object] = []
             for item in level:
-                if type(item) is tuple or type(item) is frozenset:
+                if type(item) is tuple or type(item) is frozenset or type(item) is Size:
                     below += item
                 else:
                     self.check(item)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from core.errors import CapacityError
-from core.inert import NO_STATE, Global, Inert, Persistent
+from core.inert import NO_STATE, Global, Inert, Persistent, Size
 
 PersistentId = Callable[[Any], object | None]
 Reducers = Mapping[type, Callable[[Any], object]]
@@ -378,5 +378,6 @@ _REDUCED: dict[type, Callable[[Any], tuple[Global, tuple[object, ...]]]] = {
     frozenset: _set_parts(Global("builtins", "frozenset")),
     bytearray: lambda value: (Global("builtins", "bytearray"), (bytes(value),)),
     complex: lambda value: (Global("builtins", "complex"), (value.real, value.imag)),
+    Size: lambda value: (Global("torch", "Size"), (tuple(value),)),
 }
 """Types that protocol 2 knows only as a call: the callable and its one or two arguments."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from core.errors import CorruptError
-from core.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf
+from core.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, Size, TensorLeaf
 from core.pickle_reduce import KeyGuard
 
 _SAME = frozenset({type(None), bool, float, str, bytes, TensorLeaf})
@@ -106,6 +106,8 @@ def _to_plain(node: Any, made: _Made) -> object:
         return {"$dict": [[made(key), made(item)] for key, item in node.items()]}
     if kind is tuple:
         return {"$tuple": [made(item) for item in node]}
+    if kind is Size:
+        return {"$size": list(node)}
     if kind is set or kind is frozenset:
         return {f"${kind.__name__}": [made(item) for item in sorted(node, key=_order)]}
     if kind is Global:
@@ -236,6 +238,13 @@ def _bytearray(value: object, guard: KeyGuard) -> bytearray:
     return bytearray(value)
 
 
+def _size(value: object, guard: KeyGuard) -> Size:
+    extents = _listed(value)
+    if any(type(extent) is not int for extent in extents):
+        raise ValueError("not a size")
+    return Size(extents)  # type: ignore[arg-type]
+
+
 def _object(value: object, guard: KeyGuard) -> ObjectLeaf:
     if type(value) is not str:
         raise ValueError("not a key")
@@ -245,6 +254,7 @@ def _object(value: object, guard: KeyGuard) -> ObjectLeaf:
 _FROM_TAG: dict[str, Callable[[Any, KeyGuard], object]] = {
     "$dict": _dict,
     "$tuple": lambda value, guard: tuple(_listed(value)),
+    "$size": _size,
     "$set": _set,
     "$frozenset": lambda value, guard: frozenset(_set(value, guard)),
     "$global": _global,

@@ -30,7 +30,7 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Catalo
     elif format.has_objects_beside:
         catalog = with_objects(catalog)
     else:
-        catalog = state_dict(catalog)
+        catalog = state_dict(catalog, keeps_root=format.nests)
     if format.nests:
         catalog = inlined(catalog)
     if format.adapt is not None:

@@ -19,7 +19,7 @@ from core.dist_checkpointing.known_names import KnownNames, member
 from core.dist_checkpointing.stand_in import NAME, StandIn
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats.torch_tensor import unsupported_kind
-from core.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf
+from core.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, Size, TensorLeaf
 from core.pickle_names import classify
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,8 @@ class LiveTree:
             return self._named(node)
         if kind is bytearray:
             return self._memoized(node, bytearray(node))
+        if kind is Size:
+            return self._memoized(node, torch.Size(node))
         if id(node) in self._open:
             raise UnsupportedError(f"a {_kind_of(node)} contains itself")
         self._open.add(id(node))

@@ -42,6 +42,8 @@ class Format:
         has_objects_beside: whether non-tensor entries are stored beside the tensors, with the tensors inside them;
             where they are not, those become tensors of their own.
         nests: whether nested containers are stored as they are, with tensors and other values inside them.
+        has_live_objects: whether torch's own loader makes its objects instances of their classes, so that they are
+            written as such where the destination nests.
         splits_files: whether ``lay_out`` keeps its files below ``attrs["max_file_bytes"]``.
         adapt: what a catalog of global tensors becomes before it is cut, where the format has names of its own.
         check: raises what ``lay_out`` would, without making images; None if there is no shorter way than that.
@@ -63,6 +65,7 @@ class Format:
     keeps_objects: bool = True
     has_objects_beside: bool = False
     nests: bool = False
+    has_live_objects: bool = False
     carries_files: bool = False
     splits_files: bool = False
     adapt: Callable[[Catalog], Catalog] | None = None

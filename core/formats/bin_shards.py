@@ -297,4 +297,5 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=None,
+    has_live_objects=True,
 )

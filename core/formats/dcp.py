@@ -449,4 +449,5 @@ FORMAT = Format(
     partition="as_stored",
     salvage=salvage,
     splits_files=True,
+    has_live_objects=True,
 )

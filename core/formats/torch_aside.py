@@ -25,7 +25,7 @@ from typing import Any
 
 from core.dtypes import DTYPES
 from core.errors import CorruptError, UnsupportedError
-from core.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping
+from core.inert import NO_STATE, Global, Inert, Size, TensorLeaf, as_mapping
 from core.pickle_reduce import KeyGuard
 from core.plain import from_plain, to_plain
 from core.skeleton import MAX_DEPTH
@@ -63,6 +63,13 @@ def set_aside(root: object) -> object:
     return {**mapping, ASIDE_KEY: note}
 
 
+def refused(root: object) -> list[tuple[tuple[object, ...], object]]:
+    """Return path and value of every object of a tree that ``set_aside`` would put aside."""
+    setter = _Setter()
+    setter.visit(root, ())
+    return [(tuple(record["path"]), record["value"]) for record in setter.records]  # type: ignore[arg-type]
+
+
 class _Refused:
     """The type of ``_REFUSED``."""
 
@@ -94,7 +101,7 @@ class _Setter:
             return node
         if kind is int and node.bit_length() <= _MAX_INT_BITS:
             return node
-        if kind is Global and node.module == "torch" and node.name in DTYPES:
+        if kind is Size or (kind is Global and node.module == "torch" and node.name in DTYPES):
             return node
         kept: object = _REFUSED
         is_new = id(node) not in self._changed and len(path) < MAX_DEPTH

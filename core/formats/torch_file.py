@@ -13,8 +13,9 @@ attrs: ``aliases`` (key → first key that has the same bytes), ``unsupported`` 
 not plain dense ones; they are objects of the skeleton and cannot be written), ``notes``, and ``iteration`` and
 ``args`` where the root has them.
 
-Versions: all but the tar files of torch 0.1; written as torch 2.13 does. A written file loads with torch's defaults
-(``weights_only``): what that refuses lies below a reserved key, see ``torch_aside``, and comes back on reading.
+Versions: all but the tar files of torch 0.1; written as torch 2.13 does. What torch's default (``weights_only``) refuses
+lies below a reserved key of a written file, see ``torch_aside``, and comes back on reading; with ``attrs["weights_only"]``
+false it stays what it was (attrs of a source: true where it was set aside).
 
 Not supported, refused by name: the tar files of torch 0.1, TorchScript, bare pickles.
 
@@ -32,6 +33,7 @@ from core.errors import UnsupportedError
 from core.formats import Format
 from core.formats.torch_aside import set_aside
 from core.formats.torch_item import item_location as item_location
+from core.formats.torch_refused import with_refusals
 from core.formats.torch_tree import TorchTree as TorchTree
 from core.formats.torch_tree import load_object as load_object
 from core.formats.torch_tree import parse as parse
@@ -100,6 +102,8 @@ def catalog_of(store: ReadStore, name: str) -> Catalog:
     """The catalog of one file of a store; errors as for ``read``."""
     tree = parse(store, name)
     attrs: dict[str, object] = {"aliases": tree.aliases, "unsupported": tree.unsupported, "notes": tree.notes}
+    if tree.is_set_aside:
+        attrs["weights_only"] = True
     root = as_mapping(tree.value) or {}
     if type(root.get("iteration")) is int:
         attrs["iteration"] = root["iteration"]
@@ -122,7 +126,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     Args:
         target: every tensor is one array. Its skeleton is what will be saved; without one, a dict of all tensors and
             objects by key. Tensors that ``attrs["aliases"]`` calls equal share a storage, of which only the first one's
-            array is placed.
+            array is placed. Objects keep their classes if ``attrs["weights_only"]`` is false.
 
     Raises:
         UnsupportedError: a tensor of a kind that is not handled is still there, or a tensor is in several pieces.
@@ -130,7 +134,9 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     refuse_unsupported(target)
     same_as = _aliases(target)
     with gc_paused():
-        root = set_aside(_root(target))
+        root = _root(target)
+        if target.attrs.get("weights_only", True):
+            root = set_aside(root)
     plan = plan_tree(root, lambda key: target.whole_array(same_as.get(key, key)), prefix=PREFIX)
     return (FileImage(FILE_NAME, plan.size, plan.arrays, plan.literals),)
 
@@ -198,4 +204,6 @@ FORMAT = Format(
     lay_out=lay_out,
     is_single_file=True,
     nests=True,
+    has_live_objects=True,
+    adapt=with_refusals,
 )

@@ -30,7 +30,7 @@ from math import prod
 from core.box import Shape, is_c_contiguous
 from core.dtypes import BY_STORAGE, DTYPES
 from core.errors import CorruptError
-from core.inert import Global, Inert, Persistent, TensorLeaf
+from core.inert import Global, Inert, Persistent, Size, TensorLeaf
 
 MAX_RANK = 64  # torch's own limit is lower
 MAX_EXPANDED_BYTES = 1 << 32
@@ -92,6 +92,7 @@ class TensorReader:
             ("torch._utils", "_rebuild_parameter_with_state"): self._parameter,
             ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): self._device_tensor,
             ("torch._tensor", "_rebuild_from_type_v2"): self._from_type,
+            ("torch", "Size"): _size,
             **(hooks or {}),
         }
 
@@ -167,6 +168,14 @@ class TensorReader:
     ) -> object:
         found = located(storage, offset, size, stride, dtype)
         return NotImplemented if found is None else self._leaf(found, requires_grad)
+
+
+def _size(*args: object) -> object:
+    """A ``torch.Size``, which the reader of pickles alone would make a plain tuple."""
+    extents = args[0] if len(args) == 1 else () if not args else None
+    if not isinstance(extents, (tuple, list)) or any(type(extent) is not int for extent in extents):
+        return NotImplemented
+    return Size(extents)
 
 
 _PLAIN_CLASSES = (

@@ -44,6 +44,7 @@ class TorchTree:
         unsupported: key → kind, for the objects that stand for tensors of a kind that is not handled.
         notes: what the user should know.
         version: the zip's version record, or ``legacy 1001``.
+        is_set_aside: objects stood below the reserved key of ``torch_aside``; they are back in their places.
     """
 
     value: object
@@ -54,6 +55,7 @@ class TorchTree:
     unsupported: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     version: str | None = None
+    is_set_aside: bool = False
 
 
 def parse(
@@ -281,6 +283,7 @@ class _Reading:
             unsupported=unsupported,
             notes=_notes(attributes),
             version=self._content.version,
+            is_set_aside=root is not self._content.value,
         )
 
     def array(self, key: str, location: Location) -> StoredArray:

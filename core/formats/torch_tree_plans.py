@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.formats.torch_tree_plan import TreePlan, placed_records, plan_tree
-from core.inert import NO_STATE, Global, Inert, TensorLeaf, Weights
+from core.inert import NO_STATE, Global, Inert, Size, TensorLeaf, Weights
 
 if TYPE_CHECKING:
     from core.catalog import StoredArray
@@ -130,7 +130,7 @@ class _Signing:
         if kind is dict:
             self._parts.append(("dict", len(node)))  # type: ignore[arg-type]
             return all(self._add(key) and self._add(item) for key, item in node.items())  # type: ignore[attr-defined]
-        if kind is list or kind is tuple:
+        if kind is list or kind is tuple or kind is Size:
             self._parts.append((kind, len(node)))  # type: ignore[arg-type]
             return all(map(self._add, node))  # type: ignore[call-overload]
         if kind is not Inert:

@@ -27,7 +27,7 @@ from tests.formats.test_dcp import GOLD, assert_same_tree, counted, torch_object
 
 def torch_file(src: Path, dst: Path) -> Any:
     """What a conversion to torch holds."""
-    run(Job(src=src, dst=dst, to="torch", fsync=False))
+    run(Job(src=src, dst=dst, to="torch", weights_only=True, fsync=False))
     return torch.load(dst, weights_only=True)
 
 

@@ -1,0 +1,49 @@
+"""What ``torch.load(weights_only=True)`` refuses of a state dict, told to the user: by path and class.
+
+The rules of what is refused are those of ``torch_aside``. A torch file either keeps such objects under their classes, as
+``torch.save`` wrote them (attrs["weights_only"] is false), or has them set aside.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.formats.torch_aside import ASIDE_KEY, refused
+from core.inert import Global, Inert, walk
+
+if TYPE_CHECKING:
+    from core.catalog import Catalog
+
+_MAX_SHOWN = 20
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+
+
+def with_refusals(catalog: Catalog) -> Catalog:
+    """Add a note that names the objects of a torch file to be written that weights_only refuses."""
+    objects = [
+        f"{'.'.join(map(str, path)) or 'the root'} ({class_of(value)})" for path, value in refused(catalog.skeleton)
+    ]
+    if not objects:
+        return catalog
+    names = ", ".join(objects[:_MAX_SHOWN])
+    if len(objects) > _MAX_SHOWN:
+        names += f" and {len(objects) - _MAX_SHOWN:,} more"
+    if catalog.attrs.get("weights_only", True):
+        note = f"set aside below {ASIDE_KEY!r}, as torch.load's weights_only mode refuses these objects: {names}"
+    else:
+        note = f"torch.load's weights_only mode refuses these objects: {names}; --weights-only sets them aside"
+    return catalog.noted([note])
+
+
+def class_of(value: object) -> str:
+    """Return the class of an inert value, or of the first object in it that is not plain."""
+    for node in walk(value):
+        if isinstance(node, Global):
+            return str(node)
+        if isinstance(node, Inert):
+            if isinstance(node.fn, Global) and node.fn.module in _NUMPY:
+                return "numpy.ndarray" if node.fn.name == "_reconstruct" else "a numpy scalar"
+            return node.class_name
+        if isinstance(node, frozenset):
+            return "frozenset"
+    return type(value).__name__
