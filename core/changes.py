@@ -20,7 +20,6 @@ output layer of its own.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,12 +35,10 @@ from core.renaming import Renamed, add_prefix, rename, strip_prefix
 from core.restack import stack_layers, unstack_layers
 from core.target import retyped
 from core.transform import cast_of, select
-from core.tying import tie, untie
+from core.tying import INPUT, OUTPUT, tie, untie
 
 _DTYPE_NAMES = ("dtype", "torch_dtype")
 """How a configuration calls the dtype: transformers since version 5, and before."""
-_OUTPUT = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
-_INPUT = re.compile(r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +192,7 @@ def _tie_edits(job: Job) -> dict[str, object]:
     """What ties between the input and the output embedding change in the configuration."""
     edits: dict[str, object] = {}
     for is_tied, pairs in ((False, job.untie), (True, job.tie)):
-        if any(_OUTPUT.search(first) and _INPUT.search(second) for first, second in pairs):
+        if any(OUTPUT.search(first) and INPUT.search(second) for first, second in pairs):
             edits["tie_word_embeddings"] = is_tied
     return edits
 

@@ -13,7 +13,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,10 +25,12 @@ from core.copy import execute
 from core.errors import UnsupportedError, UsageError
 from core.explain import Explained, explained
 from core.formats import Format, format_called, formats
-from core.formats.hf_files import carried_of, documents_of
+from core.formats.hf_files import CONFIG, carried_of, config_of, documents_of
 from core.formats.torch_file import load_object
+from core.formats.torch_refused import names_importable
 from core.global_form import global_form
 from core.image import FileImage, literal_file
+from core.inert import as_mapping
 from core.job import Job as Job
 from core.job import Progress as Progress
 from core.job import Report as Report
@@ -36,9 +38,11 @@ from core.job import TopologyChange as TopologyChange
 from core.job_checks import is_cut
 from core.job_sizes import check_source_sizes, target_topology
 from core.job_stage import Made, finish_data, finish_manifest, identity_text, report_of, stage_of, written_path
+from core.json_object import object_of
 from core.layout import load_rules, shard, stack
 from core.layout_state import OPTIMIZER, texts_of
-from core.objects import loaded, nesting_notes, refuse_hidden, root_notes, vetted
+from core.nesting import flattening_notes, nesting_notes, recorded_notes, sharing_notes
+from core.objects import loaded, refuse_hidden, vetted
 from core.occupied import check_replaceable
 from core.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.optimizer import Optimizer
@@ -49,6 +53,7 @@ from core.safe_pickle import gc_paused, noting_names
 from core.select import folded
 from core.target import partitioned, source_and_target, tensors_only
 from core.team import ALONE, Team
+from core.tying import recordable
 from core.verify import check_memory, verify
 
 if TYPE_CHECKING:
@@ -70,6 +75,7 @@ class Prepared:
         notes: what the user should know.
         dropped: entries of the source that the destination will not hold, with the reason.
         form: the source's global tensors under their final names, before they are cut for the destination.
+        n_recorded: tensors that the destination does not hold: it records that others have their bytes.
         links: (path, file of the source, bytes) of what is a hard link, with ``metadata_only``.
     """
 
@@ -83,12 +89,13 @@ class Prepared:
     notes: tuple[str, ...]
     dropped: tuple[str, ...]
     form: Catalog
+    n_recorded: int = 0
     links: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def n_tensors(self) -> int:
         """Tensors of the destination."""
-        return len(self.form.tensors if self.links else self.plan.target.tensors)
+        return len(self.form.tensors if self.links else self.plan.target.tensors) - self.n_recorded
 
     @property
     def is_file(self) -> bool:
@@ -206,17 +213,16 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     form = global_form(job, source, format)
     _check_text(form.catalog)
     notes = [*source.notes, *form.notes]
-    # torch.save's files and DCP are read back as instances of their classes, so objects stay such; objects of other
-    # sources, and those that were set aside before, are in the new file what torch.load accepts by default.
-    is_live = source.format.has_live_objects and not source.catalog.attrs.get("weights_only")
-    keeps_unknown = format.partition == "ranks" or format.nests
+    keeps_unknown = format.partition == "ranks" or format.nests or format.is_mcore
     checked = vetted(form.catalog, keeps_unknown=keeps_unknown, drop_unknown=job.drop_unknown)
     dropped = [*form.dropped, *checked.dropped]
-    catalog = checked.catalog.with_attrs(weights_only=job.weights_only or not is_live)
+    catalog = checked.catalog.with_attrs(weights_only=job.weights_only or not _has_live_objects(source))
     dst = job.dst or _proposed_dst(job, source, format)
     is_file = is_file_of(format, dst)
     notes += _nesting_lost(catalog, format, is_file=is_file)
     dropped += _left_behind(catalog, format, is_file=is_file)
+    if format.records_ties and "aliases" in catalog.attrs:
+        catalog = recordable(catalog, None if is_file else _config_beside(catalog, source))
     catalog, target = _source_and_target(job, catalog, format)
     notes += [note for note in texts_of(target, "notes") if note not in notes]
     dropped += [text for text in texts_of(target, "dropped") if text not in dropped]
@@ -230,6 +236,8 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         images = _as_root(images, target.attrs.get("iteration"))
     if is_file:
         images = (replace(images[0], path=dst.name),)
+    recorded = _recorded(target, images) if format.records_ties else {}
+    notes += recorded_notes(recorded)
     compares = job.replicas == "error"
     plan = make_plan(
         catalog,
@@ -255,7 +263,40 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         notes=tuple(folded(notes, end=": ")),
         dropped=tuple(folded(dropped, end=" (")),
         form=checked.catalog,
+        n_recorded=len(recorded),
     )
+
+
+def _config_beside(catalog: Catalog, source: Checkpoint) -> Mapping[str, object] | None:
+    """The configuration that will lie beside the weights, or None."""
+    document = documents_of(catalog).get(CONFIG)
+    if document is not None:
+        return object_of(document, file=CONFIG)
+    return config_of(source.store) if CONFIG in carried_of(catalog) else None
+
+
+def _recorded(target: Catalog, images: Iterable[FileImage]) -> dict[str, str]:
+    """Tensor → the equal one in its place, of those whose names the destination has without bytes of their own."""
+    placed = {place.array.name for image in images for place in image.arrays}
+
+    def is_placed(key: str) -> bool:
+        return any(piece.array is not None and piece.array.name in placed for piece in target.fragments(key))
+
+    aliases = target.attrs.get("aliases")
+    pairs = aliases.items() if isinstance(aliases, Mapping) else ()
+    return {key: first for key, first in pairs if key in target.tensors and not is_placed(key)}
+
+
+def _has_live_objects(source: Checkpoint) -> bool:
+    """Whether objects stay instances of their classes in a torch file, as torch's own loader of the source makes them.
+
+    DCP's do unless they name classes of other packages than torch and numpy, which are set aside in every DCP that this
+    project writes. Objects of other formats, and those that a torch file had set aside, stay loadable by default.
+    """
+    if source.catalog.attrs.get("weights_only"):
+        return False
+    values = [item.value for item in source.catalog.objects.values()]
+    return source.format.has_live_objects and (source.format.nests or names_importable(values))
 
 
 def _check_text(catalog: Catalog) -> None:
@@ -327,12 +368,12 @@ def _nesting_lost(catalog: Catalog, format: Format, *, is_file: bool) -> list[st
     """What becomes of containers around tensors, where the destination has them otherwise."""
     if "family" in catalog.attrs:
         return []
-    if format.nests:
-        return []
-    flattens = format.is_mcore or format.has_objects_beside
-    keeps_nesting = format.has_objects_beside and not is_file and bool(catalog.objects)
-    lost = nesting_notes(catalog, flattens=flattens, keeps_nesting=keeps_nesting)
-    return lost if flattens else lost + root_notes(catalog)
+    sharing = sharing_notes(catalog, keeps_ties=format.nests or format.records_ties)
+    if format.nests or (format.has_objects_beside and not is_file and catalog.objects):
+        return sharing
+    if format.is_mcore or format.has_objects_beside:
+        return [*flattening_notes(catalog, has_common=format.is_mcore), *sharing]
+    return [*nesting_notes(catalog), *sharing]
 
 
 def _left_behind(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
@@ -344,7 +385,8 @@ def _left_behind(catalog: Catalog, format: Format, *, is_file: bool) -> list[str
     if not (format.keeps_objects and (format.nests or not is_file)):
         groups: dict[str, list[str]] = {}
         is_alone = isinstance(catalog.attrs.get(OPTIMIZER), Optimizer)
-        for key in (*catalog.objects, *([OPTIMIZER] if is_alone else [])):
+        common = as_mapping(catalog.attrs.get("common")) or {}
+        for key in dict.fromkeys((*catalog.objects, *map(str, common), *([OPTIMIZER] if is_alone else []))):
             groups.setdefault(key.partition(".")[0], []).append(key)
         for name, keys in groups.items():
             what = keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"

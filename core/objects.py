@@ -1,13 +1,13 @@
 """Non-tensor entries on their way from one format to another: loading, vetting, nesting.
 
 Policy (SAFETY: inspect warns, validate detects, convert rejects): an object that names something *dangerous* is never
-carried. One that names classes nobody knows is carried only into torch's files, those of Megatron's ranks among them,
-where it stays the inert pickle that it was or is set aside; for every other target the user must say ``drop_unknown``.
+carried. One that names classes nobody knows is carried only into torch's files (those of Megatron's ranks and its
+``common.pt`` among them), where it stays the inert pickle that it was or is set aside; for every other target the user
+must say ``drop_unknown``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,13 +15,13 @@ from typing import Protocol
 from core.catalog import Catalog, Fragment, StoredArray, StoredObject
 from core.errors import UnsafeError, UnsupportedError
 from core.formats.torch_nested import names_in
-from core.inert import NO_STATE, Global, Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.inert import Global, ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.layout_rng import RNG_STATES
 from core.layout_state import OPTIMIZER
 from core.optim_entries import object_entry
 from core.optimizer import Optimizer, state_of
 from core.safe_pickle import classify, globals_of
-from core.skeleton import REMOVED, Entry, Index, entries, mapped
+from core.skeleton import REMOVED, Entry, entries, mapped
 from core.store import ReadStore
 
 
@@ -173,9 +173,8 @@ def state_dict(catalog: Catalog, *, keeps_root: bool = False) -> Catalog:
     catalog = _without_rank_states(catalog)
     common = as_mapping(catalog.attrs.get("common"))
     if common is None:
-        is_nested = keeps_root or catalog.skeleton is None or as_mapping(catalog.skeleton) is not None
-        return catalog if is_nested else _keyed_by_path(catalog, {"value": inlined(catalog).skeleton})
-    top = {str(name): value for name, value in common.items()}
+        return catalog if keeps_root else with_mapping_root(catalog)
+    top: dict[object, object] = dict(common)
     if catalog.attrs.get("family") == "megatron":
         found = catalog.attrs.get("order")
         order = found if isinstance(found, tuple) else tuple(catalog.tensors)
@@ -194,6 +193,13 @@ def state_dict(catalog: Catalog, *, keeps_root: bool = False) -> Catalog:
         top |= {key: TensorLeaf(key) for key in catalog.tensors}
         top |= {key: item.value for key, item in catalog.objects.items()}
     return _keyed_by_path(catalog, top)
+
+
+def with_mapping_root(catalog: Catalog) -> Catalog:
+    """Return the catalog with a dict around a root that is not a mapping, with the one entry ``value``."""
+    if catalog.skeleton is None or as_mapping(catalog.skeleton) is not None:
+        return catalog
+    return _keyed_by_path(catalog, {"value": inlined(catalog).skeleton})
 
 
 def _without_rank_states(catalog: Catalog) -> Catalog:
@@ -254,46 +260,6 @@ def with_objects(catalog: Catalog) -> Catalog:
         objects[OPTIMIZER] = StoredObject(OPTIMIZER, value=object_entry(found))
     attrs = {name: value for name, value in catalog.attrs.items() if name not in ("common", "family", OPTIMIZER)}
     return replace(catalog, objects={**catalog.objects, **objects}, skeleton=None, attrs=attrs)
-
-
-def nesting_notes(catalog: Catalog, *, flattens: bool = False, keeps_nesting: bool = False) -> list[str]:
-    """What the nesting of a state dict loses where a format knows only dicts, lists and plain tensors.
-
-    Args:
-        flattens: the format does not even know dicts, so that the paths of tensors become their names.
-        keeps_nesting: it stores the nesting beside the tensors.
-    """
-    lost: dict[str, None] = {}
-    for node in () if keeps_nesting else walk(catalog.skeleton):
-        if isinstance(node, TensorLeaf) and (node.wrapper is not None or node.requires_grad):
-            lost["Parameter and requires_grad become plain tensors"] = None
-        elif isinstance(node, Inert) and as_mapping(node) is not None:
-            lost["OrderedDict and other mappings become dicts"] = None
-            if node.state is not NO_STATE:
-                lost["attributes of mappings, such as _metadata, are left out"] = None
-        elif isinstance(node, tuple) and any(isinstance(item, TensorLeaf) for item in node):
-            lost["tuples with tensors become lists"] = None
-        elif isinstance(node, dict) and any(not isinstance(name, str) for name in node):
-            lost["keys that are no strings become strings"] = None
-    path_of = {entry.leaf.key: entry.path for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)}
-    is_nested = (key for key, path in path_of.items() if len(path) > 1 or any(isinstance(name, Index) for name in path))
-    nested = next(is_nested, None)
-    if flattens and not keeps_nesting and nested is not None:
-        lost[f"containers are not stored, the tensors in them are called by their paths, such as {nested}"] = None
-    changed = [
-        key
-        for key, path in path_of.items()
-        if ("\\." in key or re.search(r"~\d+$", key)) and key != ".".join(map(str, path))
-    ]
-    if changed:
-        lost[f"{len(changed)} tensors whose paths collide get keys of their own, such as {changed[0]}"] = None
-    return list(lost)
-
-
-def root_notes(catalog: Catalog) -> list[str]:
-    """What ``state_dict`` does to a root that is no dict."""
-    is_nested = catalog.skeleton is None or as_mapping(catalog.skeleton) is not None
-    return [] if is_nested else ["the root is no dict, so it stands in one, under the name 'value'"]
 
 
 def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:

@@ -10,8 +10,9 @@ Bounds: the number of objects is limited in proportion to the length of the pick
 below 100 MB and 40 times that length; time is linear; nothing recurses. Lengths are compared with the data before
 anything is allocated.
 
-Some callables that only make plain values are normalised (``core.pickle_reduce``): ``torch.Size`` to a tuple (which
-the hooks of torch's files keep apart), sets, bytes of protocol 2, ``getattr(Class, "name")`` to a longer name, module names of Python 2.
+Some callables that only make plain values are normalised (``core.pickle_reduce``): ``torch.Size`` to a tuple (the hooks
+of torch's files keep it apart), sets, bytes of protocol 2, ``getattr(Class, "name")`` to a longer name, module names of
+Python 2.
 
 Source: CPython 3.11 ``pickle.py`` and ``pickletools.py`` (opcode semantics).
 """

@@ -68,6 +68,40 @@ def _entries(node: object, path: Path) -> Iterator[Entry]:
         yield Entry(path, node)
 
 
+def containers(skeleton: object, *, once: bool = False) -> Iterator[tuple[Path, object]]:
+    """Yield path and container of every mapping and sequence that ``entries`` descends into, in order.
+
+    Args:
+        once: do not descend again into a container that stands at several places.
+
+    Raises:
+        CorruptError: nested deeper than ``MAX_DEPTH``, which includes cycles.
+    """
+    visited: set[int] = set()
+    stack: list[tuple[Path, object]] = [((), skeleton)]
+    while stack:
+        path, node = stack.pop()
+        if len(path) > MAX_DEPTH:
+            raise CorruptError(
+                f"containers are nested deeper than {MAX_DEPTH} levels", key=".".join(map(str, path[:8]))
+            )
+        mapping = as_mapping(node)
+        below: list[tuple[object, object]]
+        if mapping is not None and (mapping or not path):
+            below = list(mapping.items())
+        elif isinstance(node, (list, tuple)) and _is_descended(node, len(path)):
+            below = [(Index(index), item) for index, item in enumerate(node)]
+        else:
+            continue
+        yield path, node
+        if not (once and id(node) in visited):
+            visited.add(id(node))
+            stack += [((*path, part), item) for part, item in reversed(below) if isinstance(item, _CONTAINERS)]
+
+
+_CONTAINERS = (dict, list, tuple, Inert)
+
+
 def _is_descended(items: list[object] | tuple[object, ...], depth: int) -> bool:
     """Whether a sequence holds a tensor or a mapping at any depth."""
     if depth > MAX_DEPTH:

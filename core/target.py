@@ -15,7 +15,7 @@ from core.box import Box
 from core.catalog import Catalog, Fragment, StoredArray, TensorMeta, array_name, bind_nothing, catalog_of_arrays
 from core.formats import Format
 from core.formats.hf_files import carried_of, without_carried
-from core.objects import inlined, state_dict, with_common, with_objects
+from core.objects import inlined, state_dict, with_common, with_mapping_root, with_objects
 
 
 def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Catalog]:
@@ -26,7 +26,7 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Catalo
         format: not one that is cut by ranks.
     """
     if format.is_mcore:
-        catalog = with_common(catalog)
+        catalog = with_common(with_mapping_root(catalog))
     elif format.has_objects_beside:
         catalog = with_objects(catalog)
     else:

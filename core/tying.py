@@ -9,6 +9,7 @@ the parameter, and equal to nothing), and one that comes gets copies of the othe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,10 @@ from core.inert import ObjectLeaf, TensorLeaf
 from core.renaming import nested_again, new_path, owned_entries, with_parameters
 from core.select import LIST_THEM
 from core.skeleton import REMOVED, entries, mapped
+
+OUTPUT = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+INPUT = re.compile(r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte)\.weight$")
+"""What transformers calls the output layer and the input embedding of a language model."""
 
 Pair = tuple[str, str]
 """(the tensor that goes or comes, the one it equals)."""
@@ -135,6 +140,26 @@ def _found(catalog: Catalog, key: str, *, option: str) -> TensorMeta:
     if meta is None:
         raise UsageError(f"{option}: there is no such tensor", key=key, hint=LIST_THEM)
     return meta
+
+
+def recordable(catalog: Catalog, config: Mapping[str, object] | None) -> Catalog:
+    """Return the catalog with those aliases that may be names only, in a file that holds each group's bytes once.
+
+    transformers makes an output layer from the input embedding where the configuration says that they are tied, and
+    looks for every other tensor in the files, so those are written with bytes of their own.
+
+    Args:
+        config: the model's ``config.json``, None where there is none beside the weights.
+    """
+    outputs_last = sorted(catalog.tensors, key=lambda key: OUTPUT.search(key) is not None)
+    aliases = aliases_among(catalog.attrs.get("aliases"), outputs_last)
+    if config is None:
+        return catalog.with_attrs(aliases=aliases)
+    is_tied = config.get("tie_word_embeddings") is True
+    kept = {key: first for key, first in aliases.items() if is_tied and OUTPUT.search(key) and INPUT.search(first)}
+    twice = [f"{key} ({first})" for key, first in aliases.items() if key not in kept]
+    note = f"tied tensors are written separately, as transformers looks for each: {', '.join(twice)}"
+    return catalog.with_attrs(aliases=kept).noted([note] if twice else [])
 
 
 def aliases_among(aliases: object, keys: Iterable[str]) -> dict[str, str]:

@@ -102,6 +102,14 @@ def test_objects_of_dcp_stay_what_they_were(tmp_path: Path) -> None:
     assert list(torch.load(tmp_path / "c.pt", weights_only=True)) == ["w", ASIDE_KEY]
 
 
+def test_objects_in_a_common_state_stay_what_they_were(tmp_path: Path) -> None:
+    state = training_state()
+    torch.save(state, tmp_path / "a.pt")
+    converted(tmp_path / "a.pt", tmp_path / "b", "torch_dist")
+    common = torch.load(tmp_path / "b" / "common.pt", weights_only=False)
+    assert common["args"] == state["args"] and type(common["best"]) is np.float64 and common["config"].width == 64
+
+
 def test_megatrons_arguments_are_set_aside_and_named(golden: Path, tmp_path: Path) -> None:
     report = converted(golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "b.pt")
     assert ASIDE_KEY in torch.load(tmp_path / "b.pt", weights_only=True)

@@ -42,6 +42,7 @@ class Format:
         has_objects_beside: whether non-tensor entries are stored beside the tensors, with the tensors inside them;
             where they are not, those become tensors of their own.
         nests: whether nested containers are stored as they are, with tensors and other values inside them.
+        records_ties: whether tensors that attrs["aliases"] calls equal are written once, the other names only recorded.
         has_live_objects: whether torch's own loader makes its objects instances of their classes, so that they are
             written as such where the destination nests.
         splits_files: whether ``lay_out`` keeps its files below ``attrs["max_file_bytes"]``.
@@ -65,6 +66,7 @@ class Format:
     keeps_objects: bool = True
     has_objects_beside: bool = False
     nests: bool = False
+    records_ties: bool = False
     has_live_objects: bool = False
     carries_files: bool = False
     splits_files: bool = False

@@ -39,7 +39,6 @@ pinned in tests/golden (``torch_dcp``).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -74,9 +73,9 @@ from core.formats.dcp_safetensors import with_raw_files
 from core.formats.dcp_streams import StreamItem, inflated_object
 from core.formats.torch_aside import set_aside
 from core.formats.torch_file import item_location
+from core.formats.torch_refused import names_importable
 from core.image import literal_file
 from core.inert import ObjectLeaf, TensorLeaf
-from core.safe_pickle import globals_of
 from core.skeleton import Index, Path, entries, nested
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ if TYPE_CHECKING:
     from core.store import ReadStore
 
 METADATA = ".metadata"
-_IMPORTABLE = sys.stdlib_module_names | {"torch", "numpy"}
 
 
 def sniff(store: ReadStore) -> bool:
@@ -338,7 +336,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
 
 def _loadable(item: StoredObject) -> StoredObject:
     """The object in a form that torch can load, which imports every class that is named."""
-    if all(name.module.partition(".")[0] in _IMPORTABLE for name in globals_of(item.value)):
+    if names_importable(item.value):
         return item
     return replace(item, value=set_aside(item.value))
 

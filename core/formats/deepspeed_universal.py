@@ -234,4 +234,5 @@ FORMAT = Format(
     has_objects_beside=True,
     adapt=for_universal,
     check=check,
+    records_ties=True,
 )

@@ -229,4 +229,5 @@ FORMAT = Format(
     carries_files=True,
     has_objects_beside=True,
     splits_files=True,
+    records_ties=True,
 )

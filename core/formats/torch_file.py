@@ -13,9 +13,9 @@ attrs: ``aliases`` (key → first key that has the same bytes), ``unsupported`` 
 not plain dense ones; they are objects of the skeleton and cannot be written), ``notes``, and ``iteration`` and
 ``args`` where the root has them.
 
-Versions: all but the tar files of torch 0.1; written as torch 2.13 does. What torch's default (``weights_only``) refuses
-lies below a reserved key of a written file, see ``torch_aside``, and comes back on reading; with ``attrs["weights_only"]``
-false it stays what it was (attrs of a source: true where it was set aside).
+Versions: all but the tar files of torch 0.1; written as torch 2.13 does. What torch's default (``weights_only``)
+refuses lies below a reserved key of a written file, see ``torch_aside``, and comes back on reading; with
+``attrs["weights_only"]`` false it stays what it was (attrs of a source: true where it was set aside).
 
 Not supported, refused by name: the tar files of torch 0.1, TorchScript, bare pickles.
 
@@ -102,6 +102,8 @@ def catalog_of(store: ReadStore, name: str) -> Catalog:
     """The catalog of one file of a store; errors as for ``read``."""
     tree = parse(store, name)
     attrs: dict[str, object] = {"aliases": tree.aliases, "unsupported": tree.unsupported, "notes": tree.notes}
+    if tree.shared:
+        attrs["shared"] = tree.shared
     if tree.is_set_aside:
         attrs["weights_only"] = True
     root = as_mapping(tree.value) or {}

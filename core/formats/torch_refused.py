@@ -1,20 +1,23 @@
 """What ``torch.load(weights_only=True)`` refuses of a state dict, told to the user: by path and class.
 
-The rules of what is refused are those of ``torch_aside``. A torch file either keeps such objects under their classes, as
-``torch.save`` wrote them (attrs["weights_only"] is false), or has them set aside.
+The rules of what is refused are those of ``torch_aside``. A torch file either keeps such objects under their classes,
+as ``torch.save`` wrote them (attrs["weights_only"] is false), or has them set aside.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from core.formats.torch_aside import ASIDE_KEY, refused
 from core.inert import Global, Inert, walk
+from core.safe_pickle import globals_of
 
 if TYPE_CHECKING:
     from core.catalog import Catalog
 
 _MAX_SHOWN = 20
+_IMPORTABLE = sys.stdlib_module_names | {"torch", "numpy"}
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
@@ -33,6 +36,11 @@ def with_refusals(catalog: Catalog) -> Catalog:
     else:
         note = f"torch.load's weights_only mode refuses these objects: {names}; --weights-only sets them aside"
     return catalog.noted([note])
+
+
+def names_importable(value: object) -> bool:
+    """Return whether an inert value names only what is there wherever torch is: Python's, torch's, numpy's."""
+    return all(name.module.partition(".")[0] in _IMPORTABLE for name in globals_of(value))
 
 
 def class_of(value: object) -> str:

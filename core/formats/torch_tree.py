@@ -22,7 +22,7 @@ from core.formats.torch_zip import Record, check_kind, read_archive
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle_reduce import Name
 from core.safe_pickle import gc_paused, load
-from core.skeleton import MAX_DEPTH, Entry, entries, mapped
+from core.skeleton import MAX_DEPTH, Entry, containers, entries, mapped
 
 if TYPE_CHECKING:
     from core.catalog import Coords
@@ -44,6 +44,7 @@ class TorchTree:
         unsupported: key → kind, for the objects that stand for tensors of a kind that is not handled.
         notes: what the user should know.
         version: the zip's version record, or ``legacy 1001``.
+        shared: path of a container → path where the same one stands before; they are separate in ``value``.
         is_set_aside: objects stood below the reserved key of ``torch_aside``; they are back in their places.
     """
 
@@ -55,6 +56,7 @@ class TorchTree:
     unsupported: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     version: str | None = None
+    shared: dict[str, str] = field(default_factory=dict)
     is_set_aside: bool = False
 
 
@@ -283,6 +285,7 @@ class _Reading:
             unsupported=unsupported,
             notes=_notes(attributes),
             version=self._content.version,
+            shared=_shared(root),
             is_set_aside=root is not self._content.value,
         )
 
@@ -367,6 +370,18 @@ def _aliases(arrays: dict[str, StoredArray]) -> dict[str, str]:
             if same != key:
                 aliases[key] = same
     return aliases
+
+
+def _shared(root: object) -> dict[str, str]:
+    """Path of a container of entries → path where the same object stands before it; those below it are not listed."""
+    first: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for path, node in containers(root, once=True):
+        name = _joined(path)
+        earlier = first.setdefault(id(node), name)
+        if earlier != name and not isinstance(node, tuple):
+            shared[name] = earlier
+    return shared
 
 
 def _notes(attributes: dict[str, tuple[str, ...]]) -> tuple[str, ...]:

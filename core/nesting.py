@@ -1,0 +1,181 @@
+"""What a destination cannot keep of a state dict's nesting, types and shared memory, as notes of a summary.
+
+Every note names the entries that it is about, so that a reader of the result can look them up::
+
+    OrderedDict becomes dict: model, ema.model
+    tied tensors are written separately: lm_head.weight (embed.weight)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.box import c_strides
+from core.dtypes import itemsize
+from core.inert import NO_STATE, Inert, TensorLeaf, as_mapping
+from core.skeleton import Index, Path, containers, entries
+
+if TYPE_CHECKING:
+    from core.catalog import Catalog, StoredArray
+
+_MAX_SHOWN = 8
+_SEPARATE = "objects that several places share become separate copies"
+
+
+def nesting_notes(catalog: Catalog) -> list[str]:
+    """Return what a format loses that knows only dicts with string keys, lists, and plain tensors."""
+    rows: dict[str, list[str]] = {}
+    for path, node in containers(catalog.skeleton):
+        name = _joined(path)
+        mapping = as_mapping(node)
+        if isinstance(node, Inert):
+            rows.setdefault(f"{_class(node)} becomes dict", []).append(name)
+            if node.state is not NO_STATE:
+                rows.setdefault("attributes of mappings, such as _metadata, are left out", []).append(name)
+        elif isinstance(node, tuple):
+            rows.setdefault("tuples become lists", []).append(name)
+        for key in mapping or ():
+            if not isinstance(key, str):
+                rows.setdefault("keys that are not strings become strings", []).append(_joined((*path, key)))
+    first: dict[int, str] = {}
+    for entry in entries(catalog.skeleton):
+        if isinstance(entry.leaf, (list, set, bytearray, Inert)):
+            earlier = first.setdefault(id(entry.leaf), entry.key)
+            if earlier != entry.key:
+                rows.setdefault(_SEPARATE, []).append(f"{entry.key} ({earlier})")
+    notes = [f"{what}: {_listed(names)}" for what, names in rows.items()]
+    return notes + _parameter_notes(catalog) + _collision_notes(catalog) + root_notes(catalog)
+
+
+def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
+    """Return what a format loses that has no containers around tensors: their paths become their names.
+
+    Args:
+        has_common: other entries keep their nesting, in a dict of their own.
+    """
+    paths = [entry.path for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)]
+    nested = [path for path in paths if len(path) > 1 or any(isinstance(part, Index) for part in path)]
+    odd = [_joined(path) for path in paths if len(path) == 1 and not isinstance(path[0], (str, Index))]
+    notes = []
+    if odd:
+        notes.append(f"keys that are not strings become strings: {_listed(odd)}")
+    if nested:
+        such = _joined(nested[0])
+        notes.append(f"containers are not stored, the tensors in them are called by their paths, such as {such}")
+    root = catalog.skeleton
+    if isinstance(root, Inert) and as_mapping(root) is not None:
+        notes.append(f"{_class(root)} becomes dict: the root")
+    elif has_common:
+        notes += root_notes(catalog)
+    elif root is not None and as_mapping(root) is None:
+        notes.append("the root is not a dict, and becomes one")
+    return notes + _parameter_notes(catalog) + _collision_notes(catalog)
+
+
+def root_notes(catalog: Catalog) -> list[str]:
+    """Return what becomes of a root that is not a mapping where the format needs one."""
+    is_mapping = catalog.skeleton is None or as_mapping(catalog.skeleton) is not None
+    return [] if is_mapping else ["the root is not a dict, so it stands in one, under the name 'value'"]
+
+
+def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
+    """Return which entries share memory in the source and no longer in the destination.
+
+    Args:
+        keeps_ties: tensors with the same bytes still share them there, or are recorded as equal.
+    """
+    notes = []
+    ties = _pairs(catalog.attrs.get("aliases"), catalog.tensors)
+    if ties and not keeps_ties:
+        notes.append(f"tied tensors are written separately: {_listed(ties)}")
+    views = [f"{view} ({base})" for view, base in _views(catalog)]
+    if views:
+        notes.append(f"tensors that are views of others' memory get memory of their own: {_listed(views)}")
+    shared = _pairs(catalog.attrs.get("shared"), None)
+    if shared:
+        notes.append(f"{_SEPARATE}: {_listed(shared)}")
+    return notes
+
+
+def recorded_notes(recorded: Mapping[str, str]) -> list[str]:
+    """Return a note on tensors of which the destination has the names only.
+
+    Args:
+        recorded: tensor → the one whose bytes are there.
+    """
+    if not recorded:
+        return []
+    key, first = next(iter(recorded.items()))
+    untie = f"--untie {key}={first}{' …' if len(recorded) > 1 else ''}"
+    names = _listed(f"{key} ({first})" for key, first in recorded.items())
+    return [f"tied tensors are in the file once, under the name in brackets ({untie} writes both): {names}"]
+
+
+def _parameter_notes(catalog: Catalog) -> list[str]:
+    leaves = [(entry.path, entry.leaf) for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)]
+    names = [_joined(path) for path, leaf in leaves if leaf.wrapper is not None or leaf.requires_grad]
+    return [f"Parameter and requires_grad become plain tensors: {_listed(names)}"] if names else []
+
+
+def _collision_notes(catalog: Catalog) -> list[str]:
+    """A note on tensors whose keys are not their paths, because several paths join to one key."""
+    names = [
+        entry.key
+        for entry in entries(catalog.skeleton)
+        if isinstance(entry.leaf, TensorLeaf)
+        and ("\\." in entry.key or re.search(r"~\d+$", entry.key))
+        and entry.key != _joined(entry.path)
+    ]
+    return [f"tensors whose paths collide get keys of their own: {_listed(names)}"] if names else []
+
+
+def _views(catalog: Catalog) -> Iterator[tuple[str, str]]:
+    """(tensor, one before it) for tensors of torch's files that lie in the same bytes, but are not the same tensor."""
+    if not catalog.format.startswith("torch") or "aliases" not in catalog.attrs:
+        return
+    aliases = catalog.attrs["aliases"]
+    arrays: dict[str, list[StoredArray]] = {}
+    for key in catalog.tensors:
+        array = catalog.fragments(key)[0].array
+        is_tied = isinstance(aliases, Mapping) and key in aliases
+        if not is_tied and array is not None and array.n_bytes and array.extent and array.extent.encoding is None:
+            arrays.setdefault(array.extent.file, []).append(replace(array, name=key))
+    for in_file in arrays.values():
+        base: StoredArray | None = None
+        for array in sorted(in_file, key=lambda array: (_span(array)[0], -_span(array)[1])):
+            if base is not None and _span(array)[0] < _span(base)[1]:
+                if (array.extent, array.shape) != (base.extent, base.shape):
+                    yield array.name, base.name
+            if base is None or _span(array)[1] > _span(base)[1]:
+                base = array
+
+
+def _span(array: StoredArray) -> tuple[int, int]:
+    """The bytes of a file between the first and the last element of a dense or strided array."""
+    assert array.extent is not None
+    strides = array.extent.strides or c_strides(array.shape)
+    last = sum((n - 1) * stride for n, stride in zip(array.shape, strides, strict=True))
+    return array.extent.offset, array.extent.offset + (last + 1) * itemsize(array.dtype)
+
+
+def _pairs(stated: object, keys: Mapping[str, object] | None) -> list[str]:
+    """``key (first)`` for the rows of a table from keys to the first of their kind, of those that remain."""
+    rows = stated.items() if isinstance(stated, Mapping) else ()
+    return [f"{key} ({first})" for key, first in rows if keys is None or (key in keys and first in keys)]
+
+
+def _class(node: Inert) -> str:
+    return node.class_name.rpartition(".")[2]
+
+
+def _joined(path: Path) -> str:
+    return ".".join(map(str, path)) or "the root"
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - _MAX_SHOWN:,} more" if len(every) > _MAX_SHOWN else ""
+    return ", ".join(every[:_MAX_SHOWN]) + more
