@@ -41,7 +41,7 @@ from core.job_stage import Made, finish_data, finish_manifest, identity_text, re
 from core.json_object import object_of
 from core.layout import load_rules, shard, stack
 from core.layout_state import OPTIMIZER, texts_of
-from core.nesting import flattening_notes, nesting_notes, recorded_notes, sharing_notes
+from core.nesting import flattening_notes, n_leaves, nesting_notes, recorded_notes, sharing_notes
 from core.objects import loaded, refuse_hidden, vetted
 from core.occupied import check_replaceable
 from core.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
@@ -75,7 +75,7 @@ class Prepared:
         notes: what the user should know.
         dropped: entries of the source that the destination will not hold, with the reason.
         form: the source's global tensors under their final names, before they are cut for the destination.
-        n_recorded: tensors that the destination does not hold: it records that others have their bytes.
+        n_tensors: tensors of the destination, without those of which it has the names only.
         links: (path, file of the source, bytes) of what is a hard link, with ``metadata_only``.
     """
 
@@ -89,13 +89,8 @@ class Prepared:
     notes: tuple[str, ...]
     dropped: tuple[str, ...]
     form: Catalog
-    n_recorded: int = 0
+    n_tensors: int
     links: tuple[tuple[str, str, int], ...] = ()
-
-    @property
-    def n_tensors(self) -> int:
-        """Tensors of the destination."""
-        return len(self.form.tensors if self.links else self.plan.target.tensors) - self.n_recorded
 
     @property
     def is_file(self) -> bool:
@@ -263,7 +258,7 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         notes=tuple(folded(notes, end=": ")),
         dropped=tuple(folded(dropped, end=" (")),
         form=checked.catalog,
-        n_recorded=len(recorded),
+        n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(recorded),
     )
 
 
@@ -341,6 +336,7 @@ def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
         notes=(*source.notes, *made.notes, f"{len(links)} files are hard links to the source's; no byte was copied"),
         dropped=(),
         form=made.catalog,
+        n_tensors=len(made.catalog.tensors),
         links=links,
     )
 

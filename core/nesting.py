@@ -75,6 +75,11 @@ def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
     return notes + _parameter_notes(catalog) + _collision_notes(catalog)
 
 
+def n_leaves(skeleton: object) -> int:
+    """Return how many tensors stand in mappings, lists and tuples, those of objects' values included."""
+    return sum(isinstance(entry.leaf, TensorLeaf) for entry in entries(skeleton))
+
+
 def root_notes(catalog: Catalog) -> list[str]:
     """Return what becomes of a root that is not a mapping where the format needs one."""
     is_mapping = catalog.skeleton is None or as_mapping(catalog.skeleton) is not None
