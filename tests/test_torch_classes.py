@@ -110,6 +110,13 @@ def test_objects_in_a_common_state_stay_what_they_were(tmp_path: Path) -> None:
     assert common["args"] == state["args"] and type(common["best"]) is np.float64 and common["config"].width == 64
 
 
+def test_a_dcp_names_what_it_sets_aside(golden: Path, tmp_path: Path) -> None:
+    """torch imports the classes that a DCP's objects name, so Megatron's cannot be loaded without Megatron."""
+    report = converted(golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "b", "dcp")
+    (note,) = [note for note in report.notes if "set aside" in note]
+    assert "needs megatron: args (argparse.Namespace)" in note
+
+
 def test_megatrons_arguments_are_set_aside_and_named(golden: Path, tmp_path: Path) -> None:
     report = converted(golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "b.pt")
     assert ASIDE_KEY in torch.load(tmp_path / "b.pt", weights_only=True)

@@ -71,9 +71,8 @@ from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, wri
 from core.formats.dcp_ranks import RANK_METADATA, merged, rank_files
 from core.formats.dcp_safetensors import with_raw_files
 from core.formats.dcp_streams import StreamItem, inflated_object
-from core.formats.torch_aside import set_aside
 from core.formats.torch_file import item_location
-from core.formats.torch_refused import names_importable
+from core.formats.torch_refused import loadable, with_asides
 from core.image import literal_file
 from core.inert import ObjectLeaf, TensorLeaf
 from core.skeleton import Index, Path, entries, nested
@@ -329,16 +328,9 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     Raises:
         UnsupportedError: the arrays are no chunks of their tensors.
     """
-    objects = [_loadable(item) for item in target.objects.values()]
+    objects = [replace(item, value=loadable(item.value)) for item in target.objects.values()]
     layout = lay_out_items(target, objects, max_file_bytes=max_file_bytes(target))
     return (*layout.files, metadata_image(target, layout, planner_data=paths_of(target)))
-
-
-def _loadable(item: StoredObject) -> StoredObject:
-    """The object in a form that torch can load, which imports every class that is named."""
-    if names_importable(item.value):
-        return item
-    return replace(item, value=set_aside(item.value))
 
 
 def max_file_bytes(target: Catalog) -> int | None:
@@ -448,4 +440,5 @@ FORMAT = Format(
     salvage=salvage,
     splits_files=True,
     has_live_objects=True,
+    adapt=with_asides,
 )

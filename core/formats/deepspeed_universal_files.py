@@ -7,7 +7,6 @@ the second one is without client state that holds tensors.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from core.formats.deepspeed_universal_names import (
     MASTER,
     MODEL_FILE,
     OPTIMIZER_FILE,
+    PACKAGES,
     PARAM,
     STEP,
     STEP_COPY,
@@ -33,19 +33,17 @@ from core.formats.deepspeed_universal_names import (
     state_of,
     stored_extras,
 )
-from core.formats.torch_aside import set_aside
 from core.formats.torch_file import plan_tree
+from core.formats.torch_refused import loadable
 from core.image import FileImage, literal_file
 from core.inert import TensorLeaf, as_mapping, ordered_dict, walk
 from core.renaming import is_optimizer_key
-from core.safe_pickle import globals_of
 from core.store import checked_name
 
 if TYPE_CHECKING:
     from core.catalog import Catalog, StoredArray, TensorMeta
 
 UCP_VERSION = 0.4
-_IMPORTABLE = sys.stdlib_module_names | {"torch", "numpy", "deepspeed"}
 _RESERVED = frozenset({
     "module", "buffer_names", OPTIMIZER, "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "dp_world_size", "mp_world_size",
@@ -222,15 +220,8 @@ def _image(target: Catalog, path: str, value: object) -> FileImage:
         return array
 
     stem = path.rpartition("/")[2].removesuffix(".pt")
-    plan = plan_tree(_loadable(value), array_of, prefix=stem)
+    plan = plan_tree(loadable(value, packages=PACKAGES), array_of, prefix=stem)
     return FileImage(path, plan.size, plan.arrays, plan.literals)
-
-
-def _loadable(value: object) -> object:
-    """The value in a form that DeepSpeed can load, which imports every class that is named."""
-    if all(name.module.partition(".")[0] in _IMPORTABLE for name in globals_of(value)):
-        return value
-    return set_aside(value)
 
 
 def _optimizer_root(target: Catalog, listed: list[object]) -> dict[object, object]:

@@ -23,6 +23,8 @@ MASTER = "fp32_param"
 STEP_COPY = "universal step"
 """Key of the hidden tensor that becomes the step in ``optimizer_state.pt``; see ``for_universal``."""
 
+PACKAGES = frozenset({"deepspeed"})
+"""What whoever loads a universal checkpoint has, beside torch and numpy."""
 DS_VERSION = "0.19.8"
 """What is written where the source states no version: that of the loader that this follows."""
 

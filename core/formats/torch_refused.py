@@ -1,15 +1,17 @@
 """What ``torch.load(weights_only=True)`` refuses of a state dict, told to the user: by path and class.
 
 The rules of what is refused are those of ``torch_aside``. A torch file either keeps such objects under their classes,
-as ``torch.save`` wrote them (attrs["weights_only"] is false), or has them set aside.
+as ``torch.save`` wrote them (attrs["weights_only"] is false), or has them set aside. Files of other formats that torch
+loads have those set aside that name classes of other packages than torch and numpy.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
-from core.formats.torch_aside import ASIDE_KEY, refused
+from core.formats.torch_aside import ASIDE_KEY, refused, set_aside
 from core.inert import Global, Inert, walk
 from core.safe_pickle import globals_of
 
@@ -23,14 +25,10 @@ _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 def with_refusals(catalog: Catalog) -> Catalog:
     """Add a note that names the objects of a torch file to be written that weights_only refuses."""
-    objects = [
-        f"{'.'.join(map(str, path)) or 'the root'} ({class_of(value)})" for path, value in refused(catalog.skeleton)
-    ]
+    objects = {".".join(map(str, path)) or "the root": value for path, value in refused(catalog.skeleton)}
     if not objects:
         return catalog
-    names = ", ".join(objects[:_MAX_SHOWN])
-    if len(objects) > _MAX_SHOWN:
-        names += f" and {len(objects) - _MAX_SHOWN:,} more"
+    names = _listed(objects)
     if catalog.attrs.get("weights_only", True):
         note = f"set aside below {ASIDE_KEY!r}, as torch.load's weights_only mode refuses these objects: {names}"
     else:
@@ -38,9 +36,38 @@ def with_refusals(catalog: Catalog) -> Catalog:
     return catalog.noted([note])
 
 
-def names_importable(value: object) -> bool:
+def loadable(value: object, *, packages: Set[str] = frozenset()) -> object:
+    """Return a value as a loader can read it that imports every class that is named: as it is, or set aside.
+
+    Args:
+        packages: those that the loader has beside torch and numpy.
+    """
+    return value if names_importable(value, packages=packages) else set_aside(value)
+
+
+def with_asides(catalog: Catalog, *, packages: Set[str] = frozenset()) -> Catalog:
+    """Add a note that names the objects that ``loadable`` sets aside."""
+    values = {key: item.value for key, item in catalog.objects.items()}
+    objects = {key: value for key, value in values.items() if not names_importable(value, packages=packages)}
+    if not objects:
+        return catalog
+    named = {name.module.partition(".")[0] for name in globals_of(list(objects.values()))}
+    needed = ", ".join(sorted(named - _IMPORTABLE - packages))
+    return catalog.noted(
+        [f"set aside below {ASIDE_KEY!r}, as loading these objects needs {needed}: {_listed(objects)}"]
+    )
+
+
+def names_importable(value: object, *, packages: Set[str] = frozenset()) -> bool:
     """Return whether an inert value names only what is there wherever torch is: Python's, torch's, numpy's."""
-    return all(name.module.partition(".")[0] in _IMPORTABLE for name in globals_of(value))
+    return all(name.module.partition(".")[0] in _IMPORTABLE | packages for name in globals_of(value))
+
+
+def _listed(objects: Mapping[str, object]) -> str:
+    """The names of some objects, each with its class."""
+    names = [f"{name} ({class_of(value)})" for name, value in list(objects.items())[:_MAX_SHOWN]]
+    more = f" and {len(objects) - _MAX_SHOWN:,} more" if len(objects) > _MAX_SHOWN else ""
+    return ", ".join(names) + more
 
 
 def class_of(value: object) -> str:
