@@ -188,7 +188,7 @@ def state_dict(catalog: Catalog, *, keeps_root: bool = False) -> Catalog:
                 model[name] = catalog.objects[name].value
         top |= {key: item.value for key, item in catalog.objects.items() if key not in model}
         top["model"] = model
-        top |= _optimizer(catalog)
+        top.update(_optimizer(catalog))
     else:
         top |= {key: TensorLeaf(key) for key in catalog.tensors}
         top |= {key: item.value for key, item in catalog.objects.items()}
