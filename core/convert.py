@@ -41,8 +41,8 @@ from core.job_stage import Made, finish_data, finish_manifest, identity_text, re
 from core.json_object import object_of
 from core.layout import load_rules, shard, stack
 from core.layout_state import OPTIMIZER, texts_of
-from core.nesting import flattening_notes, n_leaves, nesting_notes, recorded_notes, sharing_notes
-from core.objects import loaded, refuse_hidden, vetted
+from core.nesting import flattening_notes, n_leaves, nesting_notes, recorded_notes, root_notes, sharing_notes
+from core.objects import loaded, refuse_hidden, state_dict, vetted
 from core.occupied import check_replaceable
 from core.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.optimizer import Optimizer
@@ -369,7 +369,7 @@ def _nesting_lost(catalog: Catalog, format: Format, *, is_file: bool) -> list[st
         return sharing
     if format.is_mcore or format.has_objects_beside:
         return [*flattening_notes(catalog, has_common=format.is_mcore), *sharing]
-    return [*nesting_notes(catalog), *sharing]
+    return [*root_notes(catalog), *nesting_notes(state_dict(catalog)), *sharing]
 
 
 def _left_behind(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:

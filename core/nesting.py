@@ -47,7 +47,7 @@ def nesting_notes(catalog: Catalog) -> list[str]:
             if earlier != entry.key:
                 rows.setdefault(_SEPARATE, []).append(f"{entry.key} ({earlier})")
     notes = [f"{what}: {_listed(names)}" for what, names in rows.items()]
-    return notes + _parameter_notes(catalog) + _collision_notes(catalog) + root_notes(catalog)
+    return notes + _parameter_notes(catalog) + _collision_notes(catalog)
 
 
 def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:

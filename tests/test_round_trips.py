@@ -299,6 +299,7 @@ GOLDEN = (
     "deepspeed_universal/zero1_dp2_bf16",
     "mcore0161_torch_dist/dense_gqa/tp2_pp2_optim",
     "mcore0121_zarr/dense_gqa/tp2_pp2",
+    "mcore0121_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_fully_sharded_model_space",
 )
 
 

@@ -48,23 +48,30 @@ _GENERAL = {
 """Kind → what a note says that is about all such entries and need not name them."""
 
 
+_SUBJECTS = {
+    "key": "keys that are not strings become strings",
+    "alias": "tied tensors",
+    "shared": "become separate copies",
+    "grad": "requires_grad",
+}
+"""Kind → what a note says that names the first entries of the kind, and then how many more there are."""
+
+
 def is_told(difference: Difference, texts: Iterable[str]) -> bool:
     """Return whether notes and dropped lines of a summary tell a difference.
 
-    They name its path or one above it; or they are about all entries of its kind; or they name some entries of the
-    same type and say how many more there are.
+    They name its path or one above it, or they are about all entries of its kind, or about more than they name.
     """
     parts = difference.path.split(".")
     names = ["the root", "value"] if not difference.path else [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
     general = _GENERAL.get(difference.kind)
-    for text in texts:
-        if general is not None and general in text:
-            return True
-        if any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w)", text) for name in names):
-            return True
-        if re.search(r" and [\d,]+ more", text) and difference.text and difference.text.split(" ")[0] in text:
-            return True
-    return False
+    subject = _SUBJECTS.get(difference.kind, f"{difference.text.split(' ')[0]} becomes")
+    return any(
+        (general is not None and general in text)
+        or any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w)", text) for name in names)
+        or (re.search(r" and [\d,]+ more$", text) and subject in text)
+        for text in texts
+    )
 
 
 class _Comparison:
