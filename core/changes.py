@@ -72,7 +72,7 @@ def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None =
         UsageError, UnsupportedError, CorruptError: as the steps raise them.
     """
     notes: list[str] = []
-    stated = _config_of(catalog, config)
+    stated = config_beside(catalog, config)
     edits: dict[str, object] = {}
     if job.dequantize is not None:
         wide = dequantized(catalog, job.dequantize, block=_block_of(stated))
@@ -148,7 +148,7 @@ def _restacked(catalog: Catalog, job: Job, notes: list[str]) -> Catalog:
     return catalog
 
 
-def _config_of(catalog: Catalog, config: Mapping[str, object] | None) -> Mapping[str, object] | None:
+def config_beside(catalog: Catalog, config: Mapping[str, object] | None) -> Mapping[str, object] | None:
     """The configuration that will lie beside the weights, or None."""
     document = documents_of(catalog).get(CONFIG)
     if document is not None:

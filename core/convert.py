@@ -13,13 +13,14 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.catalog import Catalog
+from core.changes import config_beside
 from core.commit import Stage
 from core.copy import execute
 from core.errors import UnsupportedError, UsageError
@@ -38,7 +39,6 @@ from core.job import TopologyChange as TopologyChange
 from core.job_checks import is_cut
 from core.job_sizes import check_source_sizes, target_topology
 from core.job_stage import Made, finish_data, finish_manifest, identity_text, report_of, stage_of, written_path
-from core.json_object import object_of
 from core.layout import load_rules, shard, stack
 from core.layout_state import OPTIMIZER, texts_of
 from core.nesting import flattening_notes, n_leaves, nesting_notes, recorded_notes, root_notes, sharing_notes
@@ -53,7 +53,7 @@ from core.safe_pickle import gc_paused, noting_names
 from core.select import folded
 from core.target import partitioned, source_and_target, tensors_only
 from core.team import ALONE, Team
-from core.tying import recordable
+from core.tying import recordable, recorded
 from core.verify import check_memory, verify
 
 if TYPE_CHECKING:
@@ -217,7 +217,9 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     notes += _nesting_lost(catalog, format, is_file=is_file)
     dropped += _left_behind(catalog, format, is_file=is_file)
     if format.records_ties and "aliases" in catalog.attrs:
-        catalog = recordable(catalog, None if is_file else _config_beside(catalog, source))
+        stated = config_of(source.store) if CONFIG in carried_of(catalog) else None
+        has_config = format.carries_files and not is_file
+        catalog = recordable(catalog, config_beside(catalog, stated) if has_config else None)
     catalog, target = _source_and_target(job, catalog, format)
     notes += [note for note in texts_of(target, "notes") if note not in notes]
     dropped += [text for text in texts_of(target, "dropped") if text not in dropped]
@@ -231,8 +233,8 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         images = _as_root(images, target.attrs.get("iteration"))
     if is_file:
         images = (replace(images[0], path=dst.name),)
-    recorded = _recorded(target, images) if format.records_ties else {}
-    notes += recorded_notes(recorded)
+    ties = recorded(target, images) if format.records_ties else {}
+    notes += recorded_notes(ties)
     compares = job.replicas == "error"
     plan = make_plan(
         catalog,
@@ -258,28 +260,8 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         notes=tuple(folded(notes, end=": ")),
         dropped=tuple(folded(dropped, end=" (")),
         form=checked.catalog,
-        n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(recorded),
+        n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
     )
-
-
-def _config_beside(catalog: Catalog, source: Checkpoint) -> Mapping[str, object] | None:
-    """The configuration that will lie beside the weights, or None."""
-    document = documents_of(catalog).get(CONFIG)
-    if document is not None:
-        return object_of(document, file=CONFIG)
-    return config_of(source.store) if CONFIG in carried_of(catalog) else None
-
-
-def _recorded(target: Catalog, images: Iterable[FileImage]) -> dict[str, str]:
-    """Tensor → the equal one in its place, of those whose names the destination has without bytes of their own."""
-    placed = {place.array.name for image in images for place in image.arrays}
-
-    def is_placed(key: str) -> bool:
-        return any(piece.array is not None and piece.array.name in placed for piece in target.fragments(key))
-
-    aliases = target.attrs.get("aliases")
-    pairs = aliases.items() if isinstance(aliases, Mapping) else ()
-    return {key: first for key, first in pairs if key in target.tensors and not is_placed(key)}
 
 
 def _has_live_objects(source: Checkpoint) -> bool:

@@ -9,7 +9,7 @@ Every note names the entries that it is about, so that a reader of the result ca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -93,13 +93,13 @@ def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
         keeps_ties: tensors with the same bytes still share them there, or are recorded as equal.
     """
     notes = []
-    ties = _pairs(catalog.attrs.get("aliases"), catalog.tensors)
+    ties = _pairs(catalog.attrs.get("aliases"), set(catalog.tensors))
     if ties and not keeps_ties:
         notes.append(f"tied tensors are written separately: {_listed(ties)}")
     views = [f"{view} ({base})" for view, base in _views(catalog)]
     if views:
         notes.append(f"tensors that are views of others' memory get memory of their own: {_listed(views)}")
-    shared = _pairs(catalog.attrs.get("shared"), None)
+    shared = _pairs(catalog.attrs.get("shared"), {_joined(path) for path, _ in containers(catalog.skeleton)})
     if shared:
         notes.append(f"{_SEPARATE}: {_listed(shared)}")
     return notes
@@ -139,9 +139,9 @@ def _collision_notes(catalog: Catalog) -> list[str]:
 
 def _views(catalog: Catalog) -> Iterator[tuple[str, str]]:
     """(tensor, one before it) for tensors of torch's files that lie in the same bytes, but are not the same tensor."""
-    if not catalog.format.startswith("torch") or "aliases" not in catalog.attrs:
+    if catalog.format not in ("torch", "torch_bin"):
         return
-    aliases = catalog.attrs["aliases"]
+    aliases = catalog.attrs.get("aliases")
     arrays: dict[str, list[StoredArray]] = {}
     for key in catalog.tensors:
         array = catalog.fragments(key)[0].array
@@ -166,10 +166,10 @@ def _span(array: StoredArray) -> tuple[int, int]:
     return array.extent.offset, array.extent.offset + (last + 1) * itemsize(array.dtype)
 
 
-def _pairs(stated: object, keys: Mapping[str, object] | None) -> list[str]:
+def _pairs(stated: object, keys: Set[str]) -> list[str]:
     """``key (first)`` for the rows of a table from keys to the first of their kind, of those that remain."""
     rows = stated.items() if isinstance(stated, Mapping) else ()
-    return [f"{key} ({first})" for key, first in rows if keys is None or (key in keys and first in keys)]
+    return [f"{key} ({first})" for key, first in rows if key in keys and first in keys]
 
 
 def _class(node: Inert) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, Fragment, TensorMeta
 from core.errors import UsageError
@@ -19,6 +20,9 @@ from core.inert import ObjectLeaf, TensorLeaf
 from core.renaming import nested_again, new_path, owned_entries, with_parameters
 from core.select import LIST_THEM
 from core.skeleton import REMOVED, entries, mapped
+
+if TYPE_CHECKING:
+    from core.image import FileImage
 
 OUTPUT = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 INPUT = re.compile(r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte)\.weight$")
@@ -160,6 +164,18 @@ def recordable(catalog: Catalog, config: Mapping[str, object] | None) -> Catalog
     twice = [f"{key} ({first})" for key, first in aliases.items() if key not in kept]
     note = f"tied tensors are written separately, as transformers looks for each: {', '.join(twice)}"
     return catalog.with_attrs(aliases=kept).noted([note] if twice else [])
+
+
+def recorded(target: Catalog, images: Iterable[FileImage]) -> dict[str, str]:
+    """Return tensor → the equal one in its place, for the tensors of a target that no file holds bytes of."""
+    placed = {place.array.name for image in images for place in image.arrays}
+
+    def is_placed(key: str) -> bool:
+        return any(piece.array is not None and piece.array.name in placed for piece in target.fragments(key))
+
+    aliases = target.attrs.get("aliases")
+    pairs = aliases.items() if isinstance(aliases, Mapping) else ()
+    return {key: first for key, first in pairs if key in target.tensors and not is_placed(key)}
 
 
 def aliases_among(aliases: object, keys: Iterable[str]) -> dict[str, str]:

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN = 20
 _IMPORTABLE = sys.stdlib_module_names | {"torch", "numpy"}
-_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_NUMPY = {
+    "numpy.core.multiarray._reconstruct": "numpy.ndarray",
+    "numpy.core.numeric._frombuffer": "numpy.ndarray",
+    "numpy.core.multiarray.scalar": "a numpy scalar",
+}
+"""What numpy's pickles call → what people know it as."""
 
 
 def with_refusals(catalog: Catalog) -> Catalog:
@@ -76,9 +81,7 @@ def class_of(value: object) -> str:
         if isinstance(node, Global):
             return str(node)
         if isinstance(node, Inert):
-            if isinstance(node.fn, Global) and node.fn.module in _NUMPY:
-                return "numpy.ndarray" if node.fn.name == "_reconstruct" else "a numpy scalar"
-            return node.class_name
+            return _NUMPY.get(node.class_name.replace("._core.", ".core."), node.class_name)
         if isinstance(node, frozenset):
             return "frozenset"
     return type(value).__name__
