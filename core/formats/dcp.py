@@ -72,7 +72,7 @@ from core.formats.dcp_ranks import RANK_METADATA, merged, rank_files
 from core.formats.dcp_safetensors import with_raw_files
 from core.formats.dcp_streams import StreamItem, inflated_object
 from core.formats.torch_file import item_location
-from core.formats.torch_refused import loadable, with_asides
+from core.formats.torch_refused import aside_notes, loadable
 from core.image import literal_file
 from core.inert import ObjectLeaf, TensorLeaf
 from core.skeleton import Index, Path, entries, nested
@@ -440,5 +440,5 @@ FORMAT = Format(
     salvage=salvage,
     splits_files=True,
     has_live_objects=True,
-    adapt=with_asides,
+    notes=aside_notes,
 )

@@ -39,6 +39,7 @@ it wrote, pinned in tests/golden (``deepspeed_universal``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError
@@ -55,6 +56,7 @@ from core.formats.deepspeed_universal_names import (
     LATEST,
     MODEL_FILE,
     OPTIMIZER_FILE,
+    PACKAGES,
     STEP,
     ZERO,
     ZERO_MODEL_FILE,
@@ -62,6 +64,7 @@ from core.formats.deepspeed_universal_names import (
 from core.formats.deepspeed_universal_parameter import Parameter, read_parameter
 from core.formats.deepspeed_universal_source import for_universal
 from core.formats.deepspeed_weights import buffers, frozen, with_shared
+from core.formats.torch_refused import aside_notes
 from core.inert import TensorLeaf, as_mapping
 from core.store import checked_name
 
@@ -235,4 +238,5 @@ FORMAT = Format(
     adapt=for_universal,
     check=check,
     records_ties=True,
+    notes=partial(aside_notes, packages=PACKAGES),
 )

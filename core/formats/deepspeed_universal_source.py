@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.formats.deepspeed_tree import OPTIMIZER, PARAM_GROUPS
-from core.formats.deepspeed_universal_names import MASTER, PACKAGES, STEP, STEP_COPY, state_of
-from core.formats.torch_refused import with_asides
+from core.formats.deepspeed_universal_names import MASTER, STEP, STEP_COPY, state_of
 
 if TYPE_CHECKING:
     from core.catalog import Catalog, Fragment
@@ -50,8 +49,7 @@ def for_universal(catalog: Catalog) -> Catalog:
     made = replace(catalog, tensors=tensors, hidden=hidden, fragments_of=fragments_of, skeleton=None)
     stated = catalog.attrs.get("notes")
     notes = [*stated] if isinstance(stated, (list, tuple)) else []
-    made = made.with_attrs(notes=[*notes, *_notes(catalog, {state for name, state in place_of.values()})])
-    return with_asides(made, packages=PACKAGES)
+    return made.with_attrs(notes=[*notes, *_notes(catalog, {state for name, state in place_of.values()})])
 
 
 def _notes(catalog: Catalog, states: set[str]) -> list[str]:

@@ -33,7 +33,7 @@ from core.errors import UnsupportedError
 from core.formats import Format
 from core.formats.torch_aside import set_aside
 from core.formats.torch_item import item_location as item_location
-from core.formats.torch_refused import with_refusals
+from core.formats.torch_refused import refusal_notes
 from core.formats.torch_tree import TorchTree as TorchTree
 from core.formats.torch_tree import load_object as load_object
 from core.formats.torch_tree import parse as parse
@@ -207,5 +207,5 @@ FORMAT = Format(
     is_single_file=True,
     nests=True,
     has_live_objects=True,
-    adapt=with_refusals,
+    notes=refusal_notes,
 )

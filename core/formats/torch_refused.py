@@ -28,17 +28,15 @@ _NUMPY = {
 """What numpy's pickles call → what people know it as."""
 
 
-def with_refusals(catalog: Catalog) -> Catalog:
-    """Add a note that names the objects of a torch file to be written that weights_only refuses."""
-    objects = {".".join(map(str, path)) or "the root": value for path, value in refused(catalog.skeleton)}
+def refusal_notes(target: Catalog) -> list[str]:
+    """Return a note that names the objects of a torch file that weights_only refuses."""
+    objects = {".".join(map(str, path)) or "the root": value for path, value in refused(target.skeleton)}
     if not objects:
-        return catalog
+        return []
     names = _listed(objects)
-    if catalog.attrs.get("weights_only", True):
-        note = f"set aside below {ASIDE_KEY!r}, as torch.load's weights_only mode refuses these objects: {names}"
-    else:
-        note = f"torch.load's weights_only mode refuses these objects: {names}; --weights-only sets them aside"
-    return catalog.noted([note])
+    if target.attrs.get("weights_only", True):
+        return [f"set aside below {ASIDE_KEY!r}, as torch.load's weights_only mode refuses these objects: {names}"]
+    return [f"torch.load's weights_only mode refuses these objects: {names}; --weights-only sets them aside"]
 
 
 def loadable(value: object, *, packages: Set[str] = frozenset()) -> object:
@@ -50,17 +48,15 @@ def loadable(value: object, *, packages: Set[str] = frozenset()) -> object:
     return value if names_importable(value, packages=packages) else set_aside(value)
 
 
-def with_asides(catalog: Catalog, *, packages: Set[str] = frozenset()) -> Catalog:
-    """Add a note that names the objects that ``loadable`` sets aside."""
-    values = {key: item.value for key, item in catalog.objects.items()}
+def aside_notes(target: Catalog, *, packages: Set[str] = frozenset()) -> list[str]:
+    """Return a note that names the objects that ``loadable`` sets aside."""
+    values = {key: item.value for key, item in target.objects.items()}
     objects = {key: value for key, value in values.items() if not names_importable(value, packages=packages)}
     if not objects:
-        return catalog
+        return []
     named = {name.module.partition(".")[0] for name in globals_of(list(objects.values()))}
     needed = ", ".join(sorted(named - _IMPORTABLE - packages))
-    return catalog.noted(
-        [f"set aside below {ASIDE_KEY!r}, as loading these objects needs {needed}: {_listed(objects)}"]
-    )
+    return [f"set aside below {ASIDE_KEY!r}, as loading these objects needs {needed}: {_listed(objects)}"]
 
 
 def names_importable(value: object, *, packages: Set[str] = frozenset()) -> bool:
