@@ -322,3 +322,31 @@ def test_checkpoints_of_other_software_differ_only_as_told(golden: Path, source:
     result, texts = there_and_back(golden / source, to, tmp_path)
     texts += [*report.notes, *report.dropped]
     assert untold(state, result, texts, to=to) == [], "\n".join(texts)
+
+
+@pytest.mark.parametrize(
+    ("source", "result", "kind"),
+    [
+        ({"a": 1}, {}, "missing"),
+        ({}, {"a": 1}, "added"),
+        ({"m": {"w": numbers(2)}}, {"m.w": numbers(2)}, "moved"),
+        ([1], {"value": [1]}, "wrapped"),
+        ({0: 1}, {"0": 1}, "key"),
+        ({"a": (1,)}, {"a": [1]}, "type"),
+        ({"a": torch.Size((1,))}, {"a": (1,)}, "type"),
+        ({"a": True}, {"a": 1}, "type"),
+        ({"a": np.float64(1)}, {"a": 1.0}, "type"),
+        ({"a": numbers(2)}, {"a": numbers(2, start=1)}, "value"),
+        ({"a": np.arange(2)}, {"a": np.arange(2) + 1}, "value"),
+        ({"a": Config(x=1)}, {"a": Config(x=2)}, "value"),
+        ({"a": numbers(2).requires_grad_()}, {"a": numbers(2)}, "grad"),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "order"),
+        (sharing(), {**sharing(), "same": numbers(4, 3)}, "alias"),
+        (sharing(), {**sharing(), "again": {"w": numbers(2), "n": 1}}, "shared"),
+    ],
+)
+def test_the_comparison_sees_every_kind_of_difference(source: Any, result: Any, kind: str) -> None:
+    found = differences(source, result)
+    assert kind in {difference.kind for difference in found}
+    assert not any(is_told(difference, ["nothing of it: other (entry)"]) for difference in found)
+    assert differences(source, source) == []
