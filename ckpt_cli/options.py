@@ -17,6 +17,7 @@ from typer import Argument, Option
 
 from ckpt_cli.command import PANELS
 from ckpt_cli.option_values import AUTO, one_of, whole
+from core.url import refuse_url
 
 Options = TypeVar("Options")
 Result = TypeVar("Result")
@@ -49,6 +50,10 @@ def accepts(options: type[Options]) -> Callable[[Callable[[Options], Result]], C
 
     def decorate(body: Callable[[Options], Result]) -> Callable[..., Result]:
         def command(**values: Any) -> Result:
+            for value in values.values():
+                for item in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(item, Path):
+                        refuse_url(item)
             return body(options(**values))
 
         command.__name__ = body.__name__

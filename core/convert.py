@@ -54,6 +54,7 @@ from core.select import folded
 from core.target import partitioned, source_and_target, tensors_only
 from core.team import ALONE, Team
 from core.tying import recordable, recorded
+from core.url import refuse_url
 from core.verify import check_memory, verify
 
 if TYPE_CHECKING:
@@ -177,6 +178,9 @@ def prepare(job: Job) -> Iterator[Prepared]:
     Raises:
         CheckpointingException: any kind; nothing has been written.
     """
+    for path in (job.src, job.dst, job.config, job.rules):
+        if path is not None:
+            refuse_url(path)
     source = open_checkpoint(job.src, iteration=job.iteration)
     try:
         with gc_paused():

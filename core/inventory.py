@@ -41,6 +41,7 @@ from core.scan_sums import Scanned, Wanted
 from core.stated_sums import StatedSums
 from core.store import translated
 from core.team import ALONE, Figures, Team, collected, is_lead, told
+from core.url import refuse_url
 from core.worker_figures import added_up
 
 Progress = Callable[[int, int], None]
@@ -340,6 +341,7 @@ def check_free(path: Path, *, force: bool) -> None:
     Raises:
         UsageError: see ``write_inventory``.
     """
+    refuse_url(path)
     if not path.parent.is_dir():
         raise UsageError("there is no such directory", file=str(path.parent), hint="make it first")
     if path.is_dir() or (os.path.lexists(path) and not force):

@@ -12,6 +12,7 @@ from core.finding import Severity
 from core.open import ITERATION_DIR, NAMING_TRACKERS, TRACKER, iteration_dirs
 from core.store import LocalStore
 from core.team import ALONE, Team, told
+from core.url import refuse_url
 from core.validate import Validation
 
 _UNFINISHED = re.compile(r"^\..*\.ckpt-tmp|\.(orbax-checkpoint-)?tmp([-.]|$)|\.partial$|\.incomplete$")
@@ -94,6 +95,7 @@ def iteration_paths(root: Path) -> list[Path]:
 
 
 def _iterations(root: Path) -> list[tuple[int, Path]]:
+    refuse_url(root)
     if not root.is_dir():
         raise UsageError("no such directory", file=str(root), hint="check the spelling of the path")
     return [(number, root / name) for number, name in sorted(iteration_dirs(LocalStore(root)).items())]

@@ -19,6 +19,7 @@ from core.formats import Format, sniffed
 from core.inert import Global
 from core.safe_pickle import gc_paused, noting_names
 from core.store import LocalStore, checked_name, translated
+from core.url import hub_download, refuse_url
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -133,9 +134,10 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
         UsageError: the path does not exist, or the ``iteration`` that is asked for.
         StorageError: the system refuses to look at it.
     """
+    refuse_url(path)
     with translated(str(path), doing="open"):
         if not os.path.lexists(path):
-            raise UsageError("no such file or directory", file=str(path), hint="check the spelling of the path")
+            raise _absent(path)
         is_dir = path.is_dir()
     notes: list[str] = []
     store = LocalStore(path) if is_dir else store_of_file(path)
@@ -157,6 +159,20 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
     named = ITERATION_DIR.search(store.root.resolve().name)
     number = int(named.group(1)) if named else None
     return Place(where, store, format, number, tuple(notes), failure)
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def _absent(path: Path) -> UsageError:
+    """Return the error for a path that does not exist; two names below no directory may be a model on the Hub."""
+    if _HUB_ID.fullmatch(str(path)) and not path.parent.exists():
+        return UsageError(
+            "no such file or directory",
+            file=str(path),
+            hint=f"if this is a model on the Hugging Face Hub, download it first: {hub_download(str(path))}",
+        )
+    return UsageError("no such file or directory", file=str(path), hint="check the spelling of the path")
 
 
 def store_of_file(path: Path) -> LocalStore:

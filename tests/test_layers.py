@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("core", "core.errors", "core.dtypes", "core.value", "core.box", "core.inert", "core.device"),
+    ("core", "core.errors", "core.dtypes", "core.value", "core.box", "core.inert", "core.device", "core.url"),
     (
         *(
             "core.catalog",

@@ -12,6 +12,7 @@ from core.dist_checkpointing.durable_file import write_file
 from core.errors import CheckpointingException, CorruptError
 from core.formats.mcore_config import CONFIG, config_of
 from core.store import LocalStore
+from core.url import refuse_url
 
 __all__ = [
     "CONFIG_FNAME",
@@ -54,8 +55,10 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     """What ``metadata.json`` of a directory states; None if there is no such file, or no directory is named.
 
     Raises:
+        UsageError: a URL.
         CorruptError: the file is no JSON object, or states something that is not known or of another type.
     """
+    refuse_url(checkpoint_dir)
     if not checkpoint_dir or not (Path(checkpoint_dir) / CONFIG_FNAME).is_file():
         return None
     with closing(LocalStore(Path(checkpoint_dir))) as store:
@@ -73,6 +76,8 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[s
     """Writes ``metadata.json`` into a directory; it is on the disk when this returns.
 
     Raises:
+        UsageError: a URL.
         StorageError: the directory does not exist or cannot be written.
     """
+    refuse_url(checkpoint_dir)
     write_file(checkpoint_dir, CONFIG_FNAME, [json.dumps(asdict(config)).encode()])

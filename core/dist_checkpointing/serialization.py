@@ -57,6 +57,7 @@ from core.dist_checkpointing.validation import (
 )
 from core.errors import UnsupportedError, UsageError
 from core.store import translated
+from core.url import refuse_url
 
 _CONTENT_METADATA_KEY = "content_metadata"
 T = TypeVar("T")
@@ -105,6 +106,7 @@ def save(
     """
 
     def begin() -> tuple[Any, SaveCommonStrategy, ShardedStateDict]:
+        refuse_url(checkpoint_dir)
         chosen = _save_strategies(sharded_strategy, common_strategy, is_async=async_sharded_save)
         if content_metadata is None:
             return *chosen, sharded_state_dict

@@ -1,0 +1,62 @@
+"""URLs where a path is expected: refused, because only local files are read and written.
+
+As a path a URL is a relative one, ``s3:/bucket/out``: what is written there lands in a local folder called ``s3:``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote
+
+from core.errors import UsageError
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
+"""A scheme of two characters or more, so that a drive (``C:/``) is none; ``pathlib`` leaves one slash of several."""
+_HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
+_AZURE = "copy with azcopy copy --recursive, and give the local path"
+_COPYING = {
+    "s3": "copy with aws s3 sync, and give the local path",
+    "gs": "copy with gcloud storage rsync --recursive, and give the local path",
+    "az": _AZURE,
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+    "wasb": _AZURE,
+    "wasbs": _AZURE,
+    "hdfs": "copy with hdfs dfs -get or hdfs dfs -put, and give the local path",
+}
+_COPYING |= {"gcs": _COPYING["gs"], "s3a": _COPYING["s3"], "s3n": _COPYING["s3"]}
+
+
+def refuse_url(path: str | os.PathLike[str]) -> None:
+    """Raise if a path is a URL, also one that went through ``pathlib``.
+
+    Raises:
+        UsageError: names the URL and what to do instead.
+    """
+    match = _URL.fullmatch(os.fspath(path))
+    if match is None:
+        return
+    scheme, place = match[1].lower(), match[2]
+    if scheme == "file":
+        plain = unquote("/" + place.removeprefix("localhost/"))
+        raise UsageError(f"file:///{place} is a URL, not a path", hint=f"give the plain path: {plain}")
+    raise UsageError(
+        f"{match[1]}://{place} is a URL; only local paths can be read and written", hint=_advice(scheme, place)
+    )
+
+
+def hub_download(model_id: str) -> str:
+    """Return the command that copies a model from the Hugging Face Hub into a local directory."""
+    return f"hf download {model_id} --local-dir {model_id.rpartition('/')[2]}"
+
+
+def _advice(scheme: str, place: str) -> str:
+    hub_page = _HUB_URL.match(place) if scheme in ("http", "https") else None
+    if hub_page is not None:
+        return f"download the model, and give the local path: {hub_download(hub_page[1])}"
+    if scheme in ("http", "https"):
+        return "download it (curl -LO, wget), and give the local path"
+    if scheme == "hf" and place.count("/") >= 1:
+        return f"download the model, and give the local path: {hub_download('/'.join(place.split('/')[:2]))}"
+    return _COPYING.get(scheme, "copy it to or from a local disk, or mount it, and give the local path")
