@@ -2,7 +2,7 @@
 
     {"schema": "ckpt.validate/1", "level": "metadata" | "headers" | "deep", "strict": bool, "valid": bool,
      "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int, "bytes": int, "tensors": int,
-                      "checks": int, "seconds": float, "against": {"name": str, "tensors": int} | null,
+                      "checks": int, "seconds": float, "notes": [str], "against": {"name": str, "tensors": int} | null,
                       "counts": {"error": int, "warning": int, "note": int},
                       "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}], "launch": {…}}
 
@@ -55,6 +55,7 @@ def _checkpoint(verdict: Verdict) -> dict[str, object]:
         "tensors": validation.n_tensors,
         "checks": validation.n_checks,
         "seconds": round(validation.seconds, 6),
+        "notes": list(validation.notes),
         "against": None
         if validation.against is None
         else dict(zip(("name", "tensors"), validation.against, strict=True)),

@@ -86,6 +86,8 @@ def _facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
     if validation.against is not None:
         label, n = validation.against
         yield "compared", f"every byte of {n_text(n, 'tensor')}, by fingerprint, with {escaped(label)}"
+    for number, note in enumerate(validation.notes):
+        yield "" if number else "note", Cell(escaped(note), ("yellow",))
     for name, findings in (("ignored", judgement.ignored), ("known", judgement.known)):
         if findings:
             some = ", ".join(sorted({finding.code for finding in findings}))

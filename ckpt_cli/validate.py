@@ -1,8 +1,9 @@
 """``ckpt validate``: says whether checkpoints are whole.
 
 The exit code is 0 if no error was found, and 1 otherwise, whatever the format of the report; 2 where the request makes
-no sense (a path that does not exist), and others only where nothing could be looked at. A directory that no format
-recognises is a finding, so that a job which validates what another has written fails.
+no sense, and where one of several paths does not exist, after the report on the others; others only where nothing could
+be looked at. A directory that no format recognises is a finding, so that a job which validates what another has written
+fails.
 
 The workers of a team divide the data of one checkpoint after the other; the lead writes the report, and the exit code
 is the same for all.
@@ -27,7 +28,7 @@ from core.checks import Level, codes
 from core.errors import UsageError
 from core.job import DEFAULT_MEMORY_BYTES
 from core.team import is_lead, told
-from core.validate import Validation, distinct_paths
+from core.validate import Validation, distinct_paths, refused
 from core.validate import validate as examined
 
 if TYPE_CHECKING:
@@ -56,23 +57,26 @@ def validate(options: ValidateOptions) -> int:
         return newest_valid(options)
     acceptance = told(us, lambda: acceptance_of(options))
     verdicts = []
-    for path in told(us, lambda: _paths(options)):
-        validation = examine(path, options)
+    errors = told(us, lambda: _paths(options))
+    for path, error in errors.items():
+        if error is not None and len(errors) == 1:
+            raise error
+        validation = examine(path, options) if error is None else refused(path, level=level_of(options), error=error)
         verdicts.append(Verdict(validation, acceptance.judged(validation.findings)))
     if options.write_baseline is not None:
         told(us, lambda: _write_baseline(verdicts, options))
         return 0
     told(us, lambda: _report(verdicts, options))
-    return exit_code_of(verdicts)
+    return UsageError.exit_code if any(errors.values()) else exit_code_of(verdicts)
 
 
-def _paths(options: ValidateOptions) -> list[Path]:
-    """The checkpoints to look at, each once."""
+def _paths(options: ValidateOptions) -> dict[Path, UsageError | None]:
+    """Return the checkpoints to look at, each once, and the errors of paths that lead to none."""
     paths = options.paths or [Path()]
     if options.all_iterations:
         from core.newest import iteration_paths
 
-        paths = [path for root in paths for path in iteration_paths(root)]
+        paths = [path for root in paths for path in (iteration_paths(root) if root.is_dir() else [root])]
     return distinct_paths(paths, iteration=options.iteration)
 
 

@@ -186,7 +186,7 @@ def _opened(path: Path, *, iteration: int | None, rules: Path | None) -> _Source
     found = open_checkpoint(path, iteration=iteration)
     try:
         form = canonical(found, rules=load_rules(rules))
-        every = walked(found.store.root, entry=found.store.entry).files
+        every = walked(found.store.root, entry=found.store.entry, without=found.below).files
         files = {name: size for name, size in every.items() if not is_manifest(name.removesuffix(_PART))}
         for name in sorted(hollow_files(found.store, files)):
             raise CorruptError(

@@ -19,6 +19,7 @@ from core.formats import Format, sniffed
 from core.inert import Global
 from core.safe_pickle import gc_paused, noting_names
 from core.store import LocalStore, checked_name, translated
+from core.unrecognised import checkpoints_below, listed, refusal_of
 from core.url import hub_download, refuse_url
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -53,6 +54,7 @@ class Checkpoint:
         iteration: training iteration, from the tracker, the directory's name or the metadata; None if none says.
         notes: what the user should know about the choice that was made.
         named: names that the pickles of its metadata have, also those that the catalog does not hold.
+        below: paths of checkpoints in directories below it, which are no part of it.
     """
 
     path: Path
@@ -62,6 +64,7 @@ class Checkpoint:
     iteration: int | None
     notes: tuple[str, ...] = ()
     named: frozenset[Global] = frozenset()
+    below: tuple[str, ...] = ()
 
     @property
     def is_release(self) -> bool:
@@ -103,7 +106,7 @@ def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool =
             file=str(path),
             hint="point at the directory that holds the iterations",
         )
-    return Checkpoint(place.path, store, format, catalog, number, place.notes, frozenset(named))
+    return Checkpoint(place.path, store, format, catalog, number, place.notes, frozenset(named), place.below)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class Place:
         iteration: that of the directory's name, or None.
         notes: what the user should know about the choice that was made.
         failure: why there is no format; None if there is one.
+        below: paths of checkpoints in directories below it, which are no part of it.
     """
 
     path: Path
@@ -125,6 +129,7 @@ class Place:
     iteration: int | None
     notes: tuple[str, ...] = ()
     failure: CheckpointingException | None = None
+    below: tuple[str, ...] = ()
 
 
 def located(path: Path, *, iteration: int | None = None) -> Place:
@@ -140,6 +145,7 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
             raise _absent(path)
         is_dir = path.is_dir()
     notes: list[str] = []
+    below: list[str] = []
     store = LocalStore(path) if is_dir else store_of_file(path)
     try:
         if is_dir:
@@ -147,6 +153,8 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
             store = LocalStore(folder)
             _refuse_empty(store)
         format, failure = _sniffed(store), None
+        if store.entry is None and format.own_folders is not None:
+            below = checkpoints_below(store, _is_checkpoint, without=format.own_folders)
     except UsageError:
         store.close()
         raise
@@ -158,7 +166,9 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
     where = store.root / store.entry if store.entry else store.root
     named = ITERATION_DIR.search(store.root.resolve().name)
     number = int(named.group(1)) if named else None
-    return Place(where, store, format, number, tuple(notes), failure)
+    if below:
+        notes.append(f"checkpoints below it are not part of it: {listed(below)}")
+    return Place(where, store, format, number, tuple(notes), failure, tuple(below))
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -246,60 +256,28 @@ def _named(store: LocalStore, root: Path, tracker: str, iterations: dict[int, st
 
 
 def _sniffed(store: LocalStore) -> Format:
-    """The format of a store; the usual ones that are not read are named."""
+    """The format of a store; what is none says what it is instead."""
     try:
         return sniffed(store)
     except UnsupportedError as err:
-        _refuse_unread(store, err.hint or "")
-        below = _checkpoints_below(store)
-        if below:
-            err.hint = f"point at one of the checkpoints below it: {', '.join(below)}"
-        raise
+        below = [] if store.entry is not None else checkpoints_below(store, _is_checkpoint)
+        raise refusal_of(store, known=err.hint or "", below=below) from None
 
 
-def _checkpoints_below(store: LocalStore, *, most: int = 8) -> list[str]:
-    """Names of directories right below that look like checkpoints or roots of them; a few, of the first hundred."""
-    found: list[str] = []
-    for name in [] if store.entry is not None else store.folders()[:100]:
-        below = LocalStore(store.root / name)
-        try:
-            if not (below.exists(TRACKER) or any(map(below.exists, NAMING_TRACKERS))):
-                sniffed(below)
-            found.append(name)
-        except CheckpointingException:
-            continue
-        finally:
-            below.close()
-        if len(found) > most:
-            return [*found[:most], "…"]
-    return found
+def _is_checkpoint(store: LocalStore) -> bool:
+    """Return whether a directory looks like a checkpoint or a training root."""
+    if store.exists(TRACKER) or any(map(store.exists, NAMING_TRACKERS)) or iteration_dirs(store):
+        return True
+    try:
+        sniffed(store)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _refuse_empty(store: LocalStore) -> None:
     if not store.files() and not store.folders():
         raise UnsupportedError("the directory is empty", file=store.label, hint="point at a checkpoint")
-
-
-_UNREAD = (
-    (re.compile(r"\.gguf$"), "a GGUF file"),
-    (re.compile(r"\.nemo$"), "a NeMo archive"),
-    (re.compile(r"\.(h5|keras)$"), "a Keras file"),
-    (re.compile(r"\.msgpack$"), "a Flax file"),
-    (re.compile(r"\.onnx$"), "an ONNX model"),
-    (re.compile(r"\.(ckpt|data-\d+-of-\d+|ckpt\.index)$"), "a TensorFlow checkpoint"),
-)
-
-
-def _refuse_unread(store: LocalStore, known: str) -> None:
-    """Names the usual formats that are not read.
-
-    Raises:
-        UnsupportedError: the directory (or file) is of such a format.
-    """
-    names = [store.entry] if store.entry is not None else store.files()
-    what = next((what for expression, what in _UNREAD if any(map(expression.search, names))), None)
-    if what is not None:
-        raise UnsupportedError(f"{what} cannot be read", file=store.label, hint=known) from None
 
 
 def _listed(iterations: dict[int, str]) -> str:

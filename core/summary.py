@@ -307,7 +307,12 @@ def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:
 
 def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
     """(regular files, their bytes, ranks that wrote ``.distcp`` files or None)."""
-    sizes = files_below(checkpoint.store)
+    others = [f"{path}/" for path in checkpoint.below]
+    sizes = {
+        name: size
+        for name, size in files_below(checkpoint.store).items()
+        if not any(f"{name}/".startswith(other) for other in others)
+    }
     writers = {found[1] for name in sizes if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
     return len(sizes), sum(sizes.values()), len(writers) or None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +19,10 @@ from core.errors import CheckpointingException, UsageError, WorkerError
 from core.finding import Finding, Severity
 from core.job import DEFAULT_MEMORY_BYTES
 from core.layout import load_rules
-from core.open import located
+from core.open import iteration_dirs, located
+from core.store import LocalStore
 from core.team import ALONE, Figures, Team, told
+from core.unrecognised import listed
 from core.worker_figures import added_up, idle
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ class Validation:
         n_tensors: global tensors that its metadata names; 0 where they are not known.
         n_checks: checks that ran.
         seconds: wall time.
+        notes: which checkpoint was taken, and what lies near it and was not looked at.
         against: what its tensors were compared with, by fingerprint, and how many were; None if that was not asked for.
         figures: of the workers, where several read the data.
     """
@@ -56,6 +60,7 @@ class Validation:
     n_tensors: int
     n_checks: int
     seconds: float
+    notes: tuple[str, ...] = ()
     against: tuple[str, int] | None = None
     figures: tuple[Figures, ...] = ()
 
@@ -113,6 +118,8 @@ def validate(
             rules=table,
             iteration=place.iteration,
             failure=place.failure,
+            below=place.below,
+            notes=(*place.notes, *_other_iterations(path, place.path)),
             threads=threads,
             memory_bytes=memory_bytes,
             progress=progress,
@@ -135,6 +142,16 @@ def validate(
         return told(team, lambda: _judged(subject, begun, figures))
     finally:
         subject.store.close()
+
+
+def _other_iterations(root: Path, taken: Path) -> tuple[str, ...]:
+    """Return a note on the iterations of a training root that are not looked at."""
+    if taken == root or not root.is_dir():
+        return ()
+    with closing(LocalStore(root)) as store:
+        names = [name for _, name in sorted(iteration_dirs(store).items()) if root / name != taken]
+    count = "one other iteration was" if len(names) == 1 else f"{len(names)} other iterations were"
+    return (f"{count} not looked at (--all-iterations): {listed(names)}",) if names else ()
 
 
 def _sight(subject: Subject) -> object:
@@ -191,6 +208,7 @@ def _judged(subject: Subject, begun: float, figures: tuple[Figures, ...]) -> Val
         n_tensors=_n_tensors(subject),
         n_checks=n_checks,
         seconds=time.monotonic() - begun,
+        notes=subject.notes,
         against=None if other is None else (other.label, subject.n_compared),
         figures=figures,
     )
@@ -245,15 +263,34 @@ def _check_iteration(subject: Subject, wanted: int | None) -> None:
         )
 
 
-def distinct_paths(paths: Iterable[Path], *, iteration: int | None = None) -> list[Path]:
-    """The paths without those that lead to the same checkpoint as an earlier one, such as the files of one directory.
+def refused(path: Path, *, level: Level, error: UsageError) -> Validation:
+    """Return the result for a path that cannot be examined, beside others that can."""
+    finding = UNREADABLE.finding(error.message, hint=error.hint)
+    return Validation(
+        path=str(path),
+        format=None,
+        level=level,
+        findings=(finding,),
+        n_files=0,
+        n_bytes=0,
+        n_tensors=0,
+        n_checks=0,
+        seconds=0.0,
+    )
 
-    Raises:
-        UsageError: there is no such path.
+
+def distinct_paths(paths: Iterable[Path], *, iteration: int | None = None) -> dict[Path, UsageError | None]:
+    """Return the paths without those that lead to the same checkpoint as an earlier one, such as the files of one
+    directory; each with the error that keeps it from being examined, such as that it does not exist.
     """
-    found: dict[str, Path] = {}
+    path_of: dict[str, Path] = {}
+    errors: dict[Path, UsageError | None] = {}
     for path in paths:
-        place = located(path, iteration=iteration)
+        try:
+            place = located(path, iteration=iteration)
+        except UsageError as err:
+            errors[path] = err
+            continue
         place.store.close()
-        found.setdefault(os.path.realpath(place.path), path)
-    return list(found.values())
+        errors.setdefault(path_of.setdefault(os.path.realpath(place.path), path), None)
+    return errors

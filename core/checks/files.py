@@ -19,6 +19,7 @@ from core.checks.tree import AGAIN, NOWHERE
 from core.commit import stage_dir_of
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
+from core.substitute import HEAD_BYTES, substitute_of
 
 CODES = ALL
 
@@ -35,9 +36,10 @@ _LEFT_OVER = re.compile(
 )
 """By suffix; rsync's ``.NAME.XXXXXX``; what NFS keeps of a file that was removed while it was open."""
 _STAGES = re.compile(r"^(\.ckpt-stage|\..+\.ckpt-stage)$")
-_POINTER = b"version https://git-lfs.github.com"
-_MARKUP = re.compile(rb"\s*<(!doctype|html|\?xml|error)", re.IGNORECASE)
-_SMALL_BYTES = 16 << 10
+_WEIGHTS = re.compile(r"\.(pt|pth|safetensors)$|(^|/)(pytorch|adapter|diffusion_pytorch)_model[^/]*\.bin$")
+"""Files that are never text; other names may be those of anything."""
+_PAGE_BYTES = 1 << 20
+"""No page of a server is longer."""
 
 
 def regular(subject: Subject) -> Iterator[Finding]:
@@ -65,27 +67,20 @@ def _is_in_lock(name: str) -> bool:
 def own_kind(subject: Subject) -> Iterator[Finding]:
     """CK108: weights are no Git LFS pointers, and no pages that a server sent instead."""
     for name, size in subject.files.items():
-        if not 0 < size <= _SMALL_BYTES or not DATA.search(name) or name.endswith(".json"):
+        if not 0 < size <= _PAGE_BYTES or not DATA.search(name) or name.endswith(".json"):
             continue
         try:
-            head = subject.store.read(name, 0, min(size, 64))
+            head = subject.store.read(name, 0, min(size, HEAD_BYTES))
         except CheckpointingException:
             continue  # said by the check that needs the file
-        if head.startswith(_POINTER):
+        substitute = substitute_of(head)
+        if substitute is not None and (substitute.is_download or _WEIGHTS.search(name)):
             yield NOT_ITS_KIND.finding(
-                "a Git LFS pointer, not the file itself",
-                file=name,
-                expected="the file itself",
-                found="a Git LFS pointer",
-                hint="fetch the file itself: git lfs pull",
-            )
-        elif _MARKUP.match(head):
-            yield NOT_ITS_KIND.finding(
-                "a page or message of a server, not the file itself",
+                substitute.title,
                 file=name,
                 expected="the file itself",
                 found=repr(head[:24].decode("utf-8", "replace")),
-                hint="fetch the file itself again, with the rights that it needs",
+                hint=substitute.hint,
             )
 
 

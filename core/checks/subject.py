@@ -64,6 +64,8 @@ class Subject:
         against: fingerprints to compare with, or None.
         n_compared: tensors that were compared with them.
         device: on which per-byte work may be done; None for the CPU path.
+        below: paths of checkpoints below that are no part of it; they are not looked at.
+        notes: which checkpoint was taken, and what lies near it and is not looked at.
         shared: fingerprints that the ranks of a team have made together, before the checks run.
 
     Reading its metadata may fail: ``catalog`` is then None, and ``failure`` says why.
@@ -86,6 +88,8 @@ class Subject:
     n_compared: int = 0
     team: Team = ALONE
     device: Device | None = None
+    below: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     shared: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @cached_property
@@ -117,9 +121,14 @@ class Subject:
     def tree(self) -> Tree:
         """What lies in the directory; of one file, only that.
 
-        What is no checkpoint may be a whole file system, of which only the first levels are looked at.
+        What is no checkpoint may be a whole file system, of which only the first levels are looked at. Checkpoints
+        below are left out, save for those that the manifest lists.
         """
-        return walked(self.store.root, entry=self.store.entry, depth=1 if self.format is None else None)
+        manifest = None if self.recorded is None else self.recorded.manifest
+        recorded_paths = [] if manifest is None else [f"{one.path}/" for one in manifest.files]
+        others = {path for path in self.below if not any(name.startswith(f"{path}/") for name in recorded_paths)}
+        depth = 1 if self.format is None else None
+        return walked(self.store.root, entry=self.store.entry, depth=depth, without=others)
 
     @cached_property
     def files(self) -> Mapping[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,13 +53,14 @@ class Tree:
         return [path[len(prefix) :] for path in self.files if path.startswith(prefix)]
 
 
-def walked(root: Path, *, entry: str | None = None, depth: int | None = None) -> Tree:
+def walked(root: Path, *, entry: str | None = None, depth: int | None = None, without: Collection[str] = ()) -> Tree:
     """The tree of a directory, or of one file in it.
 
     Args:
         root: the directory.
         entry: the one file that counts; None for all.
         depth: how many levels of directories are looked into; None for all that a checkpoint may have.
+        without: relative paths of directories and files that are left out.
     """
     tree = Tree()
     if entry is not None:
@@ -69,10 +70,10 @@ def walked(root: Path, *, entry: str | None = None, depth: int | None = None) ->
     waiting = [""]
     while waiting:
         folder = waiting.pop()
-        below = _listed(tree, root, folder, seen)
+        below = [path for path in _listed(tree, root, folder, seen) if path not in without]
         if depth is None or folder.count("/") + bool(folder) < depth:
             waiting += reversed(below)
-    tree.files = dict(sorted(tree.files.items()))
+    tree.files = {path: size for path, size in sorted(tree.files.items()) if path not in without}
     return tree
 
 

@@ -52,6 +52,8 @@ class Format:
         salvage: as ``read``, for what is damaged: tells what is wrong, and leaves it out; None where there is nothing
             between all and nothing.
         carries_files: whether files beside the weights (``Catalog.attrs["carried"]``, ``["documents"]``) can be stored.
+        own_folders: the directories right below that its files may lie in, so that a checkpoint in any other is one of
+            its own; None where every directory belongs to the checkpoint.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Format:
     notes: Callable[[Catalog], Sequence[str]] | None = None
     check: Callable[[Catalog], None] | None = None
     salvage: Callable[[ReadStore, Report], Catalog] | None = None
+    own_folders: tuple[str, ...] | None = None
 
     def __reduce__(self) -> tuple[Callable[[str], Format], tuple[str]]:
         """Another process has the same formats, by their names."""

@@ -1,4 +1,4 @@
-"""Hugging Face directories with weights in torch files: sharded ``pytorch_model.bin``, or one with its configuration.
+"""Hugging Face directories with weights in torch files: one ``pytorch_model.bin``, or shards of it.
 
 On disk, one of::
 
@@ -14,7 +14,7 @@ The stem may be another (``adapter_model``, ``diffusion_pytorch_model``). Shards
 nothing else. Without an index, a complete series of numbers is taken for one checkpoint. A shard holds tensors at its
 top; other values there are objects. Tensors of one shard that share their bytes still do.
 
-A single file without a configuration beside it, or one that is pointed at, is of the format ``torch``.
+A single file that is pointed at is of the format ``torch``.
 
 attrs: as in ``torch_file`` (``aliases``, ``unsupported``, ``notes``), ``carried``, and ``stem`` (how the same weights
 are called in safetensors: ``model``, ``adapter_model`` …).
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 INDEX_SUFFIX = ".bin.index.json"
 SINGLE_FILES = ("pytorch_model.bin", "adapter_model.bin", "diffusion_pytorch_model.bin")
-CONFIGS = ("config.json", "adapter_config.json")
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.bin", re.DOTALL)
 _COPY_AGAIN = "copy the checkpoint again, with all its files"
 _MIXED = "files of two checkpoints may be mixed: copy it again"
@@ -70,13 +69,13 @@ class Shards:
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether a directory holds an index, numbered shards, or a single file and its configuration."""
+    """Return whether a directory holds an index, numbered shards, or a single file of a usual name."""
     if store.entry is not None:
         return store.entry.endswith(INDEX_SUFFIX)
     names = store.files()
     if any(name.endswith(INDEX_SUFFIX) or _SHARD.fullmatch(name) for name in names):
         return True
-    return _single_file(names) is not None and any(name in names for name in CONFIGS)
+    return _single_file(names) is not None
 
 
 def _single_file(names: Sequence[str]) -> str | None:
@@ -298,4 +297,5 @@ FORMAT = Format(
     read=read,
     lay_out=None,
     has_live_objects=True,
+    own_folders=(),
 )

@@ -441,4 +441,5 @@ FORMAT = Format(
     splits_files=True,
     has_live_objects=True,
     notes=aside_notes,
+    own_folders=(),
 )

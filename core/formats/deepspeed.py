@@ -254,4 +254,5 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=None,
+    own_folders=(),
 )

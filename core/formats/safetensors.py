@@ -36,6 +36,7 @@ from core.formats.hf_index import Index
 from core.formats.safetensors_dcp import SHARDING_INFO, VERSION, check_sizes, has_pieces, pieces_of
 from core.formats.safetensors_files import (
     INDEX_SUFFIX,
+    PIECES_DIR,
     SUFFIX,
     files_of,
     has_tensors,
@@ -230,4 +231,5 @@ FORMAT = Format(
     has_objects_beside=True,
     splits_files=True,
     records_ties=True,
+    own_folders=(PIECES_DIR,),
 )

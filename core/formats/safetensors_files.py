@@ -32,6 +32,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 PIECES_DIR = "sharded"
 STEMS = ("model", "adapter_model", "diffusion_pytorch_model")
 """Names that transformers, peft and diffusers look for; any other name becomes the first one when it is written."""
+_OF_A_MODEL = ("config.json", "adapter_config.json", "params.json", "ckpt-manifest.json")
+"""Files that lie beside a model's weights."""
 _PIECE = re.compile(r"shard-\d+-model-(\d+)-of-(\d+)\.safetensors")
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
 
@@ -56,10 +58,19 @@ class Files:
 
 
 def has_tensors(store: ReadStore) -> bool:
-    """Whether a directory holds safetensors files, an index of them, or pieces in ``sharded``."""
-    if any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in store.files()):
+    """Return whether a directory holds a safetensors checkpoint: files, an index of them, or pieces in ``sharded``.
+
+    One file alone counts if it has a usual name, or something beside it says that this is a model; any other may be a
+    loose file of a directory that is about something else.
+    """
+    names = store.files()
+    if any(name.endswith(INDEX_SUFFIX) for name in names):
         return True
-    return any(_PIECE.fullmatch(name) for name in store.files(PIECES_DIR))
+    files = [name for name in names if name.endswith(SUFFIX)]
+    if len(files) == 1 and _PIECE.fullmatch(files[0]) is None:
+        is_usual = _series(files[0]).partition(".")[0] in STEMS  # model.fp16.safetensors is a variant
+        return is_usual or _SHARD.fullmatch(files[0]) is not None or any(name in names for name in _OF_A_MODEL)
+    return bool(files) or any(_PIECE.fullmatch(name) for name in store.files(PIECES_DIR))
 
 
 def is_piece(name: str) -> bool:

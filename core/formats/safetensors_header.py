@@ -36,6 +36,7 @@ from core.dtypes import DTYPES, DType
 from core.errors import CheckpointingException, CorruptError, Report, TruncatedError, UnsupportedError, raising
 from core.formats.safetensors_text import METADATA, Fields, scanned
 from core.image import CrcOf, FileImage, Literal, PlacedArray
+from core.substitute import substitute_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from core.store import ReadStore
 
 MAX_HEADER_BYTES = 100_000_000
-_LFS_POINTER = b"version https://git-lfs"
 
 ORDER = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ"),
@@ -107,13 +107,13 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
     n = int.from_bytes(store.read(file, begin, 8), "little")
     start = begin + 8 + n
     if n > MAX_HEADER_BYTES:
-        is_pointer = store.read(file, begin, min(size - begin, len(_LFS_POINTER))) == _LFS_POINTER
+        substitute = substitute_in(store, file)
+        if substitute is not None:
+            raise CorruptError(substitute.title, file=file, hint=substitute.hint)
         raise CorruptError(
-            "a Git LFS pointer, not the file itself"
-            if is_pointer
-            else f"the header is said to have {n} bytes, but at most {MAX_HEADER_BYTES} are allowed",
+            f"the header is said to have {n} bytes, but at most {MAX_HEADER_BYTES} are allowed",
             file=file,
-            hint="fetch the file itself: git lfs pull" if is_pointer else "this may not be a safetensors file",
+            hint="this may not be a safetensors file",
         )
     if start > size:
         raise TruncatedError(

@@ -178,4 +178,5 @@ FORMAT = Format(
     salvage=salvage,
     is_mcore=True,
     splits_files=True,
+    own_folders=(),
 )

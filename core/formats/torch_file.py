@@ -13,6 +13,8 @@ attrs: ``aliases`` (key → first key that has the same bytes), ``unsupported`` 
 not plain dense ones; they are objects of the skeleton and cannot be written), ``notes``, and ``iteration`` and
 ``args`` where the root has them.
 
+On disk: one file, which may be called anything; of a directory only ``checkpoint.pt``, the name that is written.
+
 Versions: all but the tar files of torch 0.1; written as torch 2.13 does. What torch's default (``weights_only``)
 refuses lies below a reserved key of a written file, see ``torch_aside``, and comes back on reading; with
 ``attrs["weights_only"]`` false it stays what it was (attrs of a source: true where it was set aside).
@@ -58,7 +60,10 @@ _SHARD = re.compile(r"-(\d{5,})-of-(\d{5,})\.(?:bin|pt|pth)$")
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether the file, or the only such file of the directory, is of one of torch's formats (the old ones too)."""
+    """Whether the file, or ``checkpoint.pt`` of the directory, is of one of torch's formats (the old ones too).
+
+    Any other file of a directory may be anything: it has to be named.
+    """
     name = _file_of(store)
     if name is None or store.size(name) < 4:
         return False
@@ -70,10 +75,7 @@ def _file_of(store: ReadStore) -> str | None:
     """The file that is the checkpoint, or None."""
     if store.entry is not None:
         return store.entry if store.exists(store.entry) else None
-    names = [name for name in store.files() if name.endswith(SUFFIXES)]
-    if FILE_NAME in names:
-        return FILE_NAME
-    return names[0] if len(names) == 1 else None
+    return FILE_NAME if store.exists(FILE_NAME) else None
 
 
 def read(store: ReadStore) -> Catalog:
@@ -86,9 +88,7 @@ def read(store: ReadStore) -> Catalog:
     """
     name = _file_of(store)
     if name is None:
-        raise UnsupportedError(
-            "the directory does not hold exactly one torch file", file=store.label, hint="point at the file itself"
-        )
+        raise UnsupportedError(f"the directory holds no {FILE_NAME}", file=store.label, hint="name the file itself")
     catalog = catalog_of(store, name)
     shard = _SHARD.search(name)
     if shard is None or int(shard[2]) < 2:
@@ -208,4 +208,5 @@ FORMAT = Format(
     nests=True,
     has_live_objects=True,
     notes=refusal_notes,
+    own_folders=(),
 )

@@ -23,6 +23,7 @@ from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle_reduce import Name
 from core.safe_pickle import gc_paused, load
 from core.skeleton import MAX_DEPTH, Entry, containers, entries, mapped
+from core.substitute import substitute_in
 
 if TYPE_CHECKING:
     from core.catalog import Coords
@@ -78,6 +79,9 @@ def parse(
     """
     n_bytes = store.size(file) - start if n_bytes is None else n_bytes
     kind = refuse_other_streams(store, file, start, n_bytes)
+    substitute = substitute_in(store, file) if kind is None and start == 0 else None
+    if substitute is not None:
+        raise CorruptError(substitute.title, file=file, hint=substitute.hint)
     reader = TensorReader(f"{prefix}#")
     with _in_file(file), gc_paused():
         read_content = _legacy if kind == "legacy" else _zip

@@ -175,6 +175,13 @@ class _Reader:
     def archive(self) -> Archive:
         directory, n_bytes, n_entries = self._directory()
         entries = list(self._entries(self._read(directory, n_bytes), n_entries))
+        if entries and all(entry.name.endswith(b".npy") for entry in entries):
+            raise UnsupportedError(
+                "a NumPy archive (.npz), not a file of torch.save",
+                file=self._file,
+                hint="load it with numpy.load, and save its arrays with safetensors.numpy.save_file or torch.save",
+                rule="torch.kind",
+            )
         self._check_compression(entries)
         offsets = self._data_offsets(entries, directory)
         root = ""

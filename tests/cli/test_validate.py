@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -131,10 +132,73 @@ def test_what_makes_no_sense_is_a_usage_error(
     assert err.count("\n") == 1
 
 
-def test_a_missing_path_stops_before_anything_is_read(bad: Path, run: Run) -> None:
-    code, out, err = run(bad, "no/such")
+def test_a_missing_path_is_a_usage_error(run: Run) -> None:
+    code, out, err = run("no/such")
     assert (code, out) == (2, "")
-    assert "no/such" in err
+    assert "no such file or directory (file no/such)" in err
+
+
+@pytest.mark.parametrize("format", ["text", "json", "junit", "sarif", "github"])
+def test_a_missing_path_does_not_hide_the_findings_of_the_others(format: str, good: Path, bad: Path, run: Run) -> None:
+    alone = run(bad, "--format", format)[1]
+    code, out, err = run(good, "no/such", bad, "--format", format)
+    assert code == 2
+    assert err == ""
+    assert "no/such" in out
+    assert "no such file or directory" in out
+    assert set(re.findall(r"CK\d{3}", alone)) <= set(re.findall(r"CK\d{3}", out))
+
+
+def test_a_missing_path_is_told_of_each_checkpoint_in_json(good: Path, bad: Path, run: Run) -> None:
+    pages = json.loads(run(good, "no/such", bad, "--json")[1])["checkpoints"]
+    assert [page["valid"] for page in pages] == [True, False, False]
+    assert [finding["code"] for finding in pages[1]["findings"]] == ["CK100"]
+    assert pages[2]["findings"] == shown(run, bad)["checkpoints"][0]["findings"]
+
+
+def test_what_was_looked_at_is_named_and_what_was_not_is_listed(golden: Path, tmp_path: Path, run: Run) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(golden / "hf/llama/safetensors_single", model)
+    n_files = sum(1 for path in model.rglob("*") if path.is_file())
+    shutil.copytree(golden / "hf/llama/safetensors_single", model / "checkpoint-10")
+    shutil.copytree(golden / "torch_dcp/tp2_only", model / "exports/dcp")
+    (model / "original").mkdir()
+    shutil.copy(golden / "hf/llama/torch_single/model_zip.pt", model / "original/consolidated.00.pth")
+    (page,) = shown(run, model)["checkpoints"]
+    assert (page["path"], page["valid"], page["files"]) == (str(model), True, n_files)
+    (note,) = page["notes"]
+    assert note.endswith(": checkpoint-10, original/consolidated.00.pth, exports/dcp")
+    assert note in run(model)[1]
+    # what lies there is not looked at, and so cannot be found damaged
+    (model / "checkpoint-10/model.safetensors").write_bytes(b"x")
+    assert run(model, "--deep")[0] == 0
+    assert run(model / "checkpoint-10")[0] == 1
+
+
+def test_the_iteration_of_a_root_is_named_and_the_others_are_listed(golden: Path, tmp_path: Path, run: Run) -> None:
+    for number in (10, 20, 30):
+        shutil.copytree(golden / "mcore_torch_dist/dense_gqa/tp2_pp2/iter_0000010", tmp_path / f"iter_{number:07d}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    (page,) = shown(run, tmp_path)["checkpoints"]
+    assert page["path"] == str(tmp_path / "iter_0000020")
+    assert "2 other iterations were not looked at (--all-iterations): iter_0000010, iter_0000030" in page["notes"]
+
+
+def test_a_loose_file_of_a_project_is_not_taken_for_the_project(
+    golden: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(26):
+        (tmp_path / f"module_{number}.py").write_text("pass")
+    shutil.copy(golden / "hf/llama/torch_single/model_zip.pt", tmp_path / "last.ckpt")
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(".")
+    assert code == 1
+    assert "holds one file that may be: last.ckpt" in out
+    assert "27 files" not in out
+    code, out, _ = run("last.ckpt")
+    assert code == 0
+    assert "in last.ckpt" in out
+    assert "1 file," in out
 
 
 def test_what_no_format_recognises_is_a_finding(tmp_path: Path, run: Run) -> None:

@@ -315,13 +315,13 @@ def test_a_single_file_and_the_files_beside_it_are_read() -> None:
 
 def test_what_is_no_such_directory_is_left_to_others() -> None:
     data = saved({"w": filled(torch.float32, 3)})
-    for files in ({"pytorch_model.bin": data}, {"model.bin": data, "config.json": b"{}"}, {"config.json": b"{}"}, {}):
+    for files in ({"model.bin": data, "config.json": b"{}"}, {"config.json": b"{}"}, {}):
         assert not sniff(MemoryStore(files))
-        if "pytorch_model.bin" not in files:
-            with pytest.raises(UnsupportedError, match=r"holds no pytorch_model\.bin"):
-                read(MemoryStore(files))
-    assert not sniff(MemoryStore({shard(1): data}, entry=shard(1)))
-    assert torch_file.sniff(MemoryStore({"pytorch_model.bin": data}))
+        with pytest.raises(UnsupportedError, match=r"holds no pytorch_model\.bin"):
+            read(MemoryStore(files))
+    for name in (shard(1), "pytorch_model.bin"):
+        assert not sniff(MemoryStore({name: data}, entry=name))
+        assert torch_file.sniff(MemoryStore({name: data}, entry=name))
 
 
 def test_an_index_that_is_pointed_at_stands_for_its_directory() -> None:

@@ -352,16 +352,15 @@ def test_other_kinds_of_files_are_refused_by_name() -> None:
         assert not FORMAT.sniff(MemoryStore({"f.pt": data}, entry="f.pt"))
 
 
-def test_a_directory_is_read_if_it_is_clear_which_file_is_meant() -> None:
+def test_of_a_directory_only_the_file_that_is_written_there_is_the_checkpoint() -> None:
     data = saved({"a": filled(torch.int8, 3)})
-    for names in (["x.pt"], ["a.bin", "readme.md"], ["x.pt", "checkpoint.pt", "y.pth"]):
-        store = MemoryStore(dict.fromkeys(names, data))
-        assert FORMAT.sniff(store)
-        assert list(FORMAT.read(store).tensors) == ["a"]
-    for names in (["x.pt", "y.pt"], ["x.txt"], []):
+    store = MemoryStore(dict.fromkeys(["x.pt", "checkpoint.pt", "y.pth"], data))
+    assert FORMAT.sniff(store)
+    assert list(FORMAT.read(store).tensors) == ["a"]
+    for names in (["x.pt"], ["last.ckpt", "readme.md"], ["x.pt", "y.pt"], ["x.txt"], []):
         store = MemoryStore(dict.fromkeys(names, data))
         assert not FORMAT.sniff(store)
-        with pytest.raises(UnsupportedError, match="exactly one"):
+        with pytest.raises(UnsupportedError, match=r"holds no checkpoint\.pt"):
             read(store)
 
 
