@@ -1,0 +1,188 @@
+"""What is no checkpoint is called what it is, with what to point at instead."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_cli.app import main
+from core.errors import CheckpointingException, CorruptError, UnsupportedError
+from core.formats.bin_shards import read as read_bin_shards
+from core.open import open_checkpoint
+from core.store import MemoryStore
+from core.substitute import substitute_of
+
+PAGE = b"<!DOCTYPE html>\n<html lang='en'><head><title>Sign in</title></head><body></body></html>" * 40
+BODY = b'{"error":"Repository not found","message":"Access to model org/gated is restricted"}'
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9976576152\n"
+NOTHING = b"Entry not found"
+INSTEAD = {
+    "a page": (PAGE, "a web page"),
+    "a message": (BODY, "JSON text, such as a server's error message"),
+    "a pointer": (POINTER, "a Git LFS pointer"),
+    "a sentence": (NOTHING, "a text file that begins 'Entry not found'"),
+    "a page of XML": (
+        b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code></Error>',
+        "a web page",
+    ),
+}
+
+
+def saved(path: Path) -> Path:
+    torch.save({"w": torch.arange(6.0)}, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "pytorch_model.bin", "last.ckpt", "model.pth"])
+@pytest.mark.parametrize("what", INSTEAD)
+def test_what_was_saved_in_place_of_weights_is_told(what: str, name: str, tmp_path: Path) -> None:
+    data, title = INSTEAD[what]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(CheckpointingException, match=title) as refusal:
+        open_checkpoint(tmp_path / name)
+    assert refusal.value.hint
+    assert ("git lfs pull" in refusal.value.hint) == (what == "a pointer")
+
+
+@pytest.mark.parametrize("what", INSTEAD)
+def test_a_directory_of_downloads_that_failed_is_told(what: str, tmp_path: Path) -> None:
+    data, title = INSTEAD[what]
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_bytes(data if name != "config.json" else b"{}")
+    with pytest.raises(CorruptError, match=title):
+        open_checkpoint(tmp_path)
+    with pytest.raises(CorruptError, match=title):
+        read_bin_shards(MemoryStore({"pytorch_model.bin": data}))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "pytorch_model.bin"])
+@pytest.mark.parametrize("what", INSTEAD)
+def test_validate_finds_what_was_saved_in_place_of_weights(
+    what: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, title = INSTEAD[what]
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / "config.json").write_text("{}")
+    for path in (tmp_path, tmp_path / name):
+        assert main(["validate", str(path), "--headers"]) == 1
+        assert title in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"\0" * 64,
+        b"PK\x03\x04rest",
+        b"\x80\x02}q\0.",
+        b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+        b'\x10\0\0\0\0\0\0\0{"a":1}',
+    ],
+)
+def test_binary_formats_are_no_text(head: bytes) -> None:
+    assert substitute_of(head) is None
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=lambda save: save.__name__)
+@pytest.mark.parametrize("name", ["weights.npz", "weights.pt"])
+def test_a_numpy_archive_is_called_one(save: Callable[..., None], name: str, tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    save(stream, **{"a": np.arange(3), "layers/0/w": np.ones((2, 2))})
+    (tmp_path / name).write_bytes(stream.getvalue())
+    with pytest.raises(UnsupportedError, match="a NumPy archive"):
+        open_checkpoint(tmp_path / name)
+    if name.endswith(".npz"):
+        with pytest.raises(UnsupportedError, match="a NumPy archive"):
+            open_checkpoint(tmp_path)
+
+
+def test_a_numpy_array_is_called_one(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(3))
+    with pytest.raises(UnsupportedError, match="a NumPy array"):
+        open_checkpoint(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize("names", [["epoch=0-step=10.ckpt", "last.ckpt"], ["a.pt", "b.pth", "c.bin"]])
+def test_several_torch_files_are_listed(names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        saved(tmp_path / name)
+    with pytest.raises(UnsupportedError, match=f"holds {len(names)} files that may be") as refusal:
+        open_checkpoint(tmp_path)
+    assert refusal.value.hint == f"name one of them: {', '.join(names)}"
+
+
+def test_what_tensorflow_wrote_is_called_so(tmp_path: Path) -> None:
+    for name in ("checkpoint", "model.ckpt.index", "model.ckpt.data-00000-of-00001"):
+        (tmp_path / name).write_bytes(bytes(100))
+    with pytest.raises(UnsupportedError, match="a TensorFlow checkpoint cannot be read"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_ckpt_file_that_is_no_torch_file_is_not_called_tensorflows(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt").write_bytes(bytes(100))
+    for path in (tmp_path, tmp_path / "model.ckpt"):
+        with pytest.raises(UnsupportedError, match="not a checkpoint in a known format"):
+            open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "weights.pt", "lora.safetensors"])
+def test_the_only_loose_file_is_named_with_its_path(name: str, golden: Path, tmp_path: Path) -> None:
+    if name.endswith(".safetensors"):
+        shutil.copy(golden / "hf/llama/safetensors_single/model.safetensors", tmp_path / name)
+    else:
+        saved(tmp_path / name)
+    (tmp_path / "train.py").write_text("pass")
+    with pytest.raises(UnsupportedError, match=f"holds one file that may be: {name}") as refusal:
+        open_checkpoint(tmp_path)
+    assert refusal.value.hint == f"name it: {tmp_path / name}"
+    open_checkpoint(tmp_path / name).store.close()
+
+
+def test_checkpoints_some_levels_below_are_listed_and_hidden_ones_are_not(golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(golden / "mcore_legacy/dense_gqa/tp1_pp1", tmp_path / "runs/one")
+    shutil.copytree(golden / "torch_dcp/tp2_only", tmp_path / ".hidden/dcp")
+    (tmp_path / "lightning_logs/version_0/checkpoints").mkdir(parents=True)
+    saved(tmp_path / "lightning_logs/version_0/checkpoints/last.ckpt")
+    with pytest.raises(UnsupportedError, match="checkpoints below it") as refusal:
+        open_checkpoint(tmp_path)
+    assert refusal.value.hint == "name one of them: runs/one, lightning_logs/version_0/checkpoints/last.ckpt"
+
+
+@pytest.mark.parametrize("verb", ["inspect", "convert", "reshard", "diff", "manifest"])
+def test_every_verb_wants_the_loose_file_named(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "last.ckpt")
+    monkeypatch.chdir(tmp_path)
+    words = {
+        "inspect": ["."],
+        "convert": [".", "out", "--to", "safetensors"],
+        "reshard": ["--tp-new", "2"],
+        "diff": [".", "last.ckpt"],
+        "manifest": ["."],
+    }
+    assert main([verb, *words[verb]]) == 4
+    told = capsys.readouterr().err
+    assert "holds one file that may be: last.ckpt" in told
+    assert "name it: last.ckpt" in told.lower()
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_checkpoint_below_a_model_is_told_by_inspect_convert_and_manifest(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(golden / "hf/llama/safetensors_single", model)
+    shutil.copytree(golden / "torch_dcp/tp2_only", model / "exports")
+    size = sum(path.stat().st_size for path in model.iterdir() if path.is_file())
+    assert main(["inspect", str(model), "--json"]) == 0
+    assert f'"file_bytes": {size},' in capsys.readouterr().out
+    for words in (["inspect"], ["convert", "--to", "dcp", "-o", str(tmp_path / "out")], ["manifest"]):
+        assert main([words[0], str(model), *words[1:]]) == 0
+        assert "checkpoints below it are not part of it: exports" in capsys.readouterr().out
