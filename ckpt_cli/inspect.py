@@ -37,6 +37,7 @@ from ckpt_cli.inspect_object import plain
 from ckpt_cli.inspect_tensor import number_json, place_json, tensor_lines
 from ckpt_cli.render import Cell, bytes_text, count_text, facts, n_text, shape_text, shortened, table, tree_rows
 from ckpt_cli.terminal import Screen, escaped, screen_of
+from core.capabilities import Capability
 from core.catalog import Catalog, TensorMeta
 from core.errors import UsageError
 from core.fold import tree_of
@@ -44,7 +45,7 @@ from core.open import Checkpoint, open_checkpoint
 from core.optim_format import role_of
 from core.peek import first_values, places_of
 from core.select import LIST_THEM, matching
-from core.summary import ROLES, Summary, Verdict, bare_key, path_of, summarized
+from core.summary import ROLES, Summary, bare_key, path_of, summarized
 
 if TYPE_CHECKING:
     from ckpt_cli.options import InspectOptions
@@ -195,8 +196,8 @@ def _header(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterato
         pairs.append(("", escaped(f"{n_text(len(beside), 'file')} beside the weights: {_some(beside)}")))
     if summary.n_objects:
         pairs.append(("objects", f"{summary.n_objects:,}, listed by --flat"))
-    for number, verdict in enumerate(summary.verdicts):
-        pairs.append(("" if number else "can", _verdict_cell(verdict)))
+    for number, capability in enumerate(summary.capabilities):
+        pairs.append(("" if number else "can", _capability_cell(capability)))
     for number, note in enumerate(summary.notes):
         pairs.append(("" if number else "note", Cell(escaped(note), ("yellow",))))
     yield from facts(screen, pairs)
@@ -211,11 +212,11 @@ def _header(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterato
     yield from table(screen, rows, align="<>>><")
 
 
-def _verdict_cell(verdict: Verdict) -> Cell:
-    doing = f"{verdict.action} to {', '.join(verdict.targets)}" if verdict.targets else verdict.action
-    if verdict.is_possible:
-        return Cell(f"✓ {doing}{f' ({verdict.why})' if verdict.why else ''}", ("green",))
-    return Cell(f"✗ {doing}: {escaped(verdict.why or 'not supported')}", ("dim",))
+def _capability_cell(capability: Capability) -> Cell:
+    doing = f"{capability.action} to {', '.join(capability.targets)}" if capability.targets else capability.action
+    if capability.is_possible:
+        return Cell(f"✓ {doing}{f' ({capability.why})' if capability.why else ''}", ("green",))
+    return Cell(f"✗ {doing}: {escaped(capability.why or 'not supported')}", ("dim",))
 
 
 def model_text(summary: Summary) -> str:
@@ -302,7 +303,7 @@ def _as_json(
         "optimizer": summary.optimizer and {"format": summary.optimizer, "title": summary.optimizer_title},
         "can": [
             {"action": v.action, "possible": v.is_possible, "to": list(v.targets), "why": v.why}
-            for v in summary.verdicts
+            for v in summary.capabilities
         ],
         "is_unsharded": summary.is_unsharded,
         "notes": list(summary.notes),

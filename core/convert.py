@@ -28,7 +28,6 @@ from core.explain import Explained, explained
 from core.formats import Format, format_called, formats
 from core.formats.hf_files import CONFIG, carried_of, config_of, documents_of
 from core.formats.torch_file import load_object
-from core.formats.torch_refused import names_importable
 from core.global_form import global_form
 from core.image import FileImage, literal_file
 from core.inert import as_mapping
@@ -39,19 +38,20 @@ from core.job import TopologyChange as TopologyChange
 from core.job_checks import is_cut
 from core.job_sizes import check_source_sizes, target_topology
 from core.job_stage import Made, finish_data, finish_manifest, identity_text, report_of, stage_of, written_path
-from core.layout import load_rules, shard, stack
+from core.layout import load_rules
 from core.layout_state import OPTIMIZER, texts_of
 from core.nesting import flattening_notes, n_leaves, nesting_notes, recorded_notes, root_notes, sharing_notes
-from core.objects import loaded, refuse_hidden, state_dict, vetted
+from core.objects import loaded, state_dict, vetted
 from core.occupied import check_replaceable
 from core.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.optimizer import Optimizer
 from core.plan import Plan, make_plan
 from core.plan_file import identity_of
 from core.relink import linked
-from core.safe_pickle import gc_paused, noting_names
+from core.safe_pickle import gc_paused
 from core.select import folded
-from core.target import partitioned, source_and_target, tensors_only
+from core.target import tensors_only
+from core.target_form import cut_form, vetted_form, with_objects_loaded
 from core.team import ALONE, Team
 from core.tying import recordable, recorded
 from core.url import refuse_url
@@ -200,22 +200,16 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
             f"format {format.name} can be read, but not written",
             hint=f"say --to with one of: {', '.join(known.name for known in formats() if known.lay_out is not None)}",
         )
-    with noting_names() as named:
-        source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
-    refuse_hidden(source.named | named, source.catalog)
+    source = with_objects_loaded(source)
     if job.metadata_only:
         return _linked(job, opened, format)
     if job.replicas != "error" and job.tie:
         raise UsageError(
             "--tie proves that two tensors are equal, which --on-replica-mismatch first does not do", hint="give one"
         )
-    form = global_form(job, source, format)
-    _check_text(form.catalog)
-    notes = [*source.notes, *form.notes]
-    keeps_unknown = format.partition == "ranks" or format.nests or format.is_mcore
-    checked = vetted(form.catalog, keeps_unknown=keeps_unknown, drop_unknown=job.drop_unknown)
-    dropped = [*form.dropped, *checked.dropped]
-    catalog = checked.catalog.with_attrs(weights_only=job.weights_only or not _has_live_objects(source))
+    form = vetted_form(job, source, format)
+    notes, dropped = [*source.notes, *form.notes], [*form.dropped]
+    catalog = form.catalog
     dst = job.dst or _proposed_dst(job, source, format)
     is_file = is_file_of(format, dst)
     notes += _nesting_lost(catalog, format, is_file=is_file)
@@ -224,7 +218,7 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         stated = config_of(source.store) if CONFIG in carried_of(catalog) else None
         has_config = format.carries_files and not is_file
         catalog = recordable(catalog, config_beside(catalog, stated) if has_config else None)
-    catalog, target = _source_and_target(job, catalog, format)
+    catalog, target = cut_form(job, catalog, format)
     notes += [note for note in texts_of(target, "notes") if note not in notes]
     notes += [] if format.notes is None else format.notes(target)
     dropped += [text for text in texts_of(target, "dropped") if text not in dropped]
@@ -264,38 +258,9 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         renamed=form.renamed,
         notes=tuple(folded(notes, end=": ")),
         dropped=tuple(folded(dropped, end=" (")),
-        form=checked.catalog,
+        form=form.catalog,
         n_tensors=(n_leaves(target.skeleton) if format.nests else len(target.tensors)) - len(ties),
     )
-
-
-def _has_live_objects(source: Checkpoint) -> bool:
-    """Whether objects stay instances of their classes in a torch file, as torch's own loader of the source makes them.
-
-    DCP's do unless they name classes of other packages than torch and numpy, which are set aside in every DCP that this
-    project writes. Objects of other formats, and those that a torch file had set aside, stay loadable by default.
-    """
-    if source.catalog.attrs.get("weights_only"):
-        return False
-    values = [item.value for item in source.catalog.objects.values()]
-    return source.format.has_live_objects and (source.format.nests or names_importable(values))
-
-
-def _check_text(catalog: Catalog) -> None:
-    """Returns if every name can be written as text.
-
-    Raises:
-        UnsupportedError: one holds half a surrogate pair.
-    """
-    for key in (*catalog.tensors, *catalog.objects, *catalog.hidden):
-        try:
-            key.encode()
-        except UnicodeEncodeError as err:
-            raise UnsupportedError(
-                f"a name is no text that can be written: {err.reason}",
-                key=key,
-                hint="leave it out with --exclude, or rename it with --rename",
-            ) from err
 
 
 def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
@@ -337,7 +302,7 @@ def _check_loads_at(job: Job, source: Checkpoint, format: Format) -> None:
     check_source_sizes(job, source.catalog)
     if job.topology is not None and job.topology.is_change:
         planned = replace(job, metadata_only=False)
-        _source_and_target(planned, global_form(planned, source, format).catalog, format)
+        cut_form(planned, global_form(planned, source, format).catalog, format)
 
 
 def is_file_of(format: Format, dst: Path) -> bool:
@@ -375,37 +340,6 @@ def _left_behind(catalog: Catalog, format: Format, *, is_file: bool) -> list[str
             what = keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"
             lines.append(f"{what}: no tensor, {format.title} has no place for it")
     return lines
-
-
-def _source_and_target(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Catalog]:
-    """(the source under the target's keys, the target catalog whose arrays are to be placed)."""
-    is_global = catalog.attrs.get("family") == "megatron"
-    if format.partition == "ranks":
-        topology = target_topology(job, catalog, format)
-        rules = load_rules(job.rules, unknown=job.unknown)
-        target = shard(
-            catalog,
-            topology,
-            rules=rules,
-            vocab_size=job.vocab_size,
-            rng=job.rng,
-            version=job.megatron_version,
-        )
-        return catalog, target
-    if is_global and format.is_mcore:
-        topology = target_topology(job, catalog, format)
-        stacked = stack(
-            catalog,
-            topology,
-            rules=load_rules(job.rules, unknown=job.unknown),
-            vocab_size=job.vocab_size,
-            format=format.name,
-            is_stacked=job.stacking,
-        )
-        if format.partition == "grid":
-            return stacked.source, partitioned(stacked.target, format=format.name, by="grid")
-        return stacked.source, stacked.target
-    return source_and_target(catalog, format)
 
 
 def _as_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -34,6 +35,16 @@ def load_rules(extra: Path | None = None, *, unknown: str = "refuse") -> Rules:
         UsageError: the user's file is not TOML, or a row in it makes no sense; names the file and the row.
         MissingShardError, StorageError: it cannot be read.
     """
+    return _own_rules(unknown) if extra is None else _all_rules(extra, unknown)
+
+
+@lru_cache
+def _own_rules(unknown: str) -> Rules:
+    """Return the project's rules, parsed once: planning one job after the other asks for them again and again."""
+    return _all_rules(None, unknown)
+
+
+def _all_rules(extra: Path | None, unknown: str) -> Rules:
     label = "layouts/megatron.toml"
     table = tomllib.loads(files("core").joinpath(label).read_text(encoding="utf-8"))
     rules, stages = _rows(table, label=label)

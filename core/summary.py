@@ -13,22 +13,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, StoredObject, TensorMeta
-from core.errors import CheckpointingException, UsageError
+from core.capabilities import Capability, Model, capabilities_of
+from core.catalog import Catalog, TensorMeta
+from core.errors import CheckpointingException
 from core.fold import components
-from core.formats import Format, formats
 from core.formats.hf_files import CONFIG, carried_of, config_of
 from core.formats.torch_file import load_object
-from core.global_form import is_mcore
-from core.inert import Global, as_mapping, attributes
+from core.inert import Global, attributes
 from core.job import Job
 from core.layout_state import texts_of
 from core.objects import loaded
 from core.optim_format import TITLES, optim_format_of, role_of
 from core.quantize import companion
 from core.store import files_below
-from core.target import retyped, source_and_target
-from core.transform import cast_of, without_optimizer
 
 if TYPE_CHECKING:
     from core.open import Checkpoint
@@ -71,23 +68,6 @@ class Group:
     dtypes: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Something that can or cannot be done.
-
-    Args:
-        action: ``convert`` or ``reshard``.
-        is_possible: whether ckpt does it.
-        targets: format names, for ``convert``.
-        why: the reason if not, or a condition if so.
-    """
-
-    action: str
-    is_possible: bool
-    targets: tuple[str, ...] = ()
-    why: str | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """What a checkpoint is and holds.
@@ -102,7 +82,7 @@ class Summary:
         model: facts from the training arguments.
         groups: what the tensors are for.
         optimizer: name in ``core.optim_format``, or None.
-        verdicts: what can be done with it.
+        capabilities: what can be done with it.
         notes: what the user should know.
         view: the catalog whose tensors are shown.
         is_unsharded: the view is global although the files are rank-local.
@@ -122,7 +102,7 @@ class Summary:
     model: Mapping[str, object]
     groups: tuple[Group, ...]
     optimizer: str | None
-    verdicts: tuple[Verdict, ...]
+    capabilities: tuple[Capability, ...]
     notes: tuple[str, ...]
     view: Catalog = field(repr=False)
     is_unsharded: bool = False
@@ -167,6 +147,18 @@ def summarized(checkpoint: Checkpoint) -> Summary:
             f"opened {n_files - n_unopened:,} of {n_files:,} files, one of each stage and length; --all opens every one"
         )
     notes += _warnings(checkpoint)
+    capabilities = capabilities_of(
+        checkpoint,
+        Model(
+            layout_refusal=None if unsharded.catalog is not None else unsharded.why or "the layout is not known",
+            is_hf=unsharded.is_hf,
+            has_optimizer=optimizer is not None,
+            has_scales=unsharded.has_scales,
+        ),
+    )
+    if capabilities.untried:
+        untried = ", ".join(capabilities.untried)
+        notes.append(f"conversions to {untried} were not tried on a checkpoint of this size; convert --dry-run tells")
     return Summary(
         path=str(checkpoint.path),
         format=checkpoint.format.name,
@@ -180,7 +172,7 @@ def summarized(checkpoint: Checkpoint) -> Summary:
         model=_model(catalog),
         groups=groups_of(view.tensors.values(), bare=lambda key: bare_key(key, view)),
         optimizer=optimizer,
-        verdicts=_verdicts(checkpoint, unsharded, optimizer),
+        capabilities=capabilities.entries,
         notes=tuple(dict.fromkeys(notes)),
         view=view,
         is_unsharded=unsharded.catalog is not None and bool(catalog.attrs.get("is_rank_local")),
@@ -238,13 +230,13 @@ class _Unsharded:
     Args:
         catalog: it, or None.
         why: the reason if not.
-        conditions: what must be said to get it.
+        has_scales: weights have scales, which were multiplied in.
         is_hf: the source has Hugging Face's names.
     """
 
     catalog: Catalog | None
     why: str | None
-    conditions: tuple[str, ...] = ()
+    has_scales: bool = False
     is_hf: bool = False
 
 
@@ -275,14 +267,13 @@ def _of_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
     from core.changes import changed
     from core.hf import to_megatron
 
-    conditions: tuple[str, ...] = ()
+    has_scales = any(companion(meta, catalog.tensors) is not None for meta in catalog.tensors.values())
     try:
-        if any(companion(meta, catalog.tensors) is not None for meta in catalog.tensors.values()):
-            conditions = (_WIDENED,)
+        if has_scales:
             catalog = changed(catalog, Job(src=Path(), dequantize="bfloat16"), config=config).catalog
-        return _Unsharded(to_megatron(catalog, config), None, conditions, is_hf=True)
+        return _Unsharded(to_megatron(catalog, config), None, has_scales, is_hf=True)
     except CheckpointingException as err:
-        return _Unsharded(None, err.message, is_hf=True)
+        return _Unsharded(None, err.message, has_scales, is_hf=True)
 
 
 def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:
@@ -382,77 +373,3 @@ def _named_by_streams(checkpoint: Checkpoint) -> set[Global]:
 
 
 _MAX_STREAM_BYTES = 1 << 20
-
-
-def _verdicts(checkpoint: Checkpoint, unsharded: _Unsharded, optimizer: str | None) -> tuple[Verdict, ...]:
-    """What can be done; targets of one condition share a verdict."""
-    own = checkpoint.format
-    is_known = unsharded.catalog is not None
-    without = [*([_NO_OPTIM] if optimizer in _UNNAMED else []), *unsharded.conditions]
-    targets_of: dict[str | None, list[str]] = {}
-    for format in formats():
-        if format.lay_out is None or format.name == own.name:
-            continue
-        conditions: list[str] = []
-        if own.partition == "ranks" or format.partition == "ranks":
-            if not is_known:
-                continue
-            conditions = without
-        elif format.is_mcore and is_known and not is_mcore(checkpoint.catalog):
-            conditions = without
-        elif format.is_mcore and unsharded.is_hf:
-            conditions = [_HF_NAMES]
-        if format.adapt is not None:
-            catalog = unsharded.catalog if own.partition == "ranks" else checkpoint.catalog
-            found = None if catalog is None else _conditions(catalog, format)
-            if found is None:
-                continue
-            if own.partition == "ranks" and optimizer is not None:
-                found = [_NO_OPTIM, *found]  # Megatron's states have no place in other systems' trees
-            conditions = list(dict.fromkeys([*conditions, *found]))
-        targets_of.setdefault(_joined(conditions), []).append(format.name)
-    verdicts = [Verdict("convert", True, tuple(names), why) for why, names in targets_of.items()]
-    if not verdicts:
-        verdicts.append(Verdict("convert", False, (), unsharded.why))
-    cut = without if own.partition == "ranks" or own.is_mcore else [*without, _NEEDS_LAYOUT]
-    verdicts.append(Verdict("reshard", is_known, (), _joined(cut) if is_known else unsharded.why))
-    return tuple(verdicts)
-
-
-def _conditions(catalog: Catalog, format: Format) -> list[str] | None:
-    """What must be said for a catalog's tensors to fit a format that asks something of them; None if nothing helps."""
-    objects = {key: StoredObject(key) for key in catalog.objects}  # their names count, not their values
-    common = as_mapping(catalog.attrs.get("common"))
-    bare = replace(catalog, objects=objects, skeleton=None)
-    bare = bare.with_attrs(common=None if common is None else dict.fromkeys(common))
-    for without in (False, True):
-        kept = bare
-        if without:
-            try:
-                kept = without_optimizer(bare).catalog
-            except UsageError:
-                return None
-        for dtype in (None, "float32"):
-            cast = kept if dtype is None else retyped(kept, cast_of(((None, dtype),)))
-            _, target = source_and_target(cast, format)
-            try:
-                check = format.check or format.lay_out
-                assert check is not None
-                check(target)
-            except CheckpointingException:
-                continue
-            return [*([_NO_OPTIM] if without else []), *([_WIDER] if dtype is not None else [])]
-    return None
-
-
-_WIDER = "the weights must be cast: --dtype float32"
-_WIDENED = "the scales must be multiplied in: --dequantize bf16"
-_HF_NAMES = "the names must stay Hugging Face's: --names hf"
-_UNNAMED = ("torch_by_name", "torch_by_number", "other")
-"""Forms of an optimizer that cannot be brought into Megatron's."""
-_NO_OPTIM = "the optimizer must be left out: --no-optim"
-_NEEDS_LAYOUT = "into a format that has a layout: --to megatron or --to torch_dist"
-
-
-def _joined(conditions: list[str]) -> str | None:
-    return "; ".join(conditions) or None

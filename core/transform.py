@@ -73,11 +73,15 @@ def select(catalog: Catalog, *, include: Sequence[str] = (), exclude: Sequence[s
     def is_kept(key: str) -> bool:
         return (not wanted or any(m(key) for m in wanted)) and key not in out
 
-    return _kept(catalog, is_kept)
+    return restricted(catalog, is_kept)
 
 
-def _kept(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
-    """The entries whose keys are kept, and what belongs to them."""
+def restricted(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
+    """Return the entries whose keys are kept, and what belongs to them.
+
+    Raises:
+        UsageError: no tensor remains.
+    """
     every = [*catalog.tensors, *catalog.objects]
     tensors = {key: meta for key, meta in catalog.tensors.items() if is_kept(key)}
     if not tensors:
@@ -122,7 +126,7 @@ def without_optimizer(catalog: Catalog) -> Selection:
     if common is not None and "optimizer" in common:
         catalog = catalog.with_attrs(common={name: item for name, item in common.items() if name != "optimizer"})
     keys = set(gone)
-    return _kept(catalog, lambda key: key not in keys)
+    return restricted(catalog, lambda key: key not in keys)
 
 
 _KEPT_PRECISION = re.compile(

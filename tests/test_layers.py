@@ -85,7 +85,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.device_choice", "core.device_trials"),
     ),
     (
-        *("core.changes", "core.job_checks", "core.job_sizes", "core.job_stage", "core.global_form"),
+        *(
+            "core.changes",
+            "core.job_checks",
+            "core.job_sizes",
+            "core.job_stage",
+            "core.global_form",
+            "core.target_form",
+        ),
+        "core.capabilities",
         *("core.convert", "core.shared_convert", "core.contract", "core.summary"),
         *("core.explain", "core.verify", "core.relink"),
         *("core.fingerprint_copy", "core.against"),

@@ -13,10 +13,6 @@ import zarr
 from zarr.codecs import ZstdCodec
 
 from ckpt_cli.app import main
-from core.convert import Job, TopologyChange, prepare
-from core.convert import run as run_job
-from core.errors import UnsupportedError, UsageError
-from core.formats import formats
 
 Run = Callable[..., str]
 
@@ -193,7 +189,7 @@ def test_an_object_of_every_rank_can_be_named_without_the_rank(golden: Path, sho
     assert found == [{"key": f"mp_rank_{rank:02d}:iteration", "value": 10} for rank in (0, 1)]
 
 
-def test_verdicts_name_formats_and_reasons(golden: Path, shown: Callable[..., Any]) -> None:
+def test_capabilities_name_formats_and_reasons(golden: Path, shown: Callable[..., Any]) -> None:
     def targets(can: list[dict[str, Any]]) -> set[str]:
         return {name for item in can if item["action"] == "convert" and item["possible"] for name in item["to"]}
 
@@ -207,66 +203,6 @@ def test_verdicts_name_formats_and_reasons(golden: Path, shown: Callable[..., An
     assert "megatron" in targets(named)
     wide = [item for item in named if "deepspeed_universal" in item["to"]]
     assert [item["why"] for item in wide] == ["the weights must be cast: --dtype float32"]
-
-
-@pytest.mark.parametrize("name", [name for name, _, _ in EVERY], ids=lambda name: name.replace("/", "-"))
-def test_verdicts_are_what_the_engine_does(name: str, golden: Path, shown: Callable[..., Any], tmp_path: Path) -> None:
-    assert_verdicts_hold(golden / name, shown(golden / name), tmp_path / "out")
-
-
-def assert_verdicts_hold(source: Path, page: Any, dst: Path) -> None:
-    """What the page says can be done, with what it says must be said, can be done, and nothing else."""
-    said: dict[str, tuple[bool, str]] = {}
-    for verdict in page["can"]:
-        for target in verdict["to"] or [verdict["action"]]:
-            said[target] = (verdict["possible"], verdict["why"] or "")
-    for target in ("reshard", *(format.name for format in formats() if format.name != page["format"])):
-        is_possible, why = said.get(target, (False, ""))
-        why = why if is_possible else ""
-        sizes = {"tp": 1} if target == "reshard" else {}
-        into = "megatron" if "--to megatron" in why else None
-        job = Job(
-            src=source,
-            dst=dst,
-            to=into if target == "reshard" else target,
-            topology=TopologyChange(**sizes) if sizes else None,
-            keeps_layout=target == "reshard",
-            optim="drop" if "--no-optim" in why else "carry",
-            dtype=((None, "float32"),) if "--dtype float32" in why else (),
-            dequantize="bf16" if "--dequantize bf16" in why else None,
-            names="hf" if "--names hf" in why else None,
-        )
-        try:
-            with prepare(job):
-                is_done = True
-        except (UnsupportedError, UsageError):
-            is_done = False
-        assert is_done == is_possible, target
-
-
-@pytest.mark.parametrize("name", ["tp2_pp2", "tp2_pp2_optim", "tp2_pp1_dp2_distopt_fully_sharded_model_space"])
-def test_verdicts_on_zarr_are_what_the_engine_does(
-    name: str, golden: Path, shown: Callable[..., Any], tmp_path: Path
-) -> None:
-    source = golden / "mcore0121_zarr/dense_gqa" / name
-    assert_verdicts_hold(source, shown(source), tmp_path / "out")
-
-
-@pytest.mark.parametrize("what", ["named", "float8", "of another family"])
-def test_verdicts_on_hugging_face_directories_are_what_the_engine_does(
-    what: str, golden: Path, shown: Callable[..., Any], tmp_path: Path
-) -> None:
-    source = tmp_path / "source"
-    narrow = ((None, "block"),) if what == "float8" else ()
-    run_job(Job(src=golden / "hf/llama/safetensors_single", dst=source, to="hf", quantize=narrow, fsync=False))
-    if what == "of another family":
-        config = json.loads((source / "config.json").read_text())
-        (source / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
-    page = shown(source)
-    assert_verdicts_hold(source, page, tmp_path / "out")
-    reshard = page["can"][-1]
-    assert (reshard["action"], reshard["possible"]) == ("reshard", what != "of another family")
-    assert ("--dequantize" in reshard["why"]) == (what == "float8")
 
 
 def test_the_limit_counts_lines_and_zero_means_all(golden: Path, run: Run) -> None:

@@ -1,0 +1,274 @@
+"""What can be done with a checkpoint: for every format whether ``convert`` would write it, and what it takes.
+
+Nothing is predicted: the job is planned as ``core.convert`` plans it, up to the point where bytes would move, first
+without options, then with those that a refusal may ask for. So that looking at a checkpoint stays quick,
+
+* the objects are loaded once, and the global form is made once for all formats that get the same;
+* of many tensors whose names differ only in their numbers, and which are alike otherwise, the first is planned. A
+  parallel layout needs the whole model: there it is made of all tensors, and what is not cut is thinned after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+
+from core.catalog import Catalog, TensorMeta
+from core.errors import CheckpointingException
+from core.formats import Format, formats
+from core.formats.torch_nested import names_in
+from core.global_form import GlobalForm, is_mcore
+from core.job import Job, TopologyChange
+from core.job_checks import is_cut
+from core.open import Checkpoint
+from core.plan import make_plan
+from core.safe_pickle import classify, gc_paused
+from core.target_form import cut_form, keeps_unknown_classes, vetted_form, with_objects_loaded
+from core.transform import restricted
+
+MANY = 400
+"""More tensors than so many are thinned."""
+HUGE = 20_000
+"""Of a model with a layout and more arrays than so many, targets that need a global form of their own are not tried."""
+_DIGITS = re.compile(r"\d+")
+_HF = "hf"
+"""As ``--to`` takes it: the format safetensors, with Hugging Face's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Something that can or cannot be done.
+
+    Args:
+        action: ``convert`` or ``reshard``.
+        is_possible: whether ckpt does it.
+        targets: format names, for ``convert``.
+        why: the reason if not, or a condition if so.
+    """
+
+    action: str
+    is_possible: bool
+    targets: tuple[str, ...] = ()
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is known of the model in a checkpoint.
+
+    Args:
+        layout_refusal: why it has no parallel layout that could be changed; None if it has one.
+        is_hf: its tensors have Hugging Face's names.
+        has_optimizer: there are optimizer states.
+        has_scales: weights have scales of their own.
+    """
+
+    layout_refusal: str | None
+    is_hf: bool
+    has_optimizer: bool
+    has_scales: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """An option of ``convert`` that may make a job possible.
+
+    Args:
+        text: what must be done, with the option.
+        fields: of the job.
+    """
+
+    text: str
+    fields: Mapping[str, object]
+
+
+_NO_OPTIM = _Option("the optimizer must be left out: --no-optim", {"optim": "drop"})
+_DEQUANTIZE = _Option("the scales must be multiplied in: --dequantize bf16", {"dequantize": "bf16"})
+_HF_NAMES = _Option("the names must stay Hugging Face's: --names hf", {"names": "hf"})
+_DROP_UNKNOWN = _Option("objects of unknown classes must be left out: --drop-unknown", {"drop_unknown": True})
+_FLOAT32 = _Option("the weights must be cast: --dtype float32", {"dtype": ((None, "float32"),)})
+_NEEDS_LAYOUT = "into a format that has a layout: --to megatron or --to torch_dist"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What can be done with a checkpoint.
+
+    Args:
+        entries: formats under one condition, or with one reason, share one.
+        untried: formats that were not tried, because the checkpoint is huge.
+    """
+
+    entries: tuple[Capability, ...]
+    untried: tuple[str, ...] = ()
+
+
+def capabilities_of(checkpoint: Checkpoint, model: Model) -> Capabilities:
+    """Return what can be done with a checkpoint."""
+    with gc_paused():
+        trials = _Trials(checkpoint, model)
+        untried: list[str] = []
+        possible: dict[str | None, list[str]] = {}
+        impossible: dict[str | None, list[str]] = {}
+        own = checkpoint.format.name
+        targets = [(format.name, format) for format in formats() if format.lay_out is not None and format.name != own]
+        if not model.is_hf:
+            targets += [(_HF, format) for _, format in targets if _HF in format.aliases]
+        for name, format in targets:
+            if trials.is_huge and (name == _HF or format.adapt is not None):
+                untried.append(name)
+                continue
+            is_possible, why = trials.conversion(name, format)
+            (possible if is_possible else impossible).setdefault(why, []).append(name)
+        can_reshard, why = trials.reshard()
+    entries = (
+        *(Capability("convert", True, tuple(names), why) for why, names in possible.items()),
+        *(Capability("convert", False, tuple(names), why) for why, names in impossible.items()),
+        Capability("reshard", can_reshard, (), why),
+    )
+    return Capabilities(entries, tuple(untried))
+
+
+class _Trials:
+    """Jobs that are planned to see whether they can be done, and what several of them share."""
+
+    def __init__(self, checkpoint: Checkpoint, model: Model) -> None:
+        self._model = model
+        self._is_covered = False
+        self._failure: CheckpointingException | None = None
+        self._forms: dict[tuple[object, ...], GlobalForm | CheckpointingException] = {}
+        self._has_layout = model.layout_refusal is None or model.is_hf
+        self.is_huge = self._has_layout and len(checkpoint.catalog.tensors) > HUGE
+        try:
+            checkpoint = with_objects_loaded(checkpoint)
+            if not self._has_layout and not checkpoint.catalog.attrs.get("is_rank_local"):
+                checkpoint = replace(checkpoint, catalog=_thinned(checkpoint.catalog))
+        except CheckpointingException as err:
+            self._failure = err
+        self._source = checkpoint
+
+    def conversion(self, to: str, format: Format) -> tuple[bool, str | None]:
+        """Return whether the checkpoint can be converted, and the condition or the reason."""
+        options = [
+            *([_NO_OPTIM] if self._model.has_optimizer else []),
+            *([_DEQUANTIZE] if self._model.has_scales else []),
+            *([_HF_NAMES] if self._model.is_hf and format.is_mcore else []),
+            *([_FLOAT32] if format.adapt is not None else []),
+        ]
+        needs_layout = is_cut(format) or to == _HF or self._source.format.partition == "ranks"
+        lacks_layout = needs_layout and self._model.layout_refusal is not None
+        job = Job(src=self._source.path, to=to)
+        if lacks_layout and not self._model.is_hf and not is_cut(self._source.format):
+            options = []  # no option gives the tensors other names
+        is_possible, why = self._tried(job, format, options)
+        return is_possible, self._model.layout_refusal if lacks_layout and not is_possible else why
+
+    def reshard(self) -> tuple[bool, str | None]:
+        """Return whether the parallel sizes can be changed, and the condition or the reason."""
+        own = self._source.format
+        if self._model.layout_refusal is not None:
+            return False, self._model.layout_refusal
+        options = [
+            *([_NO_OPTIM] if self._model.has_optimizer else []),
+            *([_DEQUANTIZE] if self._model.has_scales else []),
+        ]
+        job = Job(src=self._source.path, topology=TopologyChange(tp=1), keeps_layout=True)
+        if is_cut(own):
+            return self._tried(job, own, options)
+        megatron = next(format for format in formats() if format.partition == "ranks")
+        is_possible, why = self._tried(replace(job, to=megatron.name), megatron, options)
+        if not is_possible:
+            return False, why
+        return True, "; ".join([*([why] if why else []), _NEEDS_LAYOUT])
+
+    def _tried(self, job: Job, format: Format, options: list[_Option]) -> tuple[bool, str | None]:
+        """Return whether a job can be done with some of the options, as few as possible, and which; or why not."""
+        first = self._refusal(job, format, ())
+        if first is None:
+            return True, None
+        if self._has_unknown_classes and not keeps_unknown_classes(format):
+            options = [*options, _DROP_UNKNOWN]
+        every = self._refusal(job, format, tuple(options)) if options else first
+        if every is not None:
+            return False, every.sentence  # fewer options help no more
+        sizes = () if self.is_huge else range(1, len(options))
+        subsets = [chosen for size in sizes for chosen in combinations(options, size)]
+        fewest = next((chosen for chosen in subsets if self._refusal(job, format, chosen) is None), options)
+        return True, "; ".join(option.text for option in fewest)
+
+    def _refusal(self, job: Job, format: Format, options: tuple[_Option, ...]) -> CheckpointingException | None:
+        """Return the error that planning a job ends with; None if it can be done."""
+        fields = {name: value for option in options for name, value in option.fields.items()}
+        job = replace(job, **fields)  # type: ignore[arg-type]  # the table has fields of a job
+        try:
+            form = self._form(job, format, options)
+            assert format.lay_out is not None, "only formats that are written are tried"
+            is_large = len(form.catalog.tensors) > MANY
+            is_layout = is_cut(format) and self._has_layout and job.names is None
+            catalog = form.catalog if is_layout or not is_large else _thinned(form.catalog)
+            catalog, target = cut_form(job, catalog, format)
+            if is_layout and is_large:
+                return None  # the layout has cut every tensor; placing them in files refuses nothing else
+            if format.check is not None:
+                format.check(target)
+            else:
+                images = tuple(format.lay_out(target))
+                if is_layout or job.dtype or job.dequantize or not self._is_covered:
+                    make_plan(catalog, target, images)  # proves that the source has every region, and every cast
+                    self._is_covered = True
+        except CheckpointingException as err:
+            return err
+        return None
+
+    def _form(self, job: Job, format: Format, options: tuple[_Option, ...]) -> GlobalForm:
+        """Return the vetted global form that a job makes; formats without a layout of their own share it.
+
+        Raises:
+            CheckpointingException: the job cannot be done.
+        """
+        if self._failure is not None:
+            raise self._failure
+        place: object = self._model.is_hf and format.carries_files
+        if is_cut(format):
+            place = "mcore" if format.is_mcore and not is_mcore(self._source.catalog) else format.name
+        keeps_unknown = keeps_unknown_classes(format)
+        key = (place, keeps_unknown, job.to == _HF, job.topology is None, *(option.text for option in options))
+        form = self._forms.get(key)
+        if form is None:
+            try:
+                form = vetted_form(job, self._source, format)
+            except CheckpointingException as err:
+                form = err
+            self._forms[key] = form
+        if isinstance(form, CheckpointingException):
+            raise form
+        return form
+
+    @cached_property
+    def _has_unknown_classes(self) -> bool:
+        objects = self._source.catalog.objects.values()
+        return any(classify(name) == "unknown" for item in objects for name in names_in(item.value))
+
+
+def _thinned(catalog: Catalog) -> Catalog:
+    """Return the catalog with one of the tensors that are alike but for the numbers in their names; objects too."""
+    if len(catalog.tensors) + len(catalog.objects) <= MANY or not catalog.tensors:
+        return catalog
+
+    def looks(meta: TensorMeta) -> tuple[object, ...]:
+        has_elements = meta.n_elements > 0
+        return _DIGITS.sub("0", meta.key), meta.dtype, len(meta.shape), has_elements
+
+    first_of: dict[tuple[object, ...], str] = {}
+    for meta in catalog.tensors.values():
+        first_of.setdefault(looks(meta), meta.key)
+    first_object_of: dict[str, str] = {}
+    for key in catalog.objects:
+        first_object_of.setdefault(_DIGITS.sub("0", key), key)
+    keys = {*first_of.values(), *first_object_of.values()}
+    unsupported = catalog.attrs.get("unsupported")
+    keys |= set(map(str, unsupported)) if isinstance(unsupported, Mapping) else set()
+    return restricted(catalog, keys.__contains__).catalog

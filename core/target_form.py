@@ -1,0 +1,125 @@
+"""What a job writes, before it has a place: the source's global form, vetted, and cut for the destination's format.
+
+``core.convert`` makes a plan of it; ``core.capabilities`` asks only whether there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core.catalog import Catalog
+from core.errors import UnsupportedError
+from core.formats import Format
+from core.formats.torch_file import load_object
+from core.formats.torch_refused import names_importable
+from core.global_form import GlobalForm, global_form
+from core.job import Job
+from core.job_sizes import target_topology
+from core.layout import load_rules, shard, stack
+from core.objects import loaded, refuse_hidden, vetted
+from core.open import Checkpoint
+from core.safe_pickle import noting_names
+from core.target import partitioned, source_and_target
+
+
+def with_objects_loaded(source: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with the value of every object that has a stream of its own.
+
+    Raises:
+        CheckpointingException: a stream is damaged.
+        UnsafeError: a pickle names something dangerous that none of the objects shows.
+    """
+    with noting_names() as named:
+        source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
+    refuse_hidden(source.named | named, source.catalog)
+    return source
+
+
+def vetted_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
+    """Return the source's global form without the objects that must not be carried.
+
+    Args:
+        job: what is asked for.
+        source: from ``with_objects_loaded``.
+        format: of the destination.
+
+    Raises:
+        CheckpointingException: the job cannot be done.
+    """
+    form = global_form(job, source, format)
+    _check_text(form.catalog)
+    checked = vetted(form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown)
+    catalog = checked.catalog.with_attrs(weights_only=job.weights_only or not _has_live_objects(source))
+    return replace(form, catalog=catalog, dropped=(*form.dropped, *checked.dropped))
+
+
+def keeps_unknown_classes(format: Format) -> bool:
+    """Return whether a format holds objects of classes that nobody knows, as inert pickles or set aside."""
+    return format.partition == "ranks" or format.nests or format.is_mcore
+
+
+def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Catalog]:
+    """Return the source under the target's keys, and the target catalog whose arrays are to be placed.
+
+    Args:
+        catalog: from ``vetted_form``.
+
+    Raises:
+        CheckpointingException: the layout cannot cut it, or the format has no place for it.
+    """
+    is_global = catalog.attrs.get("family") == "megatron"
+    if format.partition == "ranks":
+        topology = target_topology(job, catalog, format)
+        rules = load_rules(job.rules, unknown=job.unknown)
+        target = shard(
+            catalog,
+            topology,
+            rules=rules,
+            vocab_size=job.vocab_size,
+            rng=job.rng,
+            version=job.megatron_version,
+        )
+        return catalog, target
+    if is_global and format.is_mcore:
+        topology = target_topology(job, catalog, format)
+        stacked = stack(
+            catalog,
+            topology,
+            rules=load_rules(job.rules, unknown=job.unknown),
+            vocab_size=job.vocab_size,
+            format=format.name,
+            is_stacked=job.stacking,
+        )
+        if format.partition == "grid":
+            return stacked.source, partitioned(stacked.target, format=format.name, by="grid")
+        return stacked.source, stacked.target
+    return source_and_target(catalog, format)
+
+
+def _has_live_objects(source: Checkpoint) -> bool:
+    """Whether objects stay instances of their classes in a torch file, as torch's own loader of the source makes them.
+
+    DCP's do unless they name classes of other packages than torch and numpy, which are set aside in every DCP that this
+    project writes. Objects of other formats, and those that a torch file had set aside, stay loadable by default.
+    """
+    if source.catalog.attrs.get("weights_only"):
+        return False
+    values = [item.value for item in source.catalog.objects.values()]
+    return source.format.has_live_objects and (source.format.nests or names_importable(values))
+
+
+def _check_text(catalog: Catalog) -> None:
+    """Raise unless every name can be written as text.
+
+    Raises:
+        UnsupportedError: one holds half a surrogate pair.
+    """
+    for key in (*catalog.tensors, *catalog.objects, *catalog.hidden):
+        try:
+            key.encode()
+        except UnicodeEncodeError as err:
+            raise UnsupportedError(
+                f"a name is no text that can be written: {err.reason}",
+                key=key,
+                hint="leave it out with --exclude, or rename it with --rename",
+            ) from err
