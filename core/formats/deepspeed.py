@@ -216,7 +216,7 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
 def _read_unpartitioned(store: ReadStore, files: RankFiles) -> Catalog:
     """The catalog of ZeRO-0: the module as stored, and the optimizer by numbers."""
     name = files.model or files.zero_model[0]
-    model = model_states(read_state_file(store, name))
+    model = model_states(read_state_file(store, name), has_zero_files=False)
     if model.groups is not None:
         raise MissingShardError(
             "the optimizer's files are not there, which hold the fp32 weights",

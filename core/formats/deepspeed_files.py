@@ -40,6 +40,16 @@ UNIVERSAL_HINT = (
     "make a universal checkpoint of it with deepspeed's ds_to_universal.py, which knows the model's rules; "
     "that one can be read"
 )
+"""For what that tool converts: model-parallel ranks and pipeline stages with ZeRO's optimizer files, and AutoEP."""
+_SAVE_AGAIN = (
+    "load it with DeepSpeed at the sizes that it was saved with, gather the weights, and save them with torch.save"
+)
+SAVE_AGAIN_HINT = f"DeepSpeed's ds_to_universal.py does not convert such a checkpoint: {_SAVE_AGAIN}"
+EXPERTS_HINT = f"DeepSpeed's ds_to_universal.py converts the experts of AutoEP only; others: {_SAVE_AGAIN}"
+"""Without optimizer files of ZeRO, and for states in NVMe's swap folders.
+
+Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``: ``main`` reads the stage from the optimizer files, merges
+experts only by AutoEP's metadata, and opens no ``offloaded_tensors``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +132,19 @@ def missing_rank(like: str, rank: int) -> MissingShardError:
     )
 
 
+def way_out(*, has_zero_files: bool) -> str:
+    """Return the hint for a model-parallel checkpoint, with or without the optimizer files of ZeRO."""
+    return UNIVERSAL_HINT if has_zero_files else SAVE_AGAIN_HINT
+
+
 def _refuse_unsupported(store: ReadStore, names: Sequence[str]) -> None:
+    hint = way_out(has_zero_files=any(map(_OPTIM.match, names)))
     for name in names:
         if _EXPERT.match(name):
-            raise UnsupportedError("files of single experts (MoE) are not read", file=name, hint=UNIVERSAL_HINT)
+            raise UnsupportedError("files of single experts (MoE) are not read", file=name, hint=EXPERTS_HINT)
+    for name in names:
         if _LAYER.match(name):
-            raise UnsupportedError("files of pipeline stages are not read", file=name, hint=UNIVERSAL_HINT)
+            raise UnsupportedError("files of pipeline stages are not read", file=name, hint=hint)
         found = _MODEL.match(name) or _ZERO_MODEL.match(name) or _OPTIM.match(name)
         if found is None:
             continue
@@ -138,9 +155,9 @@ def _refuse_unsupported(store: ReadStore, names: Sequence[str]) -> None:
             raise UnsupportedError(
                 f"a file of model-parallel rank {int(mp_rank)}; how its tensors fit the others depends on the model",
                 file=name,
-                hint=UNIVERSAL_HINT,
+                hint=hint,
             )
     if _OFFLOADED in store.folders():
         raise UnsupportedError(
-            "optimizer states that were offloaded to NVMe are not read", file=_OFFLOADED, hint=UNIVERSAL_HINT
+            "optimizer states that were offloaded to NVMe are not read", file=_OFFLOADED, hint=SAVE_AGAIN_HINT
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError
-from core.formats.deepspeed_files import UNIVERSAL_HINT
+from core.formats.deepspeed_files import way_out
 from core.inert import TensorLeaf, as_mapping
 
 if TYPE_CHECKING:
@@ -52,11 +52,12 @@ CONSUMED_MODEL = frozenset({
 _AUTOEP = ("ds_autoep_layers", "autoep_layers")
 
 
-def model_states(state: StateFile, *, is_universal: bool = False) -> ModelStates:
+def model_states(state: StateFile, *, is_universal: bool = False, has_zero_files: bool = True) -> ModelStates:
     """The content of a ``*_model_states.pt`` file.
 
     Args:
         is_universal: it lies in a universal checkpoint, which is free of model parallelism.
+        has_zero_files: there are optimizer files of ZeRO with it.
 
     Raises:
         CorruptError: an entry is missing or of another type.
@@ -66,7 +67,7 @@ def model_states(state: StateFile, *, is_universal: bool = False) -> ModelStates
     if "module" not in root:
         raise state.corrupt("the entry 'module' is missing; this is no file of model states")
     if not is_universal:
-        _refuse_parallel(state)
+        _refuse_parallel(state, has_zero_files=has_zero_files)
     module = {}
     for name, value in (as_mapping(root["module"]) or {}).items():
         if isinstance(value, TensorLeaf):
@@ -92,25 +93,27 @@ def model_states(state: StateFile, *, is_universal: bool = False) -> ModelStates
     return ModelStates(state, module, buffers, groups, frozen, fragments, shared, beside)
 
 
-def _refuse_parallel(state: StateFile) -> None:
+def _refuse_parallel(state: StateFile, *, has_zero_files: bool) -> None:
     degrees = as_mapping(state.root.get("checkpoint_parallel_dimensions")) or {}
     for name, what in (("tp_degree", "tensor"), ("pp_degree", "pipeline")):
         if isinstance(degrees.get(name), int) and degrees[name] != 1:
             raise UnsupportedError(
                 f"saved with {what} parallelism of {degrees[name]}, whose pieces depend on the model",
                 file=state.file,
-                hint=UNIVERSAL_HINT,
+                hint=way_out(has_zero_files=has_zero_files),
             )
     size = state.root.get("mp_world_size")
     if isinstance(size, int) and size > 1:
         raise UnsupportedError(
             f"saved with {size} model-parallel ranks, whose pieces depend on the model",
             file=state.file,
-            hint=UNIVERSAL_HINT,
+            hint=way_out(has_zero_files=has_zero_files),
         )
     if any(state.root.get(name) for name in _AUTOEP):
         raise UnsupportedError(
-            "experts that are cut among ranks (AutoEP) are not read", file=state.file, hint=UNIVERSAL_HINT
+            "experts that are cut among ranks (AutoEP) are not read",
+            file=state.file,
+            hint=way_out(has_zero_files=has_zero_files),
         )
 
 

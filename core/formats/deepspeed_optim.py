@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError
-from core.formats.deepspeed_files import UNIVERSAL_HINT
+from core.formats.deepspeed_files import EXPERTS_HINT
 from core.formats.deepspeed_state import shown, type_of
 from core.inert import Inert, TensorLeaf, as_mapping, attributes
 
@@ -133,7 +133,7 @@ def _n_ranks(state: StateFile, root: Mapping[object, object]) -> int:
         raise UnsupportedError(
             f"the groups are cut among different numbers of ranks ({sorted(set(counts))}), as with experts",
             file=state.file,
-            hint=UNIVERSAL_HINT,
+            hint=EXPERTS_HINT,
         )
     return counts[0]
 

@@ -139,7 +139,7 @@ def _parameters(target: Catalog, aliases: Mapping[str, str]) -> dict[str, _Param
                 "the tensor belongs to the optimizer, but to none of the parameters that are written",
                 key=key,
                 hint="its name should be optimizer.state.<parameter>.<state>: rename it with --rename, or leave it out "
-                "with --exclude or --optim drop",
+                "with --exclude, all of them with --no-optim",
             )
         name, state = place
         _check_state(target, key, name, state)

@@ -550,23 +550,35 @@ def test_files_of_an_older_run_are_not_taken_for_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "message", "advice"),
     [
-        ("mp_rank_01_model_states.pt", "model-parallel rank 1"),
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "model-parallel rank 1"),
-        ("layer_3_expert_0_mp_rank_00_model_states.pt", "single experts"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "single experts"),
-        ("layer_03-model_00-model_states.pt", "pipeline stages"),
-        ("offloaded_tensors/rank00", "offloaded to NVMe"),
+        ("mp_rank_01_model_states.pt", "model-parallel rank 1", "make a universal checkpoint"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "model-parallel rank 1", "make a universal checkpoint"),
+        ("layer_3_expert_0_mp_rank_00_model_states.pt", "single experts", "converts the experts of AutoEP only"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "single experts", "converts the experts of AutoEP only"),
+        ("layer_03-model_00-model_states.pt", "pipeline stages", "make a universal checkpoint"),
+        ("offloaded_tensors/rank00", "offloaded to NVMe", "does not convert such a checkpoint"),
     ],
 )
-def test_other_kinds_of_parallelism_are_refused_by_name(tmp_path: Path, name: str, message: str) -> None:
+def test_other_kinds_of_parallelism_are_refused_by_name(tmp_path: Path, name: str, message: str, advice: str) -> None:
     folder = Zero(2, 2).write(tmp_path / "x")
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"")
     with pytest.raises(UnsupportedError, match=message) as caught:
         deepspeed.read(LocalStore(folder))
-    assert "universal" in (caught.value.hint or "")
+    assert advice in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_03-model_00-model_states.pt"])
+def test_without_zero_deepspeeds_converter_is_not_recommended(tmp_path: Path, name: str) -> None:
+    folder = Zero(2, 2).write(tmp_path / "x")
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    (folder / name).write_bytes(b"")
+    with pytest.raises(UnsupportedError) as caught:
+        deepspeed.read(LocalStore(folder))
+    assert "does not convert such a checkpoint" in (caught.value.hint or "")
+    assert "torch.save" in (caught.value.hint or "")
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
