@@ -26,13 +26,16 @@ from core.job_checks import is_cut
 from core.open import Checkpoint
 from core.plan import make_plan
 from core.safe_pickle import classify, gc_paused
+from core.target import retyped
 from core.target_form import cut_form, keeps_unknown_classes, vetted_form, with_objects_loaded
-from core.transform import restricted
+from core.transform import cast_of, restricted
 
-MANY = 400
+MANY = 32
 """More tensors than so many are thinned."""
-HUGE = 20_000
-"""Of a model with a layout and more arrays than so many, targets that need a global form of their own are not tried."""
+LARGE = 400
+"""Of a model that is cut by a layout, more tensors than so many are not placed in files: the layout has judged them."""
+HUGE = 60_000
+"""Of a model with a layout and more arrays than so many nothing is tried: one plan takes longer than all else."""
 _DIGITS = re.compile(r"\d+")
 _HF = "hf"
 """As ``--to`` takes it: the format safetensors, with Hugging Face's names."""
@@ -71,6 +74,11 @@ class Model:
     has_optimizer: bool
     has_scales: bool
 
+    @property
+    def has_layout(self) -> bool:
+        """Whether its names are known, so that a parallel layout is looked for."""
+        return self.layout_refusal is None or self.is_hf
+
 
 @dataclass(frozen=True, slots=True)
 class _Option:
@@ -93,43 +101,30 @@ _FLOAT32 = _Option("the weights must be cast: --dtype float32", {"dtype": ((None
 _NEEDS_LAYOUT = "into a format that has a layout: --to megatron or --to torch_dist"
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What can be done with a checkpoint.
+def capabilities_of(checkpoint: Checkpoint, model: Model) -> tuple[Capability, ...] | None:
+    """Return what can be done with a checkpoint; None if it is so large that nothing is tried.
 
-    Args:
-        entries: formats under one condition, or with one reason, share one.
-        untried: formats that were not tried, because the checkpoint is huge.
+    Formats under one condition, or with one reason, share an entry.
     """
-
-    entries: tuple[Capability, ...]
-    untried: tuple[str, ...] = ()
-
-
-def capabilities_of(checkpoint: Checkpoint, model: Model) -> Capabilities:
-    """Return what can be done with a checkpoint."""
+    if model.has_layout and len(checkpoint.catalog.tensors) > HUGE:
+        return None
+    possible: dict[str | None, list[str]] = {}
+    impossible: dict[str | None, list[str]] = {}
+    own = checkpoint.format.name
+    targets = [(format.name, format) for format in formats() if format.lay_out is not None and format.name != own]
+    if not model.is_hf:
+        targets += [(_HF, format) for _, format in targets if _HF in format.aliases]
     with gc_paused():
         trials = _Trials(checkpoint, model)
-        untried: list[str] = []
-        possible: dict[str | None, list[str]] = {}
-        impossible: dict[str | None, list[str]] = {}
-        own = checkpoint.format.name
-        targets = [(format.name, format) for format in formats() if format.lay_out is not None and format.name != own]
-        if not model.is_hf:
-            targets += [(_HF, format) for _, format in targets if _HF in format.aliases]
         for name, format in targets:
-            if trials.is_huge and (name == _HF or format.adapt is not None):
-                untried.append(name)
-                continue
             is_possible, why = trials.conversion(name, format)
             (possible if is_possible else impossible).setdefault(why, []).append(name)
         can_reshard, why = trials.reshard()
-    entries = (
+    return (
         *(Capability("convert", True, tuple(names), why) for why, names in possible.items()),
         *(Capability("convert", False, tuple(names), why) for why, names in impossible.items()),
         Capability("reshard", can_reshard, (), why),
     )
-    return Capabilities(entries, tuple(untried))
 
 
 class _Trials:
@@ -138,13 +133,12 @@ class _Trials:
     def __init__(self, checkpoint: Checkpoint, model: Model) -> None:
         self._model = model
         self._is_covered = False
+        self._is_vetted = False
         self._failure: CheckpointingException | None = None
         self._forms: dict[tuple[object, ...], GlobalForm | CheckpointingException] = {}
-        self._has_layout = model.layout_refusal is None or model.is_hf
-        self.is_huge = self._has_layout and len(checkpoint.catalog.tensors) > HUGE
         try:
             checkpoint = with_objects_loaded(checkpoint)
-            if not self._has_layout and not checkpoint.catalog.attrs.get("is_rank_local"):
+            if not self._model.has_layout and not checkpoint.catalog.attrs.get("is_rank_local"):
                 checkpoint = replace(checkpoint, catalog=_thinned(checkpoint.catalog))
         except CheckpointingException as err:
             self._failure = err
@@ -189,13 +183,12 @@ class _Trials:
         first = self._refusal(job, format, ())
         if first is None:
             return True, None
-        if self._has_unknown_classes and not keeps_unknown_classes(format):
+        if not self._is_vetted and self._has_unknown_classes and not keeps_unknown_classes(format):
             options = [*options, _DROP_UNKNOWN]
         every = self._refusal(job, format, tuple(options)) if options else first
         if every is not None:
             return False, every.sentence  # fewer options help no more
-        sizes = () if self.is_huge else range(1, len(options))
-        subsets = [chosen for size in sizes for chosen in combinations(options, size)]
+        subsets = [chosen for size in range(1, len(options)) for chosen in combinations(options, size)]
         fewest = next((chosen for chosen in subsets if self._refusal(job, format, chosen) is None), options)
         return True, "; ".join(option.text for option in fewest)
 
@@ -206,12 +199,10 @@ class _Trials:
         try:
             form = self._form(job, format, options)
             assert format.lay_out is not None, "only formats that are written are tried"
-            is_large = len(form.catalog.tensors) > MANY
-            is_layout = is_cut(format) and self._has_layout and job.names is None
-            catalog = form.catalog if is_layout or not is_large else _thinned(form.catalog)
-            catalog, target = cut_form(job, catalog, format)
-            if is_layout and is_large:
-                return None  # the layout has cut every tensor; placing them in files refuses nothing else
+            is_layout = is_cut(format) and self._model.has_layout and job.names is None
+            catalog, target = cut_form(job, form.catalog if is_layout else _thinned(form.catalog), format)
+            if is_layout and len(form.catalog.tensors) > LARGE:
+                return None
             if format.check is not None:
                 format.check(target)
             else:
@@ -231,21 +222,26 @@ class _Trials:
         """
         if self._failure is not None:
             raise self._failure
+        casts = job.dtype if not self._model.has_scales else ()
+        if casts:  # the last of the changes, so it is made to the form that is there
+            form = self._form(replace(job, dtype=()), format, tuple(option for option in options if option != _FLOAT32))
+            return replace(form, catalog=retyped(form.catalog, cast_of(casts)))
         place: object = self._model.is_hf and format.carries_files
         if is_cut(format):
             place = "mcore" if format.is_mcore and not is_mcore(self._source.catalog) else format.name
         keeps_unknown = keeps_unknown_classes(format)
         key = (place, keeps_unknown, job.to == _HF, job.topology is None, *(option.text for option in options))
-        form = self._forms.get(key)
-        if form is None:
+        result = self._forms.get(key)
+        if result is None:
             try:
-                form = vetted_form(job, self._source, format)
+                result = vetted_form(job, self._source, format)
+                self._is_vetted |= not keeps_unknown and not job.drop_unknown
             except CheckpointingException as err:
-                form = err
-            self._forms[key] = form
-        if isinstance(form, CheckpointingException):
-            raise form
-        return form
+                result = err
+            self._forms[key] = result
+        if isinstance(result, CheckpointingException):
+            raise result
+        return result
 
     @cached_property
     def _has_unknown_classes(self) -> bool:

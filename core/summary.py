@@ -82,7 +82,7 @@ class Summary:
         model: facts from the training arguments.
         groups: what the tensors are for.
         optimizer: name in ``core.optim_format``, or None.
-        capabilities: what can be done with it.
+        capabilities: what can be done with it; () if that was not tried.
         notes: what the user should know.
         view: the catalog whose tensors are shown.
         is_unsharded: the view is global although the files are rank-local.
@@ -156,9 +156,10 @@ def summarized(checkpoint: Checkpoint) -> Summary:
             has_scales=unsharded.has_scales,
         ),
     )
-    if capabilities.untried:
-        untried = ", ".join(capabilities.untried)
-        notes.append(f"conversions to {untried} were not tried on a checkpoint of this size; convert --dry-run tells")
+    if capabilities is None:
+        notes.append(
+            "what can be done with it was not tried, as it is so large: convert --dry-run and reshard --dry-run tell"
+        )
     return Summary(
         path=str(checkpoint.path),
         format=checkpoint.format.name,
@@ -172,7 +173,7 @@ def summarized(checkpoint: Checkpoint) -> Summary:
         model=_model(catalog),
         groups=groups_of(view.tensors.values(), bare=lambda key: bare_key(key, view)),
         optimizer=optimizer,
-        capabilities=capabilities.entries,
+        capabilities=capabilities or (),
         notes=tuple(dict.fromkeys(notes)),
         view=view,
         is_unsharded=unsharded.catalog is not None and bool(catalog.attrs.get("is_rank_local")),
