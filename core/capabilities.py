@@ -6,6 +6,8 @@ without options, then with those that a refusal may ask for. So that looking at 
 * the objects are loaded once, and the global form is made once for all formats that get the same;
 * of many tensors whose names differ only in their numbers, and which are alike otherwise, the first is planned. A
   parallel layout needs the whole model: there it is made of all tensors, and what is not cut is thinned after it.
+
+So what is damaged in one of many layers is not seen here: ``core.validate`` looks for that.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
-from core.catalog import Catalog, TensorMeta
+from core.catalog import Catalog
 from core.errors import CheckpointingException
 from core.formats import Format, formats
 from core.formats.torch_nested import names_in
@@ -32,6 +34,8 @@ from core.transform import cast_of, restricted
 
 MANY = 32
 """More tensors than so many are thinned."""
+MANY_STREAMS = 4_096
+"""More objects than so many, each of which may have a stream to be read, are thinned before they are loaded."""
 LARGE = 400
 """Of a model that is cut by a layout, more tensors than so many are not placed in files: the layout has judged them."""
 HUGE = 60_000
@@ -136,9 +140,12 @@ class _Trials:
         self._is_vetted = False
         self._failure: CheckpointingException | None = None
         self._forms: dict[tuple[object, ...], GlobalForm | CheckpointingException] = {}
+        is_plain = not model.has_layout and not checkpoint.catalog.attrs.get("is_rank_local")
         try:
+            if is_plain and len(checkpoint.catalog.objects) > MANY_STREAMS:
+                checkpoint = replace(checkpoint, catalog=_thinned(checkpoint.catalog))
             checkpoint = with_objects_loaded(checkpoint)
-            if not self._model.has_layout and not checkpoint.catalog.attrs.get("is_rank_local"):
+            if is_plain:
                 checkpoint = replace(checkpoint, catalog=_thinned(checkpoint.catalog))
         except CheckpointingException as err:
             self._failure = err
@@ -250,21 +257,20 @@ class _Trials:
 
 
 def _thinned(catalog: Catalog) -> Catalog:
-    """Return the catalog with one of the tensors that are alike but for the numbers in their names; objects too."""
+    """Return the catalog with one of the tensors that are alike but for the numbers in their names.
+
+    Of objects, those are alike that name the same classes. Where thousands have streams of their own that are not
+    loaded yet, the names of their keys must do.
+    """
     if len(catalog.tensors) + len(catalog.objects) <= MANY or not catalog.tensors:
         return catalog
 
-    def looks(meta: TensorMeta) -> tuple[object, ...]:
-        has_elements = meta.n_elements > 0
-        return _DIGITS.sub("0", meta.key), meta.dtype, len(meta.shape), has_elements
-
-    first_of: dict[tuple[object, ...], str] = {}
-    for meta in catalog.tensors.values():
-        first_of.setdefault(looks(meta), meta.key)
-    first_object_of: dict[str, str] = {}
-    for key in catalog.objects:
-        first_object_of.setdefault(_DIGITS.sub("0", key), key)
-    keys = {*first_of.values(), *first_object_of.values()}
+    first_of: dict[object, str] = {}
+    for key, meta in catalog.tensors.items():
+        first_of.setdefault((_DIGITS.sub("0", key), meta.dtype, len(meta.shape), meta.n_elements > 0), key)
+    for key, item in catalog.objects.items():
+        first_of.setdefault((_DIGITS.sub("0", key), frozenset(names_in(item.value))), key)
+    keys = set(first_of.values())
     unsupported = catalog.attrs.get("unsupported")
     keys |= set(map(str, unsupported)) if isinstance(unsupported, Mapping) else set()
     return restricted(catalog, keys.__contains__).catalog

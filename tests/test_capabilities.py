@@ -300,8 +300,16 @@ def test_what_is_not_tried_on_a_huge_checkpoint_is_said(golden: Path, monkeypatc
 
 
 def test_one_unsupported_tensor_among_many_is_seen(tmp_path: Path) -> None:
-    state = {f"layers.{number}.weight": torch.ones(2) for number in range(capabilities.MANY + 10)}
+    state = {f"layers.{number}.weight": torch.ones(2) for number in range(capabilities.MANY + 400)}
     state["layers.7.weight"] = torch.eye(3).to_sparse()
     torch.save(state, tmp_path / "x.pt")
     of_target = assert_capabilities_hold(tmp_path / "x.pt", tmp_path / "out")
     assert not any(entry.is_possible for entry in of_target.values())
+
+
+def test_one_unknown_class_among_many_objects_is_seen(tmp_path: Path) -> None:
+    state: dict[str, object] = {f"layers.{number}.extra": {"step": number} for number in range(100)}
+    state["layers.7.extra"] = Recipe()
+    torch.save({"w": torch.ones(2), **state}, tmp_path / "x.pt")
+    of_target = assert_capabilities_hold(tmp_path / "x.pt", tmp_path / "out")
+    assert "--drop-unknown" in str(of_target["dcp"].why)

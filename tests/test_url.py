@@ -15,6 +15,8 @@ from ckpt_cli.command import Group
 from core import dist_checkpointing
 from core.convert import Job, run
 from core.dist_checkpointing.core import CheckpointingConfig, save_config
+from core.dist_checkpointing.storage_reader import CkptStorageReader
+from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.errors import UsageError
 from core.open import open_checkpoint
 from core.url import refuse_url
@@ -139,6 +141,14 @@ def test_the_documented_interface_refuses_urls(tmp_path: Path) -> None:
             dist_checkpointing.load_common_state_dict(path)
         with pytest.raises(UsageError, match="s3://bucket/out is a URL"):
             save_config(CheckpointingConfig("torch_dist", 1), path)
+
+
+def test_storage_of_torchs_own_checkpoints_refuses_urls(tmp_path: Path) -> None:
+    writer = CkptStorageWriter(tmp_path / "out")
+    reader = CkptStorageReader(tmp_path / "in")
+    for refused in (CkptStorageWriter, CkptStorageReader, writer.reset, reader.reset):
+        with pytest.raises(UsageError, match="s3://bucket/out is a URL"):
+            refused(URL)
 
 
 @pytest.mark.parametrize("text", ["meta-llama/Llama-3-8B", "org/model.v1"])

@@ -59,6 +59,7 @@ from core.live import Chunk
 from core.objects import state_dict
 from core.open import open_checkpoint
 from core.store import LocalStore
+from core.url import refuse_url
 
 CheckpointId = str | os.PathLike[str]
 
@@ -115,6 +116,7 @@ class CkptStorageReader(StorageReader):
         **changes: Any,
     ) -> None:
         super().__init__()
+        refuse_url(path)
         self.path = Path(path)
         self.load_id = _new_id()
         self._prefix = prefix
@@ -139,6 +141,7 @@ class CkptStorageReader(StorageReader):
         """Forgets what was opened; a new read begins, of another checkpoint if an id is given."""
         self._close()
         if checkpoint_id:
+            refuse_url(checkpoint_id)
             self.path = Path(checkpoint_id)
         self.load_id = _new_id()
 

@@ -58,6 +58,7 @@ from core.image import FileImage
 from core.job import Job
 from core.occupied import check_replaceable
 from core.stage_store import StageStore
+from core.url import refuse_url
 
 CheckpointId = str | os.PathLike[str]
 
@@ -116,6 +117,7 @@ class CkptStorageWriter(StorageWriter):
         **changes: Any,
     ) -> None:
         super().__init__()
+        refuse_url(path)
         self.path = Path(path)
         self.save_id = _new_id()
         self._format = format_called(format) if isinstance(format, str) else format
@@ -147,6 +149,7 @@ class CkptStorageWriter(StorageWriter):
         """Gives up a save that has not ended; a new one begins, somewhere else if an id is given."""
         self._abandon()
         if checkpoint_id:
+            refuse_url(checkpoint_id)
             self.path = Path(checkpoint_id)
         self.save_id = _new_id()
 

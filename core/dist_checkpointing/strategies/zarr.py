@@ -61,6 +61,7 @@ from core.dist_checkpointing.strategies.zarr_types import (
 from core.dist_checkpointing.torch_dtypes import dtype_name
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.formats.zarr_grid import ChunkGrid
+from core.url import refuse_url
 
 __all__ = [
     "ZarrLoadShardedStrategy",
@@ -104,6 +105,7 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
                 has no such type.
             CheckpointingException: shards do not make up their tensor, or a rank failed; raised on every rank.
         """
+        refuse_url(checkpoint_dir)
         checkpoint_dir = Path(checkpoint_dir)
 
         def mine() -> list[ShardedTensor]:
