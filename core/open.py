@@ -2,8 +2,15 @@
 
 Accepted: a checkpoint directory, one file of it, a Megatron rank directory, or a training root that holds iterations
 (``latest_checkpointed_iteration.txt`` beside ``iter_0000010/``, DeepSpeed's ``latest`` beside ``global_step10/``,
-``step-10/`` as torchtitan, ``checkpoint-10/`` as Hugging Face and ``10/`` as Orbax name them). A root descends to the
-iteration that its tracker names, else to the newest one.
+``step-10/`` as torchtitan, ``checkpoint-10/`` as Hugging Face, ``checkpoint_10/`` as accelerate and ``10/`` as Orbax
+name them). A root descends to the iteration that its tracker names, else to the newest one. An iteration may be such a
+root again: Hugging Face's Trainer and accelerate have DeepSpeed save into a directory below theirs::
+
+    run/checkpoint-2/
+    ├── latest               "global_step2"
+    ├── global_step2/        the checkpoint: DeepSpeed's rank files
+    ├── model.safetensors    16-bit copies of the weights (not with ZeRO-3)
+    └── trainer_state.json  scheduler.pt  rng_state_0.pth …
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from pathlib import Path
 from core.catalog import Catalog
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.formats import Format, sniffed
+from core.formats.deepspeed_files import is_rank_file
 from core.inert import Global
 from core.safe_pickle import gc_paused, noting_names
 from core.store import LocalStore, checked_name, translated
@@ -28,7 +36,7 @@ RELEASE = "release"
 loads no optimizer."""
 NAMING_TRACKERS = ("latest", "latest_universal")
 """DeepSpeed's: they hold the directory's name."""
-ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?|checkpoint-)(\d+)(?:_universal)?$")
+ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?|checkpoint[-_])(\d+)(?:_universal)?$")
 _ORBAX_STEP = "_CHECKPOINT_METADATA"
 """Lies in the directories of Orbax's CheckpointManager, which are called by their numbers."""
 _METADATA_FILES = (".metadata", "metadata.json", "common.pt")
@@ -36,6 +44,8 @@ _WEIGHTS = re.compile(
     r"^(\.metadata|metadata\.json|common\.pt|zarr\.json|\.zarray|\.zgroup|pytorch_model.*\.bin|.*\.safetensors|.*\.index\.json)$"
 )
 """Files of a directory that is a checkpoint itself, whatever the names of the directories in it."""
+_WEIGHT_FILE = re.compile(r"^(pytorch_model|model|adapter_model)[^/]*\.(bin|safetensors)(\.index\.json)?$")
+"""Weights that a trainer saves beside a directory of DeepSpeed's."""
 _INDEX_FILE = re.compile(
     r"(^ckpt-manifest\.json$|\.index\.json|^zarr\.json|^\.zarray|^\.zgroup|^manifest\.ocdbt|^config\.json)$"
 )
@@ -55,6 +65,7 @@ class Checkpoint:
         notes: what the user should know about the choice that was made.
         named: names that the pickles of its metadata have, also those that the catalog does not hold.
         below: paths of checkpoints in directories below it, which are no part of it.
+        passed: the directories above it that were descended through, the outermost first.
     """
 
     path: Path
@@ -65,6 +76,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     named: frozenset[Global] = frozenset()
     below: tuple[str, ...] = ()
+    passed: tuple[Path, ...] = ()
 
     @property
     def is_release(self) -> bool:
@@ -99,14 +111,24 @@ def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool =
         raise
     found = catalog.attrs.get("iteration")
     number = found if isinstance(found, int) else place.iteration
-    if iteration is not None and number != iteration:
+    if iteration is not None and number != iteration and not place.is_chosen:
         raise UsageError(
             f"--iteration {iteration} was asked for, but "
             + ("nothing here tells an iteration" if number is None else f"this is iteration {number}"),
             file=str(path),
             hint="point at the directory that holds the iterations",
         )
-    return Checkpoint(place.path, store, format, catalog, number, place.notes, frozenset(named), place.below)
+    return Checkpoint(
+        place.path,
+        store,
+        format,
+        catalog,
+        number,
+        place.notes,
+        frozenset(named),
+        below=place.below,
+        passed=place.passed,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +143,8 @@ class Place:
         notes: what the user should know about the choice that was made.
         failure: why there is no format; None if there is one.
         below: paths of checkpoints in directories below it, which are no part of it.
+        passed: the directories above it that were descended through, the outermost first.
+        is_chosen: the iteration that was asked for is the number of one of those; what lies below may count otherwise.
     """
 
     path: Path
@@ -130,6 +154,12 @@ class Place:
     notes: tuple[str, ...] = ()
     failure: CheckpointingException | None = None
     below: tuple[str, ...] = ()
+    passed: tuple[Path, ...] = ()
+    is_chosen: bool = False
+
+
+_MAX_DESCENT = 8
+"""Directories that are descended through; a link may lead back to where it stands."""
 
 
 def located(path: Path, *, iteration: int | None = None) -> Place:
@@ -146,11 +176,23 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
         is_dir = path.is_dir()
     notes: list[str] = []
     below: list[str] = []
+    passed: list[Path] = []
     store = LocalStore(path) if is_dir else store_of_file(path)
+    wanted = iteration
+    is_chosen = False
     try:
+        while is_dir and len(passed) < _MAX_DESCENT:
+            folder = store.root
+            inner, reasons = _iteration_dir(folder, wanted)
+            if inner == folder:
+                break
+            passed.append(folder)
+            notes += reasons
+            store = LocalStore(inner)
+            is_chosen = wanted is None and iteration is not None
+            if _iteration_in_name(inner) == wanted:
+                wanted = None
         if is_dir:
-            folder, notes = _iteration_dir(path, iteration)
-            store = LocalStore(folder)
             _refuse_empty(store)
         format, failure = _sniffed(store), None
         if store.entry is None and format.own_folders is not None:
@@ -164,11 +206,17 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
         store.close()
         raise
     where = store.root / store.entry if store.entry else store.root
-    named = ITERATION_DIR.search(store.root.resolve().name)
-    number = int(named.group(1)) if named else None
+    numbers = (_iteration_in_name(folder) for folder in (store.root, *reversed(passed)))
+    number = next((number for number in numbers if number is not None), None)
     if below:
         notes.append(f"checkpoints below it are not part of it: {listed(below)}")
-    return Place(where, store, format, number, tuple(notes), failure, tuple(below))
+    return Place(where, store, format, number, tuple(notes), failure, tuple(below), tuple(passed), is_chosen)
+
+
+def _iteration_in_name(folder: Path) -> int | None:
+    """Return the iteration that a directory is named after, or None."""
+    match = ITERATION_DIR.search(folder.resolve().name)
+    return None if match is None else int(match[1])
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -235,11 +283,26 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
         return root / name, []
     for tracker in NAMING_TRACKERS:
         if store.exists(tracker):
-            return root / _named(store, root, tracker, iterations), []
-    if iterations and not any(map(_WEIGHTS.search, store.files())):
-        newest = max(iterations)
-        return root / iterations[newest], [f"no tracker file: the newest iteration, {iterations[newest]}, was taken"]
+            name = _named(store, root, tracker, iterations)
+            return root / name, _unread_weights(store, name)
+    if not iterations:
+        return root, []
+    name = iterations[max(iterations)]
+    reasons = [f"no tracker file: the newest iteration, {name}, was taken"]
+    if not any(map(_WEIGHTS.search, store.files())):
+        return root / name, reasons
+    if any(map(is_rank_file, store.files(name))):
+        return root / name, reasons + _unread_weights(store, name)
     return root, []
+
+
+def _unread_weights(store: LocalStore, name: str) -> list[str]:
+    """Return a note on weights beside the directory that is read: the trainer's copies of what it holds."""
+    weights = [file for file in store.files() if _WEIGHT_FILE.search(file)]
+    if not weights:
+        return []
+    also = f" (and {len(weights) - 1} more)" if len(weights) > 1 else ""
+    return [f"{name} was read, with the optimizer's state; to read {weights[0]}{also} beside it, point at that file"]
 
 
 def _named(store: LocalStore, root: Path, tracker: str, iterations: dict[int, str]) -> str:

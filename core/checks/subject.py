@@ -53,6 +53,7 @@ class Subject:
     Args:
         path: the directory or file, after descending from a root.
         root: what the user pointed at.
+        passed: directories that were descended through, from ``root`` on; () if ``root`` is the checkpoint.
         store: its files.
         format: the format it looks like, None if no format recognises it.
         level: how much is to be read.
@@ -78,6 +79,7 @@ class Subject:
     level: Level
     rules: Rules
     iteration: int | None = None
+    passed: tuple[Path, ...] = ()
     findings: list[Finding] = field(default_factory=list)
     failure: CheckpointingException | None = None
     threads: int | None = None

@@ -106,36 +106,37 @@ def _last(name: str, who: str, *, found: str) -> Finding:
 
 
 def trackers(subject: Subject) -> Iterator[Finding]:
-    """CK510–CK514."""
-    if not subject.root.is_dir():
-        return
-    store = LocalStore(subject.root)
-    try:
-        files = set(store.files())
-        folders = store.folders()
-        if TRACKER in files:
-            yield from _megatron(subject, store, folders)
-        for name in _DEEPSPEED:
-            if name in files:
-                yield from _deepspeed(subject, store, name)
-        if subject.path != subject.root and TRACKER not in files and not files.intersection(_DEEPSPEED):
-            yield from _no_tracker(subject, folders)
-    except CheckpointingException as err:
-        yield finding_of(err, default=MALFORMED)
-    finally:
-        store.close()
+    """CK510–CK514, of the checkpoint's directory and of each that was descended through."""
+    for root in (*subject.passed, subject.path):
+        if not root.is_dir():
+            continue
+        store = LocalStore(root)
+        try:
+            files = set(store.files())
+            folders = store.folders()
+            if TRACKER in files:
+                yield from _megatron(subject, store, folders)
+            for name in _DEEPSPEED:
+                if name in files:
+                    yield from _deepspeed(subject, store, name)
+            if root in subject.passed and TRACKER not in files and not files.intersection(_DEEPSPEED):
+                yield from _no_tracker(subject, store, folders)
+        except CheckpointingException as err:
+            yield finding_of(err, default=MALFORMED)
+        finally:
+            store.close()
 
 
 def _text(store: LocalStore, name: str) -> str:
     return store.read(name, 0, min(store.size(name), _MAX_BYTES)).decode("utf-8", "replace").strip()
 
 
-def _relative(subject: Subject, name: str) -> str:
-    return os.path.relpath(subject.root / name, subject.path if subject.path.is_dir() else subject.path.parent)
+def _relative(subject: Subject, store: LocalStore, name: str) -> str:
+    return os.path.relpath(store.root / name, subject.path if subject.path.is_dir() else subject.path.parent)
 
 
 def _megatron(subject: Subject, store: LocalStore, folders: list[str]) -> Iterator[Finding]:
-    text, file = _text(store, TRACKER), _relative(subject, TRACKER)
+    text, file = _text(store, TRACKER), _relative(subject, store, TRACKER)
     numbers = {int(found[1]): name for name in folders if (found := ITERATION_DIR.match(name))}
     if text == RELEASE:
         name = RELEASE
@@ -164,12 +165,12 @@ def _megatron(subject: Subject, store: LocalStore, folders: list[str]) -> Iterat
 
 
 def _deepspeed(subject: Subject, store: LocalStore, tracker: str) -> Iterator[Finding]:
-    name, file = _text(store, tracker), _relative(subject, tracker)
+    name, file = _text(store, tracker), _relative(subject, store, tracker)
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         yield MALFORMED.finding(
             "the tracker holds no directory's name", file=file, expected="a name", found=repr(name[:40])
         )
-    elif not (subject.root / name).is_dir():
+    elif not (store.root / name).is_dir():
         yield _absent(name, file, found="no such directory")
     else:
         yield from _named(subject, name, file)
@@ -192,13 +193,13 @@ def _named(subject: Subject, name: str, file: str) -> Iterator[Finding]:
         )
 
 
-def _no_tracker(subject: Subject, folders: list[str]) -> Iterator[Finding]:
+def _no_tracker(subject: Subject, store: LocalStore, folders: list[str]) -> Iterator[Finding]:
     for pattern, tracker, who in _TRACKED:
         found = [name for name in folders if pattern.match(name)]
         if found:
             yield NO_TRACKER.finding(
                 f"there are {len(found)} iterations, but no {tracker}: {who} would begin anew",
-                file=_relative(subject, tracker),
+                file=_relative(subject, store, tracker),
                 expected=tracker,
                 found="no such file",
             )

@@ -1,0 +1,100 @@
+"""A training root whose iterations hold DeepSpeed's directory: every verb reads the same checkpoint (core.open)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpt_cli.app import main
+from core.checks import Level
+from core.errors import UsageError
+from core.finding import Severity
+from core.newest import newest_valid
+from core.open import open_checkpoint
+from core.validate import Validation, validate
+
+RUNS = ("trainer/zero2_dp2", "trainer/zero3_dp2", "accelerate/zero2_dp2")
+STEP = "checkpoint-2/global_step2"
+
+
+@pytest.fixture
+def run(golden: Path, tmp_path: Path) -> Path:
+    """A writable run of the Trainer with ZeRO-2."""
+    return Path(shutil.copytree(golden / "trainer/zero2_dp2", tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_root_its_iteration_and_the_directory_of_deepspeed_are_one_checkpoint(golden: Path, name: str) -> None:
+    step = max((golden / name).glob("*/latest")).parent
+    inner = step / (step / "latest").read_text()
+    for path in (golden / name, step, inner):
+        opened = open_checkpoint(path)
+        assert (opened.format.name, opened.path, opened.iteration) == ("deepspeed", inner, 2)
+
+
+def test_every_verb_names_the_same_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(*arguments: object) -> dict[str, object]:
+        assert main([str(argument) for argument in arguments]) == 0
+        found: dict[str, object] = json.loads(capsys.readouterr().out)
+        return found
+
+    for path in (run, run / "checkpoint-2", run / STEP):
+        assert answer("inspect", path, "--json")["path"] == str(run / STEP)
+        (checkpoint,) = answer("validate", path, "--json")["checkpoints"]  # type: ignore[misc]
+        assert checkpoint["path"] == str(run / STEP)
+        assert answer("convert", path, run / "out.pt", "--dry-run", "--json")["src"] == str(run / STEP)
+        assert answer("diff", path, run / STEP, "--json")["same"] is True
+        assert answer("validate", path, "--iteration", 2, "--json")["checkpoints"][0]["path"] == str(run / STEP)  # type: ignore[index]
+
+
+def test_an_iteration_is_chosen_by_the_number_of_its_directory(run: Path) -> None:
+    (run / STEP).rename(run / "checkpoint-2/global_step7")
+    (run / "checkpoint-2/latest").write_text("global_step7")
+    assert open_checkpoint(run, iteration=2).path == run / "checkpoint-2/global_step7"
+    assert open_checkpoint(run, iteration=1).path == run / "checkpoint-1/global_step1"
+    assert validate(run, iteration=1).path == str(run / "checkpoint-1/global_step1")
+    with pytest.raises(UsageError, match="no iteration 3"):
+        open_checkpoint(run, iteration=3)
+
+
+@pytest.mark.parametrize("level", list(Level), ids=lambda level: level.name.lower())
+@pytest.mark.parametrize("file", ["zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"])
+def test_a_cut_rank_file_is_found_from_the_root(run: Path, file: str, level: Level) -> None:
+    os.truncate(run / STEP / file, 1000)
+    for path in (run, run / "checkpoint-2"):
+        errors = [found for found in validate(path, level=level).findings if found.severity == Severity.ERROR]
+        assert [found.file for found in errors] == [file]
+
+    def is_whole(path: Path) -> tuple[bool, Validation]:
+        validation = validate(path, level=level)
+        return validation.worst is None or validation.worst < Severity.ERROR, validation
+
+    newest = newest_valid(run, is_whole)
+    assert newest.path == str(run / "checkpoint-1")
+    assert [skipped.path for skipped in newest.skipped] == [str(run / "checkpoint-2")]
+
+
+def test_without_its_tracker_deepspeeds_directory_comes_before_copies_of_the_weights(run: Path) -> None:
+    (run / "checkpoint-2/latest").unlink()
+    opened = open_checkpoint(run)
+    assert opened.path == run / STEP
+    assert any("model.safetensors" in note for note in opened.notes)
+    assert ("CK514", "../latest") in [(found.code, found.file) for found in validate(run).findings]
+
+
+def test_a_tracker_below_the_root_that_leads_nowhere_is_told(run: Path) -> None:
+    (run / "checkpoint-2/latest").write_text("global_step9")
+    for path in (run, run / "checkpoint-2"):
+        found = validate(path)
+        told = [(finding.code, finding.file) for finding in found.findings if finding.severity > Severity.NOTE]
+        assert told == [("CK510", "latest")]
+        assert found.path == str(run / "checkpoint-2")
+
+
+def test_a_link_that_leads_back_ends(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").symlink_to(tmp_path, target_is_directory=True)
+    assert validate(tmp_path).format is None
