@@ -196,7 +196,7 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
             _refuse_empty(store)
         format, failure = _sniffed(store), None
         if store.entry is None and format.own_folders is not None:
-            below = checkpoints_below(store, _is_checkpoint, without=format.own_folders)
+            below = checkpoints_below(store, _is_checkpoint, without=format.own_folders(store))
     except UsageError:
         store.close()
         raise

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from core.catalog import Catalog
 from core.changes import changed
 from core.errors import UnsupportedError, UsageError
-from core.formats.dcp import METADATA, linked_metadata
+from core.formats.dcp import METADATA, linked_metadata, metadata_files
 from core.image import FileImage
 from core.job import Job
 from core.open import Checkpoint
@@ -70,6 +70,11 @@ def linked(job: Job, source: Checkpoint) -> Linked:
             hint="leave it out: the data has to be written",
         )
     catalog = source.catalog
+    if format == "dcp" and metadata_files(source.store) != [METADATA]:
+        raise UnsupportedError(
+            "--metadata-only: model and optimizer lie in directories of their own, each with its .metadata",
+            hint="point at one of the directories, or leave --metadata-only out",
+        )
     _check_options(job, format)
     if format == "torch_dist":
         _check_optimizer(job, catalog)

@@ -305,7 +305,7 @@ def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
         for name, size in files_below(checkpoint.store).items()
         if not any(f"{name}/".startswith(other) for other in others)
     }
-    writers = {found[1] for name in sizes if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
+    writers = {found[1] for name in sizes if (found := re.fullmatch(r"(?:.*/)?__(\d+)_\d+\.distcp", name))}
     return len(sizes), sum(sizes.values()), len(writers) or None
 
 

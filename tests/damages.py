@@ -21,6 +21,7 @@ HEAD = "mcore_torch_dist/dense_gqa/tp2_pp2"
 OLD = "mcore0161_torch_dist/dense_gqa/tp2_pp2"
 ZARR = "mcore0121_zarr/dense_gqa/tp2_pp2"
 DCP = "torch_dcp/fsdp2_dp2"
+FOLDERS = "accelerate/fsdp2_dp2/checkpoint_0"
 ONE = "hf/llama/safetensors_single"
 SHARDS = "hf/llama/safetensors_sharded"
 BINS = "hf/llama/bin_sharded"
@@ -29,6 +30,7 @@ UNIVERSAL = "deepspeed_universal/zero1_dp2_bf16"
 TORCH = "hf/llama/torch_single/model_zip.pt"
 ZARR3 = "zarr3"
 
+FSDP = "pytorch_model_fsdp_0"
 ITER = "iter_0000010"
 STEP = "global_step10"
 RANK = f"{ITER}/mp_rank_01_000/model_optim_rng.pt"
@@ -132,6 +134,11 @@ def _end_of_index(path: Path, *, absent: int | None) -> None:
         data[at + 16 * absent : at + 16 * absent + 16] = b"\xff" * 16
         data[-4:] = crc32c(bytes(data[at:-4])).to_bytes(4, "little")
     path.write_bytes(data)
+
+
+def _emptied(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
 
 
 def _two_iterations(path: Path) -> None:
@@ -398,6 +405,28 @@ TABLE = (
     ),
     row(DCP, "malformed metadata", ".metadata", lambda p: _bytes(p, _no_opcodes), ("CK150", ".metadata")),
     row(DCP, "empty metadata", ".metadata", lambda p: p.write_bytes(b""), ("CK102", ".metadata")),
+    row(FOLDERS, "a missing file", "optimizer_0/__1_0.distcp", Path.unlink, ("CK101", "optimizer_0/__1_0.distcp")),
+    row(FOLDERS, "a short file", f"{FSDP}/__1_0.distcp", b.cut, ("CK103", f"{FSDP}/__1_0.distcp")),
+    row(FOLDERS, "no metadata of the model", f"{FSDP}/.metadata", Path.unlink, ("CK515", f"{FSDP}/.metadata")),
+    row(FOLDERS, "an empty optimizer", "optimizer_0", _emptied, ("CK515", "optimizer_0/.metadata")),
+    row(FOLDERS, "short metadata", "optimizer_0/.metadata", b.cut, ("CK103", "optimizer_0/.metadata")),
+    row(
+        FOLDERS,
+        "a file of an earlier save",
+        FSDP,
+        lambda p: shutil.copy(p / "__1_0.distcp", p / "__2_0.distcp"),
+        ("CK106", f"{FSDP}/__2_0.distcp"),
+    ),
+    row(
+        FOLDERS,
+        "an item that is overwritten",
+        "optimizer_0/__0_0.distcp",
+        lambda p: _bytes(p, _first_item_gone),
+        ("CK122", "optimizer_0/__0_0.distcp"),
+        level=Level.HEADERS,
+    ),
+    row(FOLDERS, "short random states", "random_states_1.pkl", b.cut, ("CK103", "random_states_1.pkl")),
+    row(FOLDERS, "an empty scheduler", "scheduler.bin", lambda p: p.write_bytes(b""), ("CK102", "scheduler.bin")),
     row(
         DCP,
         "an item that is overwritten",

@@ -20,9 +20,8 @@ from core.checks.subject import Subject
 from core.checks.torch_zips import check_records, descriptors, opened
 from core.errors import CheckpointingException, MissingShardError, Report, TruncatedError, UnsafeError
 from core.finding import Finding, Severity
-from core.formats.dcp import METADATA, check_files, stated_metadata
+from core.formats.dcp import METADATA, check_files, metadata_files, salvaged, stated_metadata
 from core.formats.dcp_columns import DcpItem, DcpMetadata
-from core.formats.dcp_metadata import salvaged_metadata
 from core.formats.dcp_safetensors import with_raw_files
 from core.formats.torch_zip import Archive, check_kind
 
@@ -36,16 +35,16 @@ def data_files(subject: Subject) -> Iterator[Finding]:
     problems: list[CheckpointingException] = []
     named: object = None if subject.catalog is None else subject.catalog.attrs.get("item_files")
     if not isinstance(named, (tuple, list)):
-        if subject.files.get(METADATA) == 0:
+        if any(subject.files.get(name) == 0 for name in metadata_files(subject.store)):
             return
         try:
             metadata = _metadata(subject, problems.append)
         except MissingShardError as err:
             if err.key is not None:  # one of its chunks; that .metadata itself is missing is an unfinished save
-                yield finding_of(err, default=DCP_METADATA, file=METADATA)
+                yield finding_of(err, default=DCP_METADATA, file=err.file or METADATA)
             return
         except CheckpointingException as err:
-            yield finding_of(err, default=DCP_METADATA, file=METADATA)
+            yield finding_of(err, default=DCP_METADATA, file=err.file or METADATA)
             return
         named = metadata.files
         for problem in problems_of(lambda report: check_files(subject.store, metadata, report=report)):
@@ -80,15 +79,14 @@ def _metadata(subject: Subject, report: Report) -> DcpMetadata:
         CheckpointingException: it is absent, or nothing of it can be read.
     """
     known = subject.failure if subject.catalog is None else None
-    if known is not None and known.file == METADATA and not _is_of_an_entry(known):
+    if known is not None and known.file in metadata_files(subject.store) and not _is_of_an_entry(known):
         raise known  # it would end so again
     try:
         return stated_metadata(subject.store)
     except CheckpointingException as err:
         if not _is_of_an_entry(err):
             raise
-        data = subject.store.read(METADATA, 0, subject.files[METADATA])
-        return salvaged_metadata(data, label=METADATA, report=report)
+        return salvaged(subject.store, report)
 
 
 def _is_of_an_entry(err: CheckpointingException) -> bool:

@@ -24,7 +24,7 @@ from core.substitute import HEAD_BYTES, substitute_of
 CODES = ALL
 
 DATA = re.compile(
-    r"\.(pt|pth|bin|ckpt|safetensors|distcp|npy|json)$|(^|/)(\.metadata|\.zarray|\.zgroup|manifest\.ocdbt)$"
+    r"\.(pt|pth|bin|ckpt|pkl|safetensors|distcp|npy|json)$|(^|/)(\.metadata|\.zarray|\.zgroup|manifest\.ocdbt)$"
 )
 """Files that hold something if they are there. Chunks of zarr arrays have a check of their own."""
 _MAY_BE_EMPTY = re.compile(r"\.distcp$")

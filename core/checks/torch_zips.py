@@ -29,7 +29,7 @@ CODES = ()
 
 _ALWAYS = re.compile(r"\.(pt|pth)$")
 _BIN = re.compile(r"(^|/)(pytorch|adapter|diffusion_pytorch)_model[^/]*\.bin$")
-_PERHAPS = re.compile(r"\.(bin|ckpt)$")
+_PERHAPS = re.compile(r"\.(bin|ckpt|pkl)$")
 _NUMBERS = re.compile(r"\d+")
 _SMALL_BYTES = 1 << 20
 

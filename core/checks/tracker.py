@@ -25,7 +25,7 @@ from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, CorruptError
 from core.finding import Finding, Severity
-from core.formats.dcp import METADATA
+from core.formats.dcp import METADATA, metadata_files
 from core.formats.dcp_ranks import RANK_METADATA
 from core.formats.mcore_common import COMMON_FILE
 from core.formats.mcore_config import CONFIG, config_of
@@ -76,10 +76,9 @@ def unfinished(subject: Subject) -> Iterator[Finding]:
         except CorruptError as err:
             yield finding_of(err, default=UNREADABLE, file=CONFIG)
     is_dcp = subject.format.name in ("dcp", "torch_dist")
-    if is_dcp and METADATA not in files and not has_ranks and (has_items or backend == "torch_dist"):
-        yield _last(
-            METADATA, "torch", found="unfinished, .metadata.tmp" if f"{METADATA}.tmp" in files else "no such file"
-        )
+    for name in metadata_files(subject.store) if is_dcp and not has_ranks else ():
+        if name not in files and (has_items or backend == "torch_dist" or name != METADATA):
+            yield _last(name, "torch", found="unfinished, .metadata.tmp" if f"{name}.tmp" in files else "no such file")
     if CONFIG not in files and _is_megatron(subject):
         yield _last(CONFIG, "Megatron", found="no such file")
     if backend is not None and subject.catalog is None and COMMON_FILE not in files:

@@ -92,7 +92,8 @@ def _streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:
         if not is_read and _BARE_PICKLE.search(name) and 0 < size <= _MAX_BARE_BYTES:
             yield name, 0, size, None
     for name in torch_files(subject):
-        yield name, 0, subject.files[name], None
+        if not (_BARE_PICKLE.search(name) and subject.files[name] <= _MAX_BARE_BYTES):  # those have been yielded
+            yield name, 0, subject.files[name], None
     raw = [] if catalog is None else [item for item in catalog.objects.values() if item.raw_key is not None]
     for item in raw if subject.level > Level.METADATA else raw[:_MOST_OBJECTS]:
         assert catalog is not None and item.raw_key is not None

@@ -52,8 +52,8 @@ class Format:
         salvage: as ``read``, for what is damaged: tells what is wrong, and leaves it out; None where there is nothing
             between all and nothing.
         carries_files: whether files beside the weights (``Catalog.attrs["carried"]``, ``["documents"]``) can be stored.
-        own_folders: the directories right below that its files may lie in, so that a checkpoint in any other is one of
-            its own; None where every directory belongs to the checkpoint.
+        own_folders: returns the directories right below that the checkpoint's files lie in, so that a checkpoint in
+            any other is one of its own; None where every directory belongs to the checkpoint.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Format:
     notes: Callable[[Catalog], Sequence[str]] | None = None
     check: Callable[[Catalog], None] | None = None
     salvage: Callable[[ReadStore, Report], Catalog] | None = None
-    own_folders: tuple[str, ...] | None = None
+    own_folders: Callable[[ReadStore], Sequence[str]] | None = None
 
     def __reduce__(self) -> tuple[Callable[[str], Format], tuple[str]]:
         """Another process has the same formats, by their names."""
@@ -90,6 +90,11 @@ _BUILT_IN = (
     *("deepspeed_universal", "deepspeed", "safetensors", "bin_shards", "torch_file"),
 )
 """Modules of this package, each with a ``FORMAT``; the order is the order of sniffing."""
+
+
+def no_folders(store: ReadStore) -> tuple[str, ...]:
+    """Return no names: all files of a checkpoint lie in its directory itself (``Format.own_folders``)."""
+    return ()
 
 
 def formats() -> list[Format]:

@@ -8,7 +8,7 @@ On disk, one of::
     config.json  tokenizer.json …           carried, see ``hf_files``
 
     pytorch_model.bin                       one torch file, which may nest
-    config.json …
+    config.json …  or, as accelerate saves it: optimizer.bin  scheduler.bin  random_states_0.pkl …
 
 The stem may be another (``adapter_model``, ``diffusion_pytorch_model``). Shards must hold what the index says and
 nothing else. Without an index, a complete series of numbers is taken for one checkpoint. A shard holds tensors at its
@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, StoredArray, StoredObject, catalog_of_arrays
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.formats import Format
+from core.formats import Format, no_folders
 from core.formats.hf_files import with_carried
 from core.formats.hf_index import Index, read_index
 from core.formats.torch_file import SUFFIXES, TorchTree, catalog_of, parse
@@ -297,5 +297,5 @@ FORMAT = Format(
     read=read,
     lay_out=None,
     has_live_objects=True,
-    own_folders=(),
+    own_folders=no_folders,
 )

@@ -8,8 +8,9 @@ On disk::
     └── __1_0.distcp …     one or more files per writer
 
 Other forms of it that are read: items inside zstd frames (``core.formats.dcp_streams``), files that hold their chunks
-as safetensors (``core.formats.dcp_safetensors``), and ``__0.metadata``, ``__1.metadata`` … of single ranks
-(``core.formats.dcp_ranks``).
+as safetensors (``core.formats.dcp_safetensors``), ``__0.metadata``, ``__1.metadata`` … of single ranks
+(``core.formats.dcp_ranks``), and directories in which accelerate keeps a model and its optimizer apart
+(``core.formats.dcp_folders``).
 
 Versions: everything with this file layout (torch 2.1 to 2.13); older ones lack some attributes of ``.metadata``.
 
@@ -65,6 +66,7 @@ from core.errors import (
 )
 from core.formats import Format
 from core.formats.dcp_facts import stated_facts
+from core.formats.dcp_folders import dcp_folders, joined
 from core.formats.dcp_items import Item, ItemLayout, lay_out_items
 from core.formats.dcp_metadata import DcpItem, DcpMetadata, read_metadata, salvaged_metadata
 from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
@@ -85,10 +87,10 @@ METADATA = ".metadata"
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether the directory holds ``.metadata`` or what an unfinished save leaves of one."""
+    """Whether the directory holds ``.metadata``, what an unfinished save leaves of one, or accelerate's directories."""
     if store.entry is not None:
         return False
-    return store.exists(METADATA) or _unfinished(store) is not None
+    return store.exists(METADATA) or _unfinished(store) is not None or bool(dcp_folders(store))
 
 
 def _unfinished(store: ReadStore) -> str | None:
@@ -110,7 +112,12 @@ def read(store: ReadStore) -> Catalog:
         UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
     """
     catalog = catalog_of(metadata_of(store), format="dcp", store=store)
-    return catalog.with_attrs(**stated_facts(catalog, store))
+    catalog = catalog.with_attrs(**stated_facts(catalog, store))
+    folders = _folders(store)
+    return catalog.noted([_JOINED.format(", ".join(folders))] if folders else [])
+
+
+_JOINED = "{} are read as one checkpoint (Accelerator.load_state takes them only as directories of their own)"
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
@@ -120,8 +127,38 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         MissingShardError: there is no ``.metadata``.
         CorruptError, UnsupportedError, UnsafeError: nothing of it can be read.
     """
-    metadata = salvaged_metadata(store.read(METADATA, 0, store.size(METADATA)), label=METADATA, report=report)
+    metadata = salvaged(store, report)
     return catalog_of(metadata, format="dcp", without=tuple(metadata.object_descriptors))
+
+
+def salvaged(store: ReadStore, report: Report) -> DcpMetadata:
+    """Return what the metadata say, without entries that make no sense; files need not be there.
+
+    Args:
+        report: told of what is left out, see ``salvaged_metadata``.
+
+    Raises:
+        MissingShardError: there is no ``.metadata``.
+        CorruptError, UnsupportedError, UnsafeError: nothing of it can be read.
+    """
+
+    def part(name: str) -> DcpMetadata:
+        return salvaged_metadata(store.read(name, 0, store.size(name)), label=name, report=report)
+
+    folders = _folders(store)
+    if not folders:
+        return part(METADATA)
+    return joined([(folder, part(f"{folder}/{METADATA}")) for folder in folders], store)
+
+
+def metadata_files(store: ReadStore) -> list[str]:
+    """Return the names that ``.metadata`` has in a checkpoint: one, or one in each of accelerate's directories."""
+    return [f"{folder}/{METADATA}" for folder in _folders(store)] or [METADATA]
+
+
+def _folders(store: ReadStore) -> tuple[str, ...]:
+    """Return accelerate's directories, unless the checkpoint lies in the directory above them itself."""
+    return () if store.exists(METADATA) or _unfinished(store) is not None else dcp_folders(store)
 
 
 def metadata_of(store: ReadStore) -> DcpMetadata:
@@ -140,15 +177,24 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
         return _metadata_in(store, METADATA)
     if ranks := rank_files(store):
         return merged([_metadata_in(store, name) for name in ranks], store)
-    raise MissingShardError(
-        f"{METADATA} is not there; torch writes it last, so the save did not finish",
-        file=store.label,
-        hint="use an older checkpoint",
-    )
+    folders = _folders(store)
+    if not folders:
+        raise _unwritten(METADATA, file=store.label)
+    return joined([(folder, _metadata_in(store, f"{folder}/{METADATA}")) for folder in folders], store)
 
 
 def _metadata_in(store: ReadStore, name: str) -> DcpMetadata:
+    if not store.exists(name):
+        raise _unwritten(name, file=name)
     return read_metadata(store.read(name, 0, store.size(name)), label=name)
+
+
+def _unwritten(name: str, *, file: str) -> MissingShardError:
+    return MissingShardError(
+        f"{name} is not there; torch writes it last, so the save did not finish",
+        file=file,
+        hint="use an older checkpoint",
+    )
 
 
 def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = raising) -> None:
@@ -441,5 +487,5 @@ FORMAT = Format(
     splits_files=True,
     has_live_objects=True,
     notes=aside_notes,
-    own_folders=(),
+    own_folders=_folders,
 )

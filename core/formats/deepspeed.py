@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, MissingShardError
-from core.formats import Format
+from core.formats import Format, no_folders
 from core.formats.deepspeed_files import is_rank_file, missing_rank, rank_files
 from core.formats.deepspeed_model import iteration_of, model_states, version_of
 from core.formats.deepspeed_moments import states_by_parameter
@@ -254,5 +254,5 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=None,
-    own_folders=(),
+    own_folders=no_folders,
 )

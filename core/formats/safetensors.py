@@ -231,5 +231,5 @@ FORMAT = Format(
     has_objects_beside=True,
     splits_files=True,
     records_ties=True,
-    own_folders=(PIECES_DIR,),
+    own_folders=lambda store: (PIECES_DIR,),
 )

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, StoredArray, StoredObject
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
-from core.formats import Format, dcp
+from core.formats import Format, dcp, no_folders
 from core.formats.dcp_items import lay_out_items
 from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
 from core.formats.mcore_config import CONFIG, checked_version, config_image, config_of
@@ -178,5 +178,5 @@ FORMAT = Format(
     salvage=salvage,
     is_mcore=True,
     splits_files=True,
-    own_folders=(),
+    own_folders=no_folders,
 )

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog import catalog_of_arrays
 from core.errors import UnsupportedError
-from core.formats import Format
+from core.formats import Format, no_folders
 from core.formats.torch_aside import set_aside
 from core.formats.torch_item import item_location as item_location
 from core.formats.torch_refused import refusal_notes
@@ -208,5 +208,5 @@ FORMAT = Format(
     nests=True,
     has_live_objects=True,
     notes=refusal_notes,
-    own_folders=(),
+    own_folders=no_folders,
 )

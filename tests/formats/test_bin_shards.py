@@ -22,6 +22,7 @@ from core.formats import torch_file
 from core.formats.bin_shards import FORMAT, read, sniff
 from core.inert import TensorLeaf
 from core.objects import vetted
+from core.open import open_checkpoint
 from core.store import LocalStore, MemoryStore
 from core.target import source_and_target
 from tests.formats.torch_samples import (
@@ -348,3 +349,11 @@ def test_a_damaged_directory_raises_only_our_errors(name: str, damages: list[tup
     store = MemoryStore({**REAL, name: data})
     with contextlib.suppress(CheckpointingException):
         contents(read(store), store)
+
+
+def test_weights_beside_the_states_of_a_trainer_are_the_checkpoint(golden: Path) -> None:
+    opened = open_checkpoint(golden / "accelerate/plain_bin/checkpoint_0")
+    assert (opened.format.name, sorted(opened.catalog.tensors)) == (
+        "torch_bin",
+        ["0.bias", "0.weight", "1.bias", "1.weight"],
+    )
