@@ -50,6 +50,7 @@ from core.plan_file import identity_of
 from core.relink import linked
 from core.safe_pickle import gc_paused
 from core.select import folded
+from core.source_files import listed_files, unread_files
 from core.target import tensors_only
 from core.target_form import cut_form, vetted_form, with_objects_loaded
 from core.team import ALONE, Team
@@ -277,6 +278,7 @@ def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
         paths = {name: _in_root(name, iteration) for name in made.files}
     links = tuple((path, name, source.store.size(name)) for name, path in paths.items())
     target = replace(made.catalog, tensors={}, hidden={}, objects={})
+    unread = unread_files(source, linked=made.files)
     return Prepared(
         job=job,
         source=source,
@@ -286,7 +288,7 @@ def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
         plan=make_plan(target, target, images, threads=job.threads, memory_bytes=job.memory_bytes),
         renamed=(),
         notes=(*source.notes, *made.notes, f"{len(links)} files are hard links to the source's; no byte was copied"),
-        dropped=(),
+        dropped=(listed_files(unread),) if unread else (),
         form=made.catalog,
         n_tensors=len(made.catalog.tensors),
         links=links,

@@ -13,7 +13,6 @@ Which way is taken follows from the job and from what the source is; options tha
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,6 +46,7 @@ from core.layout_spec import with_implementation
 from core.objects import loaded
 from core.open import Checkpoint
 from core.optim_stack import sharding_of, wanted_sharding
+from core.source_files import documents_above, listed_files, unread_files
 from core.store import translated
 from core.transform import is_optimizer_key, without_optimizer
 
@@ -86,10 +86,11 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     """
     from core.hf import is_hf
 
-    catalog = loaded(source.catalog, source.store, load_object)
+    catalog = with_documents(loaded(source.catalog, source.store, load_object), documents_above(source))
     rules = load_rules(job.rules, unknown=job.unknown)
     names, model_type = _names(job)
     check_source_sizes(job, catalog)
+    unread = unread_files(replace(source, catalog=catalog))
     catalog, config = _with_config(job, catalog, source)
     comes_from_hf = is_hf(catalog, config)
     if job.config is not None and not comes_from_hf:
@@ -103,7 +104,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
             hint="point at the model's config.json with --config FILE",
         )
     notes: list[str] = []
-    dropped = _files_left(source)
+    dropped = [listed_files(unread)] if unread else []
     is_restacked = format.is_mcore and job.stacking is not None  # core.layout_stack does it
     if is_restacked:
         job = replace(job, stack_layers=False, unstack_layers=None)
@@ -240,32 +241,8 @@ def _refuse_names(catalog: Catalog, format: Format, *, wants_hf: bool) -> None:
     )
 
 
-def _files_left(source: Checkpoint) -> list[str]:
-    """Files of a Hugging Face directory that hold nothing of the checkpoint and are not carried, as a line.
-
-    Such are what a trainer saves beside the weights, weights in a second format, and folders.
-    """
-    catalog, store = source.catalog, source.store
-    if CONFIG not in carried_of(catalog) or store.entry is not None:
-        return []
-    used = set(carried_of(catalog))
-    for key in catalog.tensors:
-        used |= {
-            fragment.array.extent.file
-            for fragment in catalog.fragments(key)
-            if fragment.array is not None and fragment.array.extent is not None
-        }
-    left = [name for name in store.files() if name not in used and _BOOKKEEPING.fullmatch(name) is None]
-    left += [f"{name}/" for name in store.folders() if not name.startswith(".")]
-    return [f"other files of the directory: {', '.join(left)}"] if left else []
-
-
-_BOOKKEEPING = re.compile(r"\..*|.*\.index(\..+)?\.json|(.*\.)?ckpt-(manifest\.json|objects\.pt)")
-"""Hidden files, indexes of shards, and what this project writes beside weights."""
-
-
 def _with_config(job: Job, catalog: Catalog, source: Checkpoint) -> tuple[Catalog, Mapping[str, object] | None]:
-    """The catalog, and the parsed config.json beside its weights or that of ``--config``; None if there is none.
+    """The catalog, and the parsed config.json beside its weights, above them or of ``--config``; None if there is none.
 
     Raises:
         UsageError: there are two.
@@ -273,6 +250,9 @@ def _with_config(job: Job, catalog: Catalog, source: Checkpoint) -> tuple[Catalo
     """
     is_beside = CONFIG in carried_of(catalog)
     if job.config is None:
+        document = documents_of(catalog).get(CONFIG)
+        if document is not None:
+            return catalog, object_of(document, file=CONFIG)
         return catalog, config_of(source.store) if is_beside else None
     if is_beside:
         raise UsageError(

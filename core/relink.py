@@ -14,6 +14,7 @@ from core.catalog import Catalog
 from core.changes import changed
 from core.errors import UnsupportedError, UsageError
 from core.formats.dcp import METADATA, linked_metadata, metadata_files
+from core.formats.dcp_meta import META, meta_keys
 from core.image import FileImage
 from core.job import Job
 from core.open import Checkpoint
@@ -82,6 +83,11 @@ def linked(job: Job, source: Checkpoint) -> Linked:
         return Linked(catalog, tuple(_files(source)), (), (note,))
     dropped = without_optimizer(catalog).catalog if job.optim == "drop" else catalog
     made = changed(dropped, job)
+    if meta_keys(made.catalog) != meta_keys(catalog):
+        raise UsageError(
+            f"--metadata-only links {META} as it is, but entries in it are to be left out or renamed",
+            hint="leave --metadata-only out, or choose other entries",
+        )
     used = {
         piece.array.extent.file
         for piece in made.catalog.all_fragments()

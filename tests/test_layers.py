@@ -90,6 +90,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "core.job_checks",
             "core.job_sizes",
             "core.job_stage",
+            "core.source_files",
             "core.global_form",
             "core.target_form",
         ),

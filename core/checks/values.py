@@ -1,7 +1,8 @@
 """CK710–CK719: numbers that no trained model holds: NaN, infinities, absurd ones, and weights that are all the same.
 
 What is usual is left alone: norms that are all 1 and biases that are all 0 at the start (only tensors with two axes of
-more than one element are looked at), second matrices of LoRA adapters, which begin as zeros, masks that hold −inf.
+more than one element are looked at), second matrices of LoRA adapters, which begin as zeros, masks that hold −inf, and
+the best value so far of a callback (Lightning's ModelCheckpoint), which begins as infinity.
 Moments of an optimizer are zero for parameters without a gradient, which is one note for all of them.
 
 Counts are those of the global tensor where the layout is known: replicas count once.
@@ -76,6 +77,7 @@ _COUNTS = ((NAN, "nan", "NaN"), (INFINITE, "infinite", "infinite"), (HUGE, "huge
 _STATE = re.compile(r"(^|[./])(optim(izer)?|exp_avg(_sq)?|max_exp_avg_sq|momentum(_buffer)?)([./]|$)")
 _BEGINS_AS_ZEROS = re.compile(r"lora_(B|embedding_B)|lora\.up|linear_out|adaLN|modulation|zero_|gate_scale|bias")
 _MASK = re.compile(r"mask|causal|attn\.bias|attention\.bias|alibi")
+_CALLBACK = re.compile(r"(^|\.)callbacks\.")
 
 
 def watch(subject: Subject) -> Watch:
@@ -199,6 +201,8 @@ def _counted(tensor: _Tensor) -> Iterator[Finding]:
 
 
 def _severity(code: Code, tensor: _Tensor) -> Severity:
+    if code is INFINITE and _CALLBACK.search(tensor.meta.key) and tensor.meta.shape == ():
+        return Severity.NOTE
     if code is NAN or not _MASK.search(tensor.meta.key):
         is_weight = _is_matrix(tensor.meta.shape) and not _STATE.search(tensor.meta.key)
         return Severity.WARNING if code is HUGE and is_weight else code.severity

@@ -10,7 +10,8 @@ On disk::
 Other forms of it that are read: items inside zstd frames (``core.formats.dcp_streams``), files that hold their chunks
 as safetensors (``core.formats.dcp_safetensors``), ``__0.metadata``, ``__1.metadata`` … of single ranks
 (``core.formats.dcp_ranks``), and directories in which accelerate keeps a model and its optimizer apart
-(``core.formats.dcp_folders``).
+(``core.formats.dcp_folders``). What Lightning keeps in ``meta.pt`` beside such a checkpoint belongs to it
+(``core.formats.dcp_meta``).
 
 Versions: everything with this file layout (torch 2.1 to 2.13); older ones lack some attributes of ``.metadata``.
 
@@ -30,7 +31,8 @@ Several training systems save such directories, and name things their own way:
 
 attrs: ``metadata_extras`` (names of attributes of ``.metadata`` beyond DCP's own), ``item_files`` (names of the files
 that it names), ``orphans`` (keys of items that no entry refers to, if any), ``mcore_data`` where Megatron added it,
-``iteration`` and ``args`` where an entry of one of these systems says them.
+``iteration`` and ``args`` where an entry of one of these systems says them, ``meta_entries`` (names of the root of
+``meta.pt``).
 
 Not supported, refused by name: stream transforms other than zstd, Hugging Face storage.
 
@@ -68,6 +70,7 @@ from core.formats import Format
 from core.formats.dcp_facts import stated_facts
 from core.formats.dcp_folders import dcp_folders, joined
 from core.formats.dcp_items import Item, ItemLayout, lay_out_items
+from core.formats.dcp_meta import meta_keys, parted, with_meta
 from core.formats.dcp_metadata import DcpItem, DcpMetadata, read_metadata, salvaged_metadata
 from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.dcp_ranks import RANK_METADATA, merged, rank_files
@@ -111,7 +114,7 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: items are stored in a way that is not handled.
         UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
     """
-    catalog = catalog_of(metadata_of(store), format="dcp", store=store)
+    catalog = with_meta(catalog_of(metadata_of(store), format="dcp", store=store), store)
     catalog = catalog.with_attrs(**stated_facts(catalog, store))
     folders = _folders(store)
     return catalog.noted([_JOINED.format(", ".join(folders))] if folders else [])
@@ -364,7 +367,7 @@ def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> obj
 
 
 def lay_out(target: Catalog) -> Sequence[FileImage]:
-    """The images of a plain DCP directory: ``__<n>_0.distcp`` …, then ``.metadata``.
+    """The images of a plain DCP directory: ``__<n>_0.distcp`` …, ``meta.pt`` if there was one, then ``.metadata``.
 
     Args:
         target: every array becomes a chunk, every object an item. The paths of its skeleton become ``planner_data``, so
@@ -374,9 +377,11 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     Raises:
         UnsupportedError: the arrays are no chunks of their tensors.
     """
+    target, meta = parted(target)
     objects = [replace(item, value=loadable(item.value)) for item in target.objects.values()]
     layout = lay_out_items(target, objects, max_file_bytes=max_file_bytes(target))
-    return (*layout.files, metadata_image(target, layout, planner_data=paths_of(target)))
+    beside = () if meta is None else (meta,)
+    return (*layout.files, *beside, metadata_image(target, layout, planner_data=paths_of(target)))
 
 
 def max_file_bytes(target: Catalog) -> int | None:
@@ -423,12 +428,13 @@ def linked_metadata(catalog: Catalog) -> FileImage:
     """The image of ``.metadata`` for entries that stay where they are in the source's data files.
 
     Args:
-        catalog: what ``catalog_of`` gives, with some entries left out or renamed.
+        catalog: what ``catalog_of`` gives, with some entries left out or renamed; those of ``meta.pt`` do not count.
 
     Raises:
         UnsupportedError: an entry is no item of its own, so that ``.metadata`` cannot point at it.
     """
-    planner_data = paths_of(catalog)
+    beside = meta_keys(catalog)
+    planner_data = {key: path for key, path in paths_of(catalog).items() if key not in beside}
     data = write_metadata((_linked_row(catalog, key) for key in planner_data), planner_data=planner_data)
     return literal_file(METADATA, data, is_metadata=True)
 

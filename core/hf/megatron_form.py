@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from core.box import Shape
 from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError, UsageError
+from core.formats.hf_files import carried_of, documents_of
 from core.hf import fuse
 from core.hf.config import CONFIG, arguments_of
 from core.hf.model import model_of
@@ -113,8 +114,7 @@ def to_megatron(
     _refuse_leftover([key for key in catalog.tensors if key not in used], family)
     objects, order = _extra_states(made, is_local=model.is_local)
     dropped += [f"{key} (Megatron has no place for it)" for key in catalog.objects]
-    carried = catalog.attrs.get("carried")
-    beside = [str(path) for path in carried if path != CONFIG] if isinstance(carried, Mapping) else []
+    beside = [path for path in (*carried_of(catalog), *documents_of(catalog)) if path != CONFIG]
     if beside:
         dropped.append(f"files beside the weights: {', '.join(beside)}")
     args = namespace(fields)

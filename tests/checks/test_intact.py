@@ -11,14 +11,17 @@ from core.finding import Severity
 from core.validate import validate
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
+TRAINERS = ("trainer", "accelerate", "lightning")
 FAMILIES = (
     *("mcore_legacy", "mcore0121_legacy", "mcore_torch_dist", "mcore0161_torch_dist", "mcore0121_torch_dist"),
-    *("mcore0121_zarr", "deepspeed", "deepspeed_universal", "torch_dcp", "hf"),
+    *("mcore0121_zarr", "deepspeed", "deepspeed_universal", "torch_dcp", "hf", *TRAINERS),
 )
 
 
 def checkpoints(family: Path) -> list[Path]:
     """What a user would point at: roots with a tracker, directories, and files that are a checkpoint alone."""
+    if family.name in TRAINERS:
+        return [*sorted(family.glob("*")), *sorted(family.glob("*/checkpoint*"))]
     roots = sorted({path.parent for path in family.rglob("latest*") if path.name in TRACKERS})
     if roots:
         return roots
