@@ -22,6 +22,7 @@ OLD = "mcore0161_torch_dist/dense_gqa/tp2_pp2"
 ZARR = "mcore0121_zarr/dense_gqa/tp2_pp2"
 DCP = "torch_dcp/fsdp2_dp2"
 FOLDERS = "accelerate/fsdp2_dp2/checkpoint_0"
+TRAINER = "trainer/zero2_dp2"
 ONE = "hf/llama/safetensors_single"
 SHARDS = "hf/llama/safetensors_sharded"
 BINS = "hf/llama/bin_sharded"
@@ -626,6 +627,18 @@ TABLE = (
         lambda p: b.cut(p, n_bytes=3),
         ("CK526", "generation_config.json"),
         level=Level.HEADERS,
+    ),
+    # --- what a trainer saves above DeepSpeed's directory
+    row(TRAINER, "short random states", "checkpoint-2/rng_state.pth", b.cut, ("CK103", "../rng_state.pth")),
+    row(TRAINER, "short weights", "checkpoint-2/model.safetensors", b.cut, ("CK103", "../model.safetensors")),
+    row(TRAINER, "an empty tool", "checkpoint-2/zero_to_fp32.py", lambda p: p.write_bytes(b"")),
+    row(TRAINER, "a cut configuration", "checkpoint-2/config.json", b.cut, ("CK526", "../config.json")),
+    row(
+        TRAINER,
+        "a short file of a rank",
+        "checkpoint-2/global_step2/mp_rank_00_model_states.pt",
+        b.cut,
+        ("CK103", "mp_rank_00_model_states.pt"),
     ),
     # --- trackers
     row(RANKS, "a tracker that names nothing", TRACKER, lambda p: p.write_text("20"), ("CK510", TRACKER)),

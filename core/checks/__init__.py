@@ -113,6 +113,7 @@ _MODULES = (
     *("geometry", "items", "layout", "named_states", "optimizer", "common_state", "rank_numbers"),
     *("crcs", "values", "replicas"),
     *("manifests", "integrity_json", "fingerprints"),
+    "above",
     "planned",
     "opening",
 )

@@ -67,6 +67,7 @@ class Subject:
         device: on which per-byte work may be done; None for the CPU path.
         below: paths of checkpoints below that are no part of it; they are not looked at.
         notes: which checkpoint was taken, and what lies near it and is not looked at.
+        has_folders: whether what lies in folders of its directory belongs to it.
         shared: fingerprints that the ranks of a team have made together, before the checks run.
 
     Reading its metadata may fail: ``catalog`` is then None, and ``failure`` says why.
@@ -92,6 +93,7 @@ class Subject:
     device: Device | None = None
     below: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    has_folders: bool = True
     shared: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @cached_property
@@ -129,7 +131,7 @@ class Subject:
         manifest = None if self.recorded is None else self.recorded.manifest
         recorded_paths = [] if manifest is None else [f"{one.path}/" for one in manifest.files]
         others = {path for path in self.below if not any(name.startswith(f"{path}/") for name in recorded_paths)}
-        depth = 1 if self.format is None else None
+        depth = 0 if not self.has_folders else 1 if self.format is None else None
         return walked(self.store.root, entry=self.store.entry, depth=depth, without=others)
 
     @cached_property
