@@ -51,8 +51,13 @@ def text(value: str) -> bytes:
 
 
 def pickles_in(root: Path) -> Iterator[tuple[str, bytes, int]]:
-    """Every pickle below a directory: file, its bytes, and where the pickle begins."""
+    """Every pickle below a directory: file, its bytes, and where the pickle begins.
+
+    Left out are the Trainer's arguments, which name classes of transformers and accelerate.
+    """
     for path in sorted(root.rglob("*")):
+        if path.name == "training_args.bin":
+            continue
         if path.name == ".metadata":
             yield str(path), path.read_bytes(), 0
         elif path.suffix in {".pt", ".bin", ".distcp"} and path.is_file():
