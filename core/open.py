@@ -209,7 +209,7 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
     numbers = (_iteration_in_name(folder) for folder in (store.root, *reversed(passed)))
     number = next((number for number in numbers if number is not None), None)
     if below:
-        notes.append(f"checkpoints below it are not part of it: {listed(below)}")
+        notes.append(f"not read, as they are checkpoints of their own: {listed(below)}")
     return Place(where, store, format, number, tuple(notes), failure, tuple(below), tuple(passed), is_chosen)
 
 

@@ -14,10 +14,10 @@ from core.formats.torch_tree import stream_kind
 from core.store import LocalStore
 from core.substitute import substitute_in
 
-MOST_LISTED = 8
+_MOST_LISTED = 8
 _MOST_OPENED = 32
 """Files of a directory whose first bytes are read."""
-_MOST_FOLDERS = 100
+_MOST_FOLDERS = 1000
 _MOST_LEVELS = 3
 _OTHER_FORMATS = (
     (re.compile(r"\.gguf$"), "a GGUF file"),
@@ -48,11 +48,11 @@ def refusal_of(store: LocalStore, *, known: str, below: Sequence[str]) -> Unsupp
     places = [*loose, *below]
     hint = f"name it: {store.root / places[0]}" if len(places) == 1 else f"name one of them: {listed(places)}"
     if loose:
-        count = "one file" if len(loose) == 1 else f"{len(loose)} files"
-        message = f"the directory is not a checkpoint, but holds {count} that may be: {listed(loose)}"
+        count = "one torch or safetensors file" if len(loose) == 1 else f"{len(loose)} torch or safetensors files"
+        message = f"not a checkpoint directory; it holds {count}: {listed(loose)}"
         return UnsupportedError(message, file=store.label, hint=hint)
     if below:
-        message = "the directory is not a checkpoint, but there are checkpoints below it"
+        message = "not a checkpoint directory; there are checkpoints below it"
         return UnsupportedError(message, file=store.label, hint=hint)
     title = next((title for expression, title in _OTHER_FORMATS if any(map(expression.search, files))), None)
     if title is not None:
@@ -75,7 +75,7 @@ def checkpoints_below(
 ) -> list[str]:
     """Return the relative paths of checkpoints in the directories below one that is none itself, or is another.
 
-    Directories whose names begin with a dot are left out, and so is what lies more than three levels or a hundred
+    Directories whose names begin with a dot are left out, and so is what lies more than three levels or a thousand
     directories away. A checkpoint is not searched for others.
 
     Args:
@@ -85,7 +85,7 @@ def checkpoints_below(
     paths: list[str] = []
     waiting = [(name, 1) for name in store.folders() if not name.startswith(".") and name not in without]
     for n_opened, (path, depth) in enumerate(waiting):  # the list grows on the way
-        if n_opened >= _MOST_FOLDERS or len(paths) > MOST_LISTED:
+        if n_opened >= _MOST_FOLDERS:
             break
         with closing(LocalStore(store.root / path)) as folder:
             try:
@@ -103,7 +103,7 @@ def checkpoints_below(
 
 def listed(paths: Sequence[str]) -> str:
     """Return the first of some paths as text."""
-    return ", ".join([*paths[:MOST_LISTED], *(["…"] if len(paths) > MOST_LISTED else [])])
+    return ", ".join([*paths[:_MOST_LISTED], *(["…"] if len(paths) > _MOST_LISTED else [])])
 
 
 def _loose_files(store: LocalStore, files: Sequence[str]) -> list[str]:

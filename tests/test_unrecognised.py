@@ -17,6 +17,7 @@ from core.formats.bin_shards import read as read_bin_shards
 from core.open import open_checkpoint
 from core.store import MemoryStore
 from core.substitute import substitute_of
+from core.validate import validate
 
 PAGE = b"<!DOCTYPE html>\n<html lang='en'><head><title>Sign in</title></head><body></body></html>" * 40
 BODY = b'{"error":"Repository not found","message":"Access to model org/gated is restricted"}'
@@ -112,7 +113,7 @@ def test_a_numpy_array_is_called_one(tmp_path: Path) -> None:
 def test_several_torch_files_are_listed(names: list[str], tmp_path: Path) -> None:
     for name in names:
         saved(tmp_path / name)
-    with pytest.raises(UnsupportedError, match=f"holds {len(names)} files that may be") as refusal:
+    with pytest.raises(UnsupportedError, match=f"holds {len(names)} torch or safetensors files") as refusal:
         open_checkpoint(tmp_path)
     assert refusal.value.hint == f"name one of them: {', '.join(names)}"
 
@@ -138,7 +139,7 @@ def test_the_only_loose_file_is_named_with_its_path(name: str, golden: Path, tmp
     else:
         saved(tmp_path / name)
     (tmp_path / "train.py").write_text("pass")
-    with pytest.raises(UnsupportedError, match=f"holds one file that may be: {name}") as refusal:
+    with pytest.raises(UnsupportedError, match=f"holds one torch or safetensors file: {name}") as refusal:
         open_checkpoint(tmp_path)
     assert refusal.value.hint == f"name it: {tmp_path / name}"
     open_checkpoint(tmp_path / name).store.close()
@@ -169,7 +170,7 @@ def test_every_verb_wants_the_loose_file_named(
     }
     assert main([verb, *words[verb]]) == 4
     told = capsys.readouterr().err
-    assert "holds one file that may be: last.ckpt" in told
+    assert "holds one torch or safetensors file: last.ckpt" in told
     assert "name it: last.ckpt" in told.lower()
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
@@ -185,4 +186,23 @@ def test_a_checkpoint_below_a_model_is_told_by_inspect_convert_and_manifest(
     assert f'"file_bytes": {size},' in capsys.readouterr().out
     for words in (["inspect"], ["convert", "--to", "dcp", "-o", str(tmp_path / "out")], ["manifest"]):
         assert main([words[0], str(model), *words[1:]]) == 0
-        assert "checkpoints below it are not part of it: exports" in capsys.readouterr().out
+        assert "not read, as they are checkpoints of their own: exports" in capsys.readouterr().out
+
+
+def test_many_checkpoints_below_one_are_all_left_out(golden: Path, tmp_path: Path) -> None:
+    for name in (".", *(f"checkpoint-{number}" for number in range(20))):
+        shutil.copytree(golden / "hf/llama/safetensors_single", tmp_path / name, dirs_exist_ok=True)
+    validation = validate(tmp_path)
+    assert validation.n_files == sum(1 for path in tmp_path.iterdir() if path.is_file())
+    (note,) = validation.notes
+    assert note.endswith(", …")
+
+
+def test_the_current_directory_is_resharded_inside_a_root_and_inside_an_iteration(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "root")
+    for folder in (root, root / "iter_0000010"):
+        monkeypatch.chdir(folder)
+        assert main(["reshard", "--tp", "2", "--tp-new", "4", "--dry-run"]) == 0
+        assert "would write" in capsys.readouterr().out
