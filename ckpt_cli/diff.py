@@ -96,6 +96,7 @@ def _job(options: DiffOptions) -> DiffJob:
         b=options.b,
         iteration_a=options.iteration,
         iteration_b=options.iteration_b,
+        missing_chunks=options.missing_chunks or defaults.missing_chunks,
         rule=rule,
         reads=not options.stat_only,
         believes=not options.read,

@@ -19,6 +19,7 @@ from ckpt_cli.options import (
     Flag,
     Json,
     Memory,
+    MissingChunks,
     NoOptim,
     RulesFile,
     threads_option,
@@ -100,6 +101,7 @@ class DiffOptions:
         int | None,
         Option("--iteration-b", metavar="N", parser=whole(0), rich_help_panel=LAYOUT, help="Which iteration of B."),
     ] = None
+    missing_chunks: MissingChunks = None
     rules: RulesFile = None
     memory: Memory = None
     threads: Annotated[

@@ -41,7 +41,7 @@ from core.capabilities import Capability
 from core.catalog import Catalog, TensorMeta
 from core.errors import UsageError
 from core.fold import tree_of
-from core.open import Checkpoint, open_checkpoint
+from core.open import FILL, Checkpoint, open_checkpoint
 from core.optim_format import role_of
 from core.peek import first_values, places_of
 from core.select import LIST_THEM, matching
@@ -60,7 +60,10 @@ _GROUP_TITLES = {"model": "model", "moments": "optimizer moments", "masters": "m
 def inspect(options: InspectOptions) -> int:
     """Runs the command; returns the exit code."""
     checkpoint = open_checkpoint(
-        options.path, iteration=options.iteration, samples=not options.all and not options.keys
+        options.path,
+        iteration=options.iteration,
+        samples=not options.all and not options.keys,
+        missing_chunks=options.missing_chunks or FILL,
     )
     try:
         summary = summarized(checkpoint)

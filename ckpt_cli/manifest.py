@@ -35,6 +35,7 @@ def manifest(options: ManifestOptions) -> int:
     """
     from core.inventory import inventory, write_inventory
     from core.job import DEFAULT_MEMORY_BYTES
+    from core.open import FILL
 
     us = team()
     begun = time.monotonic()
@@ -45,6 +46,7 @@ def manifest(options: ManifestOptions) -> int:
             options.path,
             iteration=options.iteration,
             rules=options.rules,
+            missing_chunks=options.missing_chunks or FILL,
             fingerprints=options.fingerprints,
             threads=options.threads or worker_threads(),
             memory_bytes=DEFAULT_MEMORY_BYTES if options.memory is None else size_in_bytes(options.memory),

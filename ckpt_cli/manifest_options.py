@@ -8,7 +8,18 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from ckpt_cli.options import OUTPUT, TALK, Debug, Flag, Iteration, Json, Memory, ReadingThreads, RulesFile
+from ckpt_cli.options import (
+    OUTPUT,
+    TALK,
+    Debug,
+    Flag,
+    Iteration,
+    Json,
+    Memory,
+    MissingChunks,
+    ReadingThreads,
+    RulesFile,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +39,7 @@ class ManifestOptions:
     ] = None
     force: Annotated[bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace one that is there.")] = False
     iteration: Iteration = None
+    missing_chunks: MissingChunks = None
     rules: RulesFile = None
     memory: Memory = None
     threads: ReadingThreads = None

@@ -85,6 +85,20 @@ RulesFile = Annotated[
 Iteration = Annotated[int | None, _iteration(OUTPUT)]
 CheckedIteration = Annotated[int | None, _iteration(CHECKS)]
 NoOptim = Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave the optimizer's state out.")]
+
+
+def _missing_chunks(panel: str) -> object:
+    return Option(
+        "--missing-chunks",
+        metavar="fill|error",
+        parser=one_of("fill", "error"),
+        rich_help_panel=panel,
+        help="Zarr chunks that were not stored: use the fill value if their writer omits such chunks, or fail. [fill]",
+    )
+
+
+MissingChunks = Annotated[str | None, _missing_chunks(CONTENT)]
+CheckedMissingChunks = Annotated[str | None, _missing_chunks(CHECKS)]
 Memory = Annotated[
     str | None,
     Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Most memory the process may use. [512MiB]"),
@@ -126,6 +140,7 @@ class InspectOptions:
             "--limit", metavar="N", parser=whole(0), help="Show at most N lines; 0 for all. [200 for a tree, else all]"
         ),
     ] = None
+    missing_chunks: Annotated[str | None, _missing_chunks("Options")] = None
     all: Annotated[
         bool, Flag("--all", help="Open every file of the ranks, not one of each pipeline stage; so does KEY.")
     ] = False
@@ -396,6 +411,7 @@ class TransferOptions:
             help="Random states: keep them or fail; drop them. [kept where ranks stay, else dropped]",
         ),
     ] = None
+    missing_chunks: MissingChunks = None
     replicas: Annotated[
         str | None,
         Option(

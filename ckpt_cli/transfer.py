@@ -105,6 +105,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         keep_padded_vocab=options.keep_padded_vocab,
         optim="drop" if options.no_optim else "carry",
         rng=options.rng,
+        missing_chunks=options.missing_chunks or defaults.missing_chunks,
         replicas=options.replicas or defaults.replicas,
         names=names_of(options.names),
         config=options.config,

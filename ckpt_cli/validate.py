@@ -27,6 +27,7 @@ from core.accepted import Acceptance, baseline_text, patterns_of, read_baseline
 from core.checks import Level, codes
 from core.errors import UsageError
 from core.job import DEFAULT_MEMORY_BYTES
+from core.open import FILL
 from core.team import is_lead, told
 from core.validate import Validation, distinct_paths, refused
 from core.validate import validate as examined
@@ -154,6 +155,7 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
             progress=progress,
             plan_for=_request(options),
             against=options.against,
+            missing_chunks=options.missing_chunks or FILL,
             team=us,
             device=device(),
         )

@@ -14,6 +14,7 @@ from ckpt_cli.options import (
     OUTPUT,
     TALK,
     CheckedIteration,
+    CheckedMissingChunks,
     Debug,
     Flag,
     Memory,
@@ -83,6 +84,7 @@ class ValidateOptions:
             help="Print only the path of the newest iteration of a training root that is whole.",
         ),
     ] = False
+    missing_chunks: CheckedMissingChunks = None
     iteration: CheckedIteration = None
     all_iterations: Annotated[
         bool, Flag("--all-iterations", rich_help_panel=CHECKS, help="Every iteration of a training root.")

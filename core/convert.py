@@ -182,7 +182,7 @@ def prepare(job: Job) -> Iterator[Prepared]:
     for path in (job.src, job.dst, job.config, job.rules):
         if path is not None:
             refuse_url(path)
-    source = open_checkpoint(job.src, iteration=job.iteration)
+    source = open_checkpoint(job.src, iteration=job.iteration, missing_chunks=job.missing_chunks)
     try:
         with gc_paused():
             prepared = _prepared(job, source)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from core.agreement import agreed
 from core.device import FINGERPRINT, VALUES
 from core.device_choice import settled
+from core.formats.zarr_fill import fill_of
 from core.scan import scan
 from core.scan_observer import FileObserver, Observer
 from core.scan_sums import Scanned, Wanted
@@ -90,7 +91,11 @@ def examined(subject: Subject) -> Deep:
             digests_of=frozenset(chain.from_iterable(watch.digests_of for watch in watches.values())),
         ),
         stated_in=StatedSums(subject.store, None if subject.format is None else subject.format.name),
-        arrays=(array for array in chain(stored, more) if array is not None and _file(array) not in subject.hollow),
+        arrays=(
+            array
+            for array in chain(stored, more)
+            if array is not None and _file(array) not in subject.hollow and fill_of(array) is None
+        ),
         threads=subject.threads,
         memory_bytes=subject.memory_bytes,
         progress=subject.progress,

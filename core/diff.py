@@ -39,7 +39,7 @@ from core.errors import CapacityError, UsageError, in_checkpoint
 from core.fingerprint_share import opened_alike
 from core.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
 from core.layout import load_rules
-from core.open import Checkpoint
+from core.open import FILL, Checkpoint
 from core.optim_format import role_of
 from core.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
 from core.scan_share import Share, share_in_a_row
@@ -61,6 +61,7 @@ class DiffJob:
     Args:
         a, b: paths, as for ``core.open.open_checkpoint``.
         iteration_a, iteration_b: which iterations of training roots.
+        missing_chunks: what zarr chunks are that are not stored, see ``core.open``.
         rule: None for exact.
         reads: compare values; else names, shapes and types only.
         believes: take the word of both manifests where their fingerprints are equal, and read the rest only.
@@ -77,6 +78,7 @@ class DiffJob:
     b: Path
     iteration_a: int | None = None
     iteration_b: int | None = None
+    missing_chunks: str = FILL
     rule: Tolerance | None = None
     reads: bool = True
     believes: bool = True
@@ -109,8 +111,8 @@ def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) 
     """
     begun = time.monotonic()
     with ExitStack() as stack:
-        first = _opened(stack, job.a, job.iteration_a, team)
-        second = _opened(stack, job.b, job.iteration_b, team)
+        first = _opened(stack, job.a, job.iteration_a, job.missing_chunks, team)
+        second = _opened(stack, job.b, job.iteration_b, job.missing_chunks, team)
 
         def prepared() -> _Comparison:
             sides = sides_of(first, second, rules=load_rules(job.rules))
@@ -123,10 +125,10 @@ def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) 
         return found
 
 
-def _opened(stack: ExitStack, path: Path, iteration: int | None, team: Team) -> Checkpoint:
+def _opened(stack: ExitStack, path: Path, iteration: int | None, missing_chunks: str, team: Team) -> Checkpoint:
     """One of the checkpoints, which is the same for all ranks; closed by the stack."""
     with in_checkpoint(str(path)):
-        made = opened_alike(path, iteration=iteration, team=team)
+        made = opened_alike(path, iteration=iteration, missing_chunks=missing_chunks, team=team)
     stack.callback(made.store.close)
     return made
 

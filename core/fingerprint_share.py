@@ -35,7 +35,7 @@ from core.fingerprint_kernel import Products, kernel
 from core.fingerprint_read import read_fingerprints
 from core.fingerprint_sums import FormSum
 from core.layout import Rules
-from core.open import Checkpoint, open_checkpoint
+from core.open import FILL, Checkpoint, open_checkpoint
 from core.plan import DECODER_BYTES, RUNTIME_BYTES
 from core.scan_share import Meter, share_in_a_row
 from core.store import ReadStore, files_below
@@ -92,7 +92,7 @@ def fingerprints_of_directory(
         opened.store.close()
 
 
-def opened_alike(path: Path, *, iteration: int | None = None, team: Team) -> Checkpoint:
+def opened_alike(path: Path, *, iteration: int | None = None, missing_chunks: str = FILL, team: Team) -> Checkpoint:
     """A checkpoint that all ranks have opened, and that is the same for all.
 
     Raises:
@@ -101,7 +101,7 @@ def opened_alike(path: Path, *, iteration: int | None = None, team: Team) -> Che
     """
     return agreed(
         team,
-        lambda: open_checkpoint(path, iteration=iteration),
+        lambda: open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks),
         lambda found: (str(found.path), found.format.name, sight_of_files(found.store, files_below(found.store))),
         what=str(path),
     )

@@ -34,7 +34,7 @@ from core.folders import sync_folder
 from core.layout import load_rules
 from core.linux import rename_new
 from core.manifest_file import FileSum, ManifestArray, manifest_lines, manifest_name
-from core.open import Checkpoint, located, open_checkpoint
+from core.open import FILL, Checkpoint, located, open_checkpoint
 from core.recorded import is_manifest
 from core.scan import DEFAULT_MEMORY_BYTES, scan
 from core.scan_sums import Scanned, Wanted
@@ -89,6 +89,7 @@ def inventory(
     *,
     iteration: int | None = None,
     rules: Path | None = None,
+    missing_chunks: str = FILL,
     fingerprints: bool = True,
     threads: int | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
@@ -102,6 +103,7 @@ def inventory(
         path: see ``core.open``.
         iteration: which iteration of a training root.
         rules: a TOML file with additional layout rules.
+        missing_chunks: what zarr chunks are that are not stored, see ``core.open``.
         fingerprints: whether to make them.
         threads: that read; None for as many as there are processors.
         memory_bytes: most memory that decoding and reading again may take.
@@ -116,7 +118,12 @@ def inventory(
         CheckpointingException: it cannot be read, is damaged, or changed while it was read.
         WorkerError: a rank of the team failed, or sees another checkpoint.
     """
-    source = agreed(team, lambda: _opened(path, iteration=iteration, rules=rules), _Source.sight, what=str(path))
+    source = agreed(
+        team,
+        lambda: _opened(path, iteration=iteration, rules=rules, missing_chunks=missing_chunks),
+        _Source.sight,
+        what=str(path),
+    )
     found = source.opened
     threads = threads or len(os.sched_getaffinity(0))
     able = settled(device, [FINGERPRINT], threads=threads) if fingerprints else None
@@ -181,9 +188,9 @@ class _Source:
         return str(self.opened.path), self.opened.format.name, sight_of_files(self.opened.store, self.files)
 
 
-def _opened(path: Path, *, iteration: int | None, rules: Path | None) -> _Source:
+def _opened(path: Path, *, iteration: int | None, rules: Path | None, missing_chunks: str) -> _Source:
     """Opens a checkpoint, and refuses what cannot be whole."""
-    found = open_checkpoint(path, iteration=iteration)
+    found = open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks)
     try:
         form = canonical(found, rules=load_rules(rules))
         every = walked(found.store.root, entry=found.store.entry, without=found.below).files

@@ -85,6 +85,7 @@ class Job:
         metadata_only: write new metadata only; data files are hard links to the source's (``core.relink``).
         weights_only: set what ``torch.load(weights_only=True)`` refuses aside, also where it could stay what it was.
         drop_unknown: leave out objects of unknown classes where the target cannot hold them.
+        missing_chunks: zarr chunks that are not stored: ``fill``, or ``error`` to refuse them (``core.open``).
         replicas: what happens where ranks hold different copies of one tensor: ``error``, or the ``first`` is taken and
             the others are not read.
         memory_bytes: most memory the process may use, imports included.
@@ -132,6 +133,7 @@ class Job:
     metadata_only: bool = False
     weights_only: bool = False
     drop_unknown: bool = False
+    missing_chunks: str = "fill"
     replicas: str = "error"
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     beside_bytes: int = 0

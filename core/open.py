@@ -24,8 +24,10 @@ from core.catalog import Catalog
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.formats import Format, sniffed
 from core.formats.deepspeed_files import is_rank_file
+from core.formats.zarr_fill import missing_chunk, unstored
 from core.inert import Global
 from core.safe_pickle import gc_paused, noting_names
+from core.select import some_of
 from core.store import LocalStore, checked_name, translated
 from core.unrecognised import checkpoints_below, listed, refusal_of
 from core.url import hub_download, refuse_url
@@ -37,6 +39,8 @@ loads no optimizer."""
 NAMING_TRACKERS = ("latest", "latest_universal")
 """DeepSpeed's: they hold the directory's name."""
 ITERATION_DIR = re.compile(r"(?:iter_|step-|step_|global_step_?|checkpoint[-_])(\d+)(?:_universal)?$")
+ERROR, FILL = MISSING_CHUNKS = ("error", "fill")
+"""What zarr chunks are that are not stored, where their writer leaves out those that equal the fill value."""
 _ORBAX_STEP = "_CHECKPOINT_METADATA"
 """Lies in the directories of Orbax's CheckpointManager, which are called by their numbers."""
 _METADATA_FILES = (".metadata", "metadata.json", "common.pt")
@@ -84,17 +88,20 @@ class Checkpoint:
         return self.path.name == RELEASE
 
 
-def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool = False) -> Checkpoint:
+def open_checkpoint(
+    path: Path, *, iteration: int | None = None, samples: bool = False, missing_chunks: str = FILL
+) -> Checkpoint:
     """Finds the checkpoint at ``path`` and reads its metadata.
 
     Args:
         path: see the module's docstring.
         iteration: which iteration of a root; None for the one its tracker names, else the newest.
         samples: open only one of the files that look alike, where the format can; for looking, not for converting.
+        missing_chunks: what zarr chunks are that are not stored, see ``checked_missing_chunks``.
 
     Raises:
         UsageError: the path does not exist, or the ``iteration`` that is asked for.
-        MissingShardError: the tracker names an iteration that is not there.
+        MissingShardError: the tracker names an iteration that is not there; or a chunk is absent.
         UnsupportedError: no format recognises it.
         CorruptError: the metadata contradicts itself.
     """
@@ -106,6 +113,7 @@ def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool =
         assert format is not None, "nothing failed, so a format was recognised"
         with noting_names() as named, gc_paused():
             catalog = format.sample(store) if samples and format.sample is not None else format.read(store)
+        notes = (*place.notes, *_unstored_notes(catalog, missing_chunks))
     except BaseException:
         store.close()
         raise
@@ -124,11 +132,39 @@ def open_checkpoint(path: Path, *, iteration: int | None = None, samples: bool =
         format,
         catalog,
         number,
-        place.notes,
+        notes,
         frozenset(named),
         below=place.below,
         passed=place.passed,
     )
+
+
+def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
+    """Return a note on zarr chunks that are not stored and read as the fill value.
+
+    Args:
+        missing_chunks: ``fill``, or ``error`` to refuse them.
+
+    Raises:
+        UsageError: it is neither.
+        MissingShardError: a chunk is absent, and that is refused.
+    """
+    if missing_chunks not in MISSING_CHUNKS:
+        raise UsageError(f"--missing-chunks: {missing_chunks!r} is none of: {', '.join(MISSING_CHUNKS)}")
+    tensors = list(unstored(catalog))
+    if not tensors:
+        return []
+    first = tensors[0]
+    if missing_chunks == ERROR:
+        raise missing_chunk(first)
+    n_chunks = sum(tensor.n_chunks for tensor in tensors)
+    where = f"one inside {first.chunk_file}" if first.is_inner else first.chunk_file
+    verbs = ("is", "reads") if n_chunks == 1 else ("are", "read")
+    note = (
+        f"{n_chunks:,} {'chunk' if n_chunks == 1 else 'chunks'} of {some_of([tensor.key for tensor in tensors])} "
+        f"{verbs[0]} not stored and {verbs[1]} as the fill value ({where}); --missing-chunks error refuses this"
+    )
+    return [note]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from core.formats.torch_item import item_location
 from core.formats.torch_record import RecordEncoding
 from core.formats.torch_zip import Record
 from core.formats.zarr_decode import ChunkCoding, EncodedChunk
+from core.formats.zarr_fill import FillValue
 from core.quantize_blocks import Quantized, Scales, Weight
 from core.quantize_scaled import Dequantized
 from core.quantize_source import SourceTensor
@@ -30,7 +31,7 @@ CLASSES: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(Box, Fragment, StoredArray, Extent, SourceTensor, Weight, Record, ChunkCoding),
-        *(Quantized, Scales, Dequantized, EncodedChunk, RecordEncoding, StreamItem, InlineValue, Widened),
+        *(Quantized, Scales, Dequantized, EncodedChunk, FillValue, RecordEncoding, StreamItem, InlineValue, Widened),
     )
 }
 """What an encoding may consist of. ``tests/test_plan_file.py`` finds encodings that are missing."""

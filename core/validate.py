@@ -19,7 +19,7 @@ from core.errors import CheckpointingException, UsageError, WorkerError
 from core.finding import Finding, Severity
 from core.job import DEFAULT_MEMORY_BYTES
 from core.layout import load_rules
-from core.open import iteration_dirs, located
+from core.open import FILL, iteration_dirs, located
 from core.store import LocalStore
 from core.team import ALONE, Figures, Team, told
 from core.unrecognised import listed
@@ -81,6 +81,7 @@ def validate(
     progress: Progress | None = None,
     plan_for: Request | None = None,
     against: Path | None = None,
+    missing_chunks: str = FILL,
     team: Team = ALONE,
     device: Device | None = None,
 ) -> Validation:
@@ -97,6 +98,7 @@ def validate(
         progress: told about bytes that were read; of this rank.
         plan_for: also say whether it can be loaded or resharded so.
         against: also compare its tensors, by fingerprint, with this manifest or checkpoint.
+        missing_chunks: what zarr chunks are that are not stored, see ``core.open``; ``error`` makes each a finding.
         team: that works together; every rank calls this with the same arguments.
         device: on which per-byte work may be done; None for the CPU path.
 
@@ -125,6 +127,7 @@ def validate(
             memory_bytes=memory_bytes,
             progress=progress,
             plan_for=plan_for,
+            missing_chunks=missing_chunks,
             team=team,
             device=device,
         )

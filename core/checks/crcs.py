@@ -17,6 +17,7 @@ from core.checks.integrity_json import sha256_names
 from core.checks.subject import Subject
 from core.errors import TruncatedError
 from core.finding import Finding, Severity
+from core.formats.zarr_fill import fill_of
 
 if TYPE_CHECKING:
     from core.catalog import StoredArray
@@ -109,7 +110,8 @@ def unproven(subject: Subject) -> Iterator[Finding]:
     scanned, catalog = subject.deep.scanned, subject.catalog
     if catalog is None or any(finding.severity == Severity.ERROR for finding in subject.findings):
         return
-    extents = (piece.array.extent for key in catalog.tensors for piece in catalog.fragments(key) if piece.array)
+    pieces = (piece.array for key in catalog.tensors for piece in catalog.fragments(key))
+    extents = (array.extent for array in pieces if array is not None and fill_of(array) is None)
     files = {extent.file for extent in extents if extent is not None} - scanned.covered - _recorded(subject)
     left = {file: scanned.files[file].n_bytes for file in files if file in scanned.files}
     if any(left.values()):

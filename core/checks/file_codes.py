@@ -62,6 +62,12 @@ ZARR_INNER = Code("CK146", Severity.ERROR, "a zarr shard lacks a chunk", _ALL_FI
 ZARR_TWO = Code(
     "CK147", Severity.WARNING, "zarr 2 and zarr 3 metadata side by side", "remove the one that is not meant"
 )
+ZARR_UNSTORED = Code(
+    "CK148",
+    Severity.NOTE,
+    "zarr chunks are not stored and hold the fill value",
+    "nothing to do where the writer leaves out such chunks; --missing-chunks error refuses them",
+)
 
 DCP_METADATA = Code("CK150", Severity.ERROR, ".metadata cannot be read", "use an older checkpoint")
 DCP_OVERLAP = Code("CK151", Severity.ERROR, "items overlap in their file", "use an older checkpoint")

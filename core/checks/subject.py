@@ -20,7 +20,7 @@ from core.finding import Finding, Severity
 from core.formats import Format
 from core.inert import Global
 from core.layout_rules import Rules
-from core.open import Checkpoint
+from core.open import FILL, Checkpoint
 from core.recorded import Recorded, recorded
 from core.safe_pickle import noting_names
 from core.scan import DEFAULT_MEMORY_BYTES, Progress
@@ -68,6 +68,7 @@ class Subject:
         below: paths of checkpoints below that are no part of it; they are not looked at.
         notes: which checkpoint was taken, and what lies near it and is not looked at.
         has_folders: whether what lies in folders of its directory belongs to it.
+        missing_chunks: what zarr chunks are that are not stored: ``fill`` or ``error``.
         shared: fingerprints that the ranks of a team have made together, before the checks run.
 
     Reading its metadata may fail: ``catalog`` is then None, and ``failure`` says why.
@@ -94,6 +95,7 @@ class Subject:
     below: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     has_folders: bool = True
+    missing_chunks: str = FILL
     shared: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @cached_property

@@ -1,32 +1,37 @@
-"""CK140–CK147: zarr arrays in directories: their metadata, their chunks, their shards.
+"""CK140–CK148: zarr arrays in directories: their metadata, their chunks, their shards.
 
 Where the checkpoint's metadata could be read, every array has its chunks, each of the right length; where not, every
-array is looked at by itself. With headers, the index of every shard is read.
+array is looked at by itself. With headers, the index of every shard is read. Chunks that are not stored because they
+equal the fill value are counted in a note (``core.formats.zarr_fill``).
 
 Source: ``core.formats.zarr_v2``, ``zarr_v3``, ``zarr_chunks``, ``zarr_shards``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import islice, product
 from math import prod
 
 from core.checks import Check, Level
-from core.checks.file_codes import OBJECT_SHARD, ZARR_METADATA, ZARR_SEPARATOR, ZARR_TWO
+from core.checks.file_codes import OBJECT_SHARD, ZARR_METADATA, ZARR_SEPARATOR, ZARR_TWO, ZARR_UNSTORED
 from core.checks.problems import finding_of, problems_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.finding import Finding
+from core.formats import zarr, zarr3
 from core.formats.mcore_objects import parts_of_sharded_object
 from core.formats.zarr_array import ZarrArray
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
-from core.formats.zarr_chunks import PlaceOf, folder_places, fragments_of_chunks
+from core.formats.zarr_chunks import Chunks, folder_chunks, fragments_of_chunks
+from core.formats.zarr_fill import lost_files, missing_chunk, unstored
 from core.formats.zarr_tree import ROOT_KEY, folders_of
 from core.formats.zarr_v2 import ARRAY_FILE, parse_zarray
 from core.formats.zarr_v3 import METADATA_FILE, node_of, parse_array
 from core.json_object import small_file
+from core.open import ERROR
 from core.store import ReadStore
 
 CODES = ()
@@ -46,7 +51,10 @@ def _v3(store: ReadStore, file: str, key: str) -> ZarrArray | None:
     return parse_array(metadata, file=file, key=key) if kind == "array" else None
 
 
-_VERSIONS: dict[str, tuple[str, Parsed]] = {"zarr": (ARRAY_FILE, _v2), "zarr3": (METADATA_FILE, _v3)}
+_VERSIONS: dict[str, tuple[str, Parsed, Callable[[ReadStore], bool]]] = {
+    "zarr": (ARRAY_FILE, _v2, zarr.stores_every_chunk),
+    "zarr3": (METADATA_FILE, _v3, zarr3.stores_every_chunk),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +73,15 @@ def arrays(subject: Subject) -> Iterator[Finding]:
     assert subject.format is not None
     if subject.catalog is not None and subject.level < Level.HEADERS:
         return
-    marker, parsed = _VERSIONS[subject.format.name]
+    marker, parsed, stores_every_chunk = _VERSIONS[subject.format.name]
+    lost = cache(partial(lost_files, subject.store))
     try:
+        fills = not stores_every_chunk(subject.store)
         for found in _folders(subject, marker, parsed):
             if isinstance(found, Finding):
                 yield found
             else:
-                yield from _chunks(subject, found)
+                yield from _chunks(subject, found, fills=fills, lost=lost)
     except CheckpointingException as err:  # of the walk itself
         yield finding_of(err, default=ZARR_METADATA)
 
@@ -128,17 +138,31 @@ def _no_array(subject: Subject, folder: str, listing: Mapping[str, int], marker:
         )
 
 
-def _chunks(subject: Subject, folder: _Folder) -> Iterator[Finding]:
-    """CK141–CK146, of one array."""
+def _chunks(subject: Subject, folder: _Folder, *, fills: bool, lost: Callable[[], Sequence[str]]) -> Iterator[Finding]:
+    """CK141–CK146, of one array.
+
+    Args:
+        fills: chunks may be absent where the array has a fill value.
+        lost: files that are known to have been there.
+    """
     array, store = folder.array, subject.store
-    places: list[PlaceOf] = []
+    chunks: list[Chunks] = []
     problems = problems_of(
-        lambda report: places.append(
-            folder_places(store, folder.path, array, key=folder.key, listing=folder.listing, report=report)
+        lambda report: chunks.append(
+            folder_chunks(
+                store,
+                folder.path,
+                array,
+                key=folder.key,
+                fill=array.fill if fills else None,
+                lost=lost,
+                listing=folder.listing,
+                report=report,
+            )
         )
     )
-    is_missing = any(err.rule == "zarr.missing" for err in problems)
-    other = _other_names(subject, folder) if is_missing else None
+    is_misplaced = any(err.rule in ("zarr.missing", "zarr.beyond") for err in problems)
+    other = _other_names(subject, folder) if is_misplaced else None
     if other is not None:
         yield ZARR_SEPARATOR.finding(
             "the chunks are there, but under names of another kind than the metadata say",
@@ -152,7 +176,7 @@ def _chunks(subject: Subject, folder: _Folder) -> Iterator[Finding]:
         yield finding_of(err, default=ZARR_METADATA, expected=_expected(array), found=_found(subject, err))
     if array.sharding is not None and not problems:
         for err in problems_of(
-            lambda report: fragments_of_chunks(store, folder.key, array, places[0], file=folder.file, report=report)
+            lambda report: fragments_of_chunks(store, folder.key, array, chunks[0], file=folder.file, report=report)
         ):
             yield finding_of(err, default=ZARR_METADATA)
 
@@ -186,6 +210,22 @@ def _other_names(subject: Subject, folder: _Folder) -> ChunkNames | None:
             if other != array.names and len(numbers - {None}) == grid.n_chunks:
                 return other
     return None
+
+
+def absent_chunks(subject: Subject) -> Iterator[Finding]:
+    """CK148: chunks that are not stored; errors where the user refuses them. Inside shards only with headers."""
+    if subject.catalog is None:
+        return
+    for tensor in unstored(subject.catalog, reads_shards=subject.level >= Level.HEADERS):
+        if subject.missing_chunks == ERROR:
+            yield finding_of(missing_chunk(tensor), default=ZARR_METADATA)
+            continue
+        yield ZARR_UNSTORED.finding(
+            f"{tensor.n_chunks} {'chunk reads' if tensor.n_chunks == 1 else 'chunks read'} as the fill value "
+            f"({tensor.n_bytes} bytes)",
+            file=tensor.chunk_file,
+            key=tensor.key,
+        )
 
 
 def objects(subject: Subject) -> Iterator[Finding]:
@@ -230,6 +270,7 @@ def _joined(folder: str, name: str) -> str:
 
 CHECKS = (
     Check(arrays, formats=("zarr", "zarr3")),
+    Check(absent_chunks, formats=("zarr", "zarr3", "orbax")),
     Check(objects, formats=("zarr",)),
     Check(two_versions, formats=("zarr", "zarr3")),
 )

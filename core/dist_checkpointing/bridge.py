@@ -29,6 +29,7 @@ from core.dist_checkpointing.objects import live_object, load_stream
 from core.dist_checkpointing.torch_dtypes import dtype_name, torch_dtype
 from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.formats import sniffed
+from core.formats.zarr_fill import missing_chunk, unstored
 from core.live import Chunk, LiveTensor
 from core.live_load import fill
 from core.optim_global import in_true_shapes
@@ -106,10 +107,13 @@ def opened(checkpoint_dir: str | Path) -> Iterator[tuple[Catalog, LocalStore]]:
         checkpoint_dir: the directory itself, no training root.
 
     Raises:
-        CheckpointingException: it is not there, not whole, or in no known format.
+        CheckpointingException: it is not there, not whole, or in no known format; absent zarr chunks are errors, as
+            Megatron's backend writes all.
     """
     with closing(LocalStore(Path(checkpoint_dir))) as store:
         catalog = sniffed(store).read(store)
+        for tensor in unstored(catalog):
+            raise missing_chunk(tensor)
         yield in_true_shapes(catalog, catalog.tensors), store
 
 

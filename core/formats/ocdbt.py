@@ -44,6 +44,7 @@ from core.formats import Format
 from core.formats.ocdbt_arrays import OrbaxArray, arrays_in
 from core.formats.ocdbt_entries import MANIFEST
 from core.formats.ocdbt_tree import TREE, leaves_of
+from core.formats.zarr_fill import UNSTORED
 from core.inert import ObjectLeaf, TensorLeaf
 from core.skeleton import Path, nested
 
@@ -102,6 +103,13 @@ def read(store: ReadStore) -> Catalog:
     facts: dict[str, object] = {} if iteration is None else {"iteration": iteration}
     if notes:
         facts["notes"] = tuple(notes)
+    incomplete = {
+        key: found.array.sharding is not None and not found.is_incomplete
+        for key, found in arrays.items()
+        if found.is_incomplete or found.array.sharding is not None
+    }
+    if incomplete:
+        facts[UNSTORED] = incomplete
     return catalog.with_attrs(**facts)
 
 

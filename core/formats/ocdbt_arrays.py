@@ -5,20 +5,22 @@
     params.dense.kernel/.zarray      zarr 2: metadata, and the chunks 0.0, 0.1 …
     params.dense.kernel/zarr.json    zarr 3: metadata, and the chunks (usually shards) c/0/0 …
 
-Orbax writes one chunk a device or host shard, compressed with zstd unless told otherwise. A chunk that is absent reads
-as the fill value through tensorstore; here it is an error.
+Orbax writes one chunk a device or host shard, compressed with zstd unless told otherwise. A chunk that is absent is the
+fill value: Orbax up to 0.6 does not store those that equal it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError
 from core.formats.ocdbt_database import Database
 from core.formats.ocdbt_entries import MANIFEST
-from core.formats.zarr_chunks import PlaceOf, folder_places, fragments_of_chunks
+from core.formats.zarr_chunks import Chunks, folder_chunks, fragments_of_chunks
+from core.formats.zarr_fill import lost_files
 from core.formats.zarr_v2 import ARRAY_FILE, parse_zarray
 from core.formats.zarr_v3 import METADATA_FILE, node_of, parse_array
 from core.json_object import small_file
@@ -38,10 +40,12 @@ class OrbaxArray:
 
     Args:
         array: its zarr metadata.
+        is_incomplete: some of its chunks are not stored.
         fragments: makes its fragments; reads the indexes of shards.
     """
 
     array: ZarrArray
+    is_incomplete: bool
     fragments: Callable[[str], list[Fragment]]
 
 
@@ -66,17 +70,18 @@ def arrays_in(store: ReadStore, root: str) -> dict[str, OrbaxArray]:
 def _arrays(store: ReadStore, root: str, database: Database | None) -> dict[str, OrbaxArray]:
     """The arrays below a directory of a store; those inside a database get their true places."""
     found: dict[str, OrbaxArray] = {}
+    lost = cache(partial(lost_files, store)) if database is None else tuple
     for name, file, array in _metadata_below(store, root):
-        place_of = folder_places(store, root + name, array, key=name)
-        found[name] = OrbaxArray(array, _maker(store, array, place_of, file, database))
+        chunks = folder_chunks(store, root + name, array, key=name, fill=array.fill, lost=lost)
+        found[name] = OrbaxArray(array, bool(chunks.absent), _maker(store, array, chunks, file, database))
     return dict(sorted(found.items()))
 
 
 def _maker(
-    store: ReadStore, array: ZarrArray, place_of: PlaceOf, file: str, database: Database | None
+    store: ReadStore, array: ZarrArray, chunks: Chunks, file: str, database: Database | None
 ) -> Callable[[str], list[Fragment]]:
     def fragments(key: str) -> list[Fragment]:
-        made = fragments_of_chunks(store, key, array, place_of, file=file)
+        made = fragments_of_chunks(store, key, array, chunks, file=file)
         return made if database is None else [database.located(fragment, array.coding) for fragment in made]
 
     return fragments

@@ -15,6 +15,7 @@ from core.errors import MissingShardError, TruncatedError
 from core.formats.ocdbt_entries import MANIFEST, entries_of
 from core.formats.ocdbt_nodes import Place
 from core.formats.zarr_decode import ChunkCoding, EncodedChunk
+from core.formats.zarr_fill import fill_of
 from core.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -183,6 +184,8 @@ class Database:
         if array is None or array.extent is None or not array.extent.file.startswith(self._prefix):
             return fragment
         extent = array.extent
+        if fill_of(array) is not None:
+            return replace(fragment, array=replace(array, extent=replace(extent, file=self._manifest)))
         value = self._value(extent.file)
         if array.n_bytes == 0:
             moved = Extent(self._manifest, 0)

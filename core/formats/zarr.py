@@ -21,7 +21,8 @@ value; attrs: ``sharded_backend_version``, ``common``, ``args``, ``iteration``, 
 A directory of zarr 2 arrays that Megatron did not write, groups in groups, is read as well; it has no common state and
 no objects. A tensor's key is its path, ``/`` between names. Written is always what Megatron would write.
 
-A chunk that is absent is an error, never zeros.
+A chunk that is absent is an error in a checkpoint of Megatron's, which writes all; elsewhere it is the fill value
+(``zarr_fill``).
 
 Not supported, refused by name: what ``zarr_v2`` does not support; on writing, tensors whose pieces are no regular grid.
 
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, Extent, StoredArray, StoredObject
@@ -43,20 +45,25 @@ from core.formats.mcore_config import CONFIG, checked_version, config_image, con
 from core.formats.mcore_objects import is_sharded_object
 from core.formats.torch_file import load_object, plan_tree
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
-from core.formats.zarr_chunks import folder_places
+from core.formats.zarr_chunks import folder_chunks
+from core.formats.zarr_fill import lost_files
 from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
 from core.formats.zarr_grid import grid_of_pieces
 from core.formats.zarr_tree import ROOT_KEY, Listing, check_key, folders_of, has_array_inside
 from core.formats.zarr_v2 import ARRAY_FILE, GROUP_FILE, parse_zarray, zarray
 from core.image import FileImage, PlacedArray
 from core.json_object import small_file
+from core.store import LocalStore
 
 if TYPE_CHECKING:
+    from core.formats.zarr_array import ZarrArray
     from core.store import ReadStore
 
 _BACKEND = "zarr"
 _FOREIGN = ("manifest.ocdbt", ".metadata", "zarr.json")
 """Files of formats that may look like this one."""
+_TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's, beside the directories of the iterations."""
 _OBJECT_FILE = re.compile(r"(shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*)\.pt$")
 _MAX_ZARRAY_BYTES = 1 << 20
 _RESERVED = frozenset((ARRAY_FILE, GROUP_FILE, ".zattrs", CONFIG, COMMON_FILE))
@@ -85,7 +92,9 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: another backend or version.
         UnsafeError: a hostile pickle, or a name outside the directory.
     """
-    is_megatron = store.exists(COMMON_FILE) or (store.exists(CONFIG) and "sharded_backend" in config_of(store))
+    is_megatron = _is_megatron(store)
+    fills = not stores_every_chunk(store)
+    lost = cache(partial(lost_files, store))
     attrs: dict[str, object] = {}
     hidden: dict[str, StoredArray] = {}
     if is_megatron:
@@ -100,7 +109,17 @@ def read(store: ReadStore) -> Catalog:
         if is_array:
             key = folder or ROOT_KEY
             try:
-                folders[key] = _array(store, folder, listing, key=key)
+                array, file = _metadata(store, folder, key=key)
+                chunks = folder_chunks(
+                    store,
+                    folder,
+                    array,
+                    key=key,
+                    fill=array.fill if fills else None,
+                    lost=lost,
+                    listing=listing,
+                )
+                folders[key] = ZarrFolder(array, file, chunks)
             except UnsupportedError as err:
                 unread[key] = err.message
         elif folder:
@@ -113,10 +132,21 @@ def read(store: ReadStore) -> Catalog:
     return without_unread(catalog.with_hidden(hidden), unread)
 
 
-def _array(store: ReadStore, folder: str, listing: Listing, *, key: str) -> ZarrFolder:
+def _is_megatron(store: ReadStore) -> bool:
+    return store.exists(COMMON_FILE) or (store.exists(CONFIG) and "sharded_backend" in config_of(store))
+
+
+def stores_every_chunk(store: ReadStore) -> bool:
+    """Whether Megatron wrote the directory, whose backend stores every chunk; also where its own files are lost."""
+    if store.exists(COMMON_FILE) or store.exists(CONFIG):
+        return True
+    return isinstance(store, LocalStore) and (store.root.resolve().parent / _TRACKER).exists()
+
+
+def _metadata(store: ReadStore, folder: str, *, key: str) -> tuple[ZarrArray, str]:
+    """(metadata of an array, the file that holds them)."""
     file = f"{folder}/{ARRAY_FILE}" if folder else ARRAY_FILE
-    array = parse_zarray(small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key), file=file, key=key)
-    return ZarrFolder(array, file, folder_places(store, folder, array, key=key, listing=listing))
+    return parse_zarray(small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key), file=file, key=key), file
 
 
 def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megatron: bool) -> None:

@@ -10,7 +10,8 @@ On disk::
         └── c/0/0, c/0/1 …              plain chunks; those above 64 MiB are shards (``zarr_shards``)
 
 A tensor's key is its path, ``/`` between names; groups may lie in groups. Consolidated metadata is not looked at: every
-array tells of itself. A chunk that is absent is an error, never the fill value.
+array tells of itself. A chunk that is absent is the fill value (``zarr_fill``); in a group that this project wrote,
+whose attributes have "ckpt", it is an error.
 
 Written chunks are the pieces that the source has where they form a regular grid, else one chunk a tensor. A piece above
 64 MiB is cut into bands of at most 16 MiB inside its file, so that readers that decode whole chunks stay small; as the
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -39,7 +41,8 @@ from core.errors import MissingShardError, UnsupportedError
 from core.formats import Format
 from core.formats.torch_objects import OBJECTS_FILE, objects_image, read_objects, with_objects
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
-from core.formats.zarr_chunks import folder_places
+from core.formats.zarr_chunks import folder_chunks
+from core.formats.zarr_fill import lost_files
 from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
 from core.formats.zarr_grid import ChunkGrid, grid_of_pieces, row_bands
 from core.formats.zarr_shards import dense_index, index_bytes
@@ -83,9 +86,10 @@ def read(store: ReadStore) -> Catalog:
         UnsafeError: a hostile pickle, or a name outside the directory.
     """
     nodes: dict[str, dict[str, object]] = {}
-    attrs: dict[str, object] = {}
+    noted: Mapping[str, object] | None = None
 
     def is_array(folder: str, listing: Listing) -> bool:
+        nonlocal noted
         if METADATA_FILE not in listing:
             return False
         file = _file_of(folder)
@@ -93,11 +97,12 @@ def read(store: ReadStore) -> Catalog:
         if kind == "array":
             nodes[folder] = metadata
         elif not folder:
-            attrs.update(_attrs(metadata))
+            noted = _noted(metadata)
         return kind == "array"
 
     folders: dict[str, ZarrFolder] = {}
     unread: dict[str, str] = {}
+    lost = cache(partial(lost_files, store))
     for folder, listing, found in folders_of(store, is_array=is_array):
         if not found:
             _check_no_array(folder, listing)
@@ -108,7 +113,11 @@ def read(store: ReadStore) -> Catalog:
         except UnsupportedError as err:
             unread[key] = err.message
             continue
-        folders[key] = ZarrFolder(array, file, folder_places(store, folder, array, key=key, listing=listing))
+        fill = array.fill if noted is None else None
+        chunks = folder_chunks(store, folder, array, key=key, fill=fill, lost=lost, listing=listing)
+        folders[key] = ZarrFolder(array, file, chunks)
+    iteration = None if noted is None else noted.get("iteration")
+    attrs = {"iteration": iteration} if type(iteration) is int else {}
     catalog = catalog_of_folders(store, folders, format="zarr3", version="3", attrs=attrs)
     return without_unread(with_objects(catalog, read_objects(store)), unread)
 
@@ -117,12 +126,23 @@ def _file_of(folder: str) -> str:
     return f"{folder}/{METADATA_FILE}" if folder else METADATA_FILE
 
 
-def _attrs(metadata: Mapping[str, object]) -> dict[str, object]:
-    """What this project notes in the root's attributes."""
+def _noted(metadata: Mapping[str, object]) -> Mapping[str, object] | None:
+    """What this project notes in the root's attributes; None in a group of others."""
     attributes = metadata.get("attributes")
     noted = attributes.get(_ATTRIBUTE) if isinstance(attributes, dict) else None
-    iteration = noted.get("iteration") if isinstance(noted, dict) else None
-    return {"iteration": iteration} if type(iteration) is int else {}
+    return noted if isinstance(noted, dict) else None
+
+
+def stores_every_chunk(store: ReadStore) -> bool:
+    """Whether this project wrote the group, which stores every chunk.
+
+    Raises:
+        CheckpointingException: the group's metadata cannot be read.
+    """
+    if not store.exists(METADATA_FILE):
+        return False
+    kind, metadata = node_of(small_file(store, METADATA_FILE, max_bytes=_MAX_METADATA_BYTES), file=METADATA_FILE)
+    return kind == "group" and _noted(metadata) is not None
 
 
 def _check_no_array(folder: str, listing: Listing) -> None:
@@ -166,8 +186,8 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     if objects is not None:
         images.append(objects)
     iteration = target.attrs.get("iteration")
-    noted = {_ATTRIBUTE: {"iteration": iteration}} if type(iteration) is int else {}
-    images.append(literal_file(METADATA_FILE, group_json(noted), is_metadata=True))
+    noted = {"iteration": iteration} if type(iteration) is int else {}
+    images.append(literal_file(METADATA_FILE, group_json({_ATTRIBUTE: noted}), is_metadata=True))
     return images
 
 

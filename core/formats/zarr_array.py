@@ -45,6 +45,7 @@ class ZarrArray:
         names: of the chunks' files.
         coding: how a chunk is stored; of a shard, only the shape is meant.
         sharding: how chunks are cut again, or None.
+        fill: one element of the fill value, little endian; None if the type has no such value.
     """
 
     dtype: str
@@ -52,6 +53,7 @@ class ZarrArray:
     names: ChunkNames
     coding: ChunkCoding
     sharding: Sharding | None = None
+    fill: bytes | None = None
 
 
 def required(metadata: Mapping[str, object], name: str, *, file: str) -> object:

@@ -1,26 +1,28 @@
-"""The stored chunks of a zarr array: that they are all there, and the fragments they are.
+"""The chunks of a zarr array: which of them are stored, and the fragments they are.
 
-A chunk that is not there would read as the fill value through other software; here it is an error that names it.
+A chunk that is not stored is the fill value where the group's own writer means that (``core.formats.zarr_fill``); where
+it does not, and where a manifest lists the chunk, it is an error that names it.
 """
 
 from __future__ import annotations
 
 from array import array as columns
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import chain, islice, pairwise, product
+from math import prod
 from typing import TYPE_CHECKING
 
-from core.box import Shape, whole
+from core.box import Box, Shape, boxes_of_flat_range, whole
 from core.catalog import Extent, Fragment, StoredArray, array_name, whole_fragment
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, TruncatedError, raising
 from core.formats.zarr_chunk_names import is_like_a_chunk
 from core.formats.zarr_decode import EncodedChunk
+from core.formats.zarr_fill import MOST_FILLED_BYTES, FillValue
 from core.formats.zarr_grid import ChunkGrid
 from core.formats.zarr_shards import ShardIndex, are_bands, index_bytes, read_index
 
 if TYPE_CHECKING:
-    from core.box import Box
     from core.formats.zarr_array import ZarrArray
     from core.formats.zarr_decode import ChunkCoding
     from core.store import ReadStore
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 _COPY_AGAIN = "copy the checkpoint again, with all its files"
 _MOST_NAMED = 100
 """Absent chunks of an array of which a check is told."""
+_MOST_SINGLE = 1 << 16
+"""Chunks of an array of which each absent one is a fragment of its own; of more, neighbours are one fragment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +47,45 @@ PlaceOf = Callable[[Shape, int], Place]
 """(index of a chunk, its number in C order) → its place."""
 
 
-def folder_places(
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Which chunks (or shards) of an array are stored, and where.
+
+    Args:
+        place_of: where a chunk lies, or would lie.
+        absent: runs [start, stop) of the numbers of chunks that are not stored, in order.
+        fill: one element of what absent chunks, and those absent in a shard, hold; None where all must be stored.
+    """
+
+    place_of: PlaceOf
+    absent: tuple[tuple[int, int], ...] = ()
+    fill: bytes | None = None
+
+
+def folder_chunks(
     store: ReadStore,
     folder: str,
     array: ZarrArray,
     *,
     key: str,
+    fill: bytes | None = None,
+    lost: Callable[[], Sequence[str]] = tuple,
     listing: Mapping[str, int] | None = None,
     report: Report = raising,
-) -> PlaceOf:
-    """Where the chunks of an array lie that is a directory of files, once all of them are there.
+) -> Chunks:
+    """Return the chunks of an array that is a directory of files.
 
     Args:
         folder: the array's directory, "" for the root.
         key: the tensor, for messages.
+        fill: the array's fill value if its writer leaves chunks out that equal it, else None.
+        lost: files that are known to have been there; asked for only where chunks are absent.
         listing: the files directly in ``folder``, if they are known.
         report: told of single chunks that are absent, too short or too long, or beyond the grid; of a few where many
             are absent.
 
     Raises:
-        MissingShardError: a chunk is absent; names its file.
+        MissingShardError: a chunk is absent that must be there; names its file.
         TruncatedError, CorruptError: a chunk has the wrong length, or a file is that of a chunk beyond the grid.
     """
     grid, names = array.grid, array.names
@@ -85,19 +108,56 @@ def folder_places(
                     rule="zarr.beyond",
                 )
             )
-    if len(found) != grid.n_chunks:
-        text = f"a chunk is missing: {len(found)} of {grid.n_chunks} are there"
-        absent = (number for number in range(grid.n_chunks) if number not in found)
-        for number in islice(absent, _MOST_NAMED):
-            report(_missing(text, _joined(folder, names.name(grid.index_at(number))), key))
-    is_one_size = _is_plain(array) or len(found) != grid.n_chunks
-    sizes = None if is_one_size else columns("q", (found[number] for number in range(grid.n_chunks)))
+    absent = tuple(_absent_runs(found, grid.n_chunks))
+    if absent and not found and any(name == "c" or is_like_a_chunk(name) for name in store.folders(folder)):
+        fill = None  # the chunks are there, under names of another kind
+    missing, fill = _missing_numbers(array, absent, folder, fill=fill, lost=lost)
+    text = f"a chunk is missing: {len(found)} of {grid.n_chunks} are there"
+    for number in islice(missing, _MOST_NAMED):
+        report(_missing(text, _joined(folder, names.name(grid.index_at(number))), key))
     chunk_bytes = array.coding.n_bytes
+    sizes: dict[int, int] | columns[int] = {}
+    if not _is_plain(array):
+        sizes = found if absent else columns("q", (found[number] for number in range(grid.n_chunks)))
 
     def place_of(index: Shape, number: int) -> Place:
-        return Place(_joined(folder, names.name(index)), 0, chunk_bytes if sizes is None else sizes[number])
+        n_bytes = sizes.get(number, chunk_bytes) if isinstance(sizes, dict) else sizes[number]
+        return Place(_joined(folder, names.name(index)), 0, n_bytes)
 
-    return place_of
+    return Chunks(place_of, absent, fill)
+
+
+def _absent_runs(found: Mapping[int, int], n_chunks: int) -> Iterator[tuple[int, int]]:
+    """Runs of numbers below ``n_chunks`` that are not among those found."""
+    start = 0
+    for number in sorted(found) if len(found) != n_chunks else ():
+        if number > start:
+            yield start, number
+        start = number + 1
+    if len(found) != n_chunks and start < n_chunks:
+        yield start, n_chunks
+
+
+def _missing_numbers(
+    array: ZarrArray,
+    absent: Sequence[tuple[int, int]],
+    folder: str,
+    *,
+    fill: bytes | None,
+    lost: Callable[[], Sequence[str]],
+) -> tuple[Iterator[int], bytes | None]:
+    """(numbers of absent chunks that must be there, the fill value of the others).
+
+    Metadata that ask for an absurd amount of fill values are taken for damaged.
+    """
+    grid = array.grid
+    n_absent = sum(stop - start for start, stop in absent)
+    if fill is None or n_absent * prod(grid.chunk_shape) * len(fill) > MOST_FILLED_BYTES:
+        return chain.from_iterable(range(*run) for run in absent), None
+    prefix = _joined(folder, "")
+    inside = [name.removeprefix(prefix) for name in lost() if name.startswith(prefix)] if absent else []
+    indices = (index for index in map(array.names.index, inside) if index is not None)
+    return (number for number in map(grid.number_of, indices) if number is not None), fill
 
 
 def check_chunks(store: ReadStore, folder: str, array: ZarrArray, box: Box, *, key: str) -> None:
@@ -182,13 +242,13 @@ def _tree(
 
 
 def fragments_of_chunks(
-    store: ReadStore, key: str, array: ZarrArray, place_of: PlaceOf, *, file: str, report: Report = raising
+    store: ReadStore, key: str, array: ZarrArray, chunks: Chunks, *, file: str, report: Report = raising
 ) -> list[Fragment]:
     """The fragments of a tensor whose chunks' places are known.
 
     Args:
         store: from which the indexes of shards are read.
-        file: the array's metadata file, for messages.
+        file: the array's metadata file, in which fill values lie, and for messages.
         report: told of each shard with which something is wrong.
 
     Raises:
@@ -200,18 +260,50 @@ def fragments_of_chunks(
     array.coding.refuse_unknown(key=key, file=file)
     found: list[Fragment] = []
     strides, is_only = array.coding.strides, grid.n_chunks == 1
-    for number, index in enumerate(grid.indices()):
-        place, box = place_of(index, number), grid.box(index)
+    for number, index in enumerate(grid.indices()) if not chunks.absent else _stored(grid, chunks.absent):
+        place, box = chunks.place_of(index, number), grid.box(index)
         if array.sharding is None:
             found.append(_fragment(key, array.coding, box, place, strides, is_only=is_only))
         else:
             try:
-                found += _shard_fragments(store, key, array, box, place)
+                found += _shard_fragments(store, key, array, box, place, fill=chunks.fill, file=file)
             except CheckpointingException as err:
                 report(err)
+    found += _filled(key, array, chunks, file)
     if 0 in grid.shape:
         found.append(whole_fragment(key, StoredArray(key, array.dtype, grid.shape, Extent(file, 0))))
     return found
+
+
+def _stored(grid: ChunkGrid, absent: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Shape]]:
+    """(number, index) of every chunk that lies between the absent ones."""
+    for (_, start), (stop, _) in pairwise(((0, 0), *absent, (grid.n_chunks, 0))):
+        for number in range(start, stop):
+            yield number, grid.index_at(number)
+
+
+def _filled(key: str, array: ZarrArray, chunks: Chunks, file: str) -> Iterator[Fragment]:
+    """Fragments of the chunks that are not stored; neighbours are one where there are very many chunks."""
+    grid = array.grid
+    for start, stop in chunks.absent:
+        step = 1 if grid.n_chunks <= _MOST_SINGLE else stop - start
+        for first in range(start, stop, step):
+            for run in boxes_of_flat_range(grid.counts, first, first + step):
+                steps = tuple(zip(run.offset, run.shape, grid.chunk_shape, grid.shape, strict=True))
+                offset = tuple(at * chunk for at, _, chunk, _ in steps)
+                end = (min((at + n) * chunk, extent) for at, n, chunk, extent in steps)
+                box = Box(offset, tuple(stop - start for start, stop in zip(offset, end, strict=True)))
+                number = grid.number_of(run.offset)
+                assert number is not None and chunks.fill is not None
+                chunk_file = chunks.place_of(run.offset, number).file
+                name = key if grid.n_chunks == 1 else array_name(key, box)
+                yield _filled_fragment(
+                    name, key, array.dtype, box, file, FillValue(chunks.fill, run.n_elements, chunk_file)
+                )
+
+
+def _filled_fragment(name: str, key: str, dtype: str, box: Box, file: str, fill: FillValue) -> Fragment:
+    return Fragment(key, box, StoredArray(name, dtype, box.shape, Extent(file, 0, encoding=fill)), (0,) * box.rank)
 
 
 def _fragment(
@@ -226,7 +318,9 @@ def _fragment(
     return Fragment(key, box, StoredArray(name, coding.dtype, coding.shape, extent), (0,) * box.rank)
 
 
-def _shard_fragments(store: ReadStore, key: str, array: ZarrArray, box: Box, place: Place) -> Iterator[Fragment]:
+def _shard_fragments(
+    store: ReadStore, key: str, array: ZarrArray, box: Box, place: Place, *, fill: bytes | None, file: str
+) -> Iterator[Fragment]:
     """What one shard holds: its inner chunks, or all of it as one array where they are one run of plain bands."""
     sharding = array.sharding
     assert sharding is not None
@@ -253,6 +347,12 @@ def _shard_fragments(store: ReadStore, key: str, array: ZarrArray, box: Box, pla
         number = cut.number_of(at)
         assert number is not None
         found = index.place(number)
+        part = inside.box(at).shift(box.offset)
+        if found is None and fill is not None:
+            yield _filled_fragment(
+                array_name(key, part), key, inner.dtype, part, file, FillValue(fill, 1, place.file, True)
+            )
+            continue
         if found is None:
             raise MissingShardError(
                 f"the shard does not hold its inner chunk {at}",
@@ -269,7 +369,7 @@ def _shard_fragments(store: ReadStore, key: str, array: ZarrArray, box: Box, pla
                 span=(found[0], found[0] + found[1]),
                 rule="zarr.shard",
             )
-        yield _fragment(key, inner, inside.box(at).shift(box.offset), Place(place.file, *found), inner.strides)
+        yield _fragment(key, inner, part, Place(place.file, *found), inner.strides)
 
 
 def _is_dense(inner: ChunkCoding, shard_shape: Shape, index: ShardIndex) -> bool:

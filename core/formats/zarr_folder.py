@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, StoredObject, TensorMeta
-from core.formats.zarr_chunks import PlaceOf, fragments_of_chunks
+from core.formats.zarr_chunks import Chunks, fragments_of_chunks
+from core.formats.zarr_fill import UNSTORED
 from core.image import FileImage, PlacedArray, literal_file
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ class ZarrFolder:
     Args:
         array: its metadata.
         file: that holds them.
-        place_of: where its chunks lie.
+        chunks: which of its chunks are stored, and where.
     """
 
     array: ZarrArray
     file: str
-    place_of: PlaceOf
+    chunks: Chunks
 
 
 def catalog_of_folders(
@@ -54,15 +55,20 @@ def catalog_of_folders(
     @lru_cache(maxsize=4)
     def fragments_of(key: str) -> Sequence[Fragment]:
         found = folders[key]
-        return fragments_of_chunks(store, key, found.array, found.place_of, file=found.file)
+        return fragments_of_chunks(store, key, found.array, found.chunks, file=found.file)
 
+    incomplete = {
+        key: found.array.sharding is not None and not found.chunks.absent
+        for key, found in folders.items()
+        if found.chunks.absent or (found.chunks.fill is not None and found.array.sharding is not None)
+    }
     return Catalog(
         format=format,
         version=version,
         tensors={key: TensorMeta(key, found.array.dtype, found.array.grid.shape) for key, found in folders.items()},
         fragments_of=fragments_of,
         objects=objects or {},
-        attrs=attrs,
+        attrs={**attrs, UNSTORED: incomplete} if incomplete else attrs,
     )
 
 

@@ -26,6 +26,7 @@ from core.formats.zarr_array import ZarrArray, checked_grid, checked_shape, requ
 from core.formats.zarr_chunk_names import ChunkNames
 from core.formats.zarr_decode import ChunkCoding
 from core.formats.zarr_dtypes import v2_dtype, v2_spelling
+from core.formats.zarr_fill import fill_bytes
 from core.json_object import object_of
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
     coding = ChunkCoding(
         dtype, chunk_shape, axes if order == "C" else axes[::-1], is_big_endian, _codecs(metadata, file=file)
     )
-    return ZarrArray(dtype, grid, ChunkNames(len(shape), str(separator)), coding)
+    fill = fill_bytes(metadata["fill_value"], dtype, zarr_format=2)
+    return ZarrArray(dtype, grid, ChunkNames(len(shape), str(separator)), coding, fill=fill)
 
 
 def _dtype(spelled: object, *, file: str, key: str) -> tuple[str, bool]:

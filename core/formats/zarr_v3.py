@@ -38,6 +38,7 @@ from core.formats.zarr_array import (
 from core.formats.zarr_chunk_names import ChunkNames
 from core.formats.zarr_decode import ChunkCoding
 from core.formats.zarr_dtypes import v3_dtype, v3_fill_value, v3_spelling
+from core.formats.zarr_fill import fill_bytes
 from core.json_object import object_of
 
 if TYPE_CHECKING:
@@ -100,10 +101,11 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
     grid = checked_grid(shape, chunk_shape, dtype, file=file)
     names = _names(required(metadata, "chunk_key_encoding", file=file), len(shape), file=file)
     codecs = _codec_list(required(metadata, "codecs", file=file), "codecs", file=file)
+    fill = fill_bytes(metadata.get("fill_value"), dtype, zarr_format=3)
     if any(name == _SHARDING for name, _ in codecs):
         sharding = _sharding(codecs, dtype, chunk_shape, file=file, key=key)
-        return ZarrArray(dtype, grid, names, sharding.inner, sharding)
-    return ZarrArray(dtype, grid, names, _coding(codecs, dtype, chunk_shape, file=file, key=key))
+        return ZarrArray(dtype, grid, names, sharding.inner, sharding, fill)
+    return ZarrArray(dtype, grid, names, _coding(codecs, dtype, chunk_shape, file=file, key=key), fill=fill)
 
 
 def _dtype(spelled: object, *, file: str, key: str) -> str:

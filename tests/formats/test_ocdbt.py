@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 import torch
+from safetensors import safe_open
 
 from core.catalog import Catalog
 from core.convert import Job, run
@@ -451,12 +452,18 @@ def database(tmp_path: Path) -> Path:
     return save(tmp_path / "db", VALUES, zarr2())
 
 
-def test_a_missing_chunk_is_reported_not_zero_filled(database: Path) -> None:
+def test_a_chunk_that_the_database_does_not_hold_is_the_fill_value_or_refused(database: Path, tmp_path: Path) -> None:
     ts.KvStore.open(kvstore(database)).result().write("params.stack/1.0.1", None).result()
-    with pytest.raises(MissingShardError, match="5 of 6 are there") as caught:
-        ocdbt.FORMAT.read(LocalStore(database))
+    with pytest.raises(MissingShardError, match="1 chunk is not stored") as caught:
+        run(Job(src=database, dst=tmp_path / "refused", to="safetensors", missing_chunks="error"))
     assert caught.value.key == "params.stack"
     assert caught.value.file == "manifest.ocdbt#params.stack/1.0.1"
+    report = run(Job(src=database, dst=tmp_path / "out.safetensors", to="safetensors", verify=True))
+    assert any("1 chunk of params.stack is not stored" in note for note in report.notes)
+    stored = ts.open({"driver": "zarr", "kvstore": {**kvstore(database), "path": "params.stack/"}}).result()
+    wanted = np.asarray(stored.read().result())
+    with safe_open(tmp_path / "out.safetensors", framework="np") as file:
+        assert file.get_tensor("params.stack").tobytes() == wanted.tobytes()
 
 
 def test_a_chunk_of_the_wrong_length_is_an_error(database: Path) -> None:
