@@ -1,19 +1,28 @@
-"""All the CRC-32s that the files of a checkpoint state: those in torch zips, whole files or items of DCP files."""
+"""All the CRC-32s that the files of a checkpoint state: those in torch zips, whole files or items of DCP files.
+
+A DCP checkpoint may lie in a folder of its own inside the directory (torchtitan's parts, Lightning's, accelerate's
+``pytorch_model_fsdp_0``); its data files have items like any other's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from functools import cache
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, Report
 from core.formats import dcp
 from core.formats.torch_sums import is_zip, stated_in_zip
 from core.stated import Stated
+from core.store import LocalStore
 
 if TYPE_CHECKING:
     from core.store import ReadStore
 
 _WITH_ITEMS = ("dcp", "torch_dist")
+_ITEMS_SUFFIX = ".distcp"
+"""Of files that hold items one after the other, and are no zip as a whole."""
 
 
 class StatedSums:
@@ -24,9 +33,10 @@ class StatedSums:
         format: name of its format; None if it is not known.
     """
 
-    def __init__(self, store: ReadStore, format: str | None) -> None:
+    def __init__(self, store: LocalStore, format: str | None) -> None:
         self._store = store
         self._items = _items(store) if format in _WITH_ITEMS else {}
+        self._items_below = cache(self._items_in)
 
     def __call__(self, file: str, n_bytes: int, *, report: Report) -> Iterator[Stated]:
         """The CRCs in a file.
@@ -35,6 +45,9 @@ class StatedSums:
             CheckpointingException: the file, which is one zip, is broken.
         """
         items = self._items.get(file)
+        if items is None and file.endswith(_ITEMS_SUFFIX):
+            folder, _, name = file.rpartition("/")
+            items = self._items_below(folder).get(name, ()) if folder else ()
         if items is None:
             if is_zip(self._store, file, 0, n_bytes):
                 yield from stated_in_zip(self._store, file, report=report)
@@ -46,6 +59,10 @@ class StatedSums:
             except CheckpointingException as err:
                 err.span = err.span or (start, start + length)
                 report(err)
+
+    def _items_in(self, folder: str) -> Mapping[str, Iterable[tuple[int, int]]]:
+        with closing(LocalStore(self._store.root / folder)) as store:
+            return _items(store)
 
 
 def _items(store: ReadStore) -> Mapping[str, Iterable[tuple[int, int]]]:

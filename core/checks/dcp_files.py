@@ -11,6 +11,7 @@ Source: ``core.formats.dcp``; torch 2.13.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 
 from core.checks import Check, Level
@@ -119,6 +120,8 @@ def items(subject: Subject) -> Iterator[Finding]:
         metadata = _metadata(subject, lambda problem: None)
     except CheckpointingException:
         return  # said by ``data_files``
+    with suppress(CheckpointingException):  # a file is missing, or kept the checkpoint from being opened
+        metadata = with_raw_files(subject.store, metadata)
     whole = [item for item in _items(subject, metadata) if item[1].offset + item[1].n_bytes <= _size(subject, item[1])]
     for key, item in whole:
         yield from _item(subject, key, item)
@@ -131,13 +134,9 @@ def _size(subject: Subject, item: DcpItem) -> int:
 
 def _items(subject: Subject, metadata: DcpMetadata) -> Iterator[tuple[str, DcpItem]]:
     """(key, item) of everything that is stored as a torch zip; the others have checks of their own."""
-    try:
-        raw = with_raw_files(subject.store, metadata).raw_files
-    except CheckpointingException:
-        raw = frozenset()
     for tensor in metadata.tensors.values():
         for row, (_, item) in enumerate(metadata.chunks(tensor.key), tensor.first):
-            if row not in metadata.descriptors and metadata.file_index[row] not in raw:
+            if row not in metadata.descriptors and metadata.file_index[row] not in metadata.raw_files:
                 yield tensor.key, item
     for key, item in metadata.objects.items():
         if key not in metadata.object_descriptors:
@@ -175,7 +174,7 @@ def _overlaps(metadata: DcpMetadata) -> Iterator[Finding]:
         for row, (file, offset, n_bytes) in enumerate(
             zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True)
         )
-        if n_bytes and not (metadata.raw_files and file in metadata.raw_files)
+        if n_bytes
     ]
     number = len(placed)
     placed += [(item.file, item.offset, item.n_bytes, number + n) for n, item in enumerate(metadata.objects.values())]
