@@ -337,7 +337,7 @@ class TransferOptions:
             "--dequantize",
             metavar="DTYPE",
             rich_help_panel=CONTENT,
-            help="Multiply the scales of float8 tensors in: bf16, fp16, fp32.",
+            help="Dequantize float8 and int8 weights to bf16, fp16 or fp32 (applies their scales).",
         ),
     ] = None
     include: Annotated[

@@ -1,7 +1,7 @@
 """Everything a job changes about a catalog's entries, in one order; no data moves here.
 
 ===  ==============================================  ===================================================================
- 1    ``dequantize``                                  float8 tensors times their scales (``core.quantize``)
+ 1    ``dequantize``                                  float8 and int8 tensors times scales (``core.quantize``)
  2    ``include``, ``exclude``                        which entries there are (``core.transform``)
  3    ``strip_prefix``, ``add_prefix``, ``rename``    what they are called (``core.renaming``)
  4    ``untie``, ``tie``                              tensors written twice, or once (``core.tying``)
@@ -20,7 +20,8 @@ output layer of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from core.catalog import Catalog
@@ -31,8 +32,10 @@ from core.job import Job
 from core.json_object import object_of
 from core.quantize import Requantized, dequantized, is_float8, quantized
 from core.quantize_blocks import BLOCK
+from core.quantize_schemes import QuantizedWeight, check_scheme, quantized_weights
 from core.renaming import Renamed, add_prefix, rename, strip_prefix
 from core.restack import stack_layers, unstack_layers
+from core.select import some_of
 from core.target import retyped
 from core.transform import cast_of, select
 from core.tying import INPUT, OUTPUT, tie, untie
@@ -75,13 +78,17 @@ def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None =
     stated = config_beside(catalog, config)
     edits: dict[str, object] = {}
     if job.dequantize is not None:
-        wide = dequantized(catalog, job.dequantize, block=_block_of(stated))
+        wide = dequantized(catalog, job.dequantize, block=_block_of(stated), config=stated)
+        before = Counter("float8" if is_float8(catalog.tensors[key].dtype) else "int8" for key in wide.keys)
         catalog = wide.catalog
-        notes += [f"{len(wide.keys)} float8 tensors become {dtype_of(job.dequantize).name}", *wide.notes]
+        notes += [f"{n} {kind} tensors become {dtype_of(job.dequantize).name}" for kind, n in before.items()]
+        notes += wide.notes
         if not wide.left:
             edits["quantization_config"] = None
+    weights = quantized_weights(catalog.tensors, stated if job.dequantize is None else None)
     chosen = select(catalog, include=job.include, exclude=job.exclude)
     catalog, left_out = chosen.catalog, chosen.left_out
+    _refuse_torn(weights, catalog)
     if left_out:
         notes.append(f"{len(left_out)} entries left out by --include/--exclude")
     catalog, renamed = _renamed(catalog, job)
@@ -101,8 +108,13 @@ def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None =
     edits |= _tie_edits(job)
     catalog = _restacked(catalog, job, notes)
     if job.dtype:
-        cast = retyped(catalog, cast_of(job.dtype, catalog.tensors))
-        notes += _left_narrow(job, catalog, cast)
+        config_now = stated if job.dequantize is None else None
+        weights = quantized_weights(catalog.tensors, config_now)
+        if weights or any(glob is None for glob, _ in job.dtype):
+            check_scheme(config_now, doing="--dtype")
+        parts = {key for weight in weights for key in weight.keys}
+        cast = retyped(catalog, cast_of(job.dtype, catalog.tensors, quantized=parts))
+        notes += [*_left_narrow(job, catalog, cast), *_left_quantized(job, weights, catalog, cast)]
         catalog = cast
         edits |= _dtype_edits(job, stated)
     if job.quantize:
@@ -186,6 +198,41 @@ def _left_narrow(job: Job, before: Catalog, after: Catalog) -> list[str]:
     metas = before.tensors.values()
     left = [meta.key for meta in metas if is_float8(meta.dtype) and after.tensors[meta.key].dtype == meta.dtype]
     return [f"{len(left)} float8 tensors stay as they are; --dtype GLOB=DTYPE casts them"] if left else []
+
+
+def _left_quantized(job: Job, weights: Sequence[QuantizedWeight], before: Catalog, after: Catalog) -> list[str]:
+    """Notes on the float tensors of quantized weights that a cast passes over, by scheme."""
+    kept: dict[str, list[str]] = {}
+    wanted = {dtype_of(name).name for _, name in job.dtype}
+    for weight in weights:
+        for key in weight.keys:
+            meta = before.tensors[key]
+            is_float = dtype_of(meta.dtype).kind == "float" and wanted != {meta.dtype}
+            if is_float and after.tensors[key].dtype == meta.dtype:
+                kept.setdefault(weight.scheme.name, []).append(key)
+    return [
+        f"scales and the like of {name} weights stay as they are ({some_of(keys)}): in another type they would be "
+        "other weights"
+        for name, keys in kept.items()
+    ]
+
+
+def _refuse_torn(weights: Sequence[QuantizedWeight], chosen: Catalog) -> None:
+    """Raise if the user's globs keep the numbers of a quantized weight without their scales.
+
+    Raises:
+        UsageError: they do.
+    """
+    for weight in weights:
+        gone = next((key for key in weight.scales if key not in chosen.tensors), None)
+        if weight.key in chosen.tensors and gone is not None:
+            can_be_wide = weight.scheme.dequantize is not None
+            raise UsageError(
+                f"--include or --exclude leaves {weight.key!r}, a {weight.scheme.name} weight, without {gone!r}: "
+                "its numbers mean nothing alone",
+                key=weight.key,
+                hint="apply the scales with --dequantize bf16" if can_be_wide else "leave both out, or keep both",
+            )
 
 
 def _tie_edits(job: Job) -> dict[str, object]:

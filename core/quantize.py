@@ -1,4 +1,4 @@
-"""float8 weights with scales: multiplied out (``dequantized``), or made (``quantized``).
+"""float8 and int8 weights with scales: multiplied out (``dequantized``), or float8 made (``quantized``).
 
 Both give a catalog in which some tensors are computed while they are copied (``core.quantize_scaled``,
 ``core.quantize_blocks`` say how, bit for bit).
@@ -13,11 +13,15 @@ Scales of a tensor ``X``, by name:
 Both multiply. By shape, for a tensor whose last two axes are r × c: ``()`` or all extents 1: one for all;
 ``(…, r, 1)``: one for each row; ``(…, ⌈r / block rows⌉, ⌈c / block columns⌉)``: one for each block.
 
+bitsandbytes' int8: ``….weight`` times the row's number in ``….SCB``, over 127. compressed-tensors' int8, where
+``config.json`` states that scheme: ``….weight_scale``, one for each row or tensor.
+
 Written: ``X_scale_inv`` in float32, ``(…, ⌈r / 128⌉, ⌈c / 128⌉)`` or, for one scale a tensor, ``()``.
 
 Tensors of more than two axes (stacked layers, experts) are many matrices, each with scales of its own.
 
-Not supported: scales that divide, zero points, packed four-bit types.
+Not supported, refused by the scheme's name (``core.quantize_schemes``): scales that divide, zero points, groups, packed
+types.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from core.errors import CorruptError, UsageError
 from core.inert import TensorLeaf
 from core.quantize_blocks import BLOCK, Quantized, Scales, Weight
 from core.quantize_scaled import Dequantized
+from core.quantize_schemes import QuantizedWeight, check_scheme, quantized_weights, refused_scheme
 from core.quantize_source import source_of
 from core.renaming import is_optimizer_key, nested_again
 from core.select import LIST_THEM, matcher, some_of
@@ -47,6 +52,10 @@ Rule = tuple[str | None, str]
 """(glob, or None for the weights that are quantised by default; one of ``KINDS``)."""
 
 _SUFFIXES = ("_scale_inv", "_scale")
+_BITSANDBYTES, _INT8 = "bitsandbytes int8", "int8 scales"
+"""Values of ``dequantize`` in the table of schemes."""
+_OVER_127 = 7.874015718698502e-3
+"""As bitsandbytes has it."""
 _KEPT = re.compile(
     r"(^|\.)(\w*embed\w*|wte|wpe|lm_head|head|output_layer|shared_head|score|classifier|eh_proj"
     r"|gate|router|shared_expert_gate|\w*norm\w*|ln_\w+|ln\d*)(\.|$)"
@@ -85,22 +94,30 @@ def is_float8(dtype: str) -> bool:
     return found.kind == "float" and found.itemsize == 1 and dtype != "float8_e8m0fnu"
 
 
-def dequantized(catalog: Catalog, dtype: str = "bfloat16", *, block: tuple[int, int] = (BLOCK, BLOCK)) -> Requantized:
-    """Every float8 tensor with scales as a tensor of ``dtype``; the scales are gone.
+def dequantized(
+    catalog: Catalog,
+    dtype: str = "bfloat16",
+    *,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    config: Mapping[str, object] | None = None,
+) -> Requantized:
+    """Every float8 or int8 tensor with scales as a tensor of ``dtype``; the scales are gone.
 
     Args:
         dtype: float of at least 16 bits.
         block: rows and columns of a block, where the scales' shape says that there are blocks.
+        config: the model's ``config.json``, if there is one.
 
     Raises:
-        UsageError: ``dtype`` is none that can be made, or no float8 tensor has scales.
+        UsageError: ``dtype`` is none that can be made, or no tensor has scales.
         CorruptError: scales have a shape or dtype that does not fit, or their tensor is not there.
-        UnsupportedError: ``dtype`` is not known.
+        UnsupportedError: ``dtype`` is not known, or a weight is quantized by a scheme that is not dequantized.
     """
     wanted = dtype_of(dtype)
     if wanted.kind != "float" or wanted.itemsize < 2:
         raise UsageError(f"--dequantize: {dtype!r} is no float of 16 bits or more", hint="say bf16, fp16 or fp32")
-    scales_of: dict[str, str] = {}
+    integers = _integer_weights(catalog, config)
+    scales_of: dict[str, str] = {key: weight.scales[0] for key, weight in integers.items()}
     bare: list[str] = []
     for key, meta in catalog.tensors.items():
         scales = companion(meta, catalog.tensors)
@@ -117,16 +134,22 @@ def dequantized(catalog: Catalog, dtype: str = "bfloat16", *, block: tuple[int, 
             )
     if not scales_of:
         raise UsageError(
-            "--dequantize: no float8 tensor has scales",
+            "--dequantize: no float8 or int8 tensor has scales",
             hint="cast with --dtype, if the float8 numbers are the values" if bare else "leave --dequantize out",
         )
-    gone = set(scales_of.values())
+    gone = {*scales_of.values(), *(key for weight in integers.values() for key in _row_format(weight))}
 
     @lru_cache(maxsize=_CACHED)
     def computed(key: str) -> Sequence[Fragment]:
         weight, scales = source_of(catalog, key), source_of(catalog, scales_of[key])
-        shape = _block_of(catalog.tensors[key], catalog.tensors[scales_of[key]], block)
-        encoding = Dequantized(weight, scales, shape, wanted.name)
+        if (integer := integers.get(key)) is None:
+            shape = _block_of(catalog.tensors[key], catalog.tensors[scales_of[key]], block)
+            encoding = Dequantized(weight, scales, shape, wanted.name)
+        else:
+            shape = (1, max(1, weight.shape[-1])) if scales.shape[:1] == weight.shape[:1] else None
+            factor = _OVER_127 if integer.scheme.dequantize == _BITSANDBYTES else None
+            note = next((source_of(catalog, note) for note in _row_format(integer)), None)
+            encoding = Dequantized(weight, scales, shape, wanted.name, factor, note)
         return _one_array(key, wanted.name, weight.shape, Extent(weight.file, 0, encoding=encoding))
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -151,6 +174,43 @@ def dequantized(catalog: Catalog, dtype: str = "bfloat16", *, block: tuple[int, 
     others = [key for key in tensors if re.search(r"(^|\.)(input_scale|activation_scale)$", key)]
     notes += [f"{some_of(others)}: scales of activations, left as they are"] if others else []
     return Requantized(made, tuple(scales_of), tuple(bare), tuple(notes))
+
+
+def _integer_weights(catalog: Catalog, config: Mapping[str, object] | None) -> dict[str, QuantizedWeight]:
+    """The int8 weights with scales by key, checked.
+
+    Raises:
+        UnsupportedError: a weight is quantized by a scheme that is not dequantized.
+        CorruptError: scales do not fit.
+    """
+    check_scheme(config, doing="--dequantize")
+    found: dict[str, QuantizedWeight] = {}
+    for weight in quantized_weights(catalog.tensors, config):
+        scheme = weight.scheme
+        if scheme.dequantize == "scales":
+            continue  # float8
+        meta, scales = catalog.tensors[weight.key], catalog.tensors[weight.scales[0]]
+        is_plain = scheme.dequantize == _BITSANDBYTES or len(weight.scales) == 1  # no zero points, no order of columns
+        if scheme.dequantize is None or not is_plain:
+            raise refused_scheme(weight, doing="--dequantize")
+        rows = meta.shape[0] if len(meta.shape) == 2 else None
+        fits = {(rows,)} if scheme.dequantize == _BITSANDBYTES else {(rows, 1), (1,), (), (1, 1)}
+        kind = dtype_of(scales.dtype)
+        if scheme.dequantize == _INT8 and rows is not None and scales.shape[:1] == (rows,) and scales.shape not in fits:
+            raise refused_scheme(weight, doing="--dequantize")  # scales of groups
+        if rows is None or scales.shape not in fits or kind.kind != "float" or kind.itemsize < 2:
+            raise CorruptError(
+                f"scales of {scales.dtype} and shape {scales.shape} do not fit the {scheme.name} weight {weight.key!r} "
+                f"of shape {meta.shape}",
+                key=scales.key,
+            )
+        found[weight.key] = weight
+    return found
+
+
+def _row_format(weight: QuantizedWeight) -> tuple[str, ...]:
+    """The key of bitsandbytes' note on the order of the numbers, if there is one."""
+    return weight.others if weight.scheme.dequantize == _BITSANDBYTES else ()
 
 
 def _block_of(meta: TensorMeta, scales: TensorMeta, block: tuple[int, int]) -> tuple[int, int] | None:

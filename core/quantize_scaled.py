@@ -1,11 +1,12 @@
-"""float8 with scales → wider floats, as an encoding.
+"""float8 or int8 with scales → wider floats, as an encoding.
 
 For the element in row r and column c of the last two axes::
 
     value = round_to_dtype( float32(w[…, r, c]) × float32(scale[…, r // block_rows, c // block_columns]) )
 
 The product is float32's; it is rounded to nearest even (to infinity above the range), as
-``(w.float() * scale).to(dtype)`` does in torch.
+``(w.float() * scale).to(dtype)`` does in torch. bitsandbytes' int8 has one scale a row, and the product is multiplied
+by 1 / 127, in float32 as well, before it is rounded: ``int8_vectorwise_dequant`` of bitsandbytes 0.50.2.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from core.decoded import device_of
 from core.device import DEQUANTIZE, Device
 from core.device_lane import lane_of
 from core.device_scales import multiplied
-from core.dtypes import itemsize
+from core.dtypes import dtype_of, itemsize
+from core.errors import UnsupportedError
 from core.quantize_source import SourceTensor, number_type
 
 if TYPE_CHECKING:
@@ -36,19 +38,23 @@ _AT_ONCE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """The encoding of a tensor that is a float8 tensor times its scales.
+    """The encoding of a tensor that is a float8 or int8 tensor times its scales.
 
     Args:
-        weight: the float8 tensor.
-        scales: its scales: one element, or one for every block of the last two axes.
+        weight: the float8 or int8 tensor.
+        scales: its scales: one element, or one for every block of the last two axes; of one axis, one for every row.
         block: rows and columns of a block; None for one scale for all.
         dtype: of the result.
+        factor: by which the product is multiplied; None for nothing.
+        row_format: bitsandbytes' note on the order of the numbers, 0 for rows; None if there is none.
     """
 
     weight: SourceTensor
     scales: SourceTensor
     block: tuple[int, int] | None
     dtype: str
+    factor: float | None = None
+    row_format: SourceTensor | None = None
 
     @property
     def name(self) -> str:
@@ -68,7 +74,7 @@ class Dequantized:
     @property
     def files(self) -> tuple[str, ...]:
         """See Encoding."""
-        return (*self.weight.files, *self.scales.files)
+        return (*self.weight.files, *self.scales.files, *(self.row_format.files if self.row_format else ()))
 
     @property
     def working_bytes(self) -> int:
@@ -78,9 +84,20 @@ class Dequantized:
         return n * itemsize(self.weight.dtype) + 16 * at_once + self.weight.working_bytes + self.scales.working_bytes
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> memoryview:
-        """See Encoding."""
+        """See Encoding.
+
+        Raises:
+            UnsupportedError: the numbers lie in another order than by rows.
+        """
         import numpy as np
 
+        note = self.row_format
+        if note is not None and any(note.read(store, whole(note.shape))):
+            raise UnsupportedError(
+                "bitsandbytes' weight_format says another order than rows",
+                key=note.key,
+                hint="save the model again with bitsandbytes 0.45 or later",
+            )
         n_rows = prod(self.weight.shape[:-1])
         rows = self.unit_bytes // max(1, self._columns * itemsize(self.dtype))
         first, last = unit * rows, min((unit + 1) * rows, n_rows)
@@ -105,7 +122,8 @@ class Dequantized:
         """The function that multiplies some rows by their scales, into an array."""
         import numpy as np
 
-        if device is None or not device.does(DEQUANTIZE) or itemsize(self.weight.dtype) > 1:
+        is_float8 = dtype_of(self.weight.dtype).kind == "float" and itemsize(self.weight.dtype) == 1
+        if device is None or not device.does(DEQUANTIZE) or not is_float8 or self.factor is not None:
             return self._in_numpy
         lane = lane_of(device)
         block_columns = self.block[1] if self.block is not None else self._columns
@@ -130,7 +148,8 @@ class Dequantized:
         else:
             cast_of(self.weight.dtype, "float32")(weight, memoryview(numbers.reshape(-1).view(np.uint8)))
         with np.errstate(all="ignore"):
-            out[:] = numbers * scales
+            product = numbers * scales
+            out[:] = product if self.factor is None else product * np.float32(self.factor)
 
     def _scales(self, store: ReadStore, box: Box) -> Iterator[tuple[int, Any]]:
         """(number of rows, their scales) for the rows of a box of whole rows, in order.
@@ -148,12 +167,14 @@ class Dequantized:
             yield from ((min(at_once, n_rows - first), scale) for first in range(0, n_rows, at_once))
             return
         rows, _ = self.block
-        n_blocks = self.scales.shape[-1]
+        n_blocks = 1 if len(self.scales.shape) == 1 else self.scales.shape[-1]
         for lead in product(*(range(o, o + n) for o, n in zip(box.offset[:-2], box.shape[:-2], strict=True))):
             start, stop = box.offset[-2], box.offset[-2] + box.shape[-2]
             top = start // rows
             height = -(-stop // rows) - top
             part = Box((*lead, top, 0), (*(1,) * len(lead), height, n_blocks))
+            if len(self.scales.shape) == 1:
+                part = Box((top,), (height,))
             found: Any = np.frombuffer(self.scales.read(store, part), kind).astype(np.float32).reshape(-1, n_blocks)
             for first in range(start, stop, at_once):
                 last = min(first + at_once, stop)

@@ -24,7 +24,7 @@ from core.job import Job
 from core.layout_state import texts_of
 from core.objects import loaded
 from core.optim_format import TITLES, optim_format_of, role_of
-from core.quantize import companion
+from core.quantize_schemes import quantized_weights
 from core.store import files_below
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def _of_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
     from core.changes import changed
     from core.hf import to_megatron
 
-    has_scales = any(companion(meta, catalog.tensors) is not None for meta in catalog.tensors.values())
+    has_scales = bool(quantized_weights(catalog.tensors, config))
     try:
         if has_scales:
             catalog = changed(catalog, Job(src=Path(), dequantize="bfloat16"), config=config).catalog

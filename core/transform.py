@@ -7,7 +7,7 @@ Others have files of their own: ``core.renaming``, ``core.tying``, ``core.restac
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.catalog import Catalog, TensorMeta
@@ -130,22 +130,31 @@ def without_optimizer(catalog: Catalog) -> Selection:
 
 
 _KEPT_PRECISION = re.compile(
-    r"(^|\.)(expert_bias|e_score_correction_bias|A_log|D|inv_freq|(weight|input)_scale)$|_scale_inv$|_amax$"
+    r"(^|\.)(expert_bias|e_score_correction_bias|A_log|D|inv_freq|(weight|input|output|activation)_scale)$"
+    r"|_scale_inv$|_amax$"
 )
 
 
 _NAMES_STATES = re.compile(rf"optim|(^|[^a-z])state(s?)\.|{'|'.join(sorted(MOMENTS | MASTERS - {'param', 'fp32'}))}")
 
 
-def _casts(glob: str) -> Callable[[str], bool]:
-    """Whether a glob reaches a tensor: one of the optimizer's only if the glob names the optimizer."""
+def _casts(glob: str, quantized: Container[str] = ()) -> Callable[[str], bool]:
+    """Whether a glob reaches a tensor: one of the optimizer's, or of a quantized weight, only if the glob names it."""
     matches = matcher(glob)
-    if _NAMES_STATES.search(glob) is not None:
-        return matches
-    return lambda key: matches(key) and not is_optimizer_key(key)
+    names_states = _NAMES_STATES.search(glob) is not None
+    last = glob.rpartition(".")[2]
+
+    def casts(key: str) -> bool:
+        if not matches(key) or (key in quantized and key.rpartition(".")[2] != last):
+            return False
+        return names_states or not is_optimizer_key(key)
+
+    return casts
 
 
-def cast_of(rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None = None) -> Callable[[TensorMeta], str]:
+def cast_of(
+    rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None = None, *, quantized: Container[str] = ()
+) -> Callable[[TensorMeta], str]:
     """The dtype that each tensor is to have.
 
     Args:
@@ -154,6 +163,8 @@ def cast_of(rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None 
             purpose, which only a glob reaches. Optimizer state is reached by globs that name it (``optim``, ``state.``,
             ``exp_avg`` …), not by such as ``*.weight``. A cast to float8 rounds and saturates, and makes no scales.
         keys: the tensors there are; None leaves unchecked that every glob matches one.
+        quantized: tensors of quantized weights (``core.quantize_schemes``); only a glob that ends with the last part of
+            their name reaches them.
 
     Raises:
         UnsupportedError: a dtype is not known.
@@ -163,7 +174,7 @@ def cast_of(rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None 
     for glob, _ in rules:
         if glob is not None and present is not None and not any(map(_casts(glob), present)):
             raise UsageError(f"--dtype: no tensor matches {glob!r}", hint=LIST_THEM)
-    parsed = [(None if glob is None else _casts(glob), dtype_of(name).name) for glob, name in rules]
+    parsed = [(None if glob is None else _casts(glob, quantized), dtype_of(name).name) for glob, name in rules]
     if any(matches is None and dtype_of(name).itemsize == 1 for matches, name in parsed):
         raise UsageError(
             "--dtype: a whole model is not cast to eight bits, which needs scales",
@@ -185,7 +196,7 @@ def cast_of(rules: Sequence[tuple[str | None, str]], keys: Iterable[str] | None 
                     key=meta.key,
                     hint="multiply the scales in with --dequantize DTYPE, or cast the other tensors with GLOB=DTYPE",
                 )
-            is_weight = found.kind == "float" and found.itemsize >= 2
+            is_weight = found.kind == "float" and found.itemsize >= 2 and meta.key not in quantized
             if is_weight and not is_optimizer_key(meta.key) and not _KEPT_PRECISION.search(meta.key):
                 chosen = dtype
         scales = companion(meta, present) if present is not None and chosen != meta.dtype else None

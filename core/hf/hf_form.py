@@ -19,6 +19,7 @@ from core.hf.model import FEATURES, model_of
 from core.hf.names import Family, Pair, families, family_of, pairs_of
 from core.layout_args import fields_of
 from core.layout_state import common_of, texts_of
+from core.quantize_schemes import check_numbers
 from core.transform import is_optimizer_key
 
 _EXTRA = "_extra_state"
@@ -140,6 +141,7 @@ def _refuse_misfits(fields: Mapping[str, object], features: frozenset[str], fami
 def _parts(catalog: Catalog, name: str, pair: Pair) -> dict[str, _Made]:
     """The tensors that one of Megatron's becomes."""
     meta = catalog.tensors[name]
+    check_numbers(meta)
     is_vocab = name.startswith(_VOCAB)
     _check_shape(meta, pair.shape, has_padding=is_vocab)
     if is_vocab and meta.shape != pair.shape:

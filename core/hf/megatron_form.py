@@ -22,6 +22,7 @@ from core.hf.model import model_of
 from core.hf.names import Family, Pair, family_of, pairs_of
 from core.inert import namespace
 from core.layout_state import texts_of
+from core.quantize_schemes import check_numbers, quantized_weights
 from core.topology import Topology
 from core.transform import is_optimizer_key
 
@@ -81,7 +82,7 @@ def to_megatron(
     if transformer_impl not in (None, *_EXPERTS_BY_IMPL):
         raise UsageError(f"transformer_impl is {transformer_impl!r}, neither 'local' nor 'transformer_engine'")
     family = family_of(config.get("model_type"))
-    _refuse_quantized(catalog)
+    _refuse_quantized(catalog, config)
     notes, dropped = texts_of(catalog, "notes"), texts_of(catalog, "dropped")
     ignored = {key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)}
     if ignored:
@@ -149,13 +150,26 @@ def to_megatron(
     )
 
 
-def _refuse_quantized(catalog: Catalog) -> None:
+def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:
+    """Raise if a weight is quantized: Megatron would take the stored numbers for weights.
+
+    Raises:
+        UnsupportedError: names the scheme.
+    """
+    for weight in quantized_weights(catalog.tensors, config):
+        raise UnsupportedError(
+            f"the weights are quantized ({weight.scheme.name}), and Megatron has no place for their scales",
+            key=weight.key,
+            hint="apply the scales with --dequantize bf16"
+            if weight.scheme.dequantize is not None
+            else "dequantize the model with the library that quantized it, save it, and convert that",
+        )
     for key in catalog.tensors:
-        if key.endswith(("_scale_inv", ".weight_scale", ".input_scale", ".qweight", ".qzeros")):
+        if key.endswith(("_scale_inv", ".weight_scale", ".input_scale")):
             raise UnsupportedError(
-                "the weights are quantized, and a scale belongs to them",
+                "a scale of a quantized weight, for which Megatron has no place",
                 key=key,
-                hint="multiply the scales in with --dequantize bf16",
+                hint="apply the scales with --dequantize bf16; leave those of activations out with --exclude",
             )
 
 
@@ -194,6 +208,7 @@ def _made(catalog: Catalog, pair: Pair) -> tuple[_Made, list[str]]:
     if pair.stack is not None and pair.stack[0] in catalog.tensors:
         key, index, extent = pair.stack
         _check_shape(catalog, key, (extent, *pair.shape))
+        check_numbers(catalog.tensors[key])
         meta = TensorMeta(name, catalog.tensors[key].dtype, pair.shape)
         return _Made(meta, (key,), lambda: list(fuse.one_of_stack(name, catalog.fragments(key), index))), []
     keys = [_present(catalog, part.names, pair) for part in pair.parts]
@@ -203,6 +218,8 @@ def _made(catalog: Catalog, pair: Pair) -> tuple[_Made, list[str]]:
     if len(dtypes) > 1:
         (other, other_key), (one, key) = list(dtypes.items())[-2:]
         raise CorruptError(f"{key} is {one} and {other_key} is {other}, but Megatron has one tensor of them", key=name)
+    for key in (*keys, *beside):
+        check_numbers(catalog.tensors[key])
     for key in beside:
         _check_shape(catalog, key, pair.shape)
     strips = fuse.by_groups([part.shape[0] for part in pair.parts], pair.n_groups)

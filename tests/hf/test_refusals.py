@@ -148,7 +148,7 @@ BROKEN: dict[str, tuple[str, Callable[[Catalog], Catalog], type[CheckpointingExc
         "deepseek_v3",
         lambda c: beside(c, "model.layers.0.self_attn.o_proj.weight_scale_inv", dtype="float32", shape=(1, 1)),
         UnsupportedError,
-        r"weight_scale_inv\)\. Multiply the scales in",
+        r"weight_scale_inv\)\. Apply the scales with --dequantize bf16",
     ),
     "there is optimizer state": (
         "llama",
