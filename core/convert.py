@@ -221,7 +221,7 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
         catalog = recordable(catalog, config_beside(catalog, stated) if has_config else None)
     catalog, target = cut_form(job, catalog, format)
     notes += [note for note in texts_of(target, "notes") if note not in notes]
-    notes += [] if format.notes is None else format.notes(target)
+    notes += [] if format.notes_of is None else format.notes_of(target)
     dropped += [text for text in texts_of(target, "dropped") if text not in dropped]
     if is_file and not format.nests:
         target = tensors_only(target)

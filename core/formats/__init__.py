@@ -47,7 +47,7 @@ class Format:
             written as such where the destination nests.
         splits_files: whether ``lay_out`` keeps its files below ``attrs["max_file_bytes"]``.
         adapt: what a catalog of global tensors becomes before it is cut, where the format has names of its own.
-        notes: what the user should know of what ``lay_out`` makes of a target catalog; None if there is nothing.
+        notes_of: what the user should know of what ``lay_out`` makes of a target catalog; None if there is nothing.
         check: raises what ``lay_out`` would, without making images; None if there is no shorter way than that.
         salvage: as ``read``, for what is damaged: tells what is wrong, and leaves it out; None where there is nothing
             between all and nothing.
@@ -75,7 +75,7 @@ class Format:
     splits_files: bool = False
     adapt: Callable[[Catalog], Catalog] | None = None
     sample: Callable[[ReadStore], Catalog] | None = None
-    notes: Callable[[Catalog], Sequence[str]] | None = None
+    notes_of: Callable[[Catalog], Sequence[str]] | None = None
     check: Callable[[Catalog], None] | None = None
     salvage: Callable[[ReadStore, Report], Catalog] | None = None
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None

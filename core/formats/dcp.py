@@ -492,6 +492,6 @@ FORMAT = Format(
     salvage=salvage,
     splits_files=True,
     has_live_objects=True,
-    notes=aside_notes,
+    notes_of=aside_notes,
     own_folders=_folders,
 )

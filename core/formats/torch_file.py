@@ -207,6 +207,6 @@ FORMAT = Format(
     is_single_file=True,
     nests=True,
     has_live_objects=True,
-    notes=refusal_notes,
+    notes_of=refusal_notes,
     own_folders=no_folders,
 )

@@ -20,7 +20,8 @@ bands follow each other in C order, the data is still one run of bytes.
 attrs: ``iteration``, where the root's attributes tell it. Honoured on writing: ``iteration``, and ``shard_bytes``: the
 size above which a piece is sharded, in bytes (its bands get at most a quarter of it).
 
-Versions: zarr 3. zarr-python 3.1 cannot open bfloat16 and 8-bit floats, tensorstore can.
+Versions: zarr 3. zarr-python, up to 3.1.6, has no element types for bfloat16 and 8-bit floats, under whatever name, and
+refuses such arrays; tensorstore opens them. A note says so where they are written.
 
 Not supported, refused by name: what ``zarr_v3`` does not support; on writing, tensors whose pieces are no regular grid.
 
@@ -42,6 +43,7 @@ from core.formats import Format
 from core.formats.torch_objects import OBJECTS_FILE, objects_image, read_objects, with_objects
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
 from core.formats.zarr_chunks import folder_chunks
+from core.formats.zarr_dtypes import TENSORSTORE_ONLY
 from core.formats.zarr_fill import lost_files
 from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
 from core.formats.zarr_grid import ChunkGrid, grid_of_pieces, row_bands
@@ -50,6 +52,7 @@ from core.formats.zarr_tree import ROOT_KEY, Listing, check_key, folders_of, has
 from core.formats.zarr_v3 import METADATA_FILE, array_json, group_json, node_of, parse_array
 from core.image import FileImage, Literal, PlacedArray, literal_file
 from core.json_object import small_file
+from core.select import some_of
 
 if TYPE_CHECKING:
     from core.box import Shape
@@ -223,6 +226,19 @@ def _chunk_image(path: str, array: StoredArray, inner_shape: Shape | None) -> Fi
     return FileImage(path, array.n_bytes + index_bytes(n_inner, has_crc=True), placed, literals)
 
 
+def notes_of(target: Catalog) -> Sequence[str]:
+    """A note on tensors of which other software than tensorstore knows no element type."""
+    keys = [key for key, meta in target.tensors.items() if meta.dtype in TENSORSTORE_ONLY]
+    if not keys:
+        return ()
+    dtypes = ", ".join(dict.fromkeys(target.tensors[key].dtype for key in keys))
+    note = (
+        f"zarr-python (up to 3.1.6) has no element type for {dtypes} ({some_of(keys)}); tensorstore opens such arrays, "
+        "and so does zarr-python after: import core.dist_checkpointing.strategies.zarr_types"
+    )
+    return (note,)
+
+
 FORMAT = Format(
     name="zarr3",
     title="zarr 3 group",
@@ -231,4 +247,5 @@ FORMAT = Format(
     lay_out=lay_out,
     partition="grid",
     has_objects_beside=True,
+    notes_of=notes_of,
 )

@@ -31,7 +31,7 @@ _V2_CODES = {
     "complex128": "c16",
     "complex64": "c8",
 }
-_BY_NAME = (
+TENSORSTORE_ONLY = (
     "bfloat16",
     "float8_e4m3fn",
     "float8_e5m2",
@@ -39,14 +39,14 @@ _BY_NAME = (
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
 )
-"""Types without a numpy code."""
+"""Types without a numpy code, which zarr-python cannot open; zarr 3 spells them as the registry of extensions does."""
 _V2_DTYPES = {code: name for name, code in _V2_CODES.items()}
-_V3_DTYPES = {name: name for name in (*_V2_CODES, *_BY_NAME)}
+_V3_DTYPES = {name: name for name in (*_V2_CODES, *TENSORSTORE_ONLY)}
 
 
 def v2_dtype(spelling: str) -> tuple[str, bool] | None:
     """The canonical name of a zarr 2 dtype, and whether it is stored big-endian; None for one that is not handled."""
-    if spelling in _BY_NAME:
+    if spelling in TENSORSTORE_ONLY:
         return spelling, False
     name = _V2_DTYPES.get(spelling[1:])
     if name is None or spelling[0] not in "<>|":

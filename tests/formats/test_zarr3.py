@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
+import torch
 import zarr as zarr_python
 
 from core.catalog import Catalog, StoredArray, catalog_of_arrays
@@ -540,3 +541,19 @@ def test_an_array_of_strings_is_shown_and_can_be_left_out(tmp_path: Path) -> Non
         run(Job(src=tmp_path / "in", dst=tmp_path / "out", to="dcp", fsync=False))
     assert (refusal.value.key, "--exclude" in str(refusal.value.hint)) == ("names", True)
     assert run(Job(src=tmp_path / "in", dst=tmp_path / "out", to="dcp", exclude=("names",), fsync=False)).n_tensors == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu"])
+def test_a_note_says_of_which_types_zarr_python_opens_nothing(dtype: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(4, 3).to(getattr(torch, dtype))}, tmp_path / "in.pt")
+    report = run(Job(src=tmp_path / "in.pt", dst=tmp_path / "out", to="zarr3", fsync=False))
+    code = "import sys, zarr; print(zarr.open_group(sys.argv[1], mode='r')['w'][...].astype('f4').sum())"
+    taught = f"import core.dist_checkpointing.strategies.zarr_types; {code}"
+    opened, opened_after = (
+        subprocess.run([sys.executable, "-c", text, tmp_path / "out"], capture_output=True, text=True, check=False)
+        for text in (code, taught)
+    )
+    notes = [note for note in report.notes if "zarr-python" in note]
+    assert len(notes) == (opened.returncode != 0) == (dtype != "float32")
+    assert opened_after.stdout.strip() == "12.0"
+    assert all(dtype in note and "zarr_types" in note for note in notes)
