@@ -97,7 +97,7 @@ def open_checkpoint(
         path: see the module's docstring.
         iteration: which iteration of a root; None for the one its tracker names, else the newest.
         samples: open only one of the files that look alike, where the format can; for looking, not for converting.
-        missing_chunks: what zarr chunks are that are not stored, see ``checked_missing_chunks``.
+        missing_chunks: what zarr chunks are that are not stored, ``fill`` or ``error``; see ``_unstored_notes``.
 
     Raises:
         UsageError: the path does not exist, or the ``iteration`` that is asked for.

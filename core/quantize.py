@@ -189,10 +189,10 @@ def _integer_weights(catalog: Catalog, config: Mapping[str, object] | None) -> d
         scheme = weight.scheme
         if scheme.dequantize == "scales":
             continue  # float8
-        meta, scales = catalog.tensors[weight.key], catalog.tensors[weight.scales[0]]
         is_plain = scheme.dequantize == _BITSANDBYTES or len(weight.scales) == 1  # no zero points, no order of columns
         if scheme.dequantize is None or not is_plain:
             raise refused_scheme(weight, doing="--dequantize")
+        meta, scales = catalog.tensors[weight.key], catalog.tensors[weight.scales[0]]
         rows = meta.shape[0] if len(meta.shape) == 2 else None
         fits = {(rows,)} if scheme.dequantize == _BITSANDBYTES else {(rows, 1), (1,), (), (1, 1)}
         kind = dtype_of(scales.dtype)

@@ -200,7 +200,8 @@ def test_every_row_of_the_table_has_an_example() -> None:
 
 
 def test_plain_models_have_no_quantized_weights() -> None:
-    tensors = model({".weight": (BF16, (16, 8)), ".scale": (F32, (8,)), "_scale": (F32, ()), ".scales": (F32, (8,))})
+    floats = (".weight", ".scale", "_scale", ".scales", ".W_q", ".codes", ".codebooks", ".indices", ".tables2", ".zero")
+    tensors = model(dict.fromkeys(floats, (BF16, (16, 8))))
     assert quantized_weights(metas(tensors)) == ()
     assert quantized_weights(metas(tensors), config_of("gptq")) == ()
 

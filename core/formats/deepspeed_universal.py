@@ -238,5 +238,5 @@ FORMAT = Format(
     adapt=for_universal,
     check=check,
     records_ties=True,
-    notes=partial(aside_notes, packages=PACKAGES),
+    notes_of=partial(aside_notes, packages=PACKAGES),
 )

@@ -109,7 +109,7 @@ def folder_chunks(
                 )
             )
     absent = tuple(_absent_runs(found, grid.n_chunks))
-    if absent and not found and any(name == "c" or is_like_a_chunk(name) for name in store.folders(folder)):
+    if absent and not found and any("/" in name for name, _ in _tree(store, folder, names.rank + 1, {})):
         fill = None  # the chunks are there, under names of another kind
     missing, fill = _missing_numbers(array, absent, folder, fill=fill, lost=lost)
     text = f"a chunk is missing: {len(found)} of {grid.n_chunks} are there"
@@ -350,7 +350,7 @@ def _shard_fragments(
         part = inside.box(at).shift(box.offset)
         if found is None and fill is not None:
             yield _filled_fragment(
-                array_name(key, part), key, inner.dtype, part, file, FillValue(fill, 1, place.file, True)
+                array_name(key, part), key, inner.dtype, part, file, FillValue(fill, 1, place.file, is_inner=True)
             )
             continue
         if found is None:

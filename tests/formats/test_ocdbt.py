@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 
 from core.catalog import Catalog
+from core.checks import Level
 from core.convert import Job, run
 from core.decoded import DecodedStore
 from core.errors import (
@@ -30,12 +31,14 @@ from core.errors import (
     UnsafeError,
     UnsupportedError,
 )
+from core.finding import Severity
 from core.formats import ocdbt
 from core.formats.ocdbt_entries import entries_of
 from core.formats.ocdbt_nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, Place, read_manifest, read_node
 from core.formats.zarr_crc32c import crc32c
 from core.skeleton import entries
 from core.store import LocalStore, MemoryStore
+from core.validate import validate
 from tests.materialize import tensor_bytes
 
 CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
@@ -458,6 +461,8 @@ def test_a_chunk_that_the_database_does_not_hold_is_the_fill_value_or_refused(da
         run(Job(src=database, dst=tmp_path / "refused", to="safetensors", missing_chunks="error"))
     assert caught.value.key == "params.stack"
     assert caught.value.file == "manifest.ocdbt#params.stack/1.0.1"
+    findings = {finding.code: finding for finding in validate(database, level=Level.DEEP).findings}
+    assert (findings["CK148"].key, findings["CK148"].severity) == ("params.stack", Severity.NOTE)
     report = run(Job(src=database, dst=tmp_path / "out.safetensors", to="safetensors", verify=True))
     assert any("1 chunk of params.stack is not stored" in note for note in report.notes)
     stored = ts.open({"driver": "zarr", "kvstore": {**kvstore(database), "path": "params.stack/"}}).result()

@@ -141,6 +141,19 @@ def test_inner_chunks_that_shards_leave_out_and_whole_shards_are_the_fill_value(
         assert (file.get_tensor("w") == data).all()
 
 
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_chunks_that_were_removed_as_they_became_the_fill_value_are_it(zarr_format: int, tmp_path: Path) -> None:
+    group: Any = zarr_python.open_group(tmp_path / "z", mode="w", zarr_format=zarr_format)
+    array = group.create_array("w", data=np.ones((4, 4), "f4"), chunks=(2, 2))
+    array[...] = 0
+    assert {path.name for path in (tmp_path / "z/w").rglob("*") if path.is_file()} <= {
+        ".zarray",
+        ".zattrs",
+        "zarr.json",
+    }
+    check_reads(tmp_path / "z", {"w": np.zeros((4, 4), "f4")})
+
+
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 def test_bfloat16_chunks_that_tensorstore_leaves_out_are_the_fill_value(driver: str, tmp_path: Path) -> None:
     metadata: dict[str, Any] = {"shape": [6], "chunks": [2], "dtype": "bfloat16", "fill_value": "NaN"}
@@ -301,3 +314,12 @@ def test_a_fill_value_that_the_type_cannot_hold_fills_nothing(value: object) -> 
     del files["w/1"]
     with pytest.raises(MissingShardError, match="1 of 2 are there"):
         zarr.FORMAT.read(MemoryStore(files))
+
+
+def test_zarr_3_metadata_without_a_fill_value_fill_nothing(group: Path) -> None:
+    path = group / "w/zarr.json"
+    metadata = json.loads(path.read_text())
+    del metadata["fill_value"]
+    path.write_text(json.dumps(metadata))
+    with pytest.raises(MissingShardError, match="2 of 3 are there"):
+        zarr3.FORMAT.read(LocalStore(group))
