@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from core.store import ReadStore
 
 INDEX_SUFFIX = ".bin.index.json"
-SINGLE_FILES = ("pytorch_model.bin", "adapter_model.bin", "diffusion_pytorch_model.bin")
+SINGLE_FILES = ("pytorch_model.bin", "adapter_model.bin", "diffusion_pytorch_model.bin", "pytorch_model_fsdp.bin")
+"""The last one is accelerate's, of FSDP with full state dicts."""
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.bin", re.DOTALL)
 _COPY_AGAIN = "copy the checkpoint again, with all its files"
 _MIXED = "files of two checkpoints may be mixed: copy it again"
@@ -104,7 +105,7 @@ def read(store: ReadStore) -> Catalog:
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     made = with_carried(made, store).noted([f"not read: {listed}"] if unread else [])
-    return made.with_attrs(stem="model" if stem == "pytorch_model" else stem)
+    return made.with_attrs(stem="model" if stem.startswith("pytorch_model") else stem)
 
 
 def shards_of(store: ReadStore) -> Shards | None:

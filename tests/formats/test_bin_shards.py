@@ -351,9 +351,10 @@ def test_a_damaged_directory_raises_only_our_errors(name: str, damages: list[tup
         contents(read(store), store)
 
 
-def test_weights_beside_the_states_of_a_trainer_are_the_checkpoint(golden: Path) -> None:
-    opened = open_checkpoint(golden / "accelerate/plain_bin/checkpoint_0")
-    assert (opened.format.name, sorted(opened.catalog.tensors)) == (
-        "torch_bin",
-        ["0.bias", "0.weight", "1.bias", "1.weight"],
-    )
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model_fsdp.bin"])
+def test_weights_beside_the_states_of_a_trainer_are_the_checkpoint(golden: Path, tmp_path: Path, name: str) -> None:
+    path = Path(shutil.copytree(golden / "accelerate/plain_bin/checkpoint_0", tmp_path / "checkpoint_0"))
+    (path / "pytorch_model.bin").rename(path / name)
+    opened = open_checkpoint(path)
+    assert (opened.format.name, opened.catalog.attrs["stem"]) == ("torch_bin", "model")
+    assert sorted(opened.catalog.tensors) == ["0.bias", "0.weight", "1.bias", "1.weight"]
