@@ -21,13 +21,13 @@ from itertools import combinations
 from core.catalog import Catalog
 from core.errors import CheckpointingException
 from core.formats import Format, formats
-from core.formats.torch_nested import names_in
+from core.formats.torch_nested import uses_in
 from core.global_form import GlobalForm, is_mcore
 from core.job import Job, TopologyChange
 from core.job_checks import is_cut
 from core.open import Checkpoint
 from core.plan import make_plan
-from core.safe_pickle import classify, gc_paused
+from core.safe_pickle import gc_paused, judge
 from core.target import retyped
 from core.target_form import cut_form, keeps_unknown_classes, vetted_form, with_objects_loaded
 from core.transform import cast_of, restricted
@@ -253,7 +253,7 @@ class _Trials:
     @cached_property
     def _has_unknown_classes(self) -> bool:
         objects = self._source.catalog.objects.values()
-        return any(classify(name) == "unknown" for item in objects for name in names_in(item.value))
+        return any(judge(use) == "unknown" for item in objects for use in uses_in(item.value))
 
 
 def _thinned(catalog: Catalog) -> Catalog:
@@ -269,7 +269,7 @@ def _thinned(catalog: Catalog) -> Catalog:
     for key, meta in catalog.tensors.items():
         first_of.setdefault((_DIGITS.sub("0", key), meta.dtype, len(meta.shape), meta.n_elements > 0), key)
     for key, item in catalog.objects.items():
-        first_of.setdefault((_DIGITS.sub("0", key), frozenset(names_in(item.value))), key)
+        first_of.setdefault((_DIGITS.sub("0", key), frozenset(uses_in(item.value))), key)
     keys = set(first_of.values())
     unsupported = catalog.attrs.get("unsupported")
     keys |= set(map(str, unsupported)) if isinstance(unsupported, Mapping) else set()

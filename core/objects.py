@@ -14,13 +14,15 @@ from typing import Protocol
 
 from core.catalog import Catalog, Fragment, StoredArray, StoredObject
 from core.errors import UnsafeError, UnsupportedError
-from core.formats.torch_nested import names_in
-from core.inert import Global, ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.formats.torch_nested import uses_in, with_nested
+from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.layout_rng import RNG_STATES
 from core.layout_state import OPTIMIZER
 from core.optim_entries import object_entry
 from core.optimizer import Optimizer, state_of
-from core.safe_pickle import classify, globals_of
+from core.pickle_names import dangerous_uses
+from core.pickle_uses import Use
+from core.safe_pickle import judge
 from core.skeleton import REMOVED, Entry, entries, mapped
 from core.store import ReadStore
 
@@ -56,23 +58,23 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
     return replace(catalog, objects=objects, hidden=hidden).with_hidden(arrays)
 
 
-def refuse_hidden(named: Iterable[Global], catalog: Catalog) -> None:
-    """Returns unless a pickle names something dangerous that none of the objects holds.
+def refuse_hidden(uses: Iterable[Use], catalog: Catalog) -> None:
+    """Returns unless a pickle does something dangerous that none of the objects holds.
 
-    Such a name was dropped by the pickle itself (popped from its stack, given to a tensor as a hook): what is written
-    would not have it, but whoever made that file meant to hide it.
+    Such a name was dropped by the pickle itself (popped from its stack, given to a tensor as a hook), or is the key of
+    a mapping: what is written would not have it, but whoever made that file meant to hide it.
 
     Args:
-        named: names that the pickles have (``core.safe_pickle.noting_names``).
+        uses: what the pickles do with names (``core.safe_pickle.noting_uses``).
         catalog: what was read from them, its objects ``loaded``.
 
     Raises:
         UnsafeError: names it.
     """
-    dangerous = {name for name in named if classify(name) == "dangerous"}
+    dangerous = dangerous_uses(with_nested(uses))
     if dangerous:
-        shown = globals_of([[item.value for item in catalog.objects.values()], catalog.attrs.get("common")])
-        hidden = sorted(map(str, dangerous - shown - globals_of(catalog.skeleton)))
+        shown = uses_in([[item.value for item in catalog.objects.values()], catalog.attrs.get("common")])
+        hidden = sorted({str(use.name) for use in dangerous - shown})
         if hidden:
             raise UnsafeError(
                 f"a pickle names {hidden[0]}, which would run code when it is loaded, where it makes no object of it",
@@ -106,24 +108,25 @@ def vetted(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Vett
     """
     dropped: dict[str, str] = {}
     common = StoredObject("common state", value=catalog.attrs.get("common"))
-    for item in (common, *catalog.objects.values()):
-        names = names_in(item.value)
-        for name in sorted(names, key=str):
-            verdict = classify(name)
-            if verdict == "dangerous":
-                raise UnsafeError(
-                    f"the object names {name}, which would run code when it is loaded",
+    uses_of = [(item, uses_in(item.value)) for item in (common, *catalog.objects.values())]
+    for item, uses in uses_of:
+        dangerous = sorted(str(use.name) for use in dangerous_uses(uses))
+        if dangerous:
+            raise UnsafeError(
+                f"the object names {dangerous[0]}, which would run code when it is loaded",
+                key=item.key,
+                hint="leave it out with --exclude, and find out who wrote this checkpoint",
+            )
+    for item, uses in uses_of:
+        unknown = sorted(str(use.name) for use in uses if judge(use) == "unknown")
+        if unknown and not keeps_unknown and item is not common:
+            if not drop_unknown:
+                raise UnsupportedError(
+                    f"the object is of the unknown class {unknown[0]}, which this format cannot hold",
                     key=item.key,
-                    hint="leave it out with --exclude, and find out who wrote this checkpoint",
+                    hint="leave such objects out with --drop-unknown",
                 )
-            if verdict == "unknown" and not keeps_unknown and item is not common:
-                if not drop_unknown:
-                    raise UnsupportedError(
-                        f"the object is of the unknown class {name}, which this format cannot hold",
-                        key=item.key,
-                        hint="leave such objects out with --drop-unknown",
-                    )
-                dropped[item.key] = f"unknown class {name}"
+            dropped[item.key] = f"unknown class {unknown[0]}"
     if not dropped:
         return Vetted(catalog, ())
     skeleton = catalog.skeleton

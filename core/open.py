@@ -25,8 +25,8 @@ from core.errors import CheckpointingException, CorruptError, MissingShardError,
 from core.formats import Format, sniffed
 from core.formats.deepspeed_files import is_rank_file
 from core.formats.zarr_fill import missing_chunk, unstored
-from core.inert import Global
-from core.safe_pickle import gc_paused, noting_names
+from core.pickle_uses import Use
+from core.safe_pickle import gc_paused, noting_uses
 from core.select import some_of
 from core.store import LocalStore, checked_name, translated
 from core.unrecognised import checkpoints_below, listed, refusal_of
@@ -67,7 +67,7 @@ class Checkpoint:
         catalog: its metadata.
         iteration: training iteration, from the tracker, the directory's name or the metadata; None if none says.
         notes: what the user should know about the choice that was made.
-        named: names that the pickles of its metadata have, also those that the catalog does not hold.
+        uses: what the pickles of its metadata do with names, also with those that the catalog does not hold.
         below: paths of checkpoints in directories below it, which are no part of it.
         passed: the directories above it that were descended through, the outermost first.
     """
@@ -78,7 +78,7 @@ class Checkpoint:
     catalog: Catalog
     iteration: int | None
     notes: tuple[str, ...] = ()
-    named: frozenset[Global] = frozenset()
+    uses: frozenset[Use] = frozenset()
     below: tuple[str, ...] = ()
     passed: tuple[Path, ...] = ()
 
@@ -111,7 +111,7 @@ def open_checkpoint(
         if place.failure is not None:
             raise place.failure
         assert format is not None, "nothing failed, so a format was recognised"
-        with noting_names() as named, gc_paused():
+        with noting_uses() as uses, gc_paused():
             catalog = format.sample(store) if samples and format.sample is not None else format.read(store)
         notes = (*place.notes, *_unstored_notes(catalog, missing_chunks))
     except BaseException:
@@ -133,7 +133,7 @@ def open_checkpoint(
         catalog,
         number,
         notes,
-        frozenset(named),
+        frozenset(uses),
         below=place.below,
         passed=place.passed,
     )

@@ -14,7 +14,16 @@ from typing import Any, NoReturn
 from core.errors import CorruptError, UnsafeError
 from core.inert import NO_STATE, Global, Inert, Persistent
 from core.pickle_reduce import GETATTR, MAX_NAME, KeyGuard, Name, normal_forms
+from core.pickle_table import handed
 from core.pickle_text import LINES, SIZED, two_lines
+from core.pickle_uses import (
+    LOAD_FROM_BYTES,
+    Use,
+    use_of_extension,
+    uses_of_call,
+    uses_of_persistent,
+    uses_of_state,
+)
 
 Hook = Callable[..., object]
 
@@ -62,15 +71,18 @@ class Machine:
 
     __slots__ = (
         "_actions",
+        "_called",
         "_folds",
         "_forms",
         "_guard",
         "_hooks",
         "_limits",
+        "_made_of",
         "_makers",
         "_names",
         "_persistent_load",
         "_proto",
+        "_uses",
         "at",
         "n_objects",
     )
@@ -92,6 +104,11 @@ class Machine:
         """id of a Global (kept alive by _names) → what a REDUCE of it does."""
         self._makers: dict[int, Hook] = {}
         """The same for NEWOBJ, which only hooks have."""
+        self._called: set[int] = set()
+        self._made_of: set[int] = set()
+        """ids of the Globals that REDUCE calls, save in forms that are understood, and that NEWOBJ instantiates."""
+        self._uses: set[Use] = set()
+        """Whatever else is done with names."""
 
     def run(self, data: bytes, i: int) -> tuple[object, int]:
         """Runs from byte ``i`` to STOP. The loop is one function because a call per opcode doubles its time.
@@ -109,6 +126,8 @@ class Machine:
         most = left = limits.objects_of(len(data))
         max_marks = limits.max_marks
         actions = self._actions
+        called = self._called
+        made_of = self._made_of
         check_key = self._guard.check
         try:
             while True:
@@ -178,7 +197,7 @@ class Machine:
                                 check_key(key)
                         target.entries += zip(items[::2], items[1::2], strict=True)
                     else:
-                        _not_a("mapping", target)
+                        self._change("mapping", target)
                 elif op == 0x52:  # REDUCE
                     left -= 3
                     args = stack.pop()
@@ -187,12 +206,17 @@ class Machine:
                     if type(args) is not tuple:
                         _not_a("tuple of arguments", args)
                     if action is None:
-                        if type(fn) is not Global:
-                            _check_callable(fn)
+                        if type(fn) is Global:
+                            called.add(id(fn))
+                        else:
+                            self._check_callable("reduce", fn, args)
                         stack[-1] = Inert("reduce", fn, args)
                     else:
                         value = action(*args)
-                        stack[-1] = Inert("reduce", fn, args) if value is NotImplemented else value
+                        if value is NotImplemented:
+                            called.add(id(fn))
+                            value = Inert("reduce", fn, args)
+                        stack[-1] = value
                     if left < 0:
                         self._too_many()
                 elif op == 0x81:  # NEWOBJ
@@ -202,9 +226,11 @@ class Machine:
                     action = self._makers.get(id(fn))
                     if type(args) is not tuple:
                         _not_a("tuple of arguments", args)
+                    if type(fn) is Global:
+                        made_of.add(id(fn))
+                    else:
+                        self._check_callable("newobj", fn, args)
                     if action is None:
-                        if type(fn) is not Global:
-                            _check_callable(fn)
                         stack[-1] = Inert("newobj", fn, args)
                     else:
                         value = action(*args)
@@ -217,7 +243,7 @@ class Machine:
                     if type(target) is Inert and target.state is NO_STATE:
                         target.state = state
                     else:
-                        _build(target, state)
+                        self._build(target, state)
                 elif op == 0x7D:  # EMPTY_DICT
                     left -= 1
                     if left < 0:
@@ -278,7 +304,7 @@ class Machine:
                     elif type(target) is Inert:
                         target.entries.append((key, value))
                     else:
-                        _not_a("mapping", target)
+                        self._change("mapping", target)
                 elif op == 0x65:  # APPENDS
                     items = stack
                     stack = meta.pop()
@@ -287,18 +313,20 @@ class Machine:
                     if type(target) is list:
                         target += items
                     elif type(target) is Inert:
+                        self._note_hooks(target)
                         target.items += items
                     else:
-                        _not_a("list", target)
+                        self._change("list", target)
                 elif op == 0x61:  # APPEND
                     value = stack.pop()
                     target = stack[-1]
                     if type(target) is list:
                         target.append(value)
                     elif type(target) is Inert:
+                        self._note_hooks(target)
                         target.items.append(value)
                     else:
-                        _not_a("list", target)
+                        self._change("list", target)
                 elif op == 0x5D:  # EMPTY_LIST
                     left -= 1
                     if left < 0:
@@ -309,6 +337,7 @@ class Machine:
                     i += 8
                 elif op == 0x51:  # BINPERSID
                     pid = stack.pop()
+                    self._note_persistent(pid)
                     push(Persistent(pid) if self._persistent_load is None else self._persistent_load(pid))
                     left -= 1
                     if left < 0:
@@ -394,7 +423,7 @@ class Machine:
                         elif type(stack[-1]) is set:
                             stack[-1].update(items)
                         else:
-                            _not_a("set", stack[-1])
+                            self._change("set", stack[-1])
                 elif op == 0x92:  # NEWOBJ_EX
                     left -= 3
                     if left < 0:
@@ -403,7 +432,7 @@ class Machine:
                     args = stack.pop()
                     if type(kwargs) is not dict or type(args) is not tuple:
                         _not_a("tuple and dict of arguments", args)
-                    _check_callable(stack[-1])
+                    self._check_callable("newobj_ex", stack[-1], args, kwargs)
                     stack[-1] = Inert("newobj_ex", stack[-1], args, kwargs=kwargs)
                 elif op == 0x69 or op == 0x6F:  # INST, OBJ
                     left -= 3
@@ -430,19 +459,82 @@ class Machine:
                 elif op == 0x32:  # DUP
                     push(stack[-1])
                 else:
-                    _refuse(op)
+                    self._refuse(op)
         finally:
             self.at = i
             self.n_objects = most - left
 
     @property
-    def names(self) -> set[Global]:
-        """Every name that the pickle has, also of what it drops again.
+    def uses(self) -> set[Use]:
+        """What the pickle does with names, also with those it drops again.
 
         ``getattr`` only where it was called for something else than a longer name, or not called at all.
         """
-        found = set(self._names.values())
-        return found - {GETATTR} if self._folds == {True} else found
+        uses = set(self._uses)
+        for name in self._names.values():
+            if name == GETATTR and self._folds == {True}:
+                continue
+            uses.add(Use(name))
+            if id(name) in self._called:
+                uses.add(Use(name, "called"))
+            if id(name) in self._made_of:
+                uses.add(Use(name, "made"))
+        return uses
+
+    def _check_callable(
+        self, how: str, fn: object, args: tuple[object, ...], kwargs: dict[str, object] | None = None
+    ) -> None:
+        """Note a call.
+
+        Raises:
+            CorruptError: nothing that might be called.
+        """
+        if not isinstance(fn, (Global, Inert)):
+            _not_a("callable", fn)
+        self._uses.update(uses_of_call(how, fn, args, kwargs))
+
+    def _note_hooks(self, target: Inert) -> None:
+        """Note what an object of this state calls when it gets another one, or is appended to."""
+        if target.state is not NO_STATE:
+            self._uses.update(uses_of_state(target.state))
+
+    def _note_persistent(self, value: object) -> None:
+        """Note the class in a persistent id, once."""
+        if type(value) is tuple and len(value) > 1 and type(value[1]) is Global:
+            self._called.add(id(value[1]))
+        else:
+            self._uses.update(uses_of_persistent(value))
+
+    def _change(self, wanted: str, target: object) -> NoReturn:
+        """Note that a pickle changes what it should only name, which is refused.
+
+        Raises:
+            CorruptError: always.
+        """
+        if type(target) is Global:
+            self._uses.add(Use(target, "changed"))
+        _not_a(wanted, target)
+
+    def _build(self, target: object, state: object) -> None:
+        """BUILD of something that is not a fresh record."""
+        build = getattr(type(target), "build", None)
+        if build is not None:
+            build(target, state)
+            return
+        if not isinstance(target, Inert):
+            self._change("record", target)
+        self._note_hooks(target)
+        if type(target.state) is not dict or type(state) is not dict:
+            raise CorruptError(f"malformed pickle: the state of a {target.class_name} is set twice")
+        target.state = {**target.state, **state}
+
+    def _refuse(self, op: int) -> NoReturn:
+        name = _REFUSED.get(op)
+        if name is None:
+            raise CorruptError(f"malformed pickle: opcode {op:#04x} is not known")
+        if op in _EXTENSIONS:
+            self._uses.add(use_of_extension())
+        raise UnsafeError(f"the pickle uses {name}", hint="do not trust this file; no checkpoint needs that")
 
     def _too_many(self) -> NoReturn:
         raise UnsafeError(
@@ -487,9 +579,20 @@ class Machine:
             if hook is not None:
                 self._makers[id(found)] = hook
             action = hook or self._forms.get((module, name)) or self._copyreg(module, name)
+            if found == LOAD_FROM_BYTES or handed(module, name):
+                action = self._noted(found, action)
             if action is not None:
                 self._actions[id(found)] = action
         return found
+
+    def _noted(self, fn: Global, action: Hook | None) -> Hook:
+        """Return the action of a function that calls its arguments: it notes those as well."""
+
+        def noted(*args: object) -> object:
+            self._uses.update(uses_of_call("reduce", fn, args, None))
+            return NotImplemented if action is None else action(*args)
+
+        return noted
 
     def _copyreg(self, module: str, name: str) -> Hook | None:
         """The functions of copyreg by which protocols 0 and 1 make objects, as the NEWOBJ that they mean."""
@@ -509,43 +612,17 @@ class Machine:
     def _made(self, fn: object, args: tuple[object, ...], *, how: str | None = None) -> object:
         """What instantiating ``fn`` gives; ``how`` as for INST and OBJ if it is None."""
         how = how or ("reduce" if args else "newobj")
+        self._check_callable(how, fn, args)
         action = (self._makers if how == "newobj" else self._actions).get(id(fn))
         if action is not None:
             value = action(*args)
             if value is not NotImplemented:
                 return value
-        _check_callable(fn)
         return Inert(how, fn, args)
-
-
-def _build(target: object, state: object) -> None:
-    """BUILD of something that is not a fresh record."""
-    build = getattr(type(target), "build", None)
-    if build is not None:
-        build(target, state)
-        return
-    if not isinstance(target, Inert):
-        _not_a("record", target)
-    if type(target.state) is not dict or type(state) is not dict:
-        raise CorruptError(f"malformed pickle: the state of a {target.class_name} is set twice")
-    target.state = {**target.state, **state}
-
-
-def _check_callable(fn: object) -> None:
-    """Raises CorruptError unless ``fn`` stands for something that might be called."""
-    if not isinstance(fn, (Global, Inert)):
-        _not_a("callable", fn)
 
 
 def _not_a(wanted: str, found: object) -> NoReturn:
     raise CorruptError(f"malformed pickle: a {type(found).__name__} where a {wanted} is needed")
-
-
-def _refuse(op: int) -> NoReturn:
-    name = _REFUSED.get(op)
-    if name is None:
-        raise CorruptError(f"malformed pickle: opcode {op:#04x} is not known")
-    raise UnsafeError(f"the pickle uses {name}", hint="do not trust this file; no checkpoint needs that")
 
 
 _REFUSED = {
@@ -556,3 +633,4 @@ _REFUSED = {
     0x97: "an out-of-band buffer (NEXT_BUFFER)",
     0x98: "an out-of-band buffer (READONLY_BUFFER)",
 }
+_EXTENSIONS = frozenset((0x82, 0x83, 0x84))

@@ -1,42 +1,99 @@
-"""Which names in a pickle are known to be harmless, which are known to be attacks.
+"""What is to be thought of a name in a pickle, and of what the pickle does with it.
 
-Nothing is ever looked up or called, so this is not what keeps a reader safe: it is what ``ckpt`` says about a file.
-"known" names stand in checkpoints that real software wrote; "dangerous" ones run commands, read files or load code
-when another program unpickles the file.
+Nothing is ever looked up or called, so this is not what keeps a reader safe: it is what ``ckpt`` says about a file that
+other programs would unpickle.
 
-Source: SAFETY.md 2.1 (names in real files), gold/FINDINGS.md 6; the deny-list follows the modules that picklescan,
-fickling and modelscan name, which is never complete: everything else is "unknown".
+- ``known``: a constructor of plain data (``layouts/pickles.toml``), which conversions keep.
+- ``unknown``: harmless to load or only mentioned, but nothing that a conversion understands; or of a module that nobody
+  knows (``known_packages``), which only its user can judge.
+- ``dangerous``: a callable of a known package that is not on the list of harmless ones and is called, and whatever is
+  named that runs commands, reads files or loads code. The list of the latter follows the modules that picklescan,
+  fickling and modelscan name. It is never complete, which is why it does not decide what may be called.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Literal
 
-from core.dtypes import BY_STORAGE, DTYPES
 from core.inert import Global, walk
+from core.known_packages import is_known_package
+from core.pickle_table import constructor
+from core.pickle_uses import How, Use
 
 Verdict = Literal["known", "unknown", "dangerous"]
 
 
-def classify(found: Global) -> Verdict:
-    """What is known of a name."""
-    module, name = found.module, found.name
-    if (module, name) in _KNOWN_PAIRS:
-        return "known"
-    head, _, attribute = name.partition(".")
-    if attribute and "." not in attribute and (module, head) in _KNOWN_ENUMS and attribute.isupper():
-        return "known"
-    parts = [*module.split("."), *name.split(".")]
-    if parts[0] in _DANGEROUS_MODULES or any(part in _DANGEROUS_PARTS for part in parts[1:]):
+_ALLOWED = {"name": ("named",), "make": ("named", "made"), "call": ("named", "made", "called")}
+"""What a row of the table allows."""
+
+
+def judge(use: Use) -> Verdict:
+    """Return the verdict on a name and what is done with it."""
+    return classify(use.name, use.how)
+
+
+@lru_cache(maxsize=1 << 16)
+def classify(name: Global, how: How = "named") -> Verdict:
+    """Return the verdict on a name.
+
+    Args:
+        how: what is done with it; by itself a name is only mentioned.
+    """
+    if how == "unread":
         return "dangerous"
-    if (module, head) in _DANGEROUS_PAIRS or any(part.startswith("__") and part.endswith("__") for part in parts):
+    row = constructor(name.module, name.name)
+    if row is not None and how in _ALLOWED[row.may]:
+        return "known" if row.is_data else "unknown"
+    head, _, attribute = name.name.partition(".")
+    if how == "named" and attribute.isupper() and "." not in attribute and _is_enum(name.module, head):
+        return "known"
+    if _is_listed(name, head):
+        return "dangerous"
+    if how == "named":
+        return "unknown"
+    if how == "changed" or is_known_package(name.module) or _leads_through_a_module(name):
         return "dangerous"
     return "unknown"
 
 
+def is_foreign(use: Use) -> bool:
+    """Return whether nobody but its user can know what a name is: of an unknown module, and not dangerous for sure."""
+    return not is_known_package(use.name.module) and judge(use) == "unknown"
+
+
+def dangerous_uses(uses: Iterable[Use]) -> set[Use]:
+    """Return those that must not be loaded."""
+    return {use for use in uses if judge(use) == "dangerous"}
+
+
 def globals_of(tree: object) -> set[Global]:
-    """Every name in an inert tree."""
+    """Return every name in an inert tree."""
     return {node for node in walk(tree) if type(node) is Global}
+
+
+def _is_enum(module: str, name: str) -> bool:
+    row = constructor(module, name)
+    return row is not None and row.is_enum
+
+
+def _is_listed(name: Global, head: str) -> bool:
+    """Return whether a name is known to be an attack, whoever uses it for what."""
+    modules = name.module.split(".")
+    parts = name.name.split(".")
+    inner = modules[1:] if is_known_package(name.module) else []
+    if modules[0] in _DANGEROUS_MODULES or any(part in _DANGEROUS_PARTS for part in (*inner, *parts)):
+        return True
+    own = modules[1:] if modules[0] == "__main__" else modules
+    is_special = any(part.startswith("__") and part.endswith("__") for part in (*own, *parts))
+    return is_special or (name.module, head) in _DANGEROUS_PAIRS
+
+
+def _leads_through_a_module(name: Global) -> bool:
+    """Return whether a dotted name does not go from class to class: then it may leave the module it begins in."""
+    *heads, _ = name.name.split(".")
+    return any(not part.lstrip("_")[:1].isupper() for part in heads)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -46,94 +103,6 @@ def _words(text: str) -> frozenset[str]:
 def _pairs(table: dict[str, str]) -> frozenset[tuple[str, str]]:
     return frozenset((module, name) for module, names in table.items() for name in names.split())
 
-
-_KNOWN_ENUMS = _pairs(
-    {
-        "megatron.core.enums": "ModelType Fp8Recipe Fp4Recipe",
-        "megatron.model.enums": "ModelType AttnMaskType AttnType LayerType",
-        "megatron.core.transformer.enums": (
-            "AttnBackend AttnMaskType AttnType LayerType ModelType CudaGraphScope CudaGraphModule "
-            "InferenceCudaGraphScope"
-        ),
-        "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
-        "signal": "Signals",
-        "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
-        "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING",
-        "torch.distributed.checkpoint.planner": "WriteItemType",
-    }
-)
-
-_KNOWN_PAIRS = _KNOWN_ENUMS | _pairs(
-    {
-        "_codecs": "encode",
-        "argparse": "Namespace",
-        "types": "SimpleNamespace",
-        "collections": "OrderedDict defaultdict deque Counter",
-        "builtins": "object set frozenset bytes bytearray complex slice range dict list tuple int float str bool",
-        "_operator": "or_",
-        "copyreg": "_reconstructor __newobj__ __newobj_ex__",
-        "datetime": "datetime date time timedelta timezone",
-        "decimal": "Decimal",
-        "fractions": "Fraction",
-        "uuid": "UUID",
-        "random": "Random",
-        "_io": "BytesIO",
-        "io": "BytesIO",
-        "pathlib": "PosixPath PurePosixPath WindowsPath PureWindowsPath Path",
-        "pathlib._local": "PosixPath PurePosixPath WindowsPath PureWindowsPath Path",
-        "numpy": "ndarray dtype bool_ float64 float32 float16 int64 int32 int16 int8 uint64 uint32 uint16 uint8",
-        "numpy.core.multiarray": "_reconstruct scalar",
-        "numpy._core.multiarray": "_reconstruct scalar",
-        "numpy.core.numeric": "_frombuffer",
-        "numpy._core.numeric": "_frombuffer",
-        "numpy.dtypes": (
-            "Float64DType Float32DType Float16DType Int64DType Int32DType Int16DType Int8DType UInt64DType UInt32DType "
-            "UInt16DType UInt8DType BoolDType"
-        ),
-        "numpy.random._pickle": "__randomstate_ctor __generator_ctor __bit_generator_ctor",
-        "torch": (
-            "Size Tensor device Generator per_tensor_affine per_channel_affine strided sparse_coo sparse_csr "
-            "contiguous_format channels_last preserve_format"
-        ),
-        "torch._C": "Generator _VariableFunctions",
-        "torch._utils": (
-            "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state "
-            "_rebuild_qtensor _rebuild_sparse_tensor _rebuild_meta_tensor_no_storage _rebuild_nested_tensor "
-            "_rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor"
-        ),
-        "torch._tensor": "_rebuild_from_type_v2 Tensor",
-        "torch.nn.parameter": "Parameter Buffer",
-        "torch.storage": "UntypedStorage TypedStorage _TypedStorage _UntypedStorage",
-        "torch.serialization": "_get_layout",
-        "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties ShardedTensorMetadata",
-        "torch.distributed._shard.metadata": "ShardMetadata",
-        "torch.distributed.checkpoint.metadata": (
-            "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex "
-            "StorageMeta"
-        ),
-        "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-        "torch.distributed.checkpoint._hf_utils": "_HFStorageInfo",
-        "torch.distributed.checkpoint.hf_storage": "_HFStorageInfo",
-        "torch.distributed.checkpoint.planner": "SavePlan WriteItem TensorWriteData BytesIOWriteData",
-        "torch.distributed.tensor": "DTensor",
-        "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
-        "torch.distributed.tensor.placement_types": "Shard Replicate Partial _StridedShard",
-        "torch.distributed._tensor.placement_types": "Shard Replicate Partial _Partial DTensorSpec TensorMeta",
-        "torch.distributed._tensor.api": "DTensor",
-        "torch.distributed.device_mesh": "DeviceMesh",
-        "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
-        "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
-        "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
-        "megatron.core.optimizer": "OptimizerConfig",
-        "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
-        "deepspeed.runtime.zero.config": "ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment": "fragment_address",
-        "torch.distributed.fsdp": "ShardingStrategy",
-        "torch.distributed.fsdp.api": "ShardingStrategy",
-        "transformers.training_args": "TrainingArguments",
-    }
-)
-_KNOWN_PAIRS |= {("torch", name) for name in (*DTYPES, *BY_STORAGE)}
 
 _DANGEROUS_MODULES = _words(
     """

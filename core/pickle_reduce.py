@@ -122,6 +122,18 @@ def _complex(*args: object) -> object:
     return NotImplemented
 
 
+def is_type_with_arguments(fn: object, args: tuple[object, ...]) -> bool:
+    """Return whether a call is ``typing.List[int]`` or its like, which makes a type."""
+    return fn == _GETITEM and len(args) == 2 and type(args[0]) is Global and args[0].module == "typing"
+
+
+def _type_with_arguments(*args: object) -> object:
+    return Inert("reduce", _GETITEM, args) if is_type_with_arguments(_GETITEM, args) else NotImplemented
+
+
+_GETITEM = Global("_operator", "getitem")
+
+
 def normal_forms(
     guard: KeyGuard, named: Callable[[str, str], Global], folds: set[bool]
 ) -> dict[Name, Callable[..., object]]:
@@ -155,6 +167,10 @@ def normal_forms(
         folds.add(False)
         return NotImplemented
 
+    def a_type(*args: object) -> object:
+        """``type(None)``, as pickles of annotations have it."""
+        return named("types", "NoneType") if args == (None,) else NotImplemented
+
     def an_ordered_dict(*args: object) -> object:
         """An empty inert OrderedDict, or one of a list of pairs (as Python 2 wrote it)."""
         made = Inert("reduce", Global("collections", "OrderedDict"))
@@ -176,6 +192,8 @@ def normal_forms(
         ("builtins", "set"): a_set,
         ("builtins", "frozenset"): a_frozenset,
         ("builtins", "getattr"): an_attribute,
+        ("builtins", "type"): a_type,
+        ("_operator", "getitem"): _type_with_arguments,
         ("collections", "OrderedDict"): an_ordered_dict,
     }
 

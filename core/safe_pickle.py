@@ -24,12 +24,14 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from traceback import clear_frames
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
-from core.inert import NO_STATE, Global, Inert
+from core.inert import NO_STATE, Inert
 from core.pickle_machine import Hook, Limits, Machine
-from core.pickle_names import classify, globals_of
+from core.pickle_names import classify, globals_of, judge
 from core.pickle_reduce import Name
+from core.pickle_uses import Use
 
 __all__ = [
     "DEFAULT_LIMITS",
@@ -37,15 +39,16 @@ __all__ = [
     "classify",
     "gc_paused",
     "globals_of",
+    "judge",
     "load",
     "load_next",
-    "note_names",
-    "noting_names",
+    "note_uses",
+    "noting_uses",
 ]
 
 DEFAULT_LIMITS = Limits()
 
-_noted: ContextVar[set[Global] | None] = ContextVar("names of the pickles that are read", default=None)
+_noted: ContextVar[set[Use] | None] = ContextVar("uses of names in the pickles that are read", default=None)
 
 
 def load(
@@ -91,6 +94,7 @@ def load_next(
     For streams of several pickles. Arguments and errors are those of ``load``.
     """
     machine = Machine(persistent_load, hooks or {}, limits)
+    value: object = None
     try:
         with gc_paused():
             value, stop = machine.run(data if type(data) is bytes else bytes(data), start)
@@ -98,6 +102,8 @@ def load_next(
                 _check_depth(value, limits.max_depth)
         return value, stop
     except CheckpointingException as err:
+        value = None
+        clear_frames(err.__traceback__)  # an error that is kept must not keep millions of objects
         if err.file is None:
             err.file = label
         raise
@@ -110,30 +116,34 @@ def load_next(
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, LookupError) as err:
         raise _malformed(label, machine.at, err) from err
     finally:
-        note_names(machine.names)
+        note_uses(machine.uses)
 
 
 @contextmanager
-def noting_names() -> Iterator[set[Global]]:
-    """Collects the names of all pickles that this thread reads in the block, also of what a pickle drops again.
+def noting_uses(*, passes_on: bool = True) -> Iterator[set[Use]]:
+    """Collect what the pickles that this thread reads in the block do with names, also with those they drop again.
 
     A tree does not tell them all: a call whose result is popped from the stack, or handed to something that does not
     keep it, would run in another reader all the same.
+
+    Args:
+        passes_on: to the block around this one.
     """
-    found: set[Global] = set()
-    token = _noted.set(found)
+    uses: set[Use] = set()
+    token = _noted.set(uses)
     try:
-        yield found
+        yield uses
     finally:
         _noted.reset(token)
-        note_names(found)
+        if passes_on:
+            note_uses(uses)
 
 
-def note_names(names: Iterable[Global]) -> None:
-    """Adds to what ``noting_names`` collects."""
+def note_uses(uses: Iterable[Use]) -> None:
+    """Add to what ``noting_uses`` collects."""
     noted = _noted.get()
     if noted is not None:
-        noted.update(names)
+        noted.update(uses)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from core.store import files_below
 
 if TYPE_CHECKING:
     from core.open import Checkpoint
+    from core.pickle_uses import Use
     from core.store import ReadStore
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
@@ -344,33 +345,56 @@ def _has_flattened(catalog: Catalog) -> bool:
 
 def _warnings(checkpoint: Checkpoint) -> list[str]:
     """Code that the pickles name and nobody should run; nothing is run here, but others would."""
-    from core.safe_pickle import classify, globals_of
+    from core.formats.torch_nested import uses_in, with_nested
+    from core.pickle_names import is_foreign, judge
 
     values = [item.value for item in checkpoint.catalog.objects.values()]  # walked as one: ranks share most of theirs
-    named = checkpoint.named | globals_of(values) | _named_by_streams(checkpoint)
-    dangerous = {str(name) for name in named if classify(name) == "dangerous"}
-    if not dangerous:
-        return []
-    return [f"WARNING: it names {', '.join(sorted(dangerous))}, which torch.load would run; ckpt runs nothing"]
+    uses = with_nested(checkpoint.uses) | uses_in(values) | _used_by_streams(checkpoint)
+    dangerous = {str(use.name) for use in uses if judge(use) == "dangerous"}
+    foreign = {str(use.name) for use in uses if is_foreign(use)}
+    warnings = []
+    if dangerous:
+        warnings.append(f"WARNING: it names {_some(dangerous)}, which torch.load would run; ckpt runs nothing")
+    if foreign:
+        warnings.append(
+            f"WARNING: it needs {_some(foreign)}, unknown code that torch.load would run; ckpt runs nothing"
+        )
+    return warnings
+
+
+def _some(names: set[str]) -> str:
+    """Return the first of many names."""
+    shown = [name[:200] for name in sorted(names)[:_MOST_NAMES]]
+    others = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {others} others" if others else "")
+
+
+_MOST_NAMES = 20
 
 
 _MOST_STREAMS = 512
 """Objects with a stream of their own that are read for their names."""
 
 
-def _named_by_streams(checkpoint: Checkpoint) -> set[Global]:
-    """Names in the first objects that have streams of their own."""
-    from core.safe_pickle import noting_names
+def _used_by_streams(checkpoint: Checkpoint) -> set[Use]:
+    """What the first objects that have streams of their own do with names."""
+    from core.formats.torch_nested import uses_of_stream
 
     catalog = checkpoint.catalog
     raw = [item for item in catalog.objects.values() if item.raw_key is not None][:_MOST_STREAMS]
-    with noting_names() as named:
-        for item in raw:
-            stream = catalog.fragments(item.raw_key or "")[0].array
+    uses: set[Use] = set()
+    for item in raw:
+        stream = catalog.fragments(item.raw_key or "")[0].array
+        extent = None if stream is None else stream.extent
+        if (
+            stream is not None
+            and extent is not None
+            and extent.encoding is None
+            and stream.n_bytes <= _MAX_STREAM_BYTES
+        ):
             with suppress(CheckpointingException):
-                if stream is not None and stream.n_bytes <= _MAX_STREAM_BYTES:
-                    load_object(checkpoint.store, stream, key=item.key)
-    return named
+                uses |= uses_of_stream(checkpoint.store, extent.file, extent.offset, stream.n_bytes)
+    return uses
 
 
-_MAX_STREAM_BYTES = 1 << 20
+_MAX_STREAM_BYTES = 64 << 20

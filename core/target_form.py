@@ -18,7 +18,7 @@ from core.job_sizes import target_topology
 from core.layout import load_rules, shard, stack
 from core.objects import loaded, refuse_hidden, vetted
 from core.open import Checkpoint
-from core.safe_pickle import noting_names
+from core.safe_pickle import noting_uses
 from core.target import partitioned, source_and_target
 
 
@@ -29,9 +29,9 @@ def with_objects_loaded(source: Checkpoint) -> Checkpoint:
         CheckpointingException: a stream is damaged.
         UnsafeError: a pickle names something dangerous that none of the objects shows.
     """
-    with noting_names() as named:
+    with noting_uses() as uses:
         source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
-    refuse_hidden(source.named | named, source.catalog)
+    refuse_hidden(source.uses | uses, source.catalog)
     return source
 
 

@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         ),
         *("core.encoding", "core.decoded", "core.json_object", "core.crew", "core.team"),
         *("core.agreement", "core.worker_figures", "core.device_*"),
-        *("core.safe_pickle", "core.pickle_*"),
+        *("core.safe_pickle", "core.pickle_*", "core.known_packages"),
         *("core.live", "core.share"),
         *("core.fingerprint", "core.fingerprint_kernel", "core.fingerprint_sums"),
         *("core.skeleton", "core.plain", "core.cast", "core.checksum", "core.coverage", "core.gather"),

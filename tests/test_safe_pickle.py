@@ -32,7 +32,8 @@ from hypothesis import strategies as st
 from core import safe_pickle
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
 from core.inert import NO_STATE, Global, Inert, Persistent, as_mapping, attributes, walk
-from core.safe_pickle import Limits, classify, globals_of, load, load_next, noting_names
+from core.pickle_uses import Use, names_of
+from core.safe_pickle import Limits, classify, globals_of, load, load_next, noting_uses
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -318,10 +319,11 @@ def test_every_pickle_of_the_golden_checkpoints_is_read_without_torch_and_numpy(
             archive.writestr(str(number), data[start:stop])
     code = (
         "import sys, zipfile\n"
-        "from core.safe_pickle import classify, globals_of, load\n"
+        "from core.pickle_uses import uses_in_tree\n"
+        "from core.safe_pickle import judge, load\n"
         "archive = zipfile.ZipFile(sys.argv[1])\n"
         "trees = [load(archive.read(name), label=name) for name in archive.namelist()]\n"
-        "unknown = {str(g) for tree in trees for g in globals_of(tree) if classify(g) != 'known'}\n"
+        "unknown = {str(use) for tree in trees for use in uses_in_tree(tree) if judge(use) != 'known'}\n"
         "heavy = {'torch', 'numpy', 'zarr', 'tensorstore', 'megatron'} & set(sys.modules)\n"
         "print(len(trees), unknown or '', heavy or '')\n"
     )
@@ -425,11 +427,12 @@ def test_no_gadget_runs_and_only_the_projects_errors_escape(tmp_path: Path) -> N
 
 def test_names_are_noted_also_where_the_pickle_drops_them() -> None:
     dropped = b"\x80\x02cposix\nsystem\n" + text("id") + b"\x85R0N."
-    with noting_names() as outer:
-        with noting_names() as inner:
+    with noting_uses() as outer:
+        with noting_uses() as inner:
             assert load(dropped, label="x") is None
         assert load(pickle.dumps(Colour.RED, 2), label="y") is not None
-    assert inner == {Global("posix", "system")}
+    system = Global("posix", "system")
+    assert inner == {Use(system), Use(system, "called")}
     assert inner < outer
 
 
@@ -438,15 +441,15 @@ def test_getattr_is_noted_only_where_it_makes_no_name() -> None:
     odd = b"c__builtin__\ngetattr\nK\x01" + text("real") + b"\x86R0"
     getattr_name = Global("builtins", "getattr")
     for data, is_noted in ((member + b".", False), (b"\x80\x02" + odd + b"N.", True), (member + odd + b".", True)):
-        with noting_names() as names:
+        with noting_uses() as uses:
             load(data, label="x")
-        assert (getattr_name in names) == is_noted
+        assert (getattr_name in names_of(uses)) == is_noted
 
 
 def test_names_before_an_error_are_noted() -> None:
-    with noting_names() as names, pytest.raises(CheckpointingException):
+    with noting_uses() as uses, pytest.raises(CheckpointingException):
         load(b"\x80\x02cposix\nsystem\n\x82", label="x")
-    assert names == {Global("posix", "system")}
+    assert Use(Global("posix", "system")) in uses
 
 
 def test_the_gadgets_are_real(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from core.device import Device
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 from core.formats import Format
-from core.inert import Global
 from core.layout_rules import Rules
 from core.open import FILL, Checkpoint
+from core.pickle_uses import Use
 from core.recorded import Recorded, recorded
-from core.safe_pickle import noting_names
+from core.safe_pickle import noting_uses
 from core.scan import DEFAULT_MEMORY_BYTES, Progress
 from core.store import LocalStore
 from core.team import ALONE, Team
@@ -103,7 +103,7 @@ class Subject:
         """What its manifest says; None if there is none."""
         return recorded(self.store.root, entry=self.store.entry)
 
-    _named: set[Global] = field(default_factory=set)
+    _uses: set[Use] = field(default_factory=set)
 
     @property
     def deep(self) -> Deep:
@@ -152,7 +152,7 @@ class Subject:
         if self.format is None:
             return None
         is_sample = self.level == Level.METADATA and self.format.sample is not None
-        with noting_names() as names:
+        with noting_uses() as uses:
             try:
                 read = self.format.sample if is_sample and self.format.sample else self.format.read
                 return read(self.store)
@@ -160,13 +160,13 @@ class Subject:
                 self.failure = self.failure or err
                 return None
             finally:
-                self._named |= names
+                self._uses |= uses
 
     @property
-    def named(self) -> Set[Global]:
-        """Names that the pickles have which were read for the metadata."""
+    def uses(self) -> Set[Use]:
+        """What the pickles that were read for the metadata do with names."""
         _ = self.catalog
-        return self._named
+        return self._uses
 
     @cached_property
     def salvaged(self) -> Salvaged:

@@ -34,8 +34,12 @@ _NUMBERS = re.compile(r"\d+")
 _SMALL_BYTES = 1 << 20
 
 
-def torch_files(subject: Subject) -> Iterator[str]:
-    """The files of ``torch.save`` that are to be opened at the subject's level; empty ones are left out."""
+def torch_files(subject: Subject, *, or_others: bool = False) -> Iterator[str]:
+    """The files of ``torch.save`` that are to be opened at the subject's level; empty ones are left out.
+
+    Args:
+        or_others: also what is only called like one, and may be a pickle that torch would run.
+    """
     seen: set[tuple[str, int]] = set()
     for name, size in subject.files.items():
         if size == 0 or not (_ALWAYS.search(name) or _PERHAPS.search(name) or name == subject.store.entry):
@@ -44,7 +48,7 @@ def torch_files(subject: Subject) -> Iterator[str]:
         if subject.level == Level.METADATA and alike in seen:
             continue
         seen.add(alike)
-        if _is_torch(subject, name, size):
+        if or_others or _is_torch(subject, name, size):
             yield name
 
 

@@ -1,8 +1,9 @@
 """CK601–CK606: what other software would do with these files that nobody wants, by name; nothing is done here.
 
 Every pickle is read by the inert reader: those of ``.metadata``, of the files of ``torch.save``, of objects that have
-streams of their own, and of streams inside bytes; also what a pickle drops again counts. Which names are dangerous is
-a matter of a list (``core.pickle_names``), which is never complete; unknown names are noted.
+streams of their own, and of streams inside bytes; also what a pickle drops again counts. A pickle may call the harmless
+constructors of a list (``layouts/pickles.toml``). Any other callable of a known package is an error, whatever it does;
+what belongs to a module that nobody knows is a warning.
 
 At the lowest level, one of the files that are called alike and have one size is read, and some hundred objects.
 """
@@ -18,14 +19,21 @@ from core.checks.subject import Subject
 from core.checks.torch_zips import torch_files
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
-from core.formats.torch_nested import names_of_stream
+from core.formats.torch_legacy import MAX_PICKLE_BYTES
+from core.formats.torch_nested import uses_in, uses_of_stream, with_nested
 from core.inert import Global
-from core.safe_pickle import classify
+from core.pickle_names import is_foreign, judge
+from core.pickle_uses import How, Use
 
 _OTHERS = "read it with software that builds no objects, and find out who wrote it"
 
-DANGEROUS = Code("CK601", Severity.ERROR, "a pickle names code that nobody should run", _OTHERS)
-UNKNOWN = Code("CK602", Severity.NOTE, "a pickle names classes that are not known", "load it only if you trust it")
+DANGEROUS = Code("CK601", Severity.ERROR, "a pickle calls or names code that nobody should run", _OTHERS)
+UNKNOWN = Code(
+    "CK602",
+    Severity.WARNING,
+    "a pickle needs code of a module that is not known",
+    "load it only if you know and trust that module",
+)
 PROGRAM = Code("CK603", Severity.WARNING, "a program lies among the weights", "remove it, if you did not put it there")
 LEADS_OUT = Code("CK604", Severity.NOTE, "a link leads out of the checkpoint", "copy the file itself along")
 ODD_NAME = Code("CK605", Severity.WARNING, "a file's name is no printable text", "rename it, or remove it")
@@ -39,7 +47,6 @@ _MOST_OBJECTS = 256
 _MOST_SHOWN = 50
 """Names, and places of a dangerous one, that are findings of their own."""
 _BARE_PICKLE = re.compile(r"(^|/)(\.metadata(\.tmp)?|[^/]*\.(pkl|pickle))$")
-_MAX_BARE_BYTES = 64 << 20
 _METADATA = ".metadata"
 _PROGRAM = re.compile(r"\.(so(\.\d+)*|dll|exe|dylib|pyd|sh|bash|bat|cmd|ps1|jar|pyc|vbs|scr|msi|com)$", re.IGNORECASE)
 _BLOBS = re.compile(r"(^|/)blobs/[0-9a-f]{40,64}$")
@@ -50,38 +57,56 @@ Place = tuple[str, str | None]
 
 
 def pickled_names(subject: Subject) -> Iterator[Finding]:
-    """CK601, CK602: dangerous names wherever they stand, unknown ones each once."""
-    places: dict[Global, list[Place]] = {}
-    for place, names in _named(subject):
-        for name in names:
-            places.setdefault(name, []).append(place)
-    dangerous = sorted((name for name in places if classify(name) == "dangerous"), key=str)
-    for name in dangerous[:_MOST_SHOWN]:
-        for file, key in places[name][:_MOST_SHOWN]:
-            message = f"{str(name)[:200]} is named, which would run code in software that unpickles it"
+    """CK601, CK602: dangerous names wherever they stand, those of unknown modules each once."""
+    dangerous: dict[Global, dict[Place, Use]] = {}
+    foreign: dict[Global, list[Place]] = {}
+    for place, uses in _used(subject):
+        for use in sorted(uses, key=lambda use: _HOW[use.how]):  # the last one counts
+            if judge(use) == "dangerous":
+                dangerous.setdefault(use.name, {})[place] = use
+            elif is_foreign(use) and place not in foreign.setdefault(use.name, []):
+                foreign[use.name].append(place)
+    for name in sorted(dangerous, key=str)[:_MOST_SHOWN]:
+        for (file, key), use in list(dangerous[name].items())[:_MOST_SHOWN]:
+            message = f"{str(name)[:200]} {_DONE[use.how]}"
             yield DANGEROUS.finding(message, file=file, key=key, found=str(name)[:200])
-    unknown = sorted((name for name in places if classify(name) == "unknown"), key=str)
-    for number, name in enumerate(unknown[:_MOST_SHOWN], 1):
-        (file, key), *others = places[name]
-        message = f"{str(name)[:200]} is named" + (f", and at {len(others)} other places" if others else "")
-        if number == _MOST_SHOWN < len(unknown):
-            message += f"; so are {len(unknown) - number} other unknown names"
+    names = sorted(foreign, key=str)
+    for number, name in enumerate(names[:_MOST_SHOWN], 1):
+        (file, key), *others = foreign[name]
+        message = f"{str(name)[:200]} is needed" + (f", and at {len(others)} other places" if others else "")
+        if number == _MOST_SHOWN < len(names):
+            message += f"; so are {len(names) - number} other names of unknown modules"
         yield UNKNOWN.finding(message, file=file, key=key, found=str(name)[:200])
 
 
-def _named(subject: Subject) -> Iterator[tuple[Place, set[Global]]]:
-    """The names of every stream, and last those that only the reader of the metadata saw."""
-    seen: set[Global] = set()
+_DONE: dict[How, str] = {
+    "named": "is named, which would run code in software that unpickles it",
+    "made": "is instantiated, and is none of the classes that are known to be harmless",
+    "called": "is called, and is none of the functions that are known to be harmless",
+    "changed": "gets attributes or items, which changes it for the whole program that unpickles it",
+    "unread": "unpickles bytes that are refused or nested too deeply to be looked into",
+}
+_HOW: dict[How, int] = {how: number for number, how in enumerate(_DONE)}
+
+
+def _used(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
+    """What each stream does with names, and last what only the reader of the metadata saw."""
+    seen: set[Use] = set()
     for file, start, n_bytes, key in _streams(subject):
         try:
-            names = names_of_stream(subject.store, file, start, n_bytes)
+            uses = uses_of_stream(subject.store, file, start, n_bytes)
         except CheckpointingException:  # other checks say it
             continue
-        seen |= names
-        yield (file, key), names
-    rest = {name for name in subject.named if classify(name) == "dangerous"} - seen
-    if rest:
-        yield (_METADATA if _METADATA in subject.files else subject.store.label, None), rest
+        if subject.is_explained(file):
+            uses = {use for use in uses if use.how != "unread"}
+        seen |= uses
+        yield (file, key), uses
+    uses = with_nested(subject.uses)
+    if subject.catalog is not None:
+        uses |= uses_in(
+            [[item.value for item in subject.catalog.objects.values()], subject.catalog.attrs.get("common")]
+        )
+    yield (_METADATA if _METADATA in subject.files else subject.store.label, None), uses - seen
 
 
 def _streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:
@@ -89,10 +114,10 @@ def _streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:
     catalog = subject.catalog
     for name, size in subject.files.items():
         is_read = name == _METADATA and catalog is not None
-        if not is_read and _BARE_PICKLE.search(name) and 0 < size <= _MAX_BARE_BYTES:
+        if not is_read and _BARE_PICKLE.search(name) and 0 < size <= MAX_PICKLE_BYTES:
             yield name, 0, size, None
-    for name in torch_files(subject):
-        if not (_BARE_PICKLE.search(name) and subject.files[name] <= _MAX_BARE_BYTES):  # those have been yielded
+    for name in torch_files(subject, or_others=True):
+        if not (_BARE_PICKLE.search(name) and subject.files[name] <= MAX_PICKLE_BYTES):  # those have been yielded
             yield name, 0, subject.files[name], None
     raw = [] if catalog is None else [item for item in catalog.objects.values() if item.raw_key is not None]
     for item in raw if subject.level > Level.METADATA else raw[:_MOST_OBJECTS]:

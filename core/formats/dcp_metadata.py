@@ -60,7 +60,9 @@ from core.formats.dcp_records import (
     read_by_machine,
 )
 from core.inert import Global
-from core.safe_pickle import classify, gc_paused, globals_of, note_names
+from core.pickle_names import dangerous_uses
+from core.pickle_uses import Use, uses_in_tree
+from core.safe_pickle import gc_paused, judge, note_uses
 from core.store import checked_name
 
 __all__ = [
@@ -174,9 +176,13 @@ def _pack(data: bytes) -> bytes:
     )
 
 
-def _unpack(packed: bytes) -> DcpMetadata:
+def _unpack(packed: bytes) -> DcpMetadata | None:
+    """What the parent makes of it; None if a name must be looked at more closely, as it may be called."""
     names, tensors, objects, columns, plain = marshal.loads(packed)
-    note_names(Global(module, name) for module, name in names)
+    uses = [Use(Global(module, name), "called") for module, name in names]
+    if any(judge(use) != "known" for use in uses):
+        return None
+    note_uses(uses)
     fields: dict[str, Any] = dict(zip(_PLAIN, plain, strict=True))
     fields.update((name, array("q", raw)) for name, raw in zip(_COLUMNS, columns, strict=True))
     return DcpMetadata(
@@ -197,7 +203,7 @@ class _Reader:
         self._report = report
         if type(root) is not Root:
             what = getattr(root, "class_name", type(root).__name__)
-            if any(classify(name) == "dangerous" for name in globals_of(root)):
+            if dangerous_uses(uses_in_tree(root)):
                 raise UnsafeError(
                     f"the pickle is no checkpoint metadata: it would run {what} when it is loaded",
                     hint="do not load it with anything else, and find out who wrote it",

@@ -27,7 +27,7 @@ from core.formats.torch_record import refuse_encoded
 from core.formats.torch_tensor import Location, TensorReader, unsupported_kind
 from core.formats.torch_zip import HAS_DESCRIPTOR, LOCAL, LOCAL_SIGNATURE, U32, Archive, check_kind, read_archive
 from core.inert import TensorLeaf
-from core.safe_pickle import classify, load, noting_names
+from core.safe_pickle import judge, load, noting_uses
 
 if TYPE_CHECKING:
     from core.catalog import StoredArray
@@ -209,12 +209,12 @@ def _by_directory(store: ReadStore, file: str, start: int, n_bytes: int) -> tupl
 def _tensor(pickle: bytes, file: str) -> Location:
     """The tensor that is all of a pickle."""
     reader = TensorReader()
-    with noting_names() as names:
+    with noting_uses() as uses:
         value = load(pickle, label=file, hooks=reader.hooks)
-    dangerous = next((name for name in names if classify(name) == "dangerous"), None)
+    dangerous = next((use for use in uses if use.stream is not None or judge(use) == "dangerous"), None)
     if dangerous is not None:
         raise UnsafeError(
-            f"the item names {dangerous}, which would run code when it is loaded",
+            f"the item names {dangerous.name}, which would run code when it is loaded",
             file=file,
             hint="do not load it with anything else, and find out who wrote this checkpoint",
         )

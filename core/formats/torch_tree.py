@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 from core.catalog import Extent, StoredArray, StoredObject
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats.torch_aside import put_back
-from core.formats.torch_legacy import MAGIC, VERSION, read_legacy
+from core.formats.torch_legacy import VERSION, read_legacy
+from core.formats.torch_nested import uses_of_stream
 from core.formats.torch_record import encoded, is_big_endian, pickle_limits, read_pickle, read_record
+from core.formats.torch_stream import stream_kind as stream_kind
 from core.formats.torch_tensor import Hook, Location, TensorReader, unsupported_kind
 from core.formats.torch_zip import Record, check_kind, read_archive
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.pickle_names import dangerous_uses
 from core.pickle_reduce import Name
 from core.safe_pickle import gc_paused, load
 from core.skeleton import MAX_DEPTH, Entry, containers, entries, mapped
@@ -196,38 +199,34 @@ def _inlined(tree: TorchTree, entry: Entry) -> object:
     return tree.objects[entry.leaf.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
 
 
-def stream_kind(store: ReadStore, file: str, start: int, n_bytes: int) -> str | None:
-    """What some bytes look like: ``zip``, ``legacy`` (torch before 1.6), ``tar``, ``pickle``, or None."""
-    head = store.read(file, start, min(n_bytes, 512))
-    if head.startswith(b"PK\x03\x04"):
-        return "zip"
-    if MAGIC.match(head):
-        return "legacy"
-    if head[257:262] == b"ustar":
-        return "tar"
-    if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
-        return "pickle"
-    return None
-
-
 def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) -> str | None:
     """``legacy`` for a stream of before torch 1.6, None for what may be a zip.
 
     Raises:
         UnsupportedError: a tar file of torch 0.1, or a bare pickle.
+        UnsafeError: one of those that would run code when it is loaded.
     """
     kind = stream_kind(store, file, start, n_bytes)
+    if kind == "legacy":
+        return kind
+    if kind not in ("tar", "pickle"):
+        return None
+    dangerous = sorted(str(use.name) for use in dangerous_uses(uses_of_stream(store, file, start, n_bytes)))
+    if dangerous:
+        raise UnsafeError(
+            f"the pickle names {dangerous[0]}, which would run code when it is loaded",
+            file=file,
+            hint="do not load it with anything else, and find out who wrote it",
+        )
     if kind == "tar":
         raise UnsupportedError(
-            "written in the tar format of torch 0.1",
+            "written in the tar format of torch 0.1, which no version of torch loads without running its pickles",
             file=file,
-            hint="load it with torch and save it again: torch.save(torch.load(FILE, weights_only=False), NEW_FILE)",
+            hint="if you trust who wrote it, save its state dict anew with torch 1, where nothing else can be harmed",
         )
-    if kind == "pickle":
-        raise UnsupportedError(
-            "a bare pickle, not a file of torch.save", file=file, hint="load it where it came from and use torch.save"
-        )
-    return kind if kind == "legacy" else None
+    raise UnsupportedError(
+        "a bare pickle, not a file of torch.save", file=file, hint="save it with torch.save where it came from"
+    )
 
 
 @contextmanager

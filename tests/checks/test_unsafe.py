@@ -16,9 +16,10 @@ from core.checks import Level
 from core.convert import Job, run
 from core.errors import CorruptError, UnsafeError
 from core.finding import Finding
-from core.formats.torch_nested import names_in
+from core.formats.torch_nested import uses_in
 from core.inert import Global
 from core.inventory import inventory
+from core.pickle_uses import names_of
 from core.safe_pickle import load
 from core.validate import validate
 
@@ -91,10 +92,10 @@ def test_a_pickle_beside_the_weights_is_looked_into(tmp_path: Path) -> None:
     assert [finding.file for finding in found(tmp_path, "CK601")] == ["scheduler.pkl"]
 
 
-def test_unknown_classes_are_a_note_each_once(tmp_path: Path) -> None:
+def test_classes_of_unknown_modules_are_a_warning_each_once(tmp_path: Path) -> None:
     path = saved(tmp_path / "model.pt", {"w": torch.zeros(2), "a": Own(), "b": Own()})
     (finding,) = found(path, "CK602")
-    assert finding.severity.label == "note"
+    assert finding.severity.label == "warning"
     assert finding.found is not None
     assert finding.found.endswith(".Own")
 
@@ -124,10 +125,10 @@ def test_nested_streams_are_bounded() -> None:
     data = pickle.dumps(Evil(), 2)
     for _ in range(3):
         data = pickle.dumps(data, 2)
-    assert names_in(load(data, label="x")) == {Global("_codecs", "encode"), Global("posix", "system")}
+    assert names_of(uses_in(load(data, label="x"))) == {Global("_codecs", "encode"), Global("posix", "system")}
     for _ in range(10):
         data = pickle.dumps(data, 4)
-    assert Global("posix", "system") not in names_in(load(data, label="x"))
+    assert Global("posix", "system") not in names_of(uses_in(load(data, label="x")))
 
 
 def test_a_giant_of_holes_is_named_and_not_read(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""What a pickle does with the names in it: which it only mentions, and which it calls.
+
+A name that is mentioned is imported by whoever unpickles it, and no more. A name that is called runs. Calls are not
+only those of the opcodes REDUCE, INST, OBJ, NEWOBJ and NEWOBJ_EX: some harmless constructors call what they are given,
+the class in a persistent id is called by old versions of torch, and a BUILD can put a callable where a later opcode
+looks for a method.
+
+Source: CPython 3.11 ``pickle.py``, ``Modules/_pickle.c``; the rows of ``layouts/pickles.toml``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from core.inert import NO_STATE, Global, Inert, Persistent, walk
+from core.pickle_reduce import is_type_with_arguments
+from core.pickle_table import handed
+
+How = Literal["named", "made", "called", "changed", "unread"]
+"""``named``: a value. ``made``: instantiated without ``__init__``. ``called``: with any arguments. ``changed``: the
+class, function or container itself gets items or attributes. ``unread``: called on bytes that were not looked into."""
+
+LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
+_EXTENSION = Global("copyreg", "extension code")
+_HOOKS = frozenset({"append", "extend", "__setstate__"})
+"""Attributes of an instance that the opcodes APPEND, APPENDS and BUILD call."""
+_MAX_NESTING = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A name, and what a pickle does with it.
+
+    Args:
+        stream: the bytes that ``torch.storage._load_from_bytes`` is called on; they are a pickle of their own.
+    """
+
+    name: Global
+    how: How = "named"
+    stream: bytes | None = None
+
+
+def uses_of_call(how: str, fn: object, args: tuple[object, ...], kwargs: Mapping[str, object] | None) -> Iterator[Use]:
+    """Yield what one call uses: its function or class, and what that calls in turn.
+
+    Args:
+        how: as in ``Inert``.
+    """
+    if type(fn) is not Global:
+        yield from _uses_of_value(fn, "called")
+        return
+    if is_type_with_arguments(fn, args):
+        return
+    yield Use(fn, "called" if how == "reduce" else "made")
+    if fn == LOAD_FROM_BYTES:
+        for arg in (*args, *(kwargs or {}).values()):
+            if isinstance(arg, (bytes, bytearray)):
+                yield Use(fn, "called", bytes(arg))
+    for position, handed_how in handed(fn.module, fn.name):
+        values = (args[position],) if position < len(args) else tuple((kwargs or {}).values())
+        for value in values:
+            yield from _uses_of_value(value, handed_how)
+
+
+def uses_of_state(state: object) -> Iterator[Use]:
+    """Yield what is called if an object with this state gets another one, or is appended to."""
+    for part in state if type(state) is tuple else (state,):
+        if type(part) is dict:
+            for name in _HOOKS.intersection(key for key in part if type(key) is str):
+                yield from _uses_of_value(part[name], "called")
+
+
+def uses_of_persistent(value: object) -> Iterator[Use]:
+    """Yield what is called for a persistent id: the class of the storage, or of the module."""
+    kind = value[1] if type(value) is tuple and len(value) > 1 else value
+    yield from _uses_of_value(kind, "called")
+
+
+def use_of_extension() -> Use:
+    """Return the use of a name by its number in copyreg's registry, whatever name that is."""
+    return Use(_EXTENSION, "called")
+
+
+def uses_in_tree(tree: object) -> set[Use]:
+    """Return every use in an inert tree, without those in streams inside it."""
+    uses: set[Use] = set()
+    for node in walk(tree):
+        if type(node) is Global:
+            uses.add(Use(node))
+        elif type(node) is Inert:
+            uses.update(uses_of_call(node.how, node.fn, node.args, node.kwargs))
+            if node.items and node.state is not NO_STATE:
+                uses.update(uses_of_state(node.state))
+        elif type(node) is Persistent:
+            uses.update(uses_of_persistent(node.value))
+    return uses
+
+
+def names_of(uses: Iterable[Use]) -> set[Global]:
+    """Return the names alone."""
+    return {use.name for use in uses}
+
+
+def _uses_of_value(value: object, how: Literal["made", "called"]) -> Iterator[Use]:
+    """Yield the use of what stands where a class or function is called."""
+    if type(value) is Global:
+        yield Use(value, how)
+    elif type(value) is Inert:
+        yield Use(_called_instance(value), "called")
+
+
+def _called_instance(node: Inert) -> Global:
+    """Return the name of what runs if the result of a call is called."""
+    fn: object = node
+    for _ in range(_MAX_NESTING):
+        if type(fn) is not Inert:
+            break
+        fn = fn.fn
+    return Global(fn.module, f"{fn.name}.__call__") if type(fn) is Global else Global("builtins", "object.__call__")
