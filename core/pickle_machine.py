@@ -6,6 +6,7 @@ Source: CPython 3.11 ``pickle.py`` and ``pickletools.py`` (opcode semantics).
 from __future__ import annotations
 
 import struct
+import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -125,6 +126,8 @@ class Machine:
         limits = self._limits
         most = left = limits.objects_of(len(data))
         max_marks = limits.max_marks
+        # without a MARK, every opcode takes at most three values off the stack, and puts one around them
+        max_open = sys.maxsize if limits.max_depth is None else 3 * limits.max_depth
         actions = self._actions
         called = self._called
         made_of = self._made_of
@@ -248,6 +251,8 @@ class Machine:
                     left -= 1
                     if left < 0:
                         self._too_many()
+                    if len(stack) > max_open and not meta:
+                        raise UnsafeError(f"the pickle nests more than {limits.max_depth} levels deep")
                     push({})
                 elif op == 0x29:  # EMPTY_TUPLE
                     push(())
@@ -331,6 +336,8 @@ class Machine:
                     left -= 1
                     if left < 0:
                         self._too_many()
+                    if len(stack) > max_open and not meta:
+                        raise UnsafeError(f"the pickle nests more than {limits.max_depth} levels deep")
                     push([])
                 elif op == 0x47:  # BINFLOAT
                     push(_float(data, i)[0])

@@ -31,13 +31,17 @@ class Constructor:
     is_enum: bool = False
 
 
+_Pattern = tuple[re.Pattern[str], re.Pattern[str], Constructor]
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
     """The rows, by name and by pattern, the packages, and what functions call or make of their arguments."""
 
     packages: frozenset[str]
     exact: dict[Name, Constructor]
-    patterns: tuple[tuple[re.Pattern[str], re.Pattern[str], Constructor], ...]
+    patterns: dict[str, list[_Pattern]]
+    """By the package; ``""`` for those of several."""
     handed: dict[Name, tuple[Handed, ...]]
 
 
@@ -45,9 +49,10 @@ def constructor(module: str, name: str) -> Constructor | None:
     """Return the row of a harmless constructor, or None."""
     table = _table()
     exact = table.exact.get((module, name))
-    if exact is not None or module.partition(".")[0] not in table.packages:
+    package = module.partition(".")[0]
+    if exact is not None or package not in table.packages:
         return exact
-    for module_pattern, name_pattern, row in table.patterns:
+    for module_pattern, name_pattern, row in (*table.patterns.get(package, ()), *table.patterns[""]):
         if name_pattern.fullmatch(name) and module_pattern.fullmatch(module):
             return row
     return None
@@ -68,7 +73,7 @@ def _table() -> _Table:
     parsed = tomllib.loads(files("core").joinpath(_LABEL).read_text(encoding="utf-8"))
     dtypes = Constructor(is_data=True, may="call")
     exact = {("torch", name): dtypes for name in (*DTYPES, *BY_STORAGE)}
-    patterns: list[tuple[re.Pattern[str], re.Pattern[str], Constructor]] = []
+    patterns: dict[str, list[_Pattern]] = {"": []}
     handed_of: dict[Name, tuple[Handed, ...]] = {}
     for kind in ("data", "framework"):
         for line in parsed[kind]:
@@ -76,14 +81,16 @@ def _table() -> _Table:
             for name in line["names"].split():
                 key = line["module"], name
                 if "*" in line["module"] or "*" in name:
-                    patterns.append((_pattern(line["module"], r"[\w.]*"), _name_pattern(name), row))
+                    package = line["module"].partition(".")[0]
+                    listed = patterns.setdefault("" if "*" in package else package, [])
+                    listed.append((_pattern(line["module"], r"[\w.]*"), _name_pattern(name), row))
                 else:
                     exact[key] = row
                 calls: list[Handed] = [(position, "called") for position in line.get("calls", ())]
                 makes: list[Handed] = [(position, "made") for position in line.get("makes", ())]
                 if calls or makes:
                     handed_of[key] = (*calls, *makes)
-    return _Table(frozenset(parsed["packages"].split()), exact, tuple(patterns), handed_of)
+    return _Table(frozenset(parsed["packages"].split()), exact, patterns, handed_of)
 
 
 def _pattern(text: str, star: str) -> re.Pattern[str]:

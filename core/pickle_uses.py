@@ -83,19 +83,25 @@ def use_of_extension() -> Use:
     return Use(_EXTENSION, "called")
 
 
+def uses_of_node(node: object) -> Iterator[Use]:
+    """Yield what one node of an inert tree uses, without what stands below it."""
+    if type(node) is Global:
+        yield Use(node)
+    elif type(node) is Inert:
+        yield from uses_of_call(node.how, node.fn, node.args, node.kwargs)
+        if node.items and node.state is not NO_STATE:
+            yield from uses_of_state(node.state)
+    elif type(node) is Persistent:
+        yield from uses_of_persistent(node.value)
+
+
+USING = frozenset((Global, Inert, Persistent))
+"""Types of the nodes that use names."""
+
+
 def uses_in_tree(tree: object) -> set[Use]:
     """Return every use in an inert tree, without those in streams inside it."""
-    uses: set[Use] = set()
-    for node in walk(tree):
-        if type(node) is Global:
-            uses.add(Use(node))
-        elif type(node) is Inert:
-            uses.update(uses_of_call(node.how, node.fn, node.args, node.kwargs))
-            if node.items and node.state is not NO_STATE:
-                uses.update(uses_of_state(node.state))
-        elif type(node) is Persistent:
-            uses.update(uses_of_persistent(node.value))
-    return uses
+    return {use for node in walk(tree) if type(node) in USING for use in uses_of_node(node)}
 
 
 def names_of(uses: Iterable[Use]) -> set[Global]:

@@ -354,10 +354,12 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
     foreign = {str(use.name) for use in uses if is_foreign(use)}
     warnings = []
     if dangerous:
-        warnings.append(f"WARNING: it names {_some(dangerous)}, which torch.load would run; ckpt runs nothing")
+        warnings.append(
+            f"WARNING: it names {_some(dangerous)}, which would run if other software loaded it; ckpt runs nothing"
+        )
     if foreign:
         warnings.append(
-            f"WARNING: it needs {_some(foreign)}, unknown code that torch.load would run; ckpt runs nothing"
+            f"WARNING: it needs {_some(foreign)}, code of unknown modules that torch.load would run; ckpt runs nothing"
         )
     return warnings
 

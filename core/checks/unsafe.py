@@ -21,6 +21,8 @@ from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 from core.formats.torch_legacy import MAX_PICKLE_BYTES
 from core.formats.torch_nested import uses_in, uses_of_stream, with_nested
+from core.formats.zarr_v2 import ARRAY_FILE
+from core.formats.zarr_v3 import METADATA_FILE
 from core.inert import Global
 from core.pickle_names import is_foreign, judge
 from core.pickle_uses import How, Use
@@ -101,12 +103,23 @@ def _used(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
             uses = {use for use in uses if use.how != "unread"}
         seen |= uses
         yield (file, key), uses
-    uses = with_nested(subject.uses)
-    if subject.catalog is not None:
-        uses |= uses_in(
-            [[item.value for item in subject.catalog.objects.values()], subject.catalog.attrs.get("common")]
-        )
-    yield (_METADATA if _METADATA in subject.files else subject.store.label, None), uses - seen
+    catalog = subject.catalog
+    if catalog is not None:
+        common = catalog.attrs.get("common")
+        objects = {item.key: item.value for item in catalog.objects.values()}
+        rest = uses_in([*objects.values(), common]) - seen  # walked as one: ranks share much
+        for key, value in objects.items() if rest else ():
+            yield (_file_of_array(subject, key), key), uses_in(value) - seen
+        if rest:
+            yield (subject.store.label, None), uses_in(common) - seen
+        seen |= rest
+    yield (_METADATA if _METADATA in subject.files else subject.store.label, None), with_nested(subject.uses) - seen
+
+
+def _file_of_array(subject: Subject, key: str) -> str:
+    """Return the metadata file of a zarr array, and the checkpoint for any other object."""
+    names = (f"{key}/{name}" for name in (ARRAY_FILE, METADATA_FILE))
+    return next((name for name in names if name in subject.files), subject.store.label)
 
 
 def _streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:

@@ -23,7 +23,7 @@ from core.errors import CheckpointingException
 from core.finding import Finding
 from core.formats import zarr, zarr3
 from core.formats.mcore_objects import parts_of_sharded_object
-from core.formats.zarr_array import ZarrArray
+from core.formats.zarr_array import PICKLED, ZarrArray
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
 from core.formats.zarr_chunks import Chunks, folder_chunks, fragments_of_chunks
 from core.formats.zarr_fill import lost_files, missing_chunk, unstored
@@ -100,6 +100,8 @@ def _folders(subject: Subject, marker: str, parsed: Parsed) -> Iterator[_Folder 
         try:
             array = parsed(store, file, key)
         except CheckpointingException as err:
+            if err.rule == PICKLED and subject.catalog is not None:  # CK601 says it
+                return True
             pending.append(finding_of(err, default=ZARR_METADATA, file=file, key=key))
             return True
         if array is None:

@@ -21,7 +21,7 @@ from core.formats.torch_record import read_pickle
 from core.formats.torch_stream import stream_kind, tar_members
 from core.formats.torch_zip import read_archive
 from core.inert import Global, walk
-from core.pickle_uses import Use, uses_in_tree
+from core.pickle_uses import USING, Use, uses_of_node
 from core.safe_pickle import load, load_next, note_uses, noting_uses
 from core.store import MemoryStore
 
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from core.store import ReadStore
 
 _MAX_DEPTH = 4
-_MAX_STREAMS = 1000
+_MAX_LOADED = 20_000
+"""Nested streams of one value that are read if something loads them: a tensor each where a model was pickled."""
+_MAX_LYING = 1000
 _MAX_BYTES = 64 << 20
-"""Of nested streams, per value."""
+"""Those that only lie there, and their bytes."""
 _MAX_TEXT_BYTES = 1 << 20
 _LEAST_BYTES = 4
 _HEAD_BYTES = 1 << 16
@@ -83,7 +85,7 @@ def _collected(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
     uses: set[Use] = set()
     streams: list[_Stream] = []
     read: set[bytes] = set()
-    n_bytes = 0
+    n_loaded = n_lying = n_lying_bytes = 0
 
     def take(found: Iterable[Use], depth: int) -> None:
         for use in found:
@@ -95,9 +97,11 @@ def _collected(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
                 streams.append(_Stream(use.stream, plain, depth))
 
     def look_into(tree: object, depth: int) -> None:
-        take(uses_in_tree(tree), depth)
-        found = (node for node in walk(tree) if isinstance(node, (bytes, bytearray)) and _is_stream(node))
-        streams.extend(_Stream(bytes(data), None, depth) for data in found)
+        for node in walk(tree):
+            if type(node) in USING:
+                take(uses_of_node(node), depth)
+            elif isinstance(node, (bytes, bytearray)) and _is_stream(node):
+                streams.append(_Stream(bytes(node), None, depth))
 
     take(noted, 0)
     for tree in trees:
@@ -106,8 +110,12 @@ def _collected(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
         stream = streams.pop()
         if stream.data in read:
             continue
-        n_bytes += len(stream.data)
-        is_read = stream.depth <= _MAX_DEPTH and n_bytes <= _MAX_BYTES and len(read) < _MAX_STREAMS
+        if stream.loaded_by is not None:
+            n_loaded += 1
+            is_read = n_loaded <= _MAX_LOADED and stream.depth <= _MAX_DEPTH
+        else:
+            n_lying, n_lying_bytes = n_lying + 1, n_lying_bytes + len(stream.data)
+            is_read = n_lying <= _MAX_LYING and n_lying_bytes <= _MAX_BYTES and stream.depth <= _MAX_DEPTH
         if is_read:
             read.add(stream.data)
             store = MemoryStore({_FILE: stream.data})

@@ -38,7 +38,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, Extent, StoredArray, StoredObject
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats import Format
 from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
 from core.formats.mcore_config import CONFIG, checked_version, config_image, config_of
@@ -103,7 +103,7 @@ def read(store: ReadStore) -> Catalog:
         attrs |= common_attrs(common, file=store.label)
         hidden |= inside
     folders: dict[str, ZarrFolder] = {}
-    unread: dict[str, str] = {}
+    unread: dict[str, UnsupportedError | UnsafeError] = {}
     objects: dict[str, StoredObject] = {}
     for folder, listing, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing):
         if is_array:
@@ -120,8 +120,8 @@ def read(store: ReadStore) -> Catalog:
                     listing=listing,
                 )
                 folders[key] = ZarrFolder(array, file, chunks)
-            except UnsupportedError as err:
-                unread[key] = err.message
+            except (UnsupportedError, UnsafeError) as err:
+                unread[key] = err
         elif folder:
             _check_no_array(store, folder, listing, is_megatron=is_megatron)
         if is_megatron and folder:

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog import Catalog
 from core.dtypes import itemsize
-from core.errors import MissingShardError, UnsupportedError
+from core.errors import MissingShardError, UnsafeError, UnsupportedError
 from core.formats import Format
 from core.formats.torch_objects import OBJECTS_FILE, objects_image, read_objects, with_objects
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
@@ -104,7 +104,7 @@ def read(store: ReadStore) -> Catalog:
         return kind == "array"
 
     folders: dict[str, ZarrFolder] = {}
-    unread: dict[str, str] = {}
+    unread: dict[str, UnsupportedError | UnsafeError] = {}
     lost = cache(partial(lost_files, store))
     for folder, listing, found in folders_of(store, is_array=is_array):
         if not found:
@@ -113,8 +113,8 @@ def read(store: ReadStore) -> Catalog:
         key, file = folder or ROOT_KEY, _file_of(folder)
         try:
             array = parse_array(nodes.pop(folder), file=file, key=key)
-        except UnsupportedError as err:
-            unread[key] = err.message
+        except (UnsupportedError, UnsafeError) as err:
+            unread[key] = err
             continue
         fill = array.fill if noted is None else None
         chunks = folder_chunks(store, folder, array, key=key, fill=fill, lost=lost, listing=listing)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from core.box import Shape
 from core.dtypes import itemsize
-from core.errors import CorruptError
+from core.errors import CorruptError, UnsafeError
 from core.formats.zarr_grid import ChunkGrid
 
 if TYPE_CHECKING:
@@ -54,6 +54,22 @@ class ZarrArray:
     coding: ChunkCoding
     sharding: Sharding | None = None
     fill: bytes | None = None
+
+
+PICKLED = "zarr.pickle"
+"""The rule that arrays of pickles break."""
+PICKLE_CODECS = frozenset(("pickle", "numcodecs.pickle"))
+
+
+def pickled_array(file: str, key: str) -> UnsafeError:
+    """Return the error of an array whose chunks are pickles."""
+    return UnsafeError(
+        "the chunks are pickles, which run code when they are read",
+        file=file,
+        key=key,
+        hint="leave the array out with --exclude, and find out who wrote it",
+        rule=PICKLED,
+    )
 
 
 def required(metadata: Mapping[str, object], name: str, *, file: str) -> object:

@@ -8,9 +8,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, StoredObject, TensorMeta
+from core.errors import UnsafeError, UnsupportedError
+from core.formats.zarr_array import PICKLED
 from core.formats.zarr_chunks import Chunks, fragments_of_chunks
 from core.formats.zarr_fill import UNSTORED
 from core.image import FileImage, PlacedArray, literal_file
+from core.inert import Global, Inert
 
 if TYPE_CHECKING:
     from core.box import Shape
@@ -72,20 +75,35 @@ def catalog_of_folders(
     )
 
 
-def without_unread(catalog: Catalog, unread: Mapping[str, str]) -> Catalog:
-    """The catalog of a hierarchy in which some arrays are of a kind that is not handled.
+def without_unread(catalog: Catalog, unread: Mapping[str, UnsupportedError | UnsafeError]) -> Catalog:
+    """The catalog of a hierarchy in which some arrays are not read.
 
-    They are objects without a value, as the other formats have such tensors (attrs["unsupported"]): the rest can be
-    looked at, and copied once they are left out.
+    Those of a kind that is not handled are objects without a value, as the other formats have such tensors
+    (attrs["unsupported"]); those of pickles are calls of what would read them. The rest can be looked at, and copied
+    once they are left out.
 
     Args:
-        unread: key → what is not handled.
+        unread: key → why.
+
+    Raises:
+        UnsafeError: something else than pickles.
     """
     if not unread:
         return catalog
-    objects = {key: StoredObject(key, value=f"not read: {why}") for key, why in unread.items()}
-    kinds = {key: f"zarr array of that kind ({why})" for key, why in unread.items()}
+    objects: dict[str, StoredObject] = {}
+    kinds: dict[str, str] = {}
+    for key, err in unread.items():
+        if isinstance(err, UnsupportedError):
+            kinds[key] = f"zarr array of that kind ({err.message})"
+            objects[key] = StoredObject(key, value=f"not read: {err.message}")
+        elif err.rule == PICKLED:
+            objects[key] = StoredObject(key, value=Inert("reduce", _READS_PICKLES, (err.message,)))
+        else:
+            raise err
     return replace(catalog, objects={**catalog.objects, **objects}).with_attrs(unsupported=kinds)
+
+
+_READS_PICKLES = Global("numcodecs.pickles", "Pickle.decode")
 
 
 def metadata_image(path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shape, StoredArray]) -> FileImage:

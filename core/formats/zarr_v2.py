@@ -19,10 +19,11 @@ Not supported: filters, and the codecs and types that ``zarr_decode`` and ``zarr
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, UnsupportedError
-from core.formats.zarr_array import ZarrArray, checked_grid, checked_shape, required
+from core.formats.zarr_array import PICKLE_CODECS, ZarrArray, checked_grid, checked_shape, pickled_array, required
 from core.formats.zarr_chunk_names import ChunkNames
 from core.formats.zarr_decode import ChunkCoding
 from core.formats.zarr_dtypes import v2_dtype, v2_spelling
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
 
 ARRAY_FILE = ".zarray"
 GROUP_FILE = ".zgroup"
+_OBJECT_CODECS = frozenset(
+    ("vlen-utf8", "vlen-bytes", "vlen-array", "json", "json2", "msgpack", "msgpack2", "categorize")
+)
+"""Those of numcodecs that hold texts and other plain values in arrays of objects."""
+_OBJECT = re.compile(r'"[|<>=]?O\d*"')
+"""An element type of objects, by itself or as a field of another."""
 _NEEDED = ("order", "fill_value", "compressor", "filters")
 """What may be null, but not absent: tensorstore opens no array without them."""
 
@@ -48,11 +55,13 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
     Raises:
         CorruptError: it is malformed.
         UnsupportedError: another version, or an element type that is not handled.
+        UnsafeError: its chunks are pickles.
     """
     metadata = object_of(data, file=file)
     version = required(metadata, "zarr_format", file=file)
     if version != 2:
         raise UnsupportedError(f"zarr format {str(version)[:40]} is not 2", file=file, key=key)
+    _refuse_pickles(metadata, file=file, key=key)
     dtype, is_big_endian = _dtype(required(metadata, "dtype", file=file), file=file, key=key)
     shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
     chunk_shape = checked_shape(required(metadata, "chunks", file=file), "chunks", least=1, file=file)
@@ -71,6 +80,20 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
     )
     fill = fill_bytes(metadata["fill_value"], dtype, zarr_format=2)
     return ZarrArray(dtype, grid, ChunkNames(len(shape), str(separator)), coding, fill=fill)
+
+
+def _refuse_pickles(metadata: dict[str, object], *, file: str, key: str) -> None:
+    """Return unless a codec unpickles, or elements are objects that no codec but pickle can hold.
+
+    Raises:
+        UnsafeError: the chunks are pickles.
+    """
+    filters = metadata.get("filters")
+    codecs = [*(filters if isinstance(filters, list) else ()), metadata.get("compressor")]
+    names = [codec.get("id") for codec in codecs if isinstance(codec, dict)]
+    is_of_objects = _OBJECT.search(json.dumps(metadata.get("dtype"))) is not None
+    if not PICKLE_CODECS.isdisjoint(map(str, names)) or (is_of_objects and _OBJECT_CODECS.isdisjoint(map(str, names))):
+        raise pickled_array(file, key)
 
 
 def _dtype(spelled: object, *, file: str, key: str) -> tuple[str, bool]:

@@ -28,11 +28,13 @@ from typing import TYPE_CHECKING
 from core.dtypes import itemsize
 from core.errors import CorruptError, UnsupportedError
 from core.formats.zarr_array import (
+    PICKLE_CODECS,
     Sharding,
     ZarrArray,
     checked_grid,
     checked_order,
     checked_shape,
+    pickled_array,
     required,
 )
 from core.formats.zarr_chunk_names import ChunkNames
@@ -86,12 +88,15 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
     Raises:
         CorruptError: it is malformed.
         UnsupportedError: something in it is not handled.
+        UnsafeError: its chunks are pickles.
     """
     for name, value in metadata.items():
         if name not in _KNOWN and not (isinstance(value, dict) and value.get("must_understand") is False):
             raise UnsupportedError(f"the member {name[:80]!r} is not handled", file=file, key=key)
     if metadata.get("storage_transformers"):
         raise UnsupportedError("storage transformers are not handled", file=file, key=key)
+    if _unpickles(metadata.get("codecs")):
+        raise pickled_array(file, key)
     dtype = _dtype(required(metadata, "data_type", file=file), file=file, key=key)
     shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
     kind, config = _named(required(metadata, "chunk_grid", file=file), "chunk_grid", file=file)
@@ -106,6 +111,18 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
         sharding = _sharding(codecs, dtype, chunk_shape, file=file, key=key)
         return ZarrArray(dtype, grid, names, sharding.inner, sharding, fill)
     return ZarrArray(dtype, grid, names, _coding(codecs, dtype, chunk_shape, file=file, key=key), fill=fill)
+
+
+def _unpickles(codecs: object) -> bool:
+    """Return whether a codec of a list unpickles; those of shards have lists of their own."""
+    for codec in codecs if isinstance(codecs, list) else ():
+        name = codec.get("name") if isinstance(codec, dict) else codec
+        config = codec.get("configuration") if isinstance(codec, dict) else None
+        if isinstance(name, str) and name in PICKLE_CODECS:
+            return True
+        if isinstance(config, dict) and any(map(_unpickles, (config.get("codecs"), config.get("index_codecs")))):
+            return True
+    return False
 
 
 def _dtype(spelled: object, *, file: str, key: str) -> str:

@@ -8,6 +8,7 @@ import io
 import pickle
 import subprocess
 import sys
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -333,14 +334,24 @@ def test_every_pickle_protocol_is_read(protocol: int) -> None:
     assert_same(torch.load(io.BytesIO(written(catalog, store))), value)
 
 
+def tarred(*names: str) -> bytes:
+    """A tar file of empty pickles."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            archive.addfile(member, io.BytesIO(pickle.dumps(None, 2)))
+    return file.getvalue()
+
+
 def test_other_kinds_of_files_are_refused_by_name() -> None:
     stream = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), stream)
-    tar = bytes(257) + b"ustar" + bytes(300)
     for data, message in (
-        (tar, "tar format of torch 0.1"),
+        (tarred("sys_info", "pickle", "tensors", "storages"), "tar format of torch 0.1"),
         (stream.getvalue(), "TorchScript"),
         (pickle.dumps({"a": 1}), "bare pickle"),
     ):
@@ -348,7 +359,7 @@ def test_other_kinds_of_files_are_refused_by_name() -> None:
         assert FORMAT.sniff(store)
         with pytest.raises(UnsupportedError, match=message):
             FORMAT.read(store)
-    for data in (b"", b"PK", b"hello world", bytes(600)):
+    for data in (b"", b"PK", b"hello world", bytes(600), tarred("notes.txt", "pickle"), bytes(257) + b"ustar"):
         assert not FORMAT.sniff(MemoryStore({"f.pt": data}, entry="f.pt"))
 
 

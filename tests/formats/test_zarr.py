@@ -18,8 +18,11 @@ import zarr as zarr_python
 from safetensors.torch import load_file
 
 from core.catalog import Catalog, StoredArray, catalog_of_arrays
+from core.checks import Level
+from core.convert import Job, run
 from core.dtypes import DTYPES
-from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
+from core.errors import CorruptError, MissingShardError, TruncatedError, UnsafeError, UnsupportedError
+from core.finding import Severity
 from core.formats import torch_dist, zarr
 from core.formats.mcore_objects import is_sharded_object
 from core.formats.torch_file import load_object
@@ -29,6 +32,7 @@ from core.layout import load_rules, stack, unshard
 from core.objects import loaded
 from core.store import LocalStore, MemoryStore
 from core.topology import Topology
+from core.validate import validate
 from tests.materialize import tensor_bytes
 from tests.zarr_files import as_bytes, by_tensorstore, element_bytes, files_of, filled, source_of, written
 
@@ -560,7 +564,7 @@ def test_a_zarray_that_is_no_json_object_is_corrupt(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["|V2", "<V2", "|S5", "<U3", "|O", "<M8[ns]", "int4", "float4_e2m1fn", "|f4", "=f4", "", [["a", "<f4"]], 7]
+    "dtype", ["|V2", "<V2", "|S5", "<U3", "<M8[ns]", "int4", "float4_e2m1fn", "|f4", "=f4", "", [["a", "<f4"]], 7]
 )
 def test_an_element_type_that_is_not_handled_is_refused_by_name(dtype: object) -> None:
     with pytest.raises(UnsupportedError, match="element type") as caught:
@@ -584,7 +588,6 @@ def plain_group(**changes: object) -> MemoryStore:
     ("changes", "name"),
     [
         ({"compressor": {"id": "lz4"}}, "'lz4'"),
-        ({"compressor": {"id": "pickle"}}, "'pickle'"),
         ({"filters": [{"id": "delta", "dtype": "<f4"}]}, "'filter delta'"),
         ({"filters": [{"id": "zstd"}]}, "'filter zstd'"),
     ],
@@ -650,10 +653,38 @@ def test_edge_chunks_may_hold_anything_beyond_the_tensor(tmp_path: Path) -> None
 
 def test_an_array_of_an_unknown_kind_is_shown_and_the_others_are_read() -> None:
     store = plain_group()
-    store.contents["names/.zarray"] = bytearray(zarray_of(dtype="|O"))
+    store.contents["names/.zarray"] = bytearray(zarray_of(dtype="|O", filters=[{"id": "vlen-utf8"}]))
     catalog = zarr.FORMAT.read(store)
     assert list(catalog.tensors) == ["w"]
     assert "element type" in str(catalog.objects["names"].value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "|O"},
+        {"dtype": "|O", "filters": [{"id": "pickle"}]},
+        {"dtype": "|O", "filters": [{"id": "zstd"}]},
+        {"dtype": [["a", "<f4"], ["b", "|O"]]},
+        {"filters": [{"id": "pickle"}]},
+        {"compressor": {"id": "pickle"}},
+    ],
+)
+def test_an_array_of_pickles_is_unsafe_and_the_others_are_read(changes: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(UnsafeError, match="pickles"):
+        parse_zarray(zarray_of(**changes), file="names/.zarray", key="names")
+    store = plain_group()
+    store.contents["names/.zarray"] = bytearray(zarray_of(**changes))
+    for name, data in store.contents.items():
+        (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / name).write_bytes(data)
+    assert list(zarr.FORMAT.read(store).tensors) == ["w"]
+    with pytest.raises(UnsafeError, match="Pickle.decode"):
+        run(Job(src=tmp_path / "src", dst=tmp_path / "out", to="dcp", fsync=False))
+    run(Job(src=tmp_path / "src", dst=tmp_path / "out", to="dcp", exclude=("names",), fsync=False))
+    for level in Level:
+        found = [item for item in validate(tmp_path / "src", level=level).findings if item.severity == Severity.ERROR]
+        assert [(finding.code, finding.file, finding.key) for finding in found] == [("CK601", "names/.zarray", "names")]
 
 
 @pytest.mark.parametrize("name", ["order", "fill_value", "compressor", "filters"])

@@ -1,0 +1,367 @@
+"""What a pickle may call: the list of harmless constructors, and that nothing else of known packages passes."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import re
+import sys
+import tomllib
+import types
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core.checks import Level
+from core.dtypes import BY_STORAGE
+from core.finding import Severity
+from core.formats.torch_nested import uses_of_stream
+from core.inert import Global
+from core.known_packages import is_known_package
+from core.pickle_names import classify, dangerous_uses, is_foreign
+from core.pickle_table import constructor, packages
+from core.pickle_uses import Use
+from core.safe_pickle import load, noting_uses
+from core.store import MemoryStore
+from core.validate import validate
+from tests.hostile.cases import text, torch_zip
+
+TABLE = Path(__file__).parent.parent / "core/layouts/pickles.toml"
+
+
+def rows() -> Iterator[dict[str, object]]:
+    parsed = tomllib.loads(TABLE.read_text())
+    for kind in ("data", "framework"):
+        yield from parsed[kind]
+
+
+def uses_of(data: bytes) -> set[Use]:
+    return uses_of_stream(MemoryStore({"x": data}), "x", 0, len(data))
+
+
+# By enumeration
+
+
+def modules_of(package: str) -> Iterator[tuple[str, Path]]:
+    """The modules of an installed package that are written in Python, by name; none is imported."""
+    spec = find_spec(package)
+    assert spec is not None
+    for folder in spec.submodule_search_locations or ():
+        for path in Path(folder).rglob("*.py"):
+            parts = path.relative_to(Path(folder).parent).with_suffix("").parts
+            yield ".".join(part for part in parts if part != "__init__"), path
+
+
+_DEFINED = re.compile(r"^( *)(?:async )?(class|def) (\w+)", re.MULTILINE)
+_IMPORTED = re.compile(r"^(?:from [\w.]+ )?import ([\w, ]+)$", re.MULTILINE)
+
+
+def names_in_source(path: Path) -> Iterator[str]:
+    """Functions and classes that a module defines, methods as dotted names too, and what it imports."""
+    source = path.read_text(errors="replace")
+    kind = ""
+    for indent, keyword, name in _DEFINED.findall(source):
+        kind = name if keyword == "class" and not indent else kind if indent else ""
+        yield name
+        if indent and kind:
+            yield f"{kind}.{name}"
+    for line in _IMPORTED.findall(source):
+        yield from (part.split()[-1] for part in line.split(",") if part.strip())
+
+
+def callables_in_memory() -> Iterator[tuple[str, str]]:
+    """Public and private callables of every module of Python, torch and numpy that is imported now."""
+    for name, module in sorted(sys.modules.items()):
+        top = name.partition(".")[0]
+        if top in ("torch", "numpy") or top in sys.stdlib_module_names:
+            if isinstance(module, types.ModuleType) and not name.startswith("__"):
+                yield from ((name, attribute) for attribute, value in list(vars(module).items()) if callable(value))
+
+
+def listed(*, is_pattern: bool) -> set[tuple[str, str]]:
+    """(module, name) of the rows that may be called, those of modules with a ``*`` or the others."""
+    return {
+        (str(row["module"]), name)
+        for row in rows()
+        if row["may"] == "call" and ("*" in str(row["module"])) == is_pattern
+        for name in str(row["names"]).split()
+    }
+
+
+def may_be_called(module: str, name: str) -> bool:
+    return classify(Global(module, name), "called") != "dangerous"
+
+
+def test_no_callable_of_torch_numpy_and_python_passes_that_is_not_on_the_list() -> None:
+    sources = [(module, path) for top in ("torch", "numpy") for module, path in modules_of(top)]
+    names = {(module, name) for module, path in sources for name in names_in_source(path)}
+    names |= set(callables_in_memory())
+    assert len(names) > 60_000
+    passing = {name for name in names if may_be_called(*name)} - listed(is_pattern=False)
+    storages = {(module, name) for module, name in passing if module == "torch" and name in BY_STORAGE}
+    bit_generators = {name for module, name in listed(is_pattern=True) if module == "numpy.random._*"}
+    numpys = {
+        (module, name) for module, name in passing if module.startswith("numpy.random._") and name in bit_generators
+    }
+    assert passing - storages - numpys == set()
+
+
+LOOKED_AT = frozenset(
+    [
+        "torch.Size.__new__",
+        "torch._C._FunctionBase.__new__",
+        "torch.amp.grad_scaler.GradScaler.__setstate__",
+        "torch.distributed._shard.sharded_tensor.api.ShardedTensor.__del__",
+        "torch.distributed._shard.sharded_tensor.api.ShardedTensor.__new__",
+        "torch.distributed._shard.sharded_tensor.api.ShardedTensor.__setstate__",
+        "torch.distributed.device_mesh.DeviceMesh.__setstate__",
+        "torch.distributed.tensor.DTensor.__new__",
+        "torch.nested._internal.nested_tensor.NestedTensor.__new__",
+        "torch.nn.modules.activation.LogSoftmax.__setstate__",
+        "torch.nn.modules.activation.MultiheadAttention.__setstate__",
+        "torch.nn.modules.activation.Softmax.__setstate__",
+        "torch.nn.modules.activation.Softmin.__setstate__",
+        "torch.nn.modules.container.Container.__new__",
+        "torch.nn.modules.conv._ConvNd.__setstate__",
+        "torch.nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions.__setstate__",
+        "torch.nn.modules.loss.NLLLoss2d.__new__",
+        "torch.nn.modules.pooling.AvgPool3d.__setstate__",
+        "torch.nn.modules.rnn.RNNBase.__setstate__",
+        "torch.nn.modules.transformer.TransformerDecoderLayer.__setstate__",
+        "torch.nn.modules.transformer.TransformerEncoderLayer.__setstate__",
+        "torch.nn.modules.upsampling.Upsample.__setstate__",
+        "torch.nn.parameter.Buffer.__new__",
+        "torch.nn.parameter.UninitializedBuffer.__new__",
+        "torch.nn.parameter.UninitializedParameter.__new__",
+        "torch.nn.utils.rnn.PackedSequence.__new__",
+        "torch.optim.Adafactor.__setstate__",
+        "torch.optim.adadelta.Adadelta.__setstate__",
+        "torch.optim.adagrad.Adagrad.__setstate__",
+        "torch.optim.adam.Adam.__setstate__",
+        "torch.optim.adamax.Adamax.__setstate__",
+        "torch.optim.adamw.AdamW.__setstate__",
+        "torch.optim.asgd.ASGD.__setstate__",
+        "torch.optim.nadam.NAdam.__setstate__",
+        "torch.optim.optimizer.Optimizer.__setstate__",
+        "torch.optim.radam.RAdam.__setstate__",
+        "torch.optim.rmsprop.RMSprop.__setstate__",
+        "torch.optim.rprop.Rprop.__setstate__",
+        "torch.optim.sgd.SGD.__setstate__",
+        "torch.utils.hooks.RemovableHandle.__setstate__",
+    ]
+)
+"""What classes of torch that may be made do more than any object when they are, or when they get a state or end."""
+
+
+def test_what_may_be_made_is_a_class_that_only_sets_attributes() -> None:
+    bases = (object, torch.Tensor, *torch.Tensor.__mro__, torch.nn.Module, torch.nn.Parameter)
+    hooks: set[str] = set()
+    n_classes = 0
+    for module, name in callables_in_memory():
+        row = constructor(module, name) if module.startswith("torch.") else None
+        value = getattr(sys.modules[module], name)
+        if row is None or row.may != "make" or not isinstance(value, type):
+            continue
+        n_classes += 1
+        for hook in ("__new__", "__setstate__", "__del__"):
+            owner = next((kind for kind in value.__mro__ if hook in vars(kind)), object)
+            if owner not in bases and owner.__module__.startswith("torch"):
+                hooks.add(f"{owner.__module__}.{owner.__qualname__}.{hook}")
+    assert n_classes > 500
+    assert hooks - LOOKED_AT == set()
+
+
+def test_pickles_that_call_what_is_not_listed_are_dangerous_by_every_opcode() -> None:
+    """The names in batches of many calls, through the machine itself."""
+    names = [name for name in callables_in_memory() if "\n" not in name[1]]
+    names = [name for name in names if classify(Global(*name)) != "dangerous" and not may_be_called(*name)]
+    assert len(names) > 5000
+    for start in range(0, len(names), 2000):
+        batch = names[start : start + 2000]
+        calls = b"".join(b"c%s\n%s\n)R0" % (module.encode(), name.encode()) for module, name in batch)
+        with noting_uses() as uses:
+            load(b"\x80\x03" + calls + b"N.", label="x")
+        assert {use.name for use in dangerous_uses(uses)} >= {Global(*name) for name in batch}
+
+
+RUN = b"ctorch.utils.collect_env\nrun\n"
+ARGUMENT = text("touch owned")
+NAMESPACE = b"cargparse\nNamespace\n)\x81"
+CALLS = {
+    "REDUCE": RUN + ARGUMENT + b"\x85R",
+    "INST": b"(" + ARGUMENT + b"itorch.utils.collect_env\nrun\n",
+    "INST without arguments": b"(itorch.utils.collect_env\nrun\n",
+    "OBJ": b"(" + RUN + ARGUMENT + b"o",
+    "NEWOBJ": RUN + ARGUMENT + b"\x85\x81",
+    "NEWOBJ_EX": RUN + ARGUMENT + b"\x85}\x92",
+    "a second BUILD": NAMESPACE + b"}" + text("__setstate__") + RUN + b"sb}b",
+    "APPEND": NAMESPACE + b"}" + text("append") + RUN + b"sb" + ARGUMENT + b"a",
+    "APPENDS": NAMESPACE + b"}" + text("extend") + RUN + b"sb(" + ARGUMENT + b"e",
+    "a persistent id": b"(" + text("storage") + RUN + text("0") + text("cpu") + b"K\x01tQ",
+    "_rebuild_from_type_v2": b"ctorch._tensor\n_rebuild_from_type_v2\n("
+    + RUN
+    + b"ctorch\nTensor\n"
+    + ARGUMENT
+    + b"\x85NtR",
+    "_reconstructor": b"ccopy_reg\n_reconstructor\n(cargparse\nNamespace\n" + RUN + ARGUMENT + b"tR",
+    "__newobj__": b"ccopy_reg\n__newobj__\n" + RUN + b"\x85R",
+    "a generator": b"cnumpy.random._pickle\n__generator_ctor\n" + ARGUMENT + RUN + b"\x86R",
+    "a bit generator": b"cnumpy.random._pickle\n__bit_generator_ctor\n" + RUN + b"\x85R",
+    "a result": b"cargparse\nNamespace\n)R" + ARGUMENT + b"\x85R",
+    "getattr": b"c__builtin__\ngetattr\nctorch.utils\ncollect_env\n" + text("run") + b"\x86R" + ARGUMENT + b"\x85R",
+    "operator.getitem": b"coperator\ngetitem\ncargparse\nNamespace\n)R" + ARGUMENT + b"\x86R",
+    "type": b"c__builtin__\ntype\n(" + text("X") + b")}tR",
+    "a changed class": b"ctorch.nn.modules.module\nModule\n}b",
+    "a changed list": b"ctorch.serialization\n_package_registry\nNa",
+    "a changed dict": b"ctorch.serialization\n_storage_classes\nNNs",
+    "an extension": b"\x82\x01",
+    "what cannot be made": b"cmmap\nmmap\n)\x81",
+    "a frozen class": b"ctransformers.training_args\nTrainingArguments\n)R",
+    "a graph": b"ctorch.fx.graph_module\nreduce_graph_module\n)R",
+}
+
+
+@pytest.mark.parametrize("is_dropped", [False, True], ids=["kept", "dropped"])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_way_to_call_is_noticed(name: str, is_dropped: bool) -> None:
+    data = b"\x80\x02" + CALLS[name] + (b"0N." if is_dropped else b".")
+    assert dangerous_uses(uses_of(data)), name
+
+
+def test_a_call_in_bytes_that_torch_loads_is_noticed_at_any_depth() -> None:
+    data = b"\x80\x02" + CALLS["REDUCE"] + b"."
+    for depth in range(8):
+        inner = b"B" + len(data).to_bytes(4, "little") + data
+        data = b"\x80\x03ctorch.storage\n_load_from_bytes\n" + inner + (b"\x85R0N." if depth % 2 else b"\x85R.")
+        assert dangerous_uses(uses_of(data)), depth
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [b"cposix\nsystem\n(S'id'\ntR.", b"(S'id'\niposix\nsystem\n.", b"\x80\x02N." + b"\x80\x02cposix\nsystem\n)R."],
+)
+def test_pickles_without_a_begin_and_behind_others_are_noticed(inner: bytes) -> None:
+    assert dangerous_uses(uses_of(inner))
+    assert dangerous_uses(
+        uses_of(b"\x80\x03ctorch.storage\n_load_from_bytes\nC" + bytes([len(inner)]) + inner + b"\x85R.")
+    )
+
+
+@pytest.mark.parametrize("data", [b"config\nis no pickle\n", b"\x80\x02 text", b"", b"N", bytes(100)])
+def test_what_is_no_pickle_names_nothing(data: bytes) -> None:
+    assert uses_of(data) == set()
+
+
+# What real files hold
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "how"),
+    [
+        ("collections", "OrderedDict", "called"),
+        ("torch._utils", "_rebuild_tensor_v2", "called"),
+        ("torch.nn.modules.linear", "Linear", "made"),
+        ("torch.optim.adam", "Adam", "made"),
+        ("numpy.random._mt19937", "MT19937", "called"),
+        ("megatron.core.transformer.enums", "SomethingNew", "called"),
+        ("megatron.core.transformer.transformer_config", "TransformerConfig", "made"),
+        ("transformers.training_args", "TrainingArguments", "made"),
+        ("transformers.models.llama.configuration_llama", "LlamaConfig", "made"),
+        ("accelerate.utils.dataclasses", "DistributedType", "called"),
+        ("lightning.fabric.utilities.data", "AttributeDict", "called"),
+        ("omegaconf.dictconfig", "DictConfig", "made"),
+        ("mmengine.logging.history_buffer", "HistoryBuffer", "made"),
+        ("mmengine.logging.history_buffer", "HistoryBuffer.mean", "named"),
+        ("torch.nn.functional", "relu", "named"),
+        ("ultralytics.nn.tasks", "DetectionModel", "made"),
+    ],
+)
+def test_constructors_of_real_checkpoints_are_no_finding(module: str, name: str, how: str) -> None:
+    use = Use(Global(module, name), how)  # type: ignore[arg-type]
+    assert not dangerous_uses([use])
+    assert not is_foreign(use)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("__main__", "Config"), ("my_project.models", "Net"), ("my.system.hub", "Net"), ("train", "Outer.Inner")],
+)
+def test_what_belongs_to_the_users_own_module_is_for_the_user_to_judge(module: str, name: str) -> None:
+    for how in ("named", "made", "called"):
+        assert is_foreign(Use(Global(module, name), how))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["np.load", "os.system", "torch.load", "__class__.__init__", "helpers.run"])
+def test_a_name_that_leads_out_of_the_users_module_is_dangerous(name: str) -> None:
+    assert classify(Global("train", name), "called") == "dangerous"
+
+
+def test_every_row_is_of_a_known_package_and_says_where_it_comes_from() -> None:
+    for row in rows():
+        module = str(row["module"])
+        assert row["may"] in ("name", "make", "call")
+        assert row["source"]
+        top = module.partition(".")[0]
+        if "*" in top:
+            prefix = top.partition("*")[0]
+            assert any(package.startswith(prefix) for package in packages()), module
+        else:
+            assert is_known_package(module), module
+        if "*" in str(row["names"]):
+            assert row["may"] == "make" or "enum" in row, "a pattern of names may be made, not called"
+
+
+def test_a_module_that_is_only_called_like_a_known_one_is_not_on_the_list() -> None:
+    assert constructor("transformer_engine_evil.x", "DType") is None
+    assert constructor("tokenizers_evil", "Tokenizer") is None
+    assert constructor("torch.nn.modules.linear", "linear") is None
+    assert classify(Global("torch.nn.modules.linear", "Linear"), "called") == "dangerous"
+
+
+def test_a_model_that_was_pickled_whole_and_random_states_have_no_finding(tmp_path: Path) -> None:
+    import argparse
+    import random
+
+    layers = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(4, 2, batch_first=True), 1)
+    torch.save(torch.nn.Sequential(layers, torch.nn.Conv2d(1, 1, 1), torch.nn.LSTM(2, 2)), tmp_path / "model.pt")
+    state = {
+        "np": np.random.get_state(),
+        "generator": np.random.default_rng(0),
+        "random": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "args": argparse.Namespace(lr=0.1, dtype=torch.bfloat16),
+        "scalar": np.float32(1),
+        "w": torch.zeros(2),
+    }
+    torch.save(state, tmp_path / "state.pt")
+    (tmp_path / "state.pkl").write_bytes(pickle.dumps(state))
+    for level in Level:
+        for name in ("model.pt", "state.pt"):
+            findings = validate(tmp_path / name, level=level).findings
+            assert [finding.message for finding in findings if finding.severity > Severity.NOTE] == []
+    data = (tmp_path / "state.pkl").read_bytes()
+    assert not dangerous_uses(uses_of(data))
+    assert not any(is_foreign(use) for use in uses_of(data))
+
+
+def test_no_container_around_a_pickle_hides_a_call() -> None:
+    inner = b"\x80\x02" + CALLS["REDUCE"] + b"."
+    assert dangerous_uses(uses_of(torch_zip(inner)))
+    assert dangerous_uses(uses_of(inner))
+    assert dangerous_uses(uses_of(b"\x80\x02B" + len(inner).to_bytes(4, "little") + inner + b"."))
+
+
+def test_no_text_of_the_program_advises_to_load_without_weights_only(repo_dir: Path) -> None:
+    sources = [path for folder in ("core", "ckpt_cli") for path in (repo_dir / folder).rglob("*.py")]
+    texts = [
+        (path.name, node.value)
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert len(texts) > 1000
+    assert [found for found in texts if "weights_only=False" in found[1]] == []
