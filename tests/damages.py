@@ -39,6 +39,7 @@ WORDS = f"{ITER}/embedding.word_embeddings.weight"
 FIRST = "model-00001-of-00003.safetensors"
 SECOND = "model-00002-of-00003.safetensors"
 INDEX = "model.safetensors.index.json"
+OPTIM = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -276,9 +277,10 @@ TABLE = (
         TORCH,
         "a tar file of torch 0.1",
         "",
-        lambda p: p.write_bytes(bytes(257) + b"ustar" + bytes(600)),
+        lambda p: b.tarred(p, "sys_info", "pickle", "tensors", "storages"),
         ("CK109", "model_zip.pt"),
     ),
+    row(TORCH, "a tar file of something else", "", lambda p: b.tarred(p, "notes.txt"), ("CK108", "model_zip.pt")),
     # --- safetensors
     row(ONE, "cut short", "model.safetensors", b.cut, ("CK103", "model.safetensors")),
     row(
@@ -648,6 +650,40 @@ TABLE = (
     row(ZERO, "a tracker that leads out", "latest", lambda p: p.write_text("../x"), ("CK511", "latest")),
     row(RANKS, "a tracker that names an empty directory", "", _two_iterations, ("CK512", f"../{TRACKER}")),
     row(RANKS, "no tracker", TRACKER, Path.unlink, ("CK514", f"../{TRACKER}")),
+    # --- what other software would run
+    row(RANKS, "a call of what is not known to be harmless", RANK, b.calling, ("CK601", RANK.removeprefix(f"{ITER}/"))),
+    row(
+        RANKS,
+        "a call of what nobody knows",
+        RANK,
+        lambda p: b.calling(p, module="train.model", name="Net"),
+        ("CK602", RANK.removeprefix(f"{ITER}/")),
+    ),
+    row(TORCH, "a call of what is not known to be harmless", "", b.calling, ("CK601", "model_zip.pt")),
+    row(HEAD, "a call in the common state", f"{ITER}/common.pt", b.calling, ("CK601", "common.pt")),
+    row(HEAD, "a call in the metadata", f"{ITER}/.metadata", b.calling, ("CK601", ".metadata")),
+    row(DCP, "a call in the metadata", ".metadata", b.calling, ("CK601", ".metadata")),
+    row(
+        ZERO,
+        "a call in a file of optimizer states",
+        f"{STEP}/{OPTIM}",
+        b.calling,
+        ("CK601", OPTIM),
+    ),
+    row(
+        ZARR,
+        "an array of pickles",
+        f"{WORDS}/.zarray",
+        lambda p: b.json_changed(p, lambda content: content.update(filters=[{"id": "pickle"}])),
+        ("CK601", f"{WORDS.removeprefix(f'{ITER}/')}/.zarray"),
+    ),
+    row(
+        DCP,
+        "a pickle beside the weights that calls something",
+        "",
+        lambda p: (p / "scheduler.pkl").write_bytes(b"\x80\x02ctorch.utils.collect_env\nrun\n)R."),
+        ("CK601", "scheduler.pkl"),
+    ),
 )
 
 

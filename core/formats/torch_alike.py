@@ -31,7 +31,7 @@ from core.formats.torch_tensor import TensorReader
 from core.formats.torch_tree import TorchTree, parse, stream_kind
 from core.formats.torch_zip import CENTRAL, Archive, Record, read_archive
 from core.inert import Global, as_mapping, attributes, walk
-from core.safe_pickle import gc_paused, load
+from core.safe_pickle import gc_paused, load, noting_uses
 
 if TYPE_CHECKING:
     from core.store import ReadStore
@@ -283,7 +283,8 @@ def _argument_at(pickle: bytes, start: int, stop: int, *, file: str) -> str | No
     mark = Global(f"hole_{secrets.token_hex(16)}", "here")  # nobody can have written that name into the file
     marked = pickle[:start] + f"c{mark.module}\n{mark.name}\n".encode() + pickle[stop:]
     try:
-        root = load(marked, label=file, hooks=TensorReader().hooks)
+        with noting_uses(passes_on=False):  # the mark is none of the file's names
+            root = load(marked, label=file, hooks=TensorReader().hooks)
     except CheckpointingException:
         return None
     fields = attributes((as_mapping(root) or {}).get("args")) or {}

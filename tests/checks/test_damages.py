@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from core.box import Box
-from core.checks import Level, dcp_files, file_codes, index, tracker
+from core.checks import Level, dcp_files, file_codes, index, tracker, unsafe
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import StorageError
@@ -46,9 +46,9 @@ def copied(source: Path, tmp_path: Path) -> Path:
 
 def own(findings: tuple[Finding, ...]) -> list[tuple[str, str | None]]:
     """Code and file of what these checks found, and of what no check explained."""
-    known = {code.code for code in (*file_codes.ALL, *tracker.CODES, *index.CODES)} | {"CK100"}
+    known = {code.code for code in (*file_codes.ALL, *tracker.CODES, *index.CODES, unsafe.DANGEROUS, unsafe.UNKNOWN)}
     return sorted(
-        {(f.code, f.file) for f in findings if f.code in known and f.severity > Severity.NOTE},
+        {(f.code, f.file) for f in findings if f.code in known | {"CK100"} and f.severity > Severity.NOTE},
         key=lambda found: (found[0], found[1] or ""),
     )
 

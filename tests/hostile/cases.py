@@ -13,6 +13,7 @@ import os
 import pickle
 import socket
 import struct
+import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -60,6 +61,21 @@ def torch_file(data: bytes) -> Make:
         return folder / "model.pt"
 
     return make
+
+
+def tarred(**contents: bytes) -> bytes:
+    """A tar file, as torch 0.1 wrote them."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name, data in contents.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+LEGACY = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+"""What a file of torch before 1.6 begins with; the object follows."""
 
 
 def pickled(data: bytes) -> Make:
@@ -223,6 +239,17 @@ def text(value: str) -> bytes:
 
 
 CALL = b"cposix\nsystem\n" + text(f"touch {MARKER}") + b"\x85R"
+ARGUMENT = text(f"touch {MARKER}")
+RUN = b"ctorch.utils.collect_env\nrun\n" + ARGUMENT
+NAMESPACE = b"cargparse\nNamespace\n)\x81"
+
+
+def from_bytes(data: bytes) -> bytes:
+    """Opcodes of a call that unpickles some bytes."""
+    return b"ctorch.storage\n_load_from_bytes\nB" + struct.pack("<I", len(data)) + data + b"\x85R"
+
+
+TWICE = from_bytes(b"\x80\x03" + from_bytes(b"\x80\x02" + RUN + b"\x85R.") + b".")
 _LAUGHS = b"(lp0\n" + b"".join(b"(g%d\ng%d\nlp%d\n" % (n, n, n + 1) for n in range(60)) + b"."
 _KEYS = b"".join(b"\x8a\x10" + (number * ((1 << 61) - 1)).to_bytes(16, "little") + b"N" for number in range(20000))
 PICKLES: dict[str, bytes] = {
@@ -259,6 +286,41 @@ PICKLES: dict[str, bytes] = {
     "a call in a hook": b"\x80\x02" + FOUR.replace(b"ccollections\nOrderedDict\n)R", CALL) + b".",
     "a call inside bytes": b"\x80\x02ctorch.storage\n_load_from_bytes\n"
     b"B" + struct.pack("<I", len(CALL) + 3) + b"\x80\x02" + CALL + b"." + b"\x85R.",
+    "a call of torch": b"\x80\x02" + RUN + b"\x85R.",
+    "a call of torch that runs Python": b"\x80\x02ctorch.jit.unsupported_tensor_ops\nexecWrapper\n"
+    + text("1")
+    + b"}}\x87R.",
+    "a call of torch by NEWOBJ": b"\x80\x02" + RUN + b"\x85\x81.",
+    "a call of torch by NEWOBJ_EX": b"\x80\x04" + RUN + b"\x85}\x92.",
+    "a call of torch by OBJ": b"\x80\x02(" + RUN + b"o.",
+    "a call of torch by a second BUILD": b"\x80\x02"
+    + NAMESPACE
+    + b"}"
+    + text("__setstate__")
+    + b"ctorch.utils.collect_env\nrun\nsb"
+    + ARGUMENT
+    + b"b.",
+    "a call of torch by APPEND": b"\x80\x02"
+    + NAMESPACE
+    + b"}"
+    + text("append")
+    + b"ctorch.utils.collect_env\nrun\nsb"
+    + ARGUMENT
+    + b"a.",
+    "a call of torch by a persistent id": b"\x80\x02("
+    + text("storage")
+    + b"ctorch.utils.collect_env\nrun\n"
+    + text("0")
+    + text("cpu")
+    + b"K\x01tQ.",
+    "a call of torch by a harmless function": b"\x80\x02cnumpy.random._pickle\n__generator_ctor\n"
+    + ARGUMENT
+    + b"ctorch.utils.collect_env\nrun\n\x86R.",
+    "a call of torch in a key": b"\x80\x02}" + RUN + b"\x85RK\x01s.",
+    "a call of torch in a key of tensors": b"\x80\x02}" + RUN + b"\x85R" + FOUR + b"s.",
+    "a call of torch inside bytes inside bytes": b"\x80\x03}X\x01\0\0\0w" + FOUR + b"s" + text("x") + TWICE + b"s.",
+    "a call of torch inside bytes that are dropped": b"\x80\x03" + TWICE + b"0}X\x01\0\0\0w" + FOUR + b"s.",
+    "a call of a class of transformers": b"\x80\x02ctransformers.training_args\nTrainingArguments\n)R.",
     "a surrogate": b"\x80\x02}" + text("\udc80") + FOUR + b"s.",
     "escape sequences": b"\x80\x02}" + text("\x1b]0;owned\x07\x1b[2J\r\u202e") + FOUR + b"s.",
     "a name with lines": b"\x80\x02}" + text("a\nckpt: fine\n") + FOUR + b"s.",
@@ -342,9 +404,10 @@ def _grid(*chunk_shape: int) -> dict[str, object]:
     return {"name": "regular", "configuration": {"chunk_shape": chunk_shape}}
 
 
-def _sharding(*chunk_shape: int) -> list[object]:
+def _sharding(*chunk_shape: int, codec: str | None = None) -> list[object]:
     plain = {"name": "bytes", "configuration": {"endian": "little"}}
-    config = {"chunk_shape": chunk_shape, "codecs": [plain], "index_codecs": [plain, {"name": "crc32c"}]}
+    codecs = [plain, *([{"name": codec}] if codec is not None else [])]
+    config = {"chunk_shape": chunk_shape, "codecs": codecs, "index_codecs": [plain, {"name": "crc32c"}]}
     return [{"name": "sharding_indexed", "configuration": config}]
 
 
@@ -540,7 +603,17 @@ OTHERS: dict[str, Make] = {
     "zip: TorchScript": torch_file(torch_zip(b"\x80\x02}.", **{"constants.pkl": b"\x80\x02" + CALL + b"."})),
     "legacy: a terabyte of one string": _sparse_legacy,
     "tar": torch_file(bytes(257) + b"ustar" + bytes(600)),
+    "tar: of torch 0.1, and runs code": torch_file(
+        tarred(storages=b"\x80\x02K\0.", tensors=b"\x80\x02K\0.", pickle=b"\x80\x02" + RUN + b"\x85R.")
+    ),
+    "tar: sizes that lie": torch_file(tarred(storages=b"", pickle=b"").replace(b"00000000000\0", b"77777777777\0")),
+    "legacy: a stream that runs code": torch_file(LEGACY + b"\x80\x02" + RUN + b"\x85R.\x80\x02]."),
+    "legacy: another spelling of the magic number, and runs code": torch_file(
+        b"\x80\x02N0" + LEGACY[2:] + b"\x80\x02" + RUN + b"\x85R.\x80\x02]."
+    ),
     "a bare pickle that runs code": torch_file(b"\x80\x02" + CALL + b"."),
+    "a bare pickle that runs code of torch": torch_file(b"\x80\x02" + RUN + b"\x85R."),
+    "a bare pickle of text that runs code": torch_file(CALL + b"."),
     "safetensors: a header of 100 MB of nothing": _sparse_safetensors,
     "safetensors: a header of 2^63": files(**{"model.safetensors": b"\xff" * 16}),
     "safetensors: brackets": files(**{"model.safetensors": safetensors(b'{"a":' + b"[" * 1_000_000)}),
@@ -591,8 +664,10 @@ OTHERS: dict[str, Make] = {
     "zarr: 64 axes of 2": _zarray(shape=[2] * 64, chunks=[1] * 64),
     "zarr: chunks of no elements": _zarray(chunks=[0]),
     "zarr: a negative shape": _zarray(shape=[-4]),
+    "zarr: a filter that unpickles": _zarray(filters=[{"id": "pickle"}]),
     "zarr: a codec that unpickles": _zarray(compressor={"id": "pickle"}, filters=[{"id": "pickle"}]),
-    "zarr: objects": _zarray(dtype="|O"),
+    "zarr: objects that are unpickled": _zarray(dtype="|O"),
+    "zarr: objects that are texts": _zarray(dtype="|O", filters=[{"id": "vlen-utf8"}]),
     "zarr: a dtype of control characters": _zarray(dtype="\x1b[2J"),
     "zarr: an array called by no text": _array_folder(b"\xff\xfe"),
     "zarr: an array called by control characters": _array_folder(b"\x1b[2J\n"),
@@ -606,6 +681,7 @@ OTHERS: dict[str, Make] = {
     "zarr3: a gzip bomb": _bomb("gzip", gzip.compress(bytes(16 << 20), 1)),
     "zarr3: a zlib bomb": _bomb("zlib", _NULLS),
     "zarr3: a codec of control characters": _bomb("\x1b[2J", b""),
+    "zarr3: a codec in shards that unpickles": _zarr_json(codecs=_sharding(1, codec="numcodecs.pickle")),
     "zarr3: a codec that unpickles": _bomb("numcodecs.pickle", pickle.dumps(1)),
     "ocdbt: a count of 2^63": _ocdbt(b"\0\0" + bytes(16) + b"\0\0\0\0\0" + b"\xff" * 9 + b"\x01"),
     "ocdbt: no body": _ocdbt(b"\0\0"),

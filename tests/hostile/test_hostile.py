@@ -130,10 +130,16 @@ def test_there_are_more_than_a_hundred() -> None:
     assert len(CASES) > 300
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if ": a call" in name or "runs code" in name])
+_RUNNING = [name for name in CASES if ": a call" in name or "runs code" in name or "unpickle" in name]
+
+
+@pytest.mark.parametrize("case", _RUNNING)
 def test_whoever_would_run_code_is_found_and_not_converted(case: str, server: Server, folder: Path) -> None:
-    for name in ("a", "b"):
+    for name in ("a", "b", "c"):
         (folder / name).mkdir()
     assert _check(server, CASES[case], folder / "a", "convert").code in (3, 4, 5)
     found = _check(server, CASES[case], folder / "b", "validate --headers")
     assert found.code == 1
+    assert '"CK601"' in found.out
+    shown = _check(server, CASES[case], folder / "c", "inspect")
+    assert shown.code in (3, 4, 5) or "WARNING" in shown.out
