@@ -507,7 +507,7 @@ class Machine:
 
     def _note_persistent(self, value: object) -> None:
         """Note the class in a persistent id, once."""
-        if type(value) is tuple and len(value) > 1 and type(value[1]) is Global:
+        if type(value) is tuple and len(value) > 1 and value[0] == "storage" and type(value[1]) is Global:
             self._called.add(id(value[1]))
         else:
             self._uses.update(uses_of_persistent(value))

@@ -52,7 +52,7 @@ def constructor(module: str, name: str) -> Constructor | None:
     package = module.partition(".")[0]
     if exact is not None or package not in table.packages:
         return exact
-    for module_pattern, name_pattern, row in (*table.patterns.get(package, ()), *table.patterns[""]):
+    for module_pattern, name_pattern, row in [*table.patterns.get(package, []), *table.patterns[""]]:
         if name_pattern.fullmatch(name) and module_pattern.fullmatch(module):
             return row
     return None

@@ -73,7 +73,9 @@ def uses_of_state(state: object) -> Iterator[Use]:
 
 
 def uses_of_persistent(value: object) -> Iterator[Use]:
-    """Yield what is called for a persistent id: the class of the storage, or of the module."""
+    """Yield what is called for a persistent id: the class of the storage. That of a module is only named."""
+    if type(value) is tuple and value[:1] == ("module",):
+        return
     kind = value[1] if type(value) is tuple and len(value) > 1 else value
     yield from _uses_of_value(kind, "called")
 

@@ -660,7 +660,7 @@ TABLE = (
         ("CK602", RANK.removeprefix(f"{ITER}/")),
     ),
     row(TORCH, "a call of what is not known to be harmless", "", b.calling, ("CK601", "model_zip.pt")),
-    row(HEAD, "a call in the common state", f"{ITER}/common.pt", b.calling, ("CK601", "common.pt")),
+    row(OLD, "a call in the common state", f"{ITER}/common.pt", b.calling, ("CK601", "common.pt")),
     row(HEAD, "a call in the metadata", f"{ITER}/.metadata", b.calling, ("CK601", ".metadata")),
     row(DCP, "a call in the metadata", ".metadata", b.calling, ("CK601", ".metadata")),
     row(

@@ -327,7 +327,9 @@ def test_a_model_that_was_pickled_whole_and_random_states_have_no_finding(tmp_pa
     import random
 
     layers = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(4, 2, batch_first=True), 1)
-    torch.save(torch.nn.Sequential(layers, torch.nn.Conv2d(1, 1, 1), torch.nn.LSTM(2, 2)), tmp_path / "model.pt")
+    model = torch.nn.Sequential(layers, torch.nn.Conv2d(1, 1, 1), torch.nn.LSTM(2, 2))
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(model, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
     state = {
         "np": np.random.get_state(),
         "generator": np.random.default_rng(0),
@@ -340,7 +342,7 @@ def test_a_model_that_was_pickled_whole_and_random_states_have_no_finding(tmp_pa
     torch.save(state, tmp_path / "state.pt")
     (tmp_path / "state.pkl").write_bytes(pickle.dumps(state))
     for level in Level:
-        for name in ("model.pt", "state.pt"):
+        for name in ("model.pt", "legacy.pt", "state.pt"):
             findings = validate(tmp_path / name, level=level).findings
             assert [finding.message for finding in findings if finding.severity > Severity.NOTE] == []
     data = (tmp_path / "state.pkl").read_bytes()

@@ -592,6 +592,34 @@ def test_a_huge_memo_index_takes_no_memory() -> None:
         tracemalloc.stop()
 
 
+def test_a_million_nested_lists_are_refused_before_they_are_made() -> None:
+    import tracemalloc
+
+    for opening, closing in ((b"]", b"a"), (b"}K\x01", b"s")):
+        data = b"\x80\x02" + opening * 1_000_000 + b"]" + closing * 1_000_000 + b"."
+        tracemalloc.start()
+        try:
+            with pytest.raises(UnsafeError, match="1000 levels"):
+                load(data, label="x")
+            assert tracemalloc.get_traced_memory()[1] < 10_000_000
+        finally:
+            tracemalloc.stop()
+
+
+def test_an_error_that_is_kept_keeps_no_objects() -> None:
+    import tracemalloc
+
+    data = b"\x80\x02(" + b"]" * 100_000 + b"a" * 99_999 + b"l."
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsafeError) as kept:
+            load(data, label="x")
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+        assert kept.value.file == "x"
+    finally:
+        tracemalloc.stop()
+
+
 def test_memo_entries_may_come_in_any_order() -> None:
     # entries 5, 0, 1 set, then MEMOIZE twice (which number the entries that exist: 3, 4), then 5 again
     data = b"\x80\x04K\x05q\x050K\x00q\x000K\x01q\x010K\x33\x940K\x34\x940(h\x05h\x00h\x01h\x03h\x04K\x09q\x05h\x05t."

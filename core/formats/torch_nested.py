@@ -20,7 +20,7 @@ from core.formats.torch_legacy import MAX_PICKLE_BYTES, pickle_end
 from core.formats.torch_record import read_pickle
 from core.formats.torch_stream import stream_kind, tar_members
 from core.formats.torch_zip import read_archive
-from core.inert import Global, walk
+from core.inert import Global, Persistent, walk
 from core.pickle_uses import USING, Use, uses_of_node
 from core.safe_pickle import load, load_next, note_uses, noting_uses
 from core.store import MemoryStore
@@ -207,7 +207,7 @@ def _trees(store: ReadStore, file: str, start: int, n_bytes: int, kind: str) -> 
         at = start
         for _ in range(_N_LEGACY):
             end = pickle_end(store, file, at, start + n_bytes)
-            yield load(store.read(file, at, end - at), label=file)
+            yield load(store.read(file, at, end - at), label=file, persistent_load=_class_or_storage)
             at = end
     elif kind == "tar":
         for at, size in tar_members(store, file, start, n_bytes).values():
@@ -215,6 +215,13 @@ def _trees(store: ReadStore, file: str, start: int, n_bytes: int, kind: str) -> 
                 yield from _pickles(store.read(file, at, min(size, MAX_PICKLE_BYTES)), file)
     elif kind == "pickle" and n_bytes <= MAX_PICKLE_BYTES:
         yield from _pickles(store.read(file, start, n_bytes), file)
+
+
+def _class_or_storage(pid: object) -> object:
+    """Return the class that stands for a module in files of before torch 1.6, and any other persistent id as it is."""
+    if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
+        return pid[1]
+    return Persistent(pid)
 
 
 def _pickles(data: bytes, file: str) -> Iterator[object]:
