@@ -56,8 +56,7 @@ def uses_of_call(how: str, fn: object, args: tuple[object, ...], kwargs: Mapping
     yield Use(fn, "called" if how == "reduce" else "made")
     if fn == LOAD_FROM_BYTES:
         for arg in (*args, *(kwargs or {}).values()):
-            if isinstance(arg, (bytes, bytearray)):
-                yield Use(fn, "called", bytes(arg))
+            yield Use(fn, "called", bytes(arg)) if isinstance(arg, (bytes, bytearray)) else Use(fn, "unread")
     for position, handed_how in handed(fn.module, fn.name):
         values = (args[position],) if position < len(args) else tuple((kwargs or {}).values())
         for value in values:

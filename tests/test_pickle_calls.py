@@ -221,6 +221,7 @@ CALLS = {
     "an extension": b"\x82\x01",
     "what cannot be made": b"cmmap\nmmap\n)\x81",
     "a frozen class": b"ctransformers.training_args\nTrainingArguments\n)R",
+    "bytes that torch loads and nobody sees": b"ctorch.storage\n_load_from_bytes\n]\x85R",
     "a graph": b"ctorch.fx.graph_module\nreduce_graph_module\n)R",
 }
 
