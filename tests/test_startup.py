@@ -58,6 +58,10 @@ def test_a_usage_error_imports_nothing_heavy(repo_dir: Path) -> None:
         ["mcore_torch_dist/dense_gqa/tp2_pp2_optim"],
         ["mcore0121_torch_dist/dense_gqa/tp2_pp2_optim"],
         ["hf/llama/torch_single/model_zip.pt"],
+        ["hf/llama/safetensors_single"],
+        ["mcore0121_zarr/dense_gqa/tp2_pp2_optim"],
+        ["deepspeed/zero1_dp2_bf16"],
+        ["orbax/ocdbt_zarr3"],
     ],
     ids=" ".join,
 )
