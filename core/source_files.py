@@ -48,15 +48,18 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     catalog, store = source.catalog, source.store
     if store.entry is not None:
         return []
-    left = set(files_below(store)) - set(store.opened) - set(linked) - set(carried_of(catalog).keys())
-    left = {name for name in left if _BOOKKEEPING.fullmatch(name) is None}
+    others = tuple(f"{path}/" for path in source.below)
+    unread = {name for name in files_below(store) if not f"{name}/".startswith(others)}
+    unread -= {*store.opened, *linked, *carried_of(catalog)}
+    unread = {name for name in unread if _BOOKKEEPING.fullmatch(name) is None}
     # Only formats with a file a chunk have data files that have not been opened yet.
-    for fragment in catalog.all_fragments() if left else ():
+    for fragment in catalog.all_fragments() if unread else ():
         if fragment.array is not None and fragment.array.extent is not None:
-            left.discard(fragment.array.extent.file)
-    unread = catalog.attrs.get("unread")
-    left |= set(unread if isinstance(unread, tuple) else ())
-    return [*_folded(left), *_empty_folders(store), *_above(source, carried=documents_of(catalog))]
+            unread.discard(fragment.array.extent.file)
+    stated = catalog.attrs.get("unread")
+    unread |= set(stated if isinstance(stated, tuple) else ())
+    above = _above(source, carried=documents_of(catalog))
+    return [*_folded(unread), *others, *_empty_folders(store), *above]
 
 
 def documents_above(source: Checkpoint) -> dict[str, bytes]:

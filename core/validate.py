@@ -153,8 +153,9 @@ def _other_iterations(root: Path, taken: Path) -> tuple[str, ...]:
     """Return a note on the iterations of a training root that are not looked at."""
     if taken == root or not root.is_dir():
         return ()
+    passed = {taken, *taken.parents}
     with closing(LocalStore(root)) as store:
-        names = [name for _, name in sorted(iteration_dirs(store).items()) if root / name != taken]
+        names = [name for _, name in sorted(iteration_dirs(store).items()) if root / name not in passed]
     count = "one other iteration was" if len(names) == 1 else f"{len(names)} other iterations were"
     return (f"{count} not looked at (--all-iterations): {listed(names)}",) if names else ()
 
