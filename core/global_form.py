@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
 
 from core.catalog import Catalog
 from core.changes import Changed, changed
@@ -41,6 +43,7 @@ from core.json_object import object_of
 from core.layout import Rules, is_megatron, load_rules, unshard
 from core.layout_args import facts_of, with_vocab_size
 from core.layout_checks import check_complete
+from core.layout_global import has_megatron_names
 from core.layout_rng import with_rng
 from core.layout_spec import with_implementation
 from core.objects import loaded
@@ -84,7 +87,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     Raises:
         CheckpointingException: any kind.
     """
-    from core.hf import is_hf
+    from core.hf import check_model, is_hf
 
     catalog = with_documents(loaded(source.catalog, source.store, load_object), documents_above(source))
     rules = load_rules(job.rules, unknown=job.unknown)
@@ -94,11 +97,12 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     catalog, config = _with_config(job, catalog, source)
     comes_from_hf = is_hf(catalog, config)
     if job.config is not None and not comes_from_hf:
-        raise UsageError("--config has no effect: the tensors have Megatron's names", hint="leave it out")
+        _refuse_config(job.config, config, catalog, rules)
     check_names(job, names, model_type, format, config if comes_from_hf else None)
     is_named = comes_from_hf or is_megatron(catalog, rules)
     check_target(job, format, is_named=is_named)
     if names == "megatron" and not is_named and not _is_rank_local(catalog):
+        _refuse_without_arguments(catalog, rules)
         raise UsageError(
             "--names megatron: the tensors have neither Megatron's names nor Hugging Face's with a config.json",
             hint="point at the model's config.json with --config FILE",
@@ -121,6 +125,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     wants_hf = names == "hf" and not comes_from_hf
     if wants_hf or is_restacked or _is_laid_out(job, catalog, format, rules, names):
         if not _is_rank_local(catalog) and not is_megatron(catalog, rules):
+            _refuse_without_arguments(catalog, rules)
             _refuse_names(catalog, format, wants_hf=wants_hf)
         refuse_quantizing(job, format)
         catalog = unshard(
@@ -148,6 +153,12 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     if wants_hf:
         return _as_hf(job, catalog, format, model_type, notes, dropped)
     made = _changed(catalog, job, notes, config)
+    if comes_from_hf and (names == "hf" or job.config is not None):
+        assert config is not None
+        document = documents_of(made.catalog).get(CONFIG)
+        stated = config if document is None else object_of(document, file=CONFIG)
+        with _complete(made, "Hugging Face"):
+            notes += check_model(made.catalog, stated, files=carried_of(catalog), is_strict=job.config is not None)
     if format.carries_files:
         notes += made.config_notes
     is_global = catalog.attrs.get("family") == "megatron"
@@ -167,7 +178,7 @@ def _as_megatron(
     dropped: list[str],
 ) -> GlobalForm:
     """Megatron's global form of tensors with Hugging Face's names; the user's changes go by the latter."""
-    from core.hf import to_megatron
+    from core.hf import check_model, model_types, to_megatron
 
     check_vocabulary(job, config)
     refuse_quantizing(job, format)
@@ -179,6 +190,8 @@ def _as_megatron(
     config = config if document is None else object_of(document, file=CONFIG)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
     with _complete(first, "Hugging Face"):
+        if config.get("model_type") in model_types():
+            check_model(first.catalog, config, files=carried_of(first.catalog), is_strict=True)
         catalog = to_megatron(
             first.catalog, config, make_vocab_size_divisible_by=divisor, transformer_impl=job.transformer_impl
         )
@@ -221,8 +234,42 @@ def _complete(made: Changed, whose: str) -> Iterator[None]:
         raise UsageError(
             f"--include, --exclude or the new names leave an incomplete {whose} model: {err.message}",
             key=err.key,
-            hint="keep the names to write a part of a model: --to safetensors, dcp or torch",
+            hint="keep the names, without --config, to write a part of a model: --to safetensors, dcp or torch",
         ) from err
+
+
+def _refuse_config(path: Path, config: Mapping[str, object] | None, catalog: Catalog, rules: Rules) -> NoReturn:
+    """Raise for a configuration that ``--config`` gives, of a source that is not a Hugging Face model with it.
+
+    Raises:
+        UsageError: it is not a model's, or the source does not need it.
+        UnsupportedError: the source needs training arguments, whose place it cannot take.
+    """
+    if config is None or not isinstance(config.get("model_type"), str):
+        raise UsageError(
+            "--config: the file names no model_type, so it does not describe a model of transformers",
+            file=str(path),
+            hint="give the config.json of the model",
+        )
+    if not _is_rank_local(catalog) and not is_megatron(catalog, rules):
+        _refuse_without_arguments(catalog, rules)
+    raise UsageError(
+        "--config has no effect: the checkpoint is Megatron's, with training arguments", hint="leave it out"
+    )
+
+
+def _refuse_without_arguments(catalog: Catalog, rules: Rules) -> None:
+    """Raise if the tensors have Megatron's names, but nothing describes their model.
+
+    Raises:
+        UnsupportedError: so it is.
+    """
+    if has_megatron_names(catalog, rules):
+        raise UnsupportedError(
+            "the tensors have Megatron's names, but the checkpoint holds no training arguments (args), which describe "
+            f"the model and its layout; a {CONFIG} cannot take their place",
+            hint="convert a checkpoint of the run that holds them, or keep the names: --to safetensors, dcp or torch",
+        )
 
 
 def _refuse_names(catalog: Catalog, format: Format, *, wants_hf: bool) -> None:
@@ -237,7 +284,7 @@ def _refuse_names(catalog: Catalog, format: Format, *, wants_hf: bool) -> None:
     raise UnsupportedError(
         f"the tensors ({first!r} …) cannot become {wanted}: they have neither Megatron's names and arguments, nor "
         f"Hugging Face's with a {CONFIG} beside them",
-        hint=f"say where {CONFIG} is with --config FILE, or keep the names: --to {keeps}",
+        hint=f"give the {CONFIG} of the model with --config FILE, or keep the names: --to {keeps}",
     )
 
 

@@ -139,6 +139,12 @@ def is_megatron(catalog: Catalog, rules: Rules) -> bool:
     return "tensor_model_parallel_size" in known
 
 
+def has_megatron_names(catalog: Catalog, rules: Rules) -> bool:
+    """Return whether a catalog has the names of Megatron's attention, which others do not call so in such layers."""
+    attention = [key for key in catalog.tensors if ".self_attention." in key]
+    return any(rules.has_main_stack(key.removeprefix(prefix)) for prefix in _PREFIXES for key in attention)
+
+
 def _has_stack(key: str, prefix: str, rules: Rules) -> bool:
     return key.startswith(prefix) and rules.has_main_stack(key[len(prefix) :])
 

@@ -114,6 +114,30 @@ def test_a_config_that_is_not_needed_or_not_there_is_refused(golden: Path, tmp_p
         run(Job(src=golden / "torch_dcp/tp2_only", dst=tmp_path / "out", to="hf", config=tmp_path / "no", fsync=False))
 
 
+@pytest.mark.parametrize("config", ["hf/llama/safetensors_single/config.json", None])
+@pytest.mark.parametrize(("to", "names"), [("hf", None), ("megatron", None), ("dcp", "hf"), ("dcp", "megatron")])
+def test_megatrons_tensors_without_arguments_are_refused_with_what_can_be_done(
+    to: str, names: str | None, config: str | None, golden: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(golden / "mcore0161_torch_dist/dense_gqa/tp2_pp2", tmp_path / "source")
+    torch.save({"iteration": 10}, next(source.rglob("common.pt")))
+    path = None if config is None else golden / config
+    with pytest.raises(UnsupportedError, match="holds no training arguments") as refusal:
+        run(Job(src=source, dst=tmp_path / "out", to=to, names=names, config=path, fsync=False))
+    hint = str(refusal.value.hint)
+    assert "--config" not in hint
+    assert hint.endswith("keep the names: --to safetensors, dcp or torch")
+    for kept in ("safetensors", "dcp", "torch"):
+        run(Job(src=source, dst=tmp_path / kept, to=kept, fsync=False))
+
+
+def test_a_config_that_describes_no_model_is_refused_as_such(golden: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 32}')
+    source, config = golden / "torch_dcp/fsdp2_dp2", tmp_path / "config.json"
+    with pytest.raises(UsageError, match="names no model_type"):
+        run(Job(src=source, dst=tmp_path / "out", to="hf", config=config, fsync=False))
+
+
 def test_names_of_megatron_may_be_asked_for_in_any_format(golden: Path, tmp_path: Path) -> None:
     src = golden / "hf/llama/safetensors_single"
     run(Job(src=src, dst=tmp_path / "out.pt", to="torch", names="megatron", fsync=False))

@@ -21,8 +21,9 @@ from core.catalog import Catalog
 from core.hf.hf_form import to_hf
 from core.hf.megatron_form import to_megatron
 from core.hf.names import LAYERS, families
+from core.hf.proof import check_model
 
-__all__ = ["is_hf", "model_types", "to_hf", "to_megatron"]
+__all__ = ["check_model", "is_hf", "model_types", "to_hf", "to_megatron"]
 
 
 def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:

@@ -92,19 +92,22 @@ def arguments_of(
         CorruptError: the configuration does not say something, or contradicts itself.
         UnsupportedError: it says something that Megatron has no arguments for.
     """
+    config = {**family.defaults, **config}
     _check_fixed(config, family)
     is_latent = "latent" in family.requires
     args: dict[str, object] = dict(_WHERE_TO_START)
     args |= family.fixed_args
     args |= {name: _value(config, names) for name, names in family.config.items()}
-    heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-    groups = _count(config, "num_key_value_heads", default=heads)
-    n_rows = _count(config, "vocab_size")
+    heads, hidden = count_of(config, "num_attention_heads"), count_of(config, "hidden_size")
+    groups = count_of(config, "num_key_value_heads", default=heads)
+    n_rows = count_of(config, "vocab_size")
     impl = transformer_impl or ("transformer_engine" if is_latent else "local")
     args |= {
         "num_query_groups": groups,
         "group_query_attention": groups != heads and not is_latent,
-        "kv_channels": args["v_head_dim"] if is_latent else _count(config, "head_dim", default=max(hidden // heads, 1)),
+        "kv_channels": args["v_head_dim"]
+        if is_latent
+        else count_of(config, "head_dim", default=max(hidden // heads, 1)),
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "add_bias_linear": _has_linear_bias(config, family),
         "seq_length": args["max_position_embeddings"],
@@ -120,10 +123,10 @@ def arguments_of(
     }
     args |= rope_arguments(config, is_latent=is_latent)
     if "moe" in family.requires:
-        args |= _moe_arguments(config, family, n_layers=_count(config, "num_hidden_layers"))
+        args |= _moe_arguments(config, family, n_layers=count_of(config, "num_hidden_layers"))
         args["moe_grouped_gemm"] = impl == "transformer_engine"
     if is_latent:
-        args["q_lora_rank"] = None if config.get("q_lora_rank") is None else _count(config, "q_lora_rank")
+        args["q_lora_rank"] = None if config.get("q_lora_rank") is None else count_of(config, "q_lora_rank")
         args["mtp_num_layers"] = n_mtp or None
         if groups != heads:
             raise UnsupportedError(f"{groups} key heads for {heads} query heads in latent attention", file=CONFIG)
@@ -158,45 +161,65 @@ def _moe_arguments(config: Mapping[str, object], family: Family, *, n_layers: in
     args: dict[str, object] = {}
     if "pre_softmax" in family.allows:
         args["moe_router_pre_softmax"] = not config.get("norm_topk_prob", False)
-        args["moe_layer_freq"] = _frequency(_qwen_dense(config, n_layers), n_layers)
+        args["moe_layer_freq"] = _frequency(dense_layers(config, family, n_layers=n_layers), n_layers)
     if "sigmoid" in family.requires:
-        first = _count(config, "first_k_dense_replace", default=0, least=0)
-        args["moe_layer_freq"] = _frequency(set(range(min(first, n_layers))), n_layers)
-        shared, inner = _count(config, "n_shared_experts"), _count(config, "moe_intermediate_size")
+        args["moe_layer_freq"] = _frequency(dense_layers(config, family, n_layers=n_layers), n_layers)
+        shared, inner = count_of(config, "n_shared_experts"), count_of(config, "moe_intermediate_size")
         args |= {
             "moe_shared_expert_intermediate_size": shared * inner,
             "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0),
-            "moe_router_num_groups": _count(config, "n_group", default=1),
-            "moe_router_group_topk": _count(config, "topk_group", default=1),
+            "moe_router_num_groups": count_of(config, "n_group", default=1),
+            "moe_router_group_topk": count_of(config, "topk_group", default=1),
             "moe_router_dtype": "fp32",
         }
     return args
 
 
-def _qwen_dense(config: Mapping[str, object], n_layers: int) -> set[int]:
-    """Layers without experts: those that are listed, and all but every n-th, counted from the n-th."""
-    step = _count(config, "decoder_sparse_step", default=1)
+def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int) -> frozenset[int]:
+    """Return the numbers of the layers without experts in a family with experts.
+
+    DeepSeek-V3 has them first. In Qwen3-MoE they are those that are listed, and all but every n-th, counted from the
+    n-th.
+
+    Raises:
+        CorruptError: the configuration is malformed.
+    """
+    if "sigmoid" in family.requires:
+        return frozenset(range(min(count_of(config, "first_k_dense_replace", default=0, least=0), n_layers)))
+    if "dense_layers" not in family.allows:
+        return frozenset()
+    step = count_of(config, "decoder_sparse_step", default=1)
     listed = config.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
         raise CorruptError(f"mlp_only_layers is {repr(listed)[:80]}, not a list of layers", file=CONFIG)
-    return {layer for layer in range(n_layers) if layer in set(listed) or (layer + 1) % step}
+    return frozenset(layer for layer in range(n_layers) if layer in set(listed) or (layer + 1) % step)
 
 
-def _frequency(dense: set[int], n_layers: int) -> object:
+def _frequency(dense: frozenset[int], n_layers: int) -> object:
     return [int(layer not in dense) for layer in range(n_layers)] if dense else 1
 
 
 def _value(config: Mapping[str, object], names: tuple[str, ...]) -> object:
-    for name in names:
-        value = config.get(name)
-        if value is not None:
-            if isinstance(value, float) and 0 < value < 1:
-                return value  # an epsilon
-            return _count(config, name)
-    raise CorruptError(f"the configuration does not say {names[0]}", file=CONFIG)
+    """Return the number that is stated under one of the names; an epsilon may be less than 1."""
+    value = next((value for name in names if (value := config.get(name)) is not None), None)
+    return value if isinstance(value, float) and 0 < value < 1 else number_of(config, names)
 
 
-def _count(config: Mapping[str, object], name: str, *, default: int | None = None, least: int = 1) -> int:
+def number_of(config: Mapping[str, object], names: tuple[str, ...]) -> int:
+    """Return the positive number that is stated under the first of the names that has a value.
+
+    Raises:
+        CorruptError: none has, or it is not a positive integer.
+    """
+    return count_of(config, next((name for name in names if config.get(name) is not None), names[0]))
+
+
+def count_of(config: Mapping[str, object], name: str, *, default: int | None = None, least: int = 1) -> int:
+    """Return a number that the configuration states.
+
+    Raises:
+        CorruptError: it is not stated and there is no default, or it is not an integer from ``least``.
+    """
     value = config.get(name)
     if value is None:
         value = default

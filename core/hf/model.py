@@ -157,6 +157,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     features = traits & {"tied"}
     if fields.get("add_bias_linear", True):
         features.add("linear_bias")
+        traits |= {"attention_bias", "mlp_bias"}
     if fields.get("add_qkv_bias"):
         features.add("qkv_bias")
     if fields.get("qk_layernorm"):

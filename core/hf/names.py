@@ -59,6 +59,7 @@ class Family:
     allows: frozenset[str]
     ignored: tuple[re.Pattern[str], ...]
     absent: tuple[str, ...]
+    defaults: Mapping[str, object]
     config: Mapping[str, tuple[str, ...]]
     fixed_args: Mapping[str, object]
     fixed_config: Mapping[str, object]
@@ -198,6 +199,7 @@ def _family(table: Mapping[str, Any]) -> Family:
         allows=frozenset(table["allows"]),
         ignored=tuple(map(re.compile, table["ignored"])),
         absent=tuple(table["absent"]),
+        defaults=table.get("defaults", {}),
         config={name: _texts(value) for name, value in table["config"].items()},
         fixed_args=table["fixed"]["args"],
         fixed_config=table["fixed"]["config"],

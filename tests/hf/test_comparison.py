@@ -1,0 +1,389 @@
+"""Which tensors a model of transformers has, against what transformers itself builds, saves and loads."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.catalog import TensorMeta
+from core.convert import Job, run
+from core.hf.comparison import compared
+from core.hf.names import families
+from core.hf.problem import Problem
+from tests.hf.models import (
+    COMMON,
+    DEEPSEEK,
+    MODELS,
+    MOE,
+    assert_same,
+    catalog_of,
+    config_of,
+    loaded_model,
+    quietly,
+    saved,
+    tensors,
+)
+
+Tensors = dict[str, TensorMeta]
+EVERY_FAMILY = ("llama_biased", "llama_tied", "qwen2", "qwen3", "mixtral", "qwen3_moe_mixed", "deepseek_v3")
+
+
+def meta_of(key: str, dtype: str, *shape: int) -> TensorMeta:
+    return TensorMeta(key, dtype, shape)
+
+
+def state_of(model: Any) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors and the configuration that ``save_pretrained`` would write of a model."""
+    metas = {
+        key: TensorMeta(key, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        for key, value in model.state_dict().items()
+    }
+    stated = json.loads(json.dumps(model.config.to_diff_dict()))
+    return metas, {**stated, "architectures": [type(model).__name__]}
+
+
+def built(name: str, auto_class: str = "AutoModelForCausalLM", **changes: Any) -> Any:
+    """A model without memory for its weights."""
+    import transformers
+
+    quietly()
+    model_type, differing = MODELS.get(name, (name, {}))
+    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **differing, **changes})
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(transformers, auto_class).from_config(config)
+
+
+def changed(tensors: Tensors, *without: str, **others: TensorMeta) -> Tensors:
+    return {key: meta for key, meta in tensors.items() if key not in without} | {m.key: m for m in others.values()}
+
+
+def kinds(problems: tuple[Problem, ...]) -> list[str]:
+    return [problem.kind for problem in problems]
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Tensors, dict[str, Any]]:
+    return state_of(built("llama"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_transformers_saves_fits_its_configuration(name: str, tmp_path: Path) -> None:
+    for options in ({}, {"save_original_format": False}) if name in MOE else ({},):
+        folder = saved(name, tmp_path / f"model{len(options)}", **options)
+        assert compared(catalog_of(folder)[1].tensors, config_of(folder)) == ()
+
+
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_a_model_out_of_a_checkpoint_without_a_configuration_is_what_transformers_loads(
+    name: str, tmp_path: Path
+) -> None:
+    folder = saved(name, tmp_path / "model")
+    run(Job(src=folder, dst=tmp_path / "dcp", to="dcp", fsync=False))
+    run(Job(src=tmp_path / "dcp", dst=tmp_path / "out", to="hf", config=folder / "config.json", fsync=False))
+    assert_same(tensors(tmp_path / "out"), tensors(folder))
+    loaded_model(tmp_path / "out")
+
+
+HEADS = ("", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+CLASSES = [
+    (name, f"AutoModel{head}")
+    for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+    for head in HEADS
+    if (name, head) != ("deepseek_v3", "ForQuestionAnswering")  # transformers has no such class
+]
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"mlp_bias": True}], ids=str)
+@pytest.mark.parametrize(("name", "auto_class"), CLASSES)
+def test_other_heads_and_biases_fit(name: str, auto_class: str, changes: dict[str, Any]) -> None:
+    assert compared(*state_of(built(name, auto_class, **changes))) == ()
+
+
+@pytest.mark.parametrize("name", families())
+def test_what_a_configuration_leaves_out_is_what_transformers_takes_for_it(name: str) -> None:
+    import transformers
+
+    quietly()
+    sizes = {"num_hidden_layers": 5, "num_attention_heads": 128, "hidden_size": 1280, "vocab_size": 9}
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(name, **sizes)
+        metas, stated = state_of(transformers.AutoModelForCausalLM.from_config(config))
+    for absent in ("num_key_value_heads", "head_dim", "q_lora_rank", "first_k_dense_replace", "tie_word_embeddings"):
+        stated.pop(absent, None)
+    assert compared(metas, stated) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda t: changed(t, "model.layers.1.mlp.up_proj.weight"), "missing"),
+        (lambda t: changed(t, "lm_head.weight"), "ties"),
+        (lambda t: changed(t, *(key for key in t if ".layers.2." in key)), "layers"),
+        (lambda t: changed(t, x=meta_of("model.layers.3.mlp.up_proj.weight", "bfloat16", 48, 32)), "layers"),
+        (lambda t: changed(t, x=meta_of("model.norm.weight", "bfloat16", 33)), "shape"),
+        (lambda t: changed(t, x=meta_of("model.norm.weight", "int64", 32)), "dtype"),
+        (lambda t: changed(t, x=meta_of("model.norm.bias", "bfloat16", 32)), "unexpected"),
+        (lambda t: changed(t, x=meta_of("model.layers.1.mlp.up_proj.SCB", "float32", 48)), "quantization"),
+    ],
+)
+def test_one_difference_is_one_problem(
+    change: Callable[[Tensors], Tensors], kind: str, llama: tuple[Tensors, dict[str, Any]]
+) -> None:
+    metas, config = llama
+    (problem,) = compared(change(metas), config)
+    assert problem.kind == kind
+    assert problem.key
+
+
+def test_a_layer_that_is_lost_in_the_middle_is_missing_tensor_by_tensor(llama: tuple[Tensors, dict[str, Any]]) -> None:
+    metas, config = llama
+    problems = compared(changed(metas, *(key for key in metas if ".layers.1." in key)), config)
+    assert kinds(problems) == ["missing"] * 9
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_another_number_of_experts_is_one_problem(name: str, stacked: bool, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "model", save_original_format=not stacked)
+    metas, config = catalog_of(folder)[1].tensors, config_of(folder)
+    (stated,) = (n for n in ("num_local_experts", "num_experts", "n_routed_experts") if n in config)
+    for count in (3, 6):
+        (problem,) = compared(metas, {**config, stated: count})
+        assert (problem.kind, problem.expected, problem.found) == ("experts", f"{count} experts", "4")
+
+
+def test_an_expert_that_is_lost_is_found(tmp_path: Path) -> None:
+    folder = saved("mixtral", tmp_path / "model")
+    metas, config = dict(catalog_of(folder)[1].tensors), config_of(folder)
+    last = [key for key in metas if ".experts.3." in key]
+    assert kinds(compared(changed(metas, *last), config)) == ["experts"]
+    assert kinds(compared(changed(metas, last[0]), config)) == ["missing"]
+
+
+def test_layers_for_drafts_may_be_there_and_are_then_complete(tmp_path: Path) -> None:
+    """transformers leaves DeepSeek's multi-token prediction out, whatever the configuration says."""
+    folder = saved("deepseek_v3", tmp_path / "model")
+    metas, config = dict(catalog_of(folder)[1].tensors), config_of(folder)
+    assert compared(metas, {**config, "num_nextn_predict_layers": 1}) == ()
+    body = {key.replace(".2.", ".3.", 1): meta for key, meta in metas.items() if key.startswith("model.layers.2.")}
+    added = {key: TensorMeta(key, meta.dtype, meta.shape) for key, meta in body.items()}
+    own = (("enorm", (32,)), ("hnorm", (32,)), ("eh_proj", (32, 64)), ("shared_head.norm", (32,)))
+    added |= {key: TensorMeta(key, "bfloat16", s) for n, s in own for key in [f"model.layers.3.{n}.weight"]}
+    assert compared(metas | added, config) == ()
+    del added["model.layers.3.hnorm.weight"]
+    assert kinds(compared(metas | added, config)) == ["missing"]
+
+
+def test_buffers_of_old_models_and_stored_tied_heads_are_no_problem() -> None:
+    metas, config = state_of(built("llama_tied"))
+    inv_freq = [meta_of(f"model.layers.{n}.self_attn.rotary_emb.inv_freq", "float32", 2) for n in range(3)]
+    extra = {meta.key: meta for meta in inv_freq}
+    head = {"lm_head.weight": meta_of("lm_head.weight", "bfloat16", 130, 32)}
+    assert compared(metas | extra | head, config) == ()
+    assert compared(changed(metas | extra, "lm_head.weight"), config) == ()
+
+
+def test_a_configuration_that_asks_for_a_giant_is_answered_at_once(llama: tuple[Tensors, dict[str, Any]]) -> None:
+    metas, config = llama
+    assert kinds(compared(metas, {**config, "num_hidden_layers": 1 << 30})) == ["layers"]
+    metas, config = state_of(built("mixtral"))
+    assert "experts" in kinds(compared(metas, {**config, "num_local_experts": 1 << 30}))
+
+
+# --- quantized weights, under the names that each tool writes -------------------------------------------------------
+
+
+def _linear(metas: Tensors) -> list[TensorMeta]:
+    return [meta for key, meta in metas.items() if key.endswith("_proj.weight")]
+
+
+def _quantized(metas: Tensors, parts: Callable[[str, int, int], Mapping[str, tuple[str, tuple[int, ...]]]]) -> Tensors:
+    """The tensors with every linear weight replaced by what a tool writes: name behind the module's → dtype, shape."""
+    made = dict(metas)
+    for meta in _linear(metas):
+        del made[meta.key]
+        module = meta.key.removesuffix(".weight")
+        for name, (dtype, shape) in parts(module, *meta.shape).items():
+            made[f"{module}.{name}"] = TensorMeta(f"{module}.{name}", dtype, shape)
+    return made
+
+
+def _gptq(_: str, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    return {
+        "qweight": ("int32", (columns // 8, rows)),
+        "qzeros": ("int32", (1, rows // 8)),
+        "scales": ("float16", (1, rows)),
+        "g_idx": ("int32", (columns,)),
+    }
+
+
+def _awq(_: str, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    return {
+        "qweight": ("int32", (columns, rows // 8)),
+        "qzeros": ("int32", (1, rows // 8)),
+        "scales": ("float16", (1, rows)),
+    }
+
+
+def _int8(_: str, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    return {"weight": ("int8", (rows, columns)), "SCB": ("float32", (rows,)), "weight_format": ("uint8", ())}
+
+
+def _nf4(_: str, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    return {
+        "weight": ("uint8", (rows * columns // 2, 1)),
+        "weight.absmax": ("uint8", (rows * columns // 64,)),
+        "weight.quant_map": ("float32", (16,)),
+        "weight.nested_absmax": ("float32", (1,)),
+        "weight.nested_quant_map": ("float32", (256,)),
+        "weight.quant_state.bitsandbytes__nf4": ("uint8", (90,)),
+    }
+
+
+def _fp8(_: str, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    blocks = (-(-rows // 32), -(-columns // 32))
+    return {"weight": ("float8_e4m3fn", (rows, columns)), "weight_scale_inv": ("float32", blocks)}
+
+
+def _packed(_: str, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    return {
+        "weight_packed": ("int32", (rows, columns // 8)),
+        "weight_scale": ("bfloat16", (rows, 1)),
+        "weight_shape": ("int64", (2,)),
+    }
+
+
+SCHEMES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gptq": (_gptq, {"quant_method": "gptq", "bits": 4}),
+    "awq": (_awq, {"quant_method": "awq", "bits": 4}),
+    "bitsandbytes int8": (_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "bitsandbytes nf4": (_nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "fp8": (_fp8, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+    "compressed-tensors": (_packed, {"quant_method": "compressed-tensors", "config_groups": {}}),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_weights_fit_a_configuration_that_names_their_method(name: str, scheme: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "model")
+    parts, stated = SCHEMES[scheme]
+    metas, config = _quantized(dict(catalog_of(folder)[1].tensors), parts), config_of(folder)
+    assert compared(metas, {**config, "quantization_config": stated}) == ()
+    if scheme == "compressed-tensors":
+        assert compared(metas, {**config, "compression_config": stated}) == ()
+    assert kinds(compared(metas, config)) == ["quantization"]
+    assert compared(metas, config, files=["config.json", "quantize_config.json"]) == ()
+
+
+def test_scales_of_cached_keys_and_values_are_no_problem(llama: tuple[Tensors, dict[str, Any]]) -> None:
+    metas, config = llama
+    scales = [meta_of(f"model.layers.{n}.self_attn.{part}_scale", "float32", 1) for n in range(3) for part in "kv"]
+    config = {**config, "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {}}}
+    assert compared(metas | {meta.key: meta for meta in scales}, config) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda t: changed(t, "model.layers.1.mlp.up_proj.weight_scale_inv"), "has no scales"),
+        (
+            lambda t: changed(t, x=meta_of("model.layers.1.mlp.up_proj.weight_scale_inv", "float32", 3, 1)),
+            r"scales \(3, 1\) for a weight \(48, 32\)",
+        ),
+    ],
+)
+def test_scales_that_do_not_fit_their_weight_are_found(
+    change: Callable[[Tensors], Tensors], text: str, llama: tuple[Tensors, dict[str, Any]]
+) -> None:
+    metas, config = llama
+    (problem,) = compared(change(_quantized(metas, _fp8)), {**config, "quantization_config": SCHEMES["fp8"][1]})
+    assert problem.kind == "quantization"
+    assert re.search(text, problem.message)
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "awq"])
+def test_wide_weights_under_a_method_that_they_do_not_have_are_found(
+    method: str, llama: tuple[Tensors, dict[str, Any]]
+) -> None:
+    metas, config = llama
+    assert kinds(compared(metas, {**config, "quantization_config": {"quant_method": method}})) == ["quantization"]
+
+
+# --- families whose names are not known -------------------------------------------------------------------------------
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4},
+    "gemma2": {"num_hidden_layers": 3},
+    "opt": {"word_embed_proj_dim": 16, "num_hidden_layers": 3},
+    "t5": {"num_layers": 3},
+    "bert": {},
+    "falcon": {},
+    "mamba": {},
+    "llava": {},
+    "qwen2_vl": {},
+    "mllama": {},
+    "moshi": {},
+    "whisper": {},
+    "albert": {"embedding_size": 16},
+    "gpt_neox": {},
+}
+
+
+@pytest.mark.parametrize("model_type", UNKNOWN)
+def test_families_that_are_not_known_raise_no_alarm(model_type: str) -> None:
+    import transformers
+
+    quietly()
+    config = transformers.AutoConfig.for_model(model_type, **UNKNOWN[model_type])
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModel.from_config(config)
+    assert compared(*state_of(model)) == ()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "kind"),
+    [
+        ("gemma2", {"num_hidden_layers": 9, "layer_types": ["full_attention"] * 9}, "layers"),
+        ("gpt_neox", {"num_hidden_layers": 7}, "layers"),
+        ("gemma2", {"vocab_size": 777}, None),
+        ("gemma2", {"vocab_size": 777777}, "shape"),
+        ("gpt_neox", {"hidden_size": 1234}, "shape"),
+    ],
+)
+def test_sizes_that_every_configuration_states_are_compared(
+    model_type: str, changes: dict[str, Any], kind: str | None
+) -> None:
+    import transformers
+
+    quietly()
+    config = transformers.AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        metas, stated = state_of(transformers.AutoModel.from_config(config))
+    assert kinds(compared(metas, {**stated, **changes})) == ([] if kind is None else [kind])
+
+
+def test_layers_for_drafts_of_families_that_are_not_known_are_no_problem() -> None:
+    """GLM 4.5 has them behind the others, as DeepSeek-V3 does."""
+    metas = {f"model.layers.{n}.w": meta_of(f"model.layers.{n}.w", "bfloat16", 4) for n in range(47)}
+    config = {"model_type": "glm4_moe", "vocab_size": 9, "num_hidden_layers": 46, "num_nextn_predict_layers": 1}
+    assert compared(metas, config) == ()
+    assert kinds(compared(metas, {**config, "num_hidden_layers": 44})) == ["layers"]
+
+
+def test_deepseek_is_compared_where_remote_code_is_named() -> None:
+    """The published models name code of their own beside the class."""
+    metas, config = state_of(built("deepseek_v3", **{**DEEPSEEK, "num_hidden_layers": 2}))
+    stated = {**config, "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
+    assert compared(metas, stated) == ()
+    assert kinds(compared(metas, {**stated, "num_hidden_layers": 3})) == ["layers"]
