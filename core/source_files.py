@@ -59,7 +59,7 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     stated = catalog.attrs.get("unread")
     unread |= set(stated if isinstance(stated, tuple) else ())
     above = _above(source, carried=documents_of(catalog))
-    return [*_folded(unread), *others, *_empty_folders(store), *above]
+    return [*_folded(unread), *source.below, *_empty_folders(store), *above]
 
 
 def documents_above(source: Checkpoint) -> dict[str, bytes]:

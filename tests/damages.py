@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from core.checks import Level
 from core.formats.zarr_crc32c import crc32c
 from tests import broken as b
@@ -26,6 +28,7 @@ TRAINER = "trainer/zero2_dp2"
 ONE = "hf/llama/safetensors_single"
 SHARDS = "hf/llama/safetensors_sharded"
 BINS = "hf/llama/bin_sharded"
+TIED = "hf/qwen2_tied/safetensors_single"
 ZERO = "deepspeed/zero1_dp2_bf16"
 UNIVERSAL = "deepspeed_universal/zero1_dp2_bf16"
 TORCH = "hf/llama/torch_single/model_zip.pt"
@@ -120,6 +123,37 @@ def _hf_total(content: dict[str, dict[str, int]]) -> None:
 def _without_index(path: Path) -> None:
     (path / INDEX).unlink()
     (path / SECOND).unlink()
+
+
+def config_changed(folder: Path, **changes: object) -> None:
+    """Other values in the ``config.json`` of a directory; None takes a name out."""
+
+    def change(content: dict[str, object]) -> None:
+        content |= {name: value for name, value in changes.items() if value is not None}
+        for name in [name for name, value in changes.items() if value is None]:
+            del content[name]
+
+    b.json_changed(folder / "config.json", change)
+
+
+def tensors_changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Other tensors in the ``model.safetensors`` of a directory, written by safetensors itself."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def prefixed(tensors: dict[str, torch.Tensor]) -> None:
+    """All names with a prefix, as a DCP checkpoint of a whole application has them."""
+    for key in list(tensors):
+        tensors[f"app.model.{key}"] = tensors.pop(key)
+
+
+def _integers(tensors: dict[str, torch.Tensor]) -> None:
+    key = "model.layers.1.mlp.up_proj.weight"
+    tensors[key] = tensors[key].to(torch.int32)
 
 
 def _no_zarray(path: Path) -> None:
@@ -700,3 +734,53 @@ def _dotted(path: Path) -> None:
     for chunk in [item for item in (path / "c").rglob("*") if item.is_file()]:
         chunk.rename(path / ".".join(chunk.relative_to(path / "c").parts))
     shutil.rmtree(path / "c")
+
+
+_CONFIG = "config.json"
+_HEAD = "lm_head.weight"
+_MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def _of(*numbers: int) -> tuple[tuple[str, str], ...]:
+    return tuple((f"CK{number}", _CONFIG) for number in numbers)
+
+
+MODELS = (
+    row(ONE, "more layers are stated", "", lambda p: config_changed(p, num_hidden_layers=5), ("CK533", _CONFIG)),
+    row(SHARDS, "more layers are stated", "", lambda p: config_changed(p, num_hidden_layers=4), ("CK533", _CONFIG)),
+    row(BINS, "fewer layers are stated", "", lambda p: config_changed(p, num_hidden_layers=2), ("CK533", _CONFIG)),
+    row(ONE, "another vocabulary is stated", "", lambda p: config_changed(p, vocab_size=131), ("CK532", _CONFIG)),
+    row(ONE, "wider heads are stated", "", lambda p: config_changed(p, head_dim=16), ("CK532", _CONFIG)),
+    row(ONE, "biases are stated", "", lambda p: config_changed(p, attention_bias=True), ("CK530", _CONFIG)),
+    row(
+        ONE,
+        "a tensor is lost",
+        "",
+        lambda p: tensors_changed(p, lambda t: t.pop("model.layers.1.self_attn.q_proj.weight")),
+        ("CK530", _CONFIG),
+    ),
+    row(ONE, "all names have a prefix", "", lambda p: tensors_changed(p, prefixed), ("CK530", _CONFIG)),
+    row(
+        ONE,
+        "a tensor too many",
+        "",
+        lambda p: tensors_changed(p, lambda t: t.update(v_head=torch.ones(3))),
+        ("CK531", _CONFIG),
+    ),
+    row(ONE, "experts are stated", "", lambda p: config_changed(p, **_MIXTRAL), *_of(530, 531, 534)),
+    row(ONE, "the output layer is lost", "", lambda p: tensors_changed(p, lambda t: t.pop(_HEAD)), ("CK535", _CONFIG)),
+    row(TIED, "ties are taken back", "", lambda p: config_changed(p, tie_word_embeddings=False), ("CK535", _CONFIG)),
+    row(
+        TIED,
+        "another output layer than the tied one",
+        "",
+        lambda p: tensors_changed(p, lambda t: t.update({_HEAD: torch.ones(7, 32)})),
+        ("CK535", _CONFIG),
+    ),
+    row(ONE, "scales are stated", "", lambda p: config_changed(p, quantization_config=_FP8), ("CK536", _CONFIG)),
+    row(ONE, "weights of integers", "", lambda p: tensors_changed(p, _integers), ("CK537", _CONFIG)),
+    row(ONE, "no hidden size is stated", "", lambda p: config_changed(p, hidden_size=None), ("CK538", _CONFIG)),
+    row(ONE, "a negative size is stated", "", lambda p: config_changed(p, num_attention_heads=-4), ("CK538", _CONFIG)),
+)
+"""Models of transformers whose tensors and configuration do not fit; ``core.checks.hf_model`` looks at them."""
