@@ -319,6 +319,16 @@ class TransferOptions:
             help="The megatron-core that will load the rank files; else they suit the one that wrote SRC.",
         ),
     ] = None
+    moe_experts: Annotated[
+        str | None,
+        Option(
+            "--moe-experts",
+            metavar="KIND",
+            parser=one_of("sequential"),
+            rich_help_panel=LAYOUT,
+            help="sequential: write the old GroupedMLP (gone in megatron-core 0.17) as one module per expert.",
+        ),
+    ] = None
     rules: RulesFile = None
     unknown: Annotated[
         str | None,

@@ -111,6 +111,7 @@ def job_of(options: TransferOptions, *, keeps_layout: bool) -> Job:
         config=options.config,
         transformer_impl=options.transformer_impl,
         megatron_version=None if options.megatron_version is None else parse_version(options.megatron_version),
+        moe_experts=options.moe_experts,
         dequantize=options.dequantize,
         include=tuple(options.include or ()),
         exclude=tuple(options.exclude or ()),

@@ -40,19 +40,21 @@ class JoinedArray:
     Args:
         name: unique in the file.
         dtype: canonical dtype name, of all parts.
-        n: elements; it has one axis.
+        n: elements.
         parts: (first element, array), in increasing order, disjoint.
+        stated_shape: the shape as which it is saved; None for one axis.
     """
 
     name: str
     dtype: str
     n: int
     parts: Sequence[tuple[int, StoredArray]]
+    stated_shape: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As of any array."""
-        return (self.n,)
+        return (self.n,) if self.stated_shape is None else self.stated_shape
 
     @property
     def n_bytes(self) -> int:

@@ -76,6 +76,7 @@ class Job:
             (``core.layout_spec``).
         megatron_version: the megatron-core that is to load the rank files; None writes the optimizer's groups as the
             source has them.
+        moe_experts: ``sequential`` writes experts of the old GroupedMLP as one module each; None keeps their kind.
         dequantize, include, exclude, strip_prefix, add_prefix, rename, untie, tie, stack_layers, unstack_layers, dtype,
             quantize: see ``core.changes``, which applies them in that order. The first of them go by the names that
             the source has once it is global, as ``ckpt inspect`` shows them, the others by those made until then.
@@ -117,6 +118,7 @@ class Job:
     config: Path | None = None
     transformer_impl: str | None = None
     megatron_version: MegatronVersion | None = None
+    moe_experts: str | None = None
     dequantize: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from core.errors import UsageError
 from core.formats import Format
 from core.formats.hf_files import CONFIG
 from core.job import Job
+from core.layout_experts import OPTION as EXPERTS
 from core.megatron_version import OPTION
 from core.optimizer import MASTER, state_of
 
@@ -50,6 +51,11 @@ def check_target(job: Job, format: Format, *, is_named: bool) -> None:
     if job.megatron_version is not None and format.partition != "ranks":
         raise UsageError(
             f"{OPTION} is for rank files; {format.name} is written in one way only", hint=f"leave {OPTION} out"
+        )
+    if job.moe_experts is not None and format.partition != "ranks":
+        raise UsageError(
+            f"{EXPERTS} is for rank files; {format.name} has the same keys for experts of every kind",
+            hint=f"leave {EXPERTS} out",
         )
     if job.stacking is not None and format.partition == "ranks":
         raise UsageError(
@@ -130,6 +136,7 @@ def refuse_layout_options(job: Job) -> None:
         "--rng": job.rng is not None,
         "--transformer-impl": job.transformer_impl is not None,
         OPTION: job.megatron_version is not None,
+        EXPERTS: job.moe_experts is not None,
     }
     for name, is_given in given.items():
         if is_given:

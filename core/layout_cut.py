@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.box import Box, Shape
-from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Coords, Fragment, StoredArray, TensorMeta
 from core.errors import CorruptError, UnsupportedError
+from core.image import JoinedArray
+from core.layout_experts import packed
 from core.layout_facts import Facts
 from core.layout_parts import check_units, parts_of, with_sizes
 from core.layout_rules import Rule, Rules
@@ -35,6 +38,7 @@ class Cut:
         parts: extents of the consecutive parts of that axis.
         n: number of shards.
         group: ``tp`` or ``etp``.
+        is_transposed: files hold the two axes of a shard in the other order.
     """
 
     shape: Shape
@@ -42,11 +46,22 @@ class Cut:
     parts: tuple[int, ...]
     n: int
     group: str
+    is_transposed: bool = False
     shard_shape: Shape = field(init=False)
     """Shape of one shard."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shard_shape", shard_shape(self.shape, self.axis, self.n))
+
+    @property
+    def target_shape(self) -> Shape:
+        """Shape of the whole tensor with its axes as in files."""
+        return self.shape[::-1] if self.is_transposed else self.shape
+
+    @property
+    def array_shape(self) -> Shape:
+        """Shape of a shard with its axes as in files."""
+        return self.shard_shape[::-1] if self.is_transposed else self.shard_shape
 
     def pieces(self, rank: Rank) -> list[Piece]:
         """The pieces of one rank's shard."""
@@ -57,6 +72,9 @@ class Cut:
     def fragments(self, key: str, rank: Rank, array: StoredArray) -> list[Fragment]:
         """The fragments of a tensor that lie in an array, which is one rank's shard."""
         pieces = replicated(self.shape) if self.n == 1 else self.pieces(rank)  # parts follow each other on both sides
+        if self.is_transposed:
+            swapped = [(Box(piece.box.offset[::-1], piece.box.shape[::-1]), piece.at[::-1]) for piece in pieces]
+            return [Fragment(key, box, array, at) for box, at in swapped]
         return [Fragment(key, piece.box, array, piece.at) for piece in pieces]
 
 
@@ -110,6 +128,37 @@ def cut_of(meta: TensorMeta, rule: Rule, facts: Facts, *, topology: Topology, n_
     parts = parts_of(rule, shape[axis], facts, key=meta.key)
     check_divides(parts, n, key=meta.key, axis=axis, group=rule.group.upper())
     return Cut(shape, axis, tuple(parts), n, rule.group)
+
+
+def param_array(
+    name: str,
+    keys: Sequence[str],
+    tensors: Mapping[str, TensorMeta],
+    cuts: Mapping[str, Cut],
+    rules: Rules,
+    *,
+    coords: Coords,
+) -> StoredArray | JoinedArray:
+    """Return the array of a rank's parameter, or of one of its states, before it has a place.
+
+    Args:
+        name: of the array.
+        keys: the tensors that it holds: one, or those of all experts of the rank, in order.
+        tensors: their metadata.
+        cuts: how they are cut.
+        rules: the layout's table.
+        coords: of the rank.
+    """
+    if not cuts[keys[0]].is_transposed:
+        (key,) = keys
+        return StoredArray(name, tensors[key].dtype, cuts[key].array_shape, coords=coords)
+    parts = [
+        StoredArray(f"{name}[{number}]", tensors[key].dtype, cuts[key].array_shape, coords=coords)
+        for number, key in enumerate(keys)
+    ]
+    expert = rules.expert_of(param_of(keys[0]))
+    assert expert is not None, "only experts are transposed"
+    return packed(name, parts, expert.rest)
 
 
 def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:

@@ -14,7 +14,8 @@ The common form is ``sequential``, numbered over the model. The rows are data: `
 A parameter of legacy grouped experts is declared as a matrix, but used as another one: ``weight1`` of shape
 (h, n * r), for n experts of r rows of fc1, is a C-order (n, h, r) array, and each expert's (h, r) is its weight
 transposed; ``weight2`` of shape (n * c, h) is an (n, c, h) array in the same way. So an expert's weight is a strided
-view, and cutting ``weight1`` by columns would mix the experts.
+view, and cutting ``weight1`` by columns would mix the experts. To write them, the weights of experts are transposed on
+both sides (``transposed``), and a parameter is joined of dense arrays.
 
 Source of that: megatron-core 0.12.1 ``transformer/moe/experts.py`` ``GroupedMLP``, tests/golden (``moe_grouped``).
 """
@@ -22,14 +23,17 @@ Source of that: megatron-core 0.12.1 ``transformer/moe/experts.py`` ``GroupedMLP
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from core.catalog import StoredArray
+from core.box import Box, c_strides
+from core.catalog import Catalog, Fragment, StoredArray
 from core.dtypes import itemsize
 from core.errors import CorruptError, UnsupportedError
+from core.image import JoinedArray
 from core.value import value
 
+OPTION = "--moe-experts"
 NAMES = ("sequential", "te_grouped", "grouped", "stacked", "single", "switch")
 
 
@@ -133,3 +137,59 @@ def unpacked(array: StoredArray, rest: str, *, n: int, key: str, rank: str) -> I
         offset = extent.offset + number * rows * columns * itemsize(array.dtype)
         view = replace(extent, offset=offset, strides=(1, columns), crc=None)
         yield replace(array, name=f"{array.name}[{number}]", shape=(columns, rows), extent=view)
+
+
+def packed(name: str, experts: Sequence[StoredArray], rest: str) -> JoinedArray:
+    """Return the parameter of legacy grouped experts that their transposed weights make.
+
+    Args:
+        name: of the parameter's array.
+        experts: the weights of a rank's experts in order, transposed.
+        rest: what they are, ``linear_fc1.weight`` or ``linear_fc2.weight``.
+    """
+    n, (rows, columns) = len(experts), experts[0].shape
+    shape = (rows, n * columns) if rest.startswith("linear_fc1") else (n * rows, columns)
+    parts = tuple((number * rows * columns, array) for number, array in enumerate(experts))
+    return JoinedArray(name, experts[0].dtype, n * rows * columns, parts, shape)
+
+
+def transposed(catalog: Catalog, keys: Collection[str]) -> Catalog:
+    """Return a catalog in which some matrices are transposed; no data moves.
+
+    Raises:
+        UnsupportedError: a matrix is stored in a form that has no strides; raised when its fragments are asked for.
+    """
+    if not keys:
+        return catalog
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        fragments = catalog.fragments(key)
+        return [_transposed(fragment) for fragment in fragments] if key in keys else fragments
+
+    tensors = {
+        key: replace(meta, shape=meta.shape[::-1]) if key in keys else meta for key, meta in catalog.tensors.items()
+    }
+    return replace(catalog, tensors=tensors, fragments_of=fragments_of)
+
+
+def _transposed(fragment: Fragment) -> Fragment:
+    array = fragment.array
+    box = Box(fragment.box.offset[::-1], fragment.box.shape[::-1])
+    if array is None:
+        return replace(fragment, box=box)
+    extent = array.extent
+    if extent is None or extent.is_late or extent.encoding is not None or len(array.shape) < 2:
+        raise UnsupportedError(
+            "experts of this source cannot be written as one parameter (the old GroupedMLP): they are compressed, or "
+            "their place is found only while they are copied",
+            key=fragment.key,
+            hint=f"write one module for each expert with {OPTION} sequential",
+        )
+    shape, strides = _swapped(array.shape), _swapped(extent.strides or c_strides(array.shape))
+    extent = replace(extent, strides=None if strides == c_strides(shape) else strides, crc=None)
+    view = replace(array, name=f"{array.name}^T", shape=shape, extent=extent)
+    return replace(fragment, box=box, array=view, at=_swapped(fragment.at))
+
+
+def _swapped(extents: tuple[int, ...]) -> tuple[int, ...]:
+    return (*extents[:-2], extents[-1], extents[-2])

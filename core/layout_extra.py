@@ -87,21 +87,25 @@ def _bytes_in(values: Iterable[object]) -> list[bytes]:
     return [bytes(leaf) for value in values for leaf in walk(value) if isinstance(leaf, (bytes, bytearray))]
 
 
-def for_experts(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, dropped: list[str]) -> Catalog:
+def for_experts(
+    catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, dropped: list[str], *, names: str | None
+) -> Catalog:
     """The global form with the extra states of experts as the destination's rank files have them.
 
     Args:
+        names: how the destination names experts; legacy grouped ones have no states.
         dropped: states that hold something and become ``None`` are noted here.
     """
-    gone: dict[str, str] = {}
-    joint = catalog.attrs.get("expert_names") == "te_grouped"
+    gone: dict[str, str | None] = {}
     for key in [*catalog.tensors, *catalog.objects]:
         if not key.endswith(EXTRA_STATE):
             continue
         expert = rules.expert_of(key)
         if expert is None:
             continue
-        if expert.number is not None and joint:
+        if names == "grouped":
+            gone[key] = None
+        elif expert.number is not None and names == "te_grouped":
             gone[key] = f"{expert.before}{expert.rest}"
         elif rules.is_packed_state(key) and topology.ep != facts.topology.ep and _holds(catalog, key):
             gone[key] = key
@@ -114,11 +118,12 @@ def for_experts(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules
         for key, new in gone.items()
         if _holds(catalog, key)
     ]
-    empty = {new: StoredObject(new) for new in gone.values()}
+    empty = {new: StoredObject(new) for new in gone.values() if new is not None}
     order = catalog.attrs.get("order")
     attrs: Mapping[str, object] = {}
     if isinstance(order, tuple):
-        attrs = {"order": tuple(dict.fromkeys(gone.get(name, name) for name in order))}
+        renamed = (gone.get(name, name) for name in order)
+        attrs = {"order": tuple(dict.fromkeys(name for name in renamed if name is not None))}
     return replace(
         catalog,
         tensors={key: meta for key, meta in catalog.tensors.items() if key not in gone},

@@ -109,25 +109,34 @@ class Homes:
 
 
 def homes_at(
-    model: Catalog, topology: Topology, facts: Facts, rules: Rules, *, pipeline: Pipeline | None = None
+    model: Catalog,
+    topology: Topology,
+    facts: Facts,
+    rules: Rules,
+    *,
+    pipeline: Pipeline | None = None,
+    expert_names: str | None = None,
 ) -> Homes:
-    """The homes of a model in a topology, where experts are named as in the source; legacy grouped ones one by one.
+    """The homes of a model in a topology.
 
     Args:
         model: the global per-layer form.
         topology: sizes of the destination.
         facts: of the source.
         pipeline: how layers are distributed; None for ``facts.pipeline_at``.
+        expert_names: how files name experts; None for the source's way, legacy grouped ones one by one.
 
     Raises:
         UnsupportedError, UsageError, CorruptError: as ``facts.stages``.
     """
-    names = model.attrs.get("expert_names") or facts.expert_names
+    if expert_names is None:
+        names = model.attrs.get("expert_names") or facts.expert_names
+        expert_names = "sequential" if names in (None, "grouped") else str(names)
     return Homes(
         stages=facts.stages(topology.pp, topology.vpp, pipeline=pipeline),
         topology=topology,
         rules=rules,
-        expert_names="sequential" if names in (None, "grouped") else str(names),
+        expert_names=expert_names,
         n_local=(facts.n_experts or 0) // topology.ep,
     )
 

@@ -6,10 +6,11 @@ Target keys are the source's (global) keys; a fragment maps a box of the global 
 * ``ranks``: coordinates → (rank directory, skeleton of the file), for ``lay_out``; ``arrays``: by name, those in them;
 * ``optim_files``: coordinates → distrib_optim.pt, where there is one (``core.optim_flat_content.OptimFile``);
 * ``zeros``: key → boxes of the target tensor that no source holds (vocabulary padding);
+* ``transposed``: keys of tensors whose axes are in the other order in files, and in this catalog; the source's must be
+  brought into that order (``core.layout_experts.transposed``);
 * ``args`` (updated), ``topology``, ``iteration``, ``notes``, ``dropped``, ``is_rank_local``.
 
-Experts of legacy grouped kind are written as single ones: Megatron-core 0.17 and later have no other kind without
-Transformer Engine.
+Experts keep their kind. The legacy grouped one exists until megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from dataclasses import replace
 
 from core.box import Shape, whole
 from core.catalog import Catalog, Coords, Fragment, StoredArray, TensorMeta, bind_nothing
+from core.errors import UnsupportedError, UsageError
+from core.image import JoinedArray
 from core.inert import TensorLeaf, Weights, as_mapping
 from core.layout_args import facts_of
 from core.layout_checks import check_predictions
-from core.layout_cut import Cut, check_target, cuts_of, zeros_of
+from core.layout_cut import Cut, check_target, cuts_of, param_array, zeros_of
+from core.layout_experts import OPTION
 from core.layout_extra import for_experts
 from core.layout_facts import Facts, pipeline_notes
 from core.layout_homes import Home, Homes, by_chunk, by_rank, homes_at, tied_of
@@ -45,7 +49,7 @@ from core.layout_state import (
 from core.layout_vocab import rows_of
 from core.megatron_version import MegatronVersion
 from core.optim_files import HeldParam, optimizer_files
-from core.optimizer import Optimizer, state_of
+from core.optimizer import Optimizer, param_of, state_of
 from core.topology import Rank, Topology, check_rank_files, rank_dir
 
 
@@ -57,6 +61,7 @@ def shard(
     vocab_size: int | None = None,
     rng: str | None = None,
     version: MegatronVersion | None = None,
+    experts: str | None = None,
 ) -> Catalog:
     """The target catalog of rank files; see the module's docstring.
 
@@ -67,8 +72,10 @@ def shard(
         vocab_size: true rows of the vocabulary; None takes what ``unshard`` found.
         rng: ``keep`` refuses to leave random states out (``core.layout_rng``).
         version: the megatron-core that is to load the files; None writes the optimizer as the source's did.
+        experts: ``sequential`` writes legacy grouped experts as one module each; None keeps their kind.
 
     Raises:
+        UsageError: ``experts``, but there are no legacy grouped ones.
         UnsupportedError: no training arguments, sizes that do not divide, a layout that cannot be written yet, random
             states that cannot be kept, or a vocabulary of unknown size.
         UnknownTensorError: no rule fits a name.
@@ -80,17 +87,20 @@ def shard(
     check_predictions(facts, topology)
     n_rows = rows_of(catalog, vocab_size)
     notes, dropped = texts_of(catalog, "notes"), texts_of(catalog, "dropped")
-    catalog = for_experts(catalog, topology, facts, rules, dropped)
+    names = _expert_names(catalog, facts, version=version, experts=experts)
+    catalog = for_experts(catalog, topology, facts, rules, dropped, names=names)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
+    if names == "grouped":
+        of_experts = [key for key in cuts if (expert := rules.expert_of(param_of(key))) and expert.number is not None]
+        cuts |= {key: replace(cuts[key], is_transposed=True) for key in of_experts}
     optimizer = catalog.attrs.get(OPTIMIZER)
     optim = None
     if isinstance(optimizer, Optimizer):
         optim = optimizer_files(catalog, optimizer, topology, facts, rules, cuts, version=version)
     states = {key: catalog.tensors[key] for key in cuts if state_of(key) is not None}
     catalog = replace(catalog, tensors={key: meta for key, meta in catalog.tensors.items() if key not in states})
-    names = catalog.attrs.get("expert_names") or facts.expert_names
-    if names == "grouped":
-        notes.append("experts of the legacy grouped kind become single ones (local_experts; moe_grouped_gemm is off)")
+    if experts is not None:
+        notes.append("the experts of GroupedMLP become one module each (start Megatron without --moe-grouped-gemm)")
     pipeline = facts.pipeline_at(topology.pp, topology.vpp) if topology.pipeline is None else topology.pipeline
     notes += pipeline_notes(facts, pipeline)
     if version is not None:
@@ -99,7 +109,7 @@ def shard(
         notes.append(
             f"TP {topology.tp} is above the {facts.n_groups} query groups: megatron-core 0.16 and later load it"
         )
-    places = homes_at(catalog, topology, facts, rules, pipeline=pipeline)
+    places = homes_at(catalog, topology, facts, rules, pipeline=pipeline, expert_names=names)
     homes = {key: places.homes(key) for key in catalog.tensors}
     tied = tied_of(catalog, facts, rules) if topology.pp > 1 else None
     if tied is not None:
@@ -109,7 +119,7 @@ def shard(
                 f"{facts.kind.head} of the last stage is a copy of {tied}, as Megatron keeps shared embeddings"
             )
     objects = _rank_objects(catalog, facts)
-    files = _Files(catalog, topology, cuts, homes, objects)
+    files = _Files(catalog, topology, cuts, homes, objects, rules)
     padded = next((cuts[key].shape[0] for key in homes if rules.rule_of(key).kind == "vocab"), None)
     args = updated(
         catalog.attrs.get("args"),
@@ -119,7 +129,7 @@ def shard(
             places.stages.count(facts.kind.stacks[0], v, p) for v in range(topology.vpp) for p in range(topology.pp)
         ],
         padded_vocab_size=padded,
-        is_grouped=False if names == "grouped" else None,
+        is_grouped=None if experts is None else False,
         unset=_not_as_before(catalog),
     )
     entries_beside = _entries_beside(catalog, topology, facts, args, rng=rng, dropped=dropped)
@@ -169,7 +179,7 @@ def shard(
     return Catalog(
         format="megatron",
         version=None,
-        tensors={key: _shaped(meta, cuts[key].shape) for key, meta in every.items()},
+        tensors={key: _shaped(meta, cuts[key].target_shape) for key, meta in every.items()},
         fragments_of=fragments_of,
         objects={key: item for key, item in catalog.objects.items() if item.raw_key is None},
         hidden={key: catalog.meta(key) for key in beside},
@@ -183,6 +193,7 @@ def shard(
             "arrays": arrays,
             "optim_files": {} if optim is None else optim.files,
             "zeros": zeros,
+            "transposed": frozenset(key for key in every if cuts[key].is_transposed),
             "notes": notes,
             "dropped": dropped,
         },
@@ -203,6 +214,7 @@ class _Files:
         cuts: key → how it is cut.
         homes: key → where every copy lives.
         objects: extra states by global name.
+        rules: the layout's table.
     """
 
     def __init__(
@@ -212,14 +224,18 @@ class _Files:
         cuts: Mapping[str, Cut],
         homes: Mapping[str, Sequence[Home]],
         objects: Mapping[str, object],
+        rules: Rules,
     ) -> None:
         self._catalog = catalog
+        self._rules = rules
         self._topology = topology
         self._cuts = cuts
         self._homes = homes
         self._objects = objects
-        self.arrays: dict[str, StoredArray] = {}
-        """By name; made with the entries."""
+        self.arrays: dict[str, StoredArray | JoinedArray] = {}
+        """What leaves stand for, by name; made with the entries."""
+        self._pieces: dict[tuple[str, str], StoredArray] = {}
+        """(name of the parameter's array, global name) → what holds the tensor in it."""
         self._ranks: dict[tuple[int, int | None], list[tuple[Rank, str]]] = {}
         for rank in topology.ranks():
             for ep_rank in (None, rank.ep):
@@ -232,7 +248,7 @@ class _Files:
         for home in self._homes[key]:
             chunk = _chunk_name(self._topology, home.vp)
             for rank, folder in self._ranks[home.pp, home.ep]:
-                array = self.arrays[_array_name(folder, chunk, home.name)]
+                array = self._pieces[_array_name(folder, chunk, home.name), key]
                 found += cut.fragments(key, rank, array)
         return tuple(found)
 
@@ -245,15 +261,46 @@ class _Files:
             names: (global name, name in the file) in order.
         """
         made: dict[object, object] = {}
+        held: dict[str, list[str]] = {}
         tensors = self._catalog.tensors
         for key, local in names:
             if key not in self._homes:
                 made[local] = self._objects[key]
                 continue
             name = _array_name(folder, chunk, local)
-            self.arrays[name] = StoredArray(name, tensors[key].dtype, self._cuts[key].shard_shape, coords=coords)
             made[local] = TensorLeaf(name)
+            held.setdefault(name, []).append(key)
+        for name, keys in held.items():
+            array = param_array(name, keys, tensors, self._cuts, self._rules, coords=coords)
+            self.arrays[name] = array
+            parts = (part for _, part in array.parts) if isinstance(array, JoinedArray) else (array,)
+            self._pieces |= {(name, key): part for key, part in zip(keys, parts, strict=True)}
         return made
+
+
+def _expert_names(
+    catalog: Catalog, facts: Facts, *, version: MegatronVersion | None, experts: str | None
+) -> str | None:
+    """Return how the rank files name experts: as the source's did, unless they are to be single ones.
+
+    Raises:
+        UsageError: they are, but are not legacy grouped ones.
+        UnsupportedError: the megatron-core that is to load them has no legacy grouped ones.
+    """
+    names = catalog.attrs.get("expert_names") or facts.expert_names
+    if experts is not None:
+        if names != "grouped":
+            raise UsageError(
+                f"{OPTION} {experts} has no effect: the checkpoint has no experts of the old GroupedMLP",
+                hint="leave it out",
+            )
+        return experts
+    if names == "grouped" and version is not None and not version.has_grouped_mlp:
+        raise UnsupportedError(
+            f"the experts are those of GroupedMLP (experts.weight1), which megatron-core {version} does not have",
+            hint=f"write one module for each expert with {OPTION} sequential",
+        )
+    return None if names is None else str(names)
 
 
 def _not_as_before(catalog: Catalog) -> list[str]:

@@ -7,6 +7,8 @@
     0.14     after them those that only other ranks have parameters of, empty          no
     0.16     all, in one order; each says whether its learning rate is the usual one   yes
 
+From 0.17 on there is no legacy GroupedMLP (``experts.weight1``).
+
 A loader takes the states of its first group out of a file's first group: in another order, or with a group more or
 less, it fails or trains with states of other parameters.
 
@@ -52,6 +54,11 @@ class MegatronVersion:
     def shares_query_groups(self) -> bool:
         """Whether several TP ranks may have one query group."""
         return self >= MegatronVersion(0, 16)
+
+    @property
+    def has_grouped_mlp(self) -> bool:
+        """Whether experts may be the legacy GroupedMLP, all of a rank in one parameter."""
+        return self < MegatronVersion(0, 17)
 
     @property
     def has_layout_strings(self) -> bool:

@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from core.catalog import Catalog, Coords, Fragment, StoredArray
+from core.errors import UnsupportedError
+from core.image import JoinedArray
 from core.layout_cut import Cut
+from core.layout_experts import OPTION
 from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.megatron_version import MegatronVersion
@@ -45,7 +48,7 @@ class OptimizerFiles(Protocol):
     """
 
     files: dict[Coords, object]
-    arrays: dict[str, StoredArray]
+    arrays: dict[str, StoredArray | JoinedArray]
     beside: dict[str, list[StoredArray]]
     notes: list[str]
     dropped: list[str]
@@ -83,5 +86,11 @@ def optimizer_files(
     from core.optim_numbered_files import NumberedFiles
 
     if optimizer.kind == "distributed":
+        if any(cut.is_transposed for cut in cuts.values()):
+            raise UnsupportedError(
+                "the distributed optimizer's buffers of GroupedMLP are not written",
+                hint=f"leave the optimizer out with --no-optim, or write one module for each expert with {OPTION} "
+                "sequential",
+            )
         return FlatFiles(catalog, optimizer, topology, facts, rules, cuts, version=version)
     return NumberedFiles(catalog, optimizer, topology, facts, rules, cuts, version=version)

@@ -57,7 +57,7 @@ class FlatFiles:
         version: MegatronVersion | None = None,
     ) -> None:
         self.files: dict[Coords, object] = {}
-        self.arrays: dict[str, StoredArray] = {}
+        self.arrays: dict[str, StoredArray | JoinedArray] = {}
         self.beside: dict[str, list[StoredArray]] = {}
         self.notes: list[str] = []
         self.dropped: list[str] = []

@@ -5,12 +5,13 @@ On every rank, parameters get their numbers anew: group by group, in the order o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from core.catalog import Catalog, Coords, Fragment, StoredArray
 from core.errors import MissingShardError, UnsupportedError
+from core.image import JoinedArray
 from core.inert import TensorLeaf
-from core.layout_cut import Cut
+from core.layout_cut import Cut, param_array
 from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import with_arrays
@@ -43,13 +44,14 @@ class NumberedFiles:
         version: MegatronVersion | None = None,
     ) -> None:
         self.files: dict[Coords, object] = {}
-        self.arrays: dict[str, StoredArray] = {}
+        self.arrays: dict[str, StoredArray | JoinedArray] = {}
         self.beside: dict[str, list[StoredArray]] = {}
         self.notes: list[str] = []
         self.dropped: list[str] = []
         self._catalog = catalog
         self._optimizer = optimizer
         self._cuts = cuts
+        self._rules = rules
         self._moments = [name for name in optimizer.states if name != MASTER]
         self._has_masters = optimizer.kind != "fp32"
         self._is_asked = version is not None
@@ -79,7 +81,11 @@ class NumberedFiles:
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
         """See ``OptimizerFiles``."""
-        held = [param.key for param in params if param.key in self._groups.group_of]
+        stored: dict[tuple[str, str], list[str]] = {}  # one parameter may hold several tensors (GroupedMLP)
+        for param in params:
+            if param.key in self._groups.group_of:
+                stored.setdefault((param.chunk, param.name), []).append(param.key)
+        held = {keys[0]: keys for keys in stored.values()}
         listed = self._groups.order(held)
         self._note_order(listed, held)
         members = [[number for number in listed if not self._groups.is_expert(number)]]
@@ -93,7 +99,7 @@ class NumberedFiles:
         ]
         return made if experts else made[0]
 
-    def _note_order(self, listed: Sequence[int], held: Sequence[str]) -> None:
+    def _note_order(self, listed: Sequence[int], held: Iterable[str]) -> None:
         """Notes what makes a rank's param groups those of an older version."""
         if self._groups.is_sorted or self._is_asked:
             return
@@ -106,14 +112,14 @@ class NumberedFiles:
         self.notes += [note for note in added if note not in self.notes]
 
     def _member(
-        self, rank: Rank, place: str, coords: Coords, numbers: Sequence[int], held: Sequence[str]
+        self, rank: Rank, place: str, coords: Coords, numbers: Sequence[int], held: Mapping[str, Sequence[str]]
     ) -> dict[object, object]:
         """One optimizer of a rank.
 
         Args:
             place: what its arrays' names begin with.
             numbers: its groups.
-            held: parameters of the rank, in order.
+            held: parameters of the rank in order, by the first tensor of each.
         """
         inner = f"{place}.{INNER[0]}" if self._has_masters else place
         state: dict[object, object] = {}
@@ -124,9 +130,10 @@ class NumberedFiles:
             first = len(state)
             leaves: list[object] = []
             for i, name in enumerate(params, start=first):
-                state[i] = self._state(name, f"{inner}.state.{i}", rank, coords)
+                state[i] = self._state(held[name], f"{inner}.state.{i}", rank, coords)
                 if self._has_master(name):
-                    leaves.append(self._leaf(MASTER, name, f"{place}.{MASTERS[0]}.{at}.{len(leaves)}", rank, coords))
+                    array_name = f"{place}.{MASTERS[0]}.{at}.{len(leaves)}"
+                    leaves.append(self._leaf(MASTER, held[name], array_name, rank, coords))
             settings = self._copied(dict(self._groups.settings[number]), f"{inner}.param_groups.{at}", coords)
             groups.append({**settings, "params": list(range(first, len(state)))})
             masters.append(leaves)
@@ -138,8 +145,8 @@ class NumberedFiles:
             return {**content, **entries}
         return {INNER[0]: content, **entries, MASTERS[0]: masters}
 
-    def _state(self, name: str, place: str, rank: Rank, coords: Coords) -> dict[object, object]:
-        """The states of one parameter."""
+    def _state(self, names: Sequence[str], place: str, rank: Rank, coords: Coords) -> dict[object, object]:
+        """The states of one parameter, which holds these tensors."""
         found: dict[object, object] = {}
         step = self._optimizer.step
         if isinstance(step, TensorLeaf):
@@ -150,15 +157,17 @@ class NumberedFiles:
         elif step is not None:
             found[STEP_NAME] = step
         for state in self._moments:
-            found[state] = self._leaf(state, name, f"{place}.{state}", rank, coords)
+            found[state] = self._leaf(state, names, f"{place}.{state}", rank, coords)
         return found
 
-    def _leaf(self, state: str, name: str, array_name: str, rank: Rank, coords: Coords) -> TensorLeaf:
+    def _leaf(self, state: str, names: Sequence[str], array_name: str, rank: Rank, coords: Coords) -> TensorLeaf:
         """A state's place in the file."""
-        key = state_key(state, name)
-        array = StoredArray(array_name, self._catalog.tensors[key].dtype, self._cuts[key].shard_shape, coords=coords)
+        keys = [state_key(state, name) for name in names]
+        array = param_array(array_name, keys, self._catalog.tensors, self._cuts, self._rules, coords=coords)
         self.arrays[array_name] = array
-        self._held.setdefault(key, []).append((rank, array))
+        parts = [part for _, part in array.parts] if isinstance(array, JoinedArray) else [array]
+        for key, part in zip(keys, parts, strict=True):
+            self._held.setdefault(key, []).append((rank, part))
         return TensorLeaf(array_name)
 
     def _copied(self, entries: Mapping[str, object], place: str, coords: Coords) -> dict[object, object]:

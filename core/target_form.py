@@ -16,6 +16,7 @@ from core.global_form import GlobalForm, global_form
 from core.job import Job
 from core.job_sizes import target_topology
 from core.layout import load_rules, shard, stack
+from core.layout_experts import transposed
 from core.objects import loaded, refuse_hidden, vetted
 from core.open import Checkpoint
 from core.safe_pickle import noting_uses
@@ -78,8 +79,11 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Catal
             vocab_size=job.vocab_size,
             rng=job.rng,
             version=job.megatron_version,
+            experts=job.moe_experts,
         )
-        return catalog, target
+        keys = target.attrs["transposed"]
+        assert isinstance(keys, frozenset)
+        return transposed(catalog, keys), target
     if is_global and format.is_mcore:
         topology = target_topology(job, catalog, format)
         stacked = stack(

@@ -21,6 +21,7 @@ from core.device import Device
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.image import FileImage, PlacedArray
 from core.layout import Rules, unshard
+from core.layout_experts import transposed
 from core.open import Checkpoint, open_checkpoint
 from core.plan import MIB, MIN_BUFFER_BYTES, Plan, make_plan
 from core.store import LocalStore
@@ -124,9 +125,10 @@ def _in_the_plans_keys(found: Checkpoint, plan: Plan, rules: Rules) -> Catalog:
     catalog = found.catalog
     if not catalog.attrs.get("is_rank_local"):
         return catalog
-    topology = plan.target.attrs.get("topology")
+    topology, keys = plan.target.attrs.get("topology"), plan.target.attrs.get("transposed", frozenset())
     assert isinstance(topology, Topology)
-    return unshard(catalog, rules=rules, target_tp=topology.tp, store=found.store)
+    assert isinstance(keys, frozenset)
+    return transposed(unshard(catalog, rules=rules, target_tp=topology.tp, store=found.store), keys)
 
 
 def _bound(catalog: Catalog, wanted: Catalog, store: ReadStore) -> Catalog:

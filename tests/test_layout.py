@@ -81,8 +81,11 @@ def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
     assert first is not None and (first.number, first.rest, first.names) == (None, "linear_fc1.weight", "grouped")
     assert RULES.expert_of("decoder.layers.0.mlp.shared_experts.linear_fc1.weight") is None
     assert RULES.expert_of("decoder.layers.0.mlp.experts.weight3") is None
+    assert RULES.expert_name(first, names="grouped", number=3) == "decoder.layers.0.mlp.experts.weight1"
+    bias = RULES.expert_of("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.bias")
+    assert bias is not None
     with pytest.raises(UnsupportedError, match="no such parameter"):
-        RULES.expert_name(first, names="grouped", number=0)
+        RULES.expert_name(bias, names="grouped", number=0)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from core.convert import Job, TopologyChange, run
-from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
+from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.layout import unshard
+from core.megatron_version import parse_version
 from core.optimizer import Optimizer
 from core.topology import Topology
 from tests.rank_files import MODEL_FILE, assert_same_weights, load_rank_file, rank_dirs
@@ -156,10 +157,67 @@ def test_experts_come_to_an_optimizer_of_their_own_and_back(
 @pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2)], ids=str)
 def test_legacy_grouped_experts_become_single_ones_with_their_states(tmp_path: Path, a: Topology) -> None:
     model = replace(MOE, more_args={"moe_grouped_gemm": True})
-    reshard(save(model, a, tmp_path / "a", Style(is_grouped=True)), tmp_path / "out", Topology(tp=2, ep=4), moe=True)
+    source = save(model, a, tmp_path / "a", Style(is_grouped=True))
+    reshard(source, tmp_path / "out", Topology(tp=2, ep=4), moe=True, moe_experts="sequential")
     wanted = save(MOE, Topology(tp=2, ep=4), tmp_path / "b")
     assert_same_optimizer(tmp_path / "out", wanted)
     assert_same_weights(tmp_path / "out", wanted)
+
+
+@pytest.mark.parametrize("b", _EXPERTS, ids=str)
+@pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2), Topology(pp=2, ep=4)], ids=str)
+@pytest.mark.parametrize("style", [Style(is_grouped=True), Style(is_grouped=True, has_masters=False)], ids=str)
+def test_legacy_grouped_experts_keep_their_kind_and_their_states(
+    tmp_path: Path, style: Style, a: Topology, b: Topology
+) -> None:
+    model = replace(MOE, more_args={"moe_grouped_gemm": True})
+    reshard(save(model, a, tmp_path / "a", style), tmp_path / "out", b, moe=True)
+    wanted = save(model, b, tmp_path / "b", style)
+    assert_same_optimizer(tmp_path / "out", wanted)
+    assert_same_weights(tmp_path / "out", wanted)
+
+
+@pytest.mark.parametrize("version", ["0.17", "0.20"])
+def test_grouped_experts_are_refused_for_a_megatron_without_them(tmp_path: Path, version: str) -> None:
+    model = replace(MOE, more_args={"moe_grouped_gemm": True})
+    source = save(model, Topology(tp=2), tmp_path / "a", Style(is_grouped=True))
+    asked = parse_version(version)
+    err = refusal(source, tmp_path, megatron_version=asked)
+    assert isinstance(err, UnsupportedError)
+    assert f"GroupedMLP (experts.weight1), which megatron-core {version} does not have" in err.message
+    assert str(err.hint).endswith("--moe-experts sequential")
+    reshard(source, tmp_path / "out", Topology(tp=1), megatron_version=asked, moe_experts="sequential")
+    assert not any("weight1" in name for name in _names(tmp_path / "out"))
+    reshard(source, tmp_path / "kept", Topology(tp=1), megatron_version=parse_version("0.16"))
+    assert any("weight1" in name for name in _names(tmp_path / "kept"))
+
+
+def _names(folder: Path) -> list[str]:
+    """The names of the model's tensors on the first rank."""
+    return list(load_rank_file(next(iter(rank_dirs(folder).values())) / MODEL_FILE)["model"])
+
+
+def test_kinds_of_experts_are_chosen_only_where_there_are_grouped_ones(tmp_path: Path) -> None:
+    for model, what in ((MOE, "no experts of the old GroupedMLP"), (DENSE, "no experts of the old GroupedMLP")):
+        source = save(model, Topology(tp=2), tmp_path / f"{len(model.moe)}")
+        assert what in refusal(source, tmp_path, moe_experts="sequential").message
+    with pytest.raises(UsageError, match="--moe-experts is for rank files"):
+        run(Job(src=source, dst=tmp_path / "out", to="torch_dist", moe_experts="sequential", fsync=False))
+
+
+def test_grouped_experts_out_of_torch_dist_are_refused_with_the_option(tmp_path: Path) -> None:
+    """Where their bytes are is found only while they are copied, so they cannot be transposed."""
+    model = replace(MOE, more_args={"moe_grouped_gemm": True})
+    source = save(model, Topology(tp=2, ep=2), tmp_path / "a", Style(is_grouped=True))
+    run(Job(src=source, dst=tmp_path / "dist", to="torch_dist", fsync=False))
+    with pytest.raises(UnsupportedError, match="cannot be written as one parameter") as refused:
+        run(Job(src=tmp_path / "dist", dst=tmp_path / "out", to="megatron", fsync=False))
+    assert str(refused.value.hint).endswith("--moe-experts sequential")
+    options = {"to": "megatron", "moe_experts": "sequential"}
+    reshard(tmp_path / "dist", tmp_path / "back", Topology(tp=2, ep=4), moe=True, **options)
+    wanted = save(MOE, Topology(tp=2, ep=4), tmp_path / "b")
+    assert_same_optimizer(tmp_path / "back", wanted)
+    assert_same_weights(tmp_path / "back", wanted)
 
 
 @pytest.mark.parametrize("order", ["sorted", "seen", "own"])

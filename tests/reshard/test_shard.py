@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from core.convert import Job, TopologyChange, run
 from core.errors import UnsupportedError
 from core.formats import megatron
 from core.inert import TensorLeaf, as_mapping, attributes
@@ -15,6 +16,7 @@ from core.layout_state import same
 from core.store import LocalStore
 from core.topology import Topology
 from tests.materialize import write_files
+from tests.rank_files import MODEL_FILE, assert_same_weights, load_rank_file, rank_dirs
 from tests.reshard.megatron_gold import (
     DENSE,
     EXPERTS,
@@ -126,10 +128,31 @@ def test_torch_dist_gives_the_rank_files_that_megatron_saved(
 
 
 @pytest.mark.parametrize("a", GROUPED)
+@pytest.mark.parametrize("b", GROUPED)
+def test_grouped_experts_stay_those_that_megatron_saved(golden: Path, tmp_path: Path, a: str, b: str) -> None:
+    sizes = topology(b)
+    run(
+        Job(
+            src=golden / "mcore0121_legacy" / "moe_grouped" / a,
+            dst=tmp_path / "out",
+            topology=TopologyChange(tp=sizes.tp, pp=sizes.pp, ep=sizes.ep),
+            keeps_layout=True,
+            verify=True,
+            fsync=False,
+        )
+    )
+    wanted = golden / "mcore0121_legacy" / "moe_grouped" / b
+    assert_same_weights(tmp_path / "out", wanted)
+    for folder, path in rank_dirs(tmp_path / "out").items():
+        args = load_rank_file(path / MODEL_FILE)["args"]
+        assert args.moe_grouped_gemm is True, folder
+
+
+@pytest.mark.parametrize("a", GROUPED)
 @pytest.mark.parametrize("b", EXPERTS["moe_seq"])
 def test_grouped_experts_become_the_single_ones_that_megatron_saved(golden: Path, a: str, b: str) -> None:
     store, source = global_form(golden, "moe_grouped", a)
-    target = shard(source, topology(b), rules=RULES)
+    target = shard(source, topology(b), rules=RULES, experts="sequential")
     made = model_arrays(filled(target, source, store))
     wanted_store, wanted = rank_files(golden, "moe_seq", b)
     expected = model_arrays(stored(wanted, wanted_store))
@@ -141,7 +164,7 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(golden: Path
         a_model, b_model = ((as_mapping(ranks[coords][1]) or {})["model"] for ranks in (ours, theirs))
         assert list(as_mapping(a_model) or {}) == list(as_mapping(b_model) or {})
     assert fields_of(target.attrs["args"])["moe_grouped_gemm"] is False
-    assert any("grouped kind become single ones" in note for note in target.attrs["notes"])  # type: ignore[attr-defined]
+    assert any("GroupedMLP become one module each" in note for note in target.attrs["notes"])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
