@@ -71,6 +71,7 @@ class Extent:
         crc: CRC-32 of the record that begins at element 0 and is exactly this array, where the container states one.
         part_of: of a late-bound array that is a part of the item's tensor: that tensor's shape, and how many of its
             elements come before, in C order; None where the array is the tensor.
+        is_swapped: of a late-bound array: its last two axes are those of the item's tensor in the other order.
     """
 
     file: str
@@ -80,6 +81,7 @@ class Extent:
     encoding: Encoding | None = None
     crc: int | None = None
     part_of: tuple[Shape, int] | None = None
+    is_swapped: bool = False
 
     @property
     def is_late(self) -> bool:
@@ -118,6 +120,11 @@ class StoredArray:
 def array_name(key: str, box: Box) -> str:
     """What a stored array is called that holds one box of a tensor of several."""
     return f"{key}@{','.join(map(str, box.offset))}"
+
+
+def swapped(extents: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape, an offset or strides with the last two axes in the other order."""
+    return (*extents[:-2], extents[-1], extents[-2])
 
 
 def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:

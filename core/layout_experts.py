@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from core.box import Box, c_strides
-from core.catalog import Catalog, Fragment, StoredArray
+from core.catalog import Catalog, Fragment, StoredArray, swapped
 from core.dtypes import itemsize
 from core.errors import CorruptError, UnsupportedError
 from core.image import JoinedArray
@@ -178,18 +178,16 @@ def _transposed(fragment: Fragment) -> Fragment:
     if array is None:
         return replace(fragment, box=box)
     extent = array.extent
-    if extent is None or extent.is_late or extent.encoding is not None or len(array.shape) < 2:
+    if extent is None or extent.encoding is not None or len(array.shape) < 2:
         raise UnsupportedError(
-            "experts of this source cannot be written as one parameter (the old GroupedMLP): they are compressed, or "
-            "their place is found only while they are copied",
+            "compressed experts cannot be written as one parameter (the old GroupedMLP)",
             key=fragment.key,
             hint=f"write one module for each expert with {OPTION} sequential",
         )
-    shape, strides = _swapped(array.shape), _swapped(extent.strides or c_strides(array.shape))
-    extent = replace(extent, strides=None if strides == c_strides(shape) else strides, crc=None)
+    shape, strides = swapped(array.shape), swapped(extent.strides or c_strides(array.shape))
+    if extent.is_late:
+        extent = replace(extent, is_swapped=not extent.is_swapped)
+    else:
+        extent = replace(extent, strides=None if strides == c_strides(shape) else strides, crc=None)
     view = replace(array, name=f"{array.name}^T", shape=shape, extent=extent)
-    return replace(fragment, box=box, array=view, at=_swapped(fragment.at))
-
-
-def _swapped(extents: tuple[int, ...]) -> tuple[int, ...]:
-    return (*extents[:-2], extents[-1], extents[-2])
+    return replace(fragment, box=box, array=view, at=swapped(fragment.at))

@@ -235,7 +235,7 @@ class _Files:
         self.arrays: dict[str, StoredArray | JoinedArray] = {}
         """What leaves stand for, by name; made with the entries."""
         self._pieces: dict[tuple[str, str], StoredArray] = {}
-        """(name of the parameter's array, global name) → what holds the tensor in it."""
+        """(name of a joined array, global name) → what holds the tensor in it."""
         self._ranks: dict[tuple[int, int | None], list[tuple[Rank, str]]] = {}
         for rank in topology.ranks():
             for ep_rank in (None, rank.ep):
@@ -248,7 +248,9 @@ class _Files:
         for home in self._homes[key]:
             chunk = _chunk_name(self._topology, home.vp)
             for rank, folder in self._ranks[home.pp, home.ep]:
-                array = self._pieces[_array_name(folder, chunk, home.name), key]
+                name = _array_name(folder, chunk, home.name)
+                array = self.arrays[name]
+                array = self._pieces[name, key] if isinstance(array, JoinedArray) else array
                 found += cut.fragments(key, rank, array)
         return tuple(found)
 
@@ -273,8 +275,8 @@ class _Files:
         for name, keys in held.items():
             array = param_array(name, keys, tensors, self._cuts, self._rules, coords=coords)
             self.arrays[name] = array
-            parts = (part for _, part in array.parts) if isinstance(array, JoinedArray) else (array,)
-            self._pieces |= {(name, key): part for key, part in zip(keys, parts, strict=True)}
+            if isinstance(array, JoinedArray):
+                self._pieces |= {(name, key): part for key, (_, part) in zip(keys, array.parts, strict=True)}
         return made
 
 

@@ -102,7 +102,7 @@ def _fields(kind: type) -> list[str]:
     return [field.name for field in fields(kind) if field.init and field.compare]
 
 
-_PLAIN = (None, None, -1, None, None)
+_PLAIN = (None, None, -1, None, None, False)
 
 
 class Encoder:
@@ -161,7 +161,7 @@ class Encoder:
                 encodings.append(plain(encoding, self._unknown))
         file = self.files.setdefault(extent.file, len(self.files))
         row += (file, extent.offset)
-        more = (extent.strides, extent.item_bytes, number, extent.crc, extent.part_of)
+        more = (extent.strides, extent.item_bytes, number, extent.crc, extent.part_of, extent.is_swapped)
         return row if more == _PLAIN else [*row, *more]
 
 
@@ -201,7 +201,7 @@ class Decoder:
             file, offset, *more = rest
             extent = Extent(self._files[file], offset)
             if more:
-                strides, item_bytes, number, crc, part_of = more
+                strides, item_bytes, number, crc, part_of, is_swapped = more
                 extent = Extent(
                     self._files[file],
                     offset,
@@ -210,6 +210,7 @@ class Decoder:
                     encodings[number] if number >= 0 else None,
                     crc,
                     None if part_of is None else (tuple(part_of[0]), part_of[1]),
+                    is_swapped,
                 )
         return StoredArray(
             meta.key if name == 0 else name,

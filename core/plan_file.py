@@ -236,7 +236,7 @@ class _PlainLines:
         key = have.key
         name, number_name = "0" if array.name == key else _encoded(array.name), str(number)
         file = self._files.setdefault(extent.file, len(self._files))
-        more = "" if extent.crc is None else f",null,null,-1,{extent.crc},null"
+        more = "" if extent.crc is None else f",null,null,-1,{extent.crc},null,false"
         number_name = "0" if number_name == key else f'"{number_name}"'
         line = (
             f"[{_encoded(key)},{between},[[[{name}{source},{file},{extent.offset}{more}]],[],[0]],"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from core.bands import items_of_portion
+from core.catalog import Extent, StoredArray, TensorMeta, whole_fragment
 from core.convert import Job, TopologyChange, prepare
 from core.division import divided
 from core.errors import CorruptError
 from core.job_stage import identity_text
-from core.plan_codec import CLASSES
+from core.plan_codec import CLASSES, Decoder, Encoder
 from core.plan_file import StoredPlan, file_digest, finish_plan, identity_of, write_plan
 
 JOBS = {
@@ -22,6 +24,7 @@ JOBS = {
     "late": ("torch_dcp/tp2_fsdp2_dp2", {"to": "safetensors"}),
     "packed": ("orbax/ocdbt_zarr2", {"to": "dcp"}),
     "made": ("hf/llama/safetensors_sharded", {"to": "safetensors", "quantize": ((None, "block"),)}),
+    "transposed": ("mcore0121_legacy/moe_grouped/tp1_pp1", {"topology": TopologyChange(tp=2), "keeps_layout": True}),
     "widened": ("deepspeed/zero1_dp2_bf16", {"to": "torch"}),
 }
 
@@ -115,3 +118,12 @@ def members_of(node: ast.ClassDef) -> Iterator[str]:
             yield part.name
         elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             yield part.target.id
+
+
+def test_a_place_that_is_found_late_keeps_the_order_of_its_axes() -> None:
+    meta = TensorMeta("w", "float32", (3, 2))
+    extent = Extent("a", 8, item_bytes=99, is_swapped=True)
+    fragments = (whole_fragment("w", StoredArray("w^T", "float32", (3, 2), extent)),)
+    encoder = Encoder()
+    data = json.loads(json.dumps(encoder.fragments(meta, fragments)))
+    assert Decoder(list(encoder.files)).fragments(meta, data) == fragments

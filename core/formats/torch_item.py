@@ -21,6 +21,7 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 from core.box import Shape, c_strides
+from core.catalog import StoredArray, swapped
 from core.dtypes import itemsize
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats.torch_record import refuse_encoded
@@ -30,7 +31,6 @@ from core.inert import TensorLeaf
 from core.safe_pickle import judge, load, noting_uses
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
     from core.store import ReadStore
 
 HEAD_BYTES = 2048
@@ -74,7 +74,8 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
     start, n_bytes = extent.offset, extent.item_bytes
     try:
         offset, found = _located(store, extent.file, start, n_bytes)
-        shape, before = extent.part_of or (array.shape, 0)
+        own_shape = swapped(array.shape) if extent.is_swapped else array.shape
+        shape, before = extent.part_of or (own_shape, 0)
         if found.dtype != array.dtype or found.shape != shape:
             raise CorruptError(
                 f"the item holds a {found.dtype} tensor of shape {found.shape}, the metadata says {array.dtype} and "
@@ -92,10 +93,15 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
     address = start + offset + found.offset + before * itemsize(array.dtype)
     strides = found.strides if extent.part_of is None else None
     crc = None
-    if extent.part_of is None and strides is None and found.storage_bytes == array.n_bytes:
+    if extent.is_swapped:
+        strides = swapped(strides or c_strides(own_shape))
+    elif extent.part_of is None and strides is None and found.storage_bytes == array.n_bytes:
         crc = _stated_crc(store, extent.file, address + array.n_bytes, start + n_bytes, array.n_bytes)
     return replace(
-        array, extent=replace(extent, offset=address, strides=strides, item_bytes=None, part_of=None, crc=crc)
+        array,
+        extent=replace(
+            extent, offset=address, strides=strides, item_bytes=None, part_of=None, is_swapped=False, crc=crc
+        ),
     )
 
 

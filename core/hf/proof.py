@@ -121,10 +121,8 @@ def _without(tensors: Mapping[str, TensorMeta], prefix: str) -> dict[str, Tensor
 def _error_of(problems: tuple[Problem, ...], model_type: str) -> CheckpointingException:
     """Return the error that the first of several problems is."""
     first = problems[0]
-    is_absent = first.is_lack and first.kind not in (
-        "layers",
-        "experts",
-    )  # those two: rather another model's config.json
+    is_count = first.kind in ("layers", "experts")  # rather the config.json of another model
+    is_absent = first.is_lack and not is_count
     kind = MissingShardError if is_absent else UnknownTensorError if first.kind == "unexpected" else CorruptError
     return kind(
         f"not the {model_type} model that {CONFIG} describes: {first.message}{more_text(problems)}",

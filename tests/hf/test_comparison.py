@@ -14,6 +14,7 @@ import torch
 
 from core.catalog import TensorMeta
 from core.convert import Job, run
+from core.hf import to_hf, to_megatron
 from core.hf.comparison import compared
 from core.hf.names import families
 from core.hf.problem import Problem
@@ -78,7 +79,12 @@ def llama() -> tuple[Tensors, dict[str, Any]]:
 def test_what_transformers_saves_fits_its_configuration(name: str, tmp_path: Path) -> None:
     for options in ({}, {"save_original_format": False}) if name in MOE else ({},):
         folder = saved(name, tmp_path / f"model{len(options)}", **options)
-        assert compared(catalog_of(folder)[1].tensors, config_of(folder)) == ()
+        source, config = catalog_of(folder)[1], config_of(folder)
+        assert compared(source.tensors, config) == ()
+        back = to_hf(to_megatron(source, config))
+        documents = back.attrs["documents"]
+        assert isinstance(documents, dict)
+        assert compared(back.tensors, json.loads(documents["config.json"])) == ()
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)

@@ -205,19 +205,21 @@ def test_kinds_of_experts_are_chosen_only_where_there_are_grouped_ones(tmp_path:
         run(Job(src=source, dst=tmp_path / "out", to="torch_dist", moe_experts="sequential", fsync=False))
 
 
-def test_grouped_experts_out_of_torch_dist_are_refused_with_the_option(tmp_path: Path) -> None:
-    """Where their bytes are is found only while they are copied, so they cannot be transposed."""
+@pytest.mark.parametrize("to", ["torch_dist", "zarr"])
+def test_grouped_experts_come_back_out_of_megatrons_distributed_formats(tmp_path: Path, to: str) -> None:
     model = replace(MOE, more_args={"moe_grouped_gemm": True})
-    source = save(model, Topology(tp=2, ep=2), tmp_path / "a", Style(is_grouped=True))
-    run(Job(src=source, dst=tmp_path / "dist", to="torch_dist", fsync=False))
-    with pytest.raises(UnsupportedError, match="cannot be written as one parameter") as refused:
-        run(Job(src=tmp_path / "dist", dst=tmp_path / "out", to="megatron", fsync=False))
-    assert str(refused.value.hint).endswith("--moe-experts sequential")
+    style = Style(is_grouped=True)
+    source = save(model, Topology(tp=2, ep=2), tmp_path / "a", style)
+    run(Job(src=source, dst=tmp_path / "dist", to=to, fsync=False))
+    reshard(tmp_path / "dist", tmp_path / "out", Topology(pp=2, ep=4), moe=True, to="megatron", verify=True)
+    wanted = save(model, Topology(pp=2, ep=4), tmp_path / "b", style)
+    assert_same_optimizer(tmp_path / "out", wanted)
+    assert_same_weights(tmp_path / "out", wanted)
     options = {"to": "megatron", "moe_experts": "sequential"}
-    reshard(tmp_path / "dist", tmp_path / "back", Topology(tp=2, ep=4), moe=True, **options)
-    wanted = save(MOE, Topology(tp=2, ep=4), tmp_path / "b")
-    assert_same_optimizer(tmp_path / "back", wanted)
-    assert_same_weights(tmp_path / "back", wanted)
+    reshard(tmp_path / "dist", tmp_path / "single", Topology(tp=2, ep=4), moe=True, **options)
+    wanted = save(MOE, Topology(tp=2, ep=4), tmp_path / "c")
+    assert_same_optimizer(tmp_path / "single", wanted)
+    assert_same_weights(tmp_path / "single", wanted)
 
 
 @pytest.mark.parametrize("order", ["sorted", "seen", "own"])
