@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from core.catalog import StoredArray
     from core.checks.subject import Subject
 
-_WATCHERS: tuple[str, ...] = ("values", "replicas", "manifests", "integrity_json", "fingerprints")
+_WATCHERS: tuple[str, ...] = ("values", "replicas", "hf_model", "manifests", "integrity_json", "fingerprints")
 """Modules of ``core.checks`` with a function ``watch(subject) -> Watch``."""
 
 
