@@ -120,7 +120,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "mcore": ("torch",),
     "safetensors": ("torch", "hf"),
     "bin": ("torch", "hf"),
-    "dcp": ("torch", "safetensors"),
+    "dcp": ("torch", "safetensors", "mcore"),
     "torch_dist": ("dcp", "torch", "mcore"),
     "zarr": ("torch", "mcore"),
     "zarr3": ("torch", "zarr"),

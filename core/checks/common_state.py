@@ -18,7 +18,8 @@ from core.checks import Check, Code
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
-from core.formats.mcore_config import CONFIG, VERSION, config_of
+from core.formats.mcore_config import BACKEND_KEY, BACKENDS, CONFIG, VERSION, config_of
+from core.formats.mcore_objects import COMMON_OBJECT
 from core.inert import as_mapping
 from core.layout_args import topology_of
 from core.layout_state import OF_THE_RUN, RNG, iteration_of, same, sharded_object
@@ -38,7 +39,10 @@ RANKS = Code("CK503", Severity.ERROR, "ranks disagree about the state of the run
 VERSION_ODD = Code("CK504", Severity.WARNING, "an odd checkpoint_version", "use software that knows this version")
 RANDOM = Code("CK505", Severity.WARNING, "random states are incomplete", "start Megatron with --no-load-rng")
 BACKEND = Code(
-    "CK506", Severity.ERROR, "metadata.json names another backend than lies there", "write the right backend into it"
+    "CK506",
+    Severity.ERROR,
+    "metadata.json names an unknown backend, or not the one there",
+    "write the right backend into it",
 )
 
 CODES = (NO_ARGS, NUMBER, RANKS, VERSION_ODD, RANDOM, BACKEND)
@@ -210,14 +214,29 @@ def backend(subject: Subject) -> Iterator[Finding]:
         config = config_of(subject.store)
     except CheckpointingException:
         return  # found where trackers and such files are looked at
-    found = config.get("sharded_backend")
+    catalog = subject.salvaged.catalog
+    is_megatron = subject.format is not None and (
+        subject.format.is_mcore or (catalog is not None and COMMON_OBJECT in catalog.objects)
+    )
+    found = config.get(BACKEND_KEY)
     stated = found if isinstance(found, str) else None
+    if stated not in BACKENDS and (BACKEND_KEY in config or is_megatron):
+        yield BACKEND.finding(
+            "metadata.json names a backend that is not known"
+            if BACKEND_KEY in config
+            else "metadata.json names no backend",
+            file=CONFIG,
+            key=BACKEND_KEY,
+            expected=" or ".join(BACKENDS),
+            found=f"{found!r:.60}" if BACKEND_KEY in config else "no such entry",
+            hint="write the name of the backend that saved the files into it, or use an older checkpoint",
+        )
     there = {name for name, mark in _MARKS.items() if any(file.rpartition("/")[2] == mark for file in subject.files)}
     if stated in _MARKS and there and stated not in there:
         yield BACKEND.finding(
             "tensors of another backend lie there",
             file=CONFIG,
-            key="sharded_backend",
+            key=BACKEND_KEY,
             expected=f"{stated} ({_MARKS[stated]})",
             found=", ".join(f"{name} ({_MARKS[name]})" for name in sorted(there)),
         )
@@ -229,7 +248,6 @@ def backend(subject: Subject) -> Iterator[Finding]:
             key="sharded_backend_version",
             expected=VERSION,
             found=_text(version),
-            severity=Severity.WARNING,
             hint="use software that knows this version",
         )
 

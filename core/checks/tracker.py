@@ -29,7 +29,7 @@ from core.formats.dcp import METADATA, metadata_files
 from core.formats.dcp_ranks import RANK_METADATA
 from core.formats.mcore_common import COMMON_FILE
 from core.formats.mcore_config import CONFIG, config_of
-from core.formats.torch_dist import COMMON_OBJECT
+from core.formats.mcore_objects import COMMON_OBJECT
 from core.open import ITERATION_DIR, RELEASE, TRACKER
 from core.store import LocalStore
 
@@ -92,7 +92,8 @@ def _is_megatron(subject: Subject) -> bool:
     """Whether a directory without ``metadata.json`` was to become one of Megatron-core's checkpoints."""
     assert subject.format is not None
     if subject.format.name == "dcp":
-        return subject.catalog is not None and COMMON_OBJECT in subject.catalog.objects
+        catalog = subject.salvaged.catalog
+        return catalog is not None and COMMON_OBJECT in catalog.objects
     if subject.format.name not in ("torch_dist", "zarr"):
         return False
     return COMMON_FILE in subject.files

@@ -76,6 +76,8 @@ from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, wri
 from core.formats.dcp_ranks import RANK_METADATA, merged, rank_files
 from core.formats.dcp_safetensors import with_raw_files
 from core.formats.dcp_streams import StreamItem, inflated_object
+from core.formats.mcore_config import CONFIG
+from core.formats.mcore_objects import COMMON_OBJECT
 from core.formats.torch_file import item_location
 from core.formats.torch_refused import aside_notes, loadable
 from core.image import literal_file
@@ -108,13 +110,22 @@ def read(store: ReadStore) -> Catalog:
     """The catalog of a plain DCP directory.
 
     Raises:
-        MissingShardError: ``.metadata``, or a file that it names, is absent.
+        MissingShardError: ``.metadata``, or a file that it names, is absent, or it is a save of Megatron's that did not
+            finish.
         TruncatedError: a file is shorter than ``.metadata`` says.
         CorruptError: ``.metadata`` contradicts itself.
         UnsupportedError: items are stored in a way that is not handled.
         UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
     """
-    catalog = with_meta(catalog_of(metadata_of(store), format="dcp", store=store), store)
+    metadata = metadata_of(store)
+    if COMMON_OBJECT in metadata.objects:
+        raise MissingShardError(
+            f"the checkpoint is Megatron's (it holds {COMMON_OBJECT}), but no {CONFIG} names its backend; Megatron "
+            "writes that file last, so the save did not finish",
+            file=CONFIG,
+            hint="use an older checkpoint",
+        )
+    catalog = with_meta(catalog_of(metadata, format="dcp", store=store), store)
     catalog = catalog.with_attrs(**stated_facts(catalog, store))
     folders = _folders(store)
     return catalog.noted([_JOINED.format(", ".join(folders))] if folders else [])

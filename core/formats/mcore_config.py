@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from core.errors import MissingShardError, UnsupportedError
+from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.image import FileImage, literal_file
 from core.json_object import parsed_object
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 CONFIG = "metadata.json"
 VERSION = 1
+BACKEND_KEY = "sharded_backend"
+BACKENDS = ("torch_dist", "zarr")
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -40,13 +42,24 @@ def config_of(store: ReadStore) -> dict[str, object]:
     return parsed_object(store, CONFIG, max_bytes=_MAX_CONFIG_BYTES)
 
 
+def names_backend(store: ReadStore) -> bool:
+    """Return whether there is a ``metadata.json`` that names a backend, be it a known one or not.
+
+    A ``metadata.json`` without the key is some other software's, and says nothing about the tensors.
+
+    Raises:
+        CorruptError: the file is not a JSON object.
+    """
+    return store.exists(CONFIG) and BACKEND_KEY in config_of(store)
+
+
 def checked_version(store: ReadStore, *, backend: str) -> int:
     """The version of the backend, once the file says that it is ``backend`` and of a version that is handled.
 
     Raises:
         MissingShardError: the file is absent.
-        CorruptError: it is no JSON object.
-        UnsupportedError: another backend, or another version of it or of the common state.
+        CorruptError: it is no JSON object, or it names another backend.
+        UnsupportedError: an unknown backend, or another version of it or of the common state.
     """
     if not store.exists(CONFIG):
         raise MissingShardError(
@@ -55,9 +68,24 @@ def checked_version(store: ReadStore, *, backend: str) -> int:
             hint="use an older checkpoint",
         )
     config = config_of(store)
-    found, version = config.get("sharded_backend"), config.get("sharded_backend_version", 1)
-    if found != backend or version != VERSION:
-        raise UnsupportedError(f"the backend {found!r} of version {version!r} is not handled", file=CONFIG)
+    stated, version = config.get(BACKEND_KEY), config.get("sharded_backend_version", VERSION)
+    if stated not in BACKENDS:
+        named = f"the backend {stated!r:.60}, which is not known" if BACKEND_KEY in config else "no backend"
+        raise UnsupportedError(
+            f"{CONFIG} names {named}",
+            file=CONFIG,
+            key=BACKEND_KEY,
+            hint=f"known backends: {', '.join(BACKENDS)}; the files that lie there are those of {backend}",
+        )
+    if stated != backend:
+        raise CorruptError(
+            f"{CONFIG} names the backend {stated!r}, but the files that lie there are those of {backend}",
+            file=CONFIG,
+            key=BACKEND_KEY,
+            hint="find out which of the two belongs to another save",
+        )
+    if version != VERSION:
+        raise UnsupportedError(f"version {version!r:.60} of the backend {stated!r} is not handled", file=CONFIG)
     common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
     if common != ("torch", 1):
         raise UnsupportedError(f"the common backend {common[0]!r} of version {common[1]!r} is not handled", file=CONFIG)

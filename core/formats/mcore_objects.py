@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 
 _SHARDED_OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(-?\d+(?:\.-?\d+)*)", re.DOTALL)
+COMMON_OBJECT = "common_state/shard_0_1"
+"""Holds the common state in checkpoints that have no ``common.pt``."""
 _UNKNOWN = -1
 """The last number of a shape in the first checkpoints of this kind, whose names lacked it."""
 

@@ -41,27 +41,33 @@ from core.errors import CheckpointingException, CorruptError, MissingShardError,
 from core.formats import Format, dcp, no_folders
 from core.formats.dcp_items import lay_out_items
 from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
-from core.formats.mcore_config import CONFIG, checked_version, config_image, config_of
-from core.formats.mcore_objects import is_sharded_object
+from core.formats.mcore_config import BACKEND_KEY, checked_version, config_image, config_of, names_backend
+from core.formats.mcore_objects import COMMON_OBJECT, is_sharded_object
 from core.formats.torch_file import load_object
 from core.image import FileImage
 
 if TYPE_CHECKING:
     from core.store import ReadStore
 
-COMMON_OBJECT = "common_state/shard_0_1"
 DIALECTS = ("0.12", "common_pt", "common_object")
 _BACKEND = "torch_dist"
 
 
 def sniff(store: ReadStore) -> bool:
-    """Whether the directory holds a ``metadata.json`` of this backend, or a broken one beside DCP files."""
-    if store.entry is not None or not store.exists(CONFIG):
-        return store.entry is None and store.exists(COMMON_FILE) and store.exists(dcp.METADATA)
+    """Return whether the directory is Megatron's with DCP files.
+
+    That is: a ``metadata.json`` names this backend; or one that names any other, or cannot be read, lies beside DCP
+    files; or a common state does. ``read`` refuses all but the first.
+    """
+    if store.entry is not None:
+        return False
     try:
-        return config_of(store).get("sharded_backend") == _BACKEND
+        has_backend = names_backend(store)
+        if has_backend and config_of(store)[BACKEND_KEY] == _BACKEND:
+            return True
     except CorruptError:
-        return dcp.sniff(store)
+        has_backend = True
+    return (has_backend and dcp.sniff(store)) or (store.exists(COMMON_FILE) and store.exists(dcp.METADATA))
 
 
 def read(store: ReadStore) -> Catalog:

@@ -41,7 +41,14 @@ from core.catalog import Catalog, Extent, StoredArray, StoredObject
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats import Format
 from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
-from core.formats.mcore_config import CONFIG, checked_version, config_image, config_of
+from core.formats.mcore_config import (
+    BACKEND_KEY,
+    CONFIG,
+    checked_version,
+    config_image,
+    config_of,
+    names_backend,
+)
 from core.formats.mcore_objects import is_sharded_object
 from core.formats.torch_file import load_object, plan_tree
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
@@ -75,8 +82,8 @@ def sniff(store: ReadStore) -> bool:
         return False
     if store.exists(CONFIG):
         try:
-            if "sharded_backend" in (config := config_of(store)):
-                return config["sharded_backend"] == _BACKEND
+            if config_of(store).get(BACKEND_KEY) == _BACKEND:
+                return True
         except CorruptError:
             pass  # broken: what lies beside it tells
     return store.exists(GROUP_FILE) or store.exists(ARRAY_FILE) or has_array_inside(store, ARRAY_FILE)
@@ -92,7 +99,7 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: another backend or version.
         UnsafeError: a hostile pickle, or a name outside the directory.
     """
-    is_megatron = _is_megatron(store)
+    is_megatron = store.exists(COMMON_FILE) or names_backend(store)
     fills = not stores_every_chunk(store)
     lost = cache(partial(lost_files, store))
     attrs: dict[str, object] = {}
@@ -130,10 +137,6 @@ def read(store: ReadStore) -> Catalog:
                 hidden |= inside
     catalog = catalog_of_folders(store, folders, format="zarr", version="2", objects=objects, attrs=attrs)
     return without_unread(catalog.with_hidden(hidden), unread)
-
-
-def _is_megatron(store: ReadStore) -> bool:
-    return store.exists(COMMON_FILE) or (store.exists(CONFIG) and "sharded_backend" in config_of(store))
 
 
 def stores_every_chunk(store: ReadStore) -> bool:

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from core.checks import Level
+from core.errors import CheckpointingException
+from core.open import open_checkpoint
 from tests.edited import Rows, copied, counted, edit_rank, edit_rows, found_in
 
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2_optim"
@@ -66,6 +70,35 @@ def test_a_backend_that_does_not_lie_there_is_found(golden: Path, tmp_path: Path
         config = json.loads((folder / "metadata.json").read_text())
         (folder / "metadata.json").write_text(json.dumps({**config, "sharded_backend": other}))
         assert "CK506" in counted(found_in(folder))
+
+
+@pytest.mark.parametrize("source", [DIST, ZARR])
+@pytest.mark.parametrize("config", [{"sharded_backend": name} for name in ("evil", "../x", 7, None)] + [{}], ids=str)
+def test_an_unknown_backend_is_refused_and_found(
+    golden: Path, tmp_path: Path, source: str, config: dict[str, object]
+) -> None:
+    """``{}`` beside DCP files and Megatron's common state: Megatron would not load it either."""
+    folder = copied(golden, source, tmp_path)
+    (folder / "metadata.json").write_text(json.dumps(config))
+    assert counted(found_in(folder)) == {"CK506": 1}
+    with pytest.raises(CheckpointingException) as caught:
+        open_checkpoint(folder)
+    assert caught.value.file == "metadata.json"
+
+
+def test_a_metadata_json_of_other_software_says_nothing(golden: Path, tmp_path: Path) -> None:
+    folder = copied(golden, "torch_dcp/fsdp2_dp2", tmp_path)
+    (folder / "metadata.json").write_text('{"author": "me"}')
+    assert found_in(folder) == []
+    checkpoint = open_checkpoint(folder)
+    checkpoint.store.close()
+    assert checkpoint.format.name == "dcp"
+
+
+def test_a_version_of_the_backend_that_is_not_known_is_an_error(golden: Path, tmp_path: Path) -> None:
+    folder = copied(golden, DIST, tmp_path)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 2}')
+    assert counted(found_in(folder)) == {"CK506": 1}
 
 
 def test_absent_arguments_are_a_warning_where_the_names_are_megatrons(golden: Path, tmp_path: Path) -> None:

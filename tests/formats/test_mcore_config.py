@@ -27,8 +27,14 @@ def test_what_is_written_is_accepted(backend: str, has_common_file: bool) -> Non
     assert ("common_backend" in config_of(store)) == has_common_file
 
 
+@pytest.mark.parametrize("name", ["evil", "../torch_dist", 7, None, ["torch_dist"]])
+def test_an_unknown_backend_is_refused_by_its_name(name: object) -> None:
+    with pytest.raises(UnsupportedError, match="is not known"):
+        checked_version(store_of({"sharded_backend": name}), backend="torch_dist")
+
+
 def test_another_backend_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="'zarr'"):
+    with pytest.raises(CorruptError, match="'zarr'"):
         checked_version(store_of({"sharded_backend": "zarr"}), backend="torch_dist")
 
 

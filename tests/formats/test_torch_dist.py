@@ -329,10 +329,12 @@ def test_bad_json_is_corrupt_and_names_the_file(copied: Callable[[str], Path], t
     assert caught.value.file == "metadata.json"
 
 
-def test_the_zarr_backend_is_another_format(copied: Callable[[str], Path]) -> None:
+def test_dcp_files_under_the_name_of_the_zarr_backend_are_refused(copied: Callable[[str], Path]) -> None:
     folder = copied(HEAD)
     (folder / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
-    assert not torch_dist.FORMAT.sniff(LocalStore(folder))
+    assert torch_dist.FORMAT.sniff(LocalStore(folder))
+    with pytest.raises(CorruptError, match="'zarr'"):
+        read(folder)
 
 
 def test_a_newer_version_of_the_backend_is_refused(copied: Callable[[str], Path]) -> None:
