@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -174,10 +175,10 @@ class Subject:
         if self.catalog is not None or self.format is None or self.format.salvage is None:
             return Salvaged(self.catalog)
         problems: list[CheckpointingException] = []
-        try:
+        found: Catalog | None = None
+        with noting_names() as names, suppress(CheckpointingException):
             found = self.format.salvage(self.store, problems.append)
-        except CheckpointingException:
-            return Salvaged(None, tuple(problems))
+        self._named |= names
         return Salvaged(found, tuple(problems))
 
     @cached_property

@@ -126,7 +126,7 @@ def _streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:
     """(file, first byte, bytes, object) of whatever may hold a pickle."""
     catalog = subject.catalog
     for name, size in subject.files.items():
-        is_read = name == _METADATA and catalog is not None
+        is_read = name == _METADATA and subject.salvaged.catalog is not None
         if not is_read and _BARE_PICKLE.search(name) and 0 < size <= MAX_PICKLE_BYTES:
             yield name, 0, size, None
     for name in torch_files(subject, or_others=True):

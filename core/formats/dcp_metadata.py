@@ -10,7 +10,7 @@
       storage_meta, version, and what others add: mcore_data, all_local_plans (Megatron)
 
 It is read into columns, because 10⁶ chunks are real. ``core.safe_pickle`` reads it; large ones are first tried with the
-C unpickler in a contained child process (``_metadata_by_c`` says why that is safe), whose failure, for whatever reason,
+C unpickler in a contained child process (``_parsed_by_c`` says why that is safe), whose failure, for whatever reason,
 means that the slow way decides.
 
 Versions: torch 1.13 to 2.13 (class names moved between modules; ``storage_meta``, ``version`` and ``index`` may be
@@ -26,12 +26,13 @@ Not supported, refused by name: Hugging Face storage (``_HFStorageInfo``), ``tra
 
 from __future__ import annotations
 
+import hashlib
 import marshal
 import re
 import reprlib
 import sys
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 from core.contained import run_contained
 from core.dtypes import DTYPES, dtype_of
@@ -62,7 +63,7 @@ from core.formats.dcp_records import (
 from core.inert import Global
 from core.pickle_names import dangerous_uses
 from core.pickle_uses import Use, uses_in_tree
-from core.safe_pickle import gc_paused, judge, note_uses
+from core.safe_pickle import gc_paused, judge, note_uses, noting_uses
 from core.store import checked_name
 
 __all__ = [
@@ -95,9 +96,7 @@ def read_metadata(data: bytes, *, label: str) -> DcpMetadata:
         UnsafeError: it asks for more than the limits of safe_pickle, or names a file outside the checkpoint.
         UnsupportedError: a storage, codec, layout or dtype that is not handled.
     """
-    with gc_paused():
-        found = _metadata_by_c(data) if len(data) >= FAST_FROM_BYTES else None
-        return found if found is not None else _metadata_by_machine(data, label)
+    return _parsed(data, label).checked(label)
 
 
 def salvaged_metadata(data: bytes, *, label: str, report: Report) -> DcpMetadata:
@@ -109,26 +108,96 @@ def salvaged_metadata(data: bytes, *, label: str, report: Report) -> DcpMetadata
     Raises:
         CorruptError, UnsafeError, UnsupportedError: no entry of it can be read.
     """
-
-    def placed(error: CheckpointingException) -> None:
-        error.file = error.file or label
-        report(error)
-
-    with gc_paused():
-        return _metadata_by_machine(data, label, report=placed)
+    parsed = _parsed(data, label)
+    for problem in parsed.problems:
+        report(problem.as_error(label))
+    return parsed.metadata
 
 
-def _metadata_by_machine(data: bytes, label: str, *, report: Report = raising) -> DcpMetadata:
-    """read_metadata the hardened way, which also finds the words for what is wrong."""
+class _Problem(NamedTuple):
+    """What is wrong with an entry; an error, without the frames that a raised one keeps alive.
+
+    Attributes:
+        kind: name of the error's class.
+        message, key, hint, rule: as of errors.
+    """
+
+    kind: str
+    message: str
+    key: str | None
+    hint: str | None
+    rule: str | None
+
+    def as_error(self, label: str) -> CheckpointingException:
+        """Return the error, about the file called ``label``."""
+        kind = _KINDS[self.kind]
+        return kind(self.message, file=label, key=self.key, hint=self.hint, rule=self.rule)
+
+
+_KINDS = {kind.__name__: kind for kind in (CorruptError, MissingShardError, UnsafeError, UnsupportedError)}
+
+
+def _problem_of(err: CheckpointingException) -> _Problem:
+    return _Problem(type(err).__name__, err.message, err.key, err.hint, err.rule)
+
+
+class _Parsed(NamedTuple):
+    """A ``.metadata``, without the entries that make no sense.
+
+    Attributes:
+        metadata: what makes sense.
+        problems: what is wrong with the rest.
+        uses: what the pickle does with names.
+    """
+
+    metadata: DcpMetadata
+    problems: tuple[_Problem, ...]
+    uses: frozenset[Use]
+
+    def checked(self, label: str) -> DcpMetadata:
+        """Return the metadata, or raise the first problem."""
+        if self.problems:
+            raise self.problems[0].as_error(label)
+        return self.metadata
+
+
+_latest: dict[bytes, _Parsed] = {}
+"""Digest of a file → its content; of the latest one, which several checks ask for."""
+
+
+def _parsed(data: bytes, label: str) -> _Parsed:
+    """Return the content of a file; it is not read again if it was the latest one.
+
+    Raises:
+        CorruptError, UnsafeError, UnsupportedError: no entry of it can be read.
+    """
+    digest = hashlib.blake2b(data).digest()
+    parsed = _latest.get(digest)
+    if parsed is None:
+        with gc_paused():
+            parsed = _parsed_by_c(data) if len(data) >= FAST_FROM_BYTES else None
+            parsed = parsed or _parsed_by_machine(data, label)
+        _latest.clear()
+        _latest[digest] = parsed
+    note_uses(parsed.uses)
+    return parsed
+
+
+def _parsed_by_machine(data: bytes, label: str) -> _Parsed:
+    """Read the metadata the hardened way, which also finds the words for what is wrong."""
+    problems: list[_Problem] = []
     try:
-        return _Reader(read_by_machine(data, label=label), report=report).read()
+        with noting_uses() as uses:
+            root = read_by_machine(data, label=label)
+        metadata = _Reader(root, report=lambda err: problems.append(_problem_of(err))).read()
     except CheckpointingException as err:
         err.file = err.file or label
         raise
+    return _Parsed(metadata, tuple(problems), frozenset(uses))
 
 
-def _metadata_by_c(data: bytes, *, cpu_s: int | None = None) -> DcpMetadata | None:
-    """read_metadata by the C unpickler in a contained child, or None if it did not succeed.
+def _parsed_by_c(data: bytes, *, cpu_s: int | None = None) -> _Parsed | None:
+    """Read the metadata by the C unpickler in a contained child; return None if it did not succeed.
 
     ``cpu_s`` is its processor time in seconds; usual files take 0.05 s a megabyte.
 
@@ -158,16 +227,18 @@ _PLAIN = (
 
 
 def _pack(data: bytes) -> bytes:
-    """What the child does: metadata as bytes, and the names that it is no part of.
+    """What the child does: metadata as bytes, what is wrong with it, and the names that it is no part of.
 
     Raises:
         ValueError: a part is not plain.
     """
+    problems: list[_Problem] = []
     root, others = read_by_c(data)
-    found = _Reader(root).read()
+    found = _Reader(root, report=lambda err: problems.append(_problem_of(err))).read()
     return marshal.dumps(
         (
             sorted(others),
+            [tuple(problem) for problem in problems],
             [tuple(tensor) for tensor in found.tensors.values()],
             [(key, *item) for key, item in found.objects.items()],
             [getattr(found, name).tobytes() for name in _COLUMNS],
@@ -176,20 +247,20 @@ def _pack(data: bytes) -> bytes:
     )
 
 
-def _unpack(packed: bytes) -> DcpMetadata | None:
+def _unpack(packed: bytes) -> _Parsed | None:
     """What the parent makes of it; None if a name must be looked at more closely, as it may be called."""
-    names, tensors, objects, columns, plain = marshal.loads(packed)
-    uses = [Use(Global(module, name), "called") for module, name in names]
+    names, problems, tensors, objects, columns, plain = marshal.loads(packed)
+    uses = frozenset(Use(Global(module, name), "called") for module, name in names)
     if any(judge(use) != "known" for use in uses):
         return None
-    note_uses(uses)
     fields: dict[str, Any] = dict(zip(_PLAIN, plain, strict=True))
     fields.update((name, array("q", raw)) for name, raw in zip(_COLUMNS, columns, strict=True))
-    return DcpMetadata(
+    metadata = DcpMetadata(
         tensors={row[0]: DcpTensor._make(row) for row in tensors},
         objects={key: DcpItem(file, offset, n_bytes) for key, file, offset, n_bytes in objects},
         **fields,
     )
+    return _Parsed(metadata, tuple(map(_Problem._make, problems)), uses)
 
 
 class _Reader:
@@ -424,6 +495,8 @@ _REPR.maxstring = _REPR.maxother = 200
 
 def _short(value: object) -> str:
     """A value for a message: cut, as printing nested or huge values could take for ever."""
+    if type(value) is tuple and len(value) <= _REPR.maxtuple and all(type(n) is int and n < 1 << 63 for n in value):
+        return repr(value)
     try:
         return _REPR.repr(value)
     except ValueError:

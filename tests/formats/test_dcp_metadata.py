@@ -44,12 +44,12 @@ FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 
 def by_machine(data: bytes) -> DcpMetadata:
-    return dcp_metadata._metadata_by_machine(data, ".metadata")
+    return dcp_metadata._parsed_by_machine(data, ".metadata").checked(".metadata")
 
 
 def by_c(data: bytes) -> DcpMetadata | None:
     """What the C unpickler finds, in this process: only for data that this test made."""
-    return dcp_metadata._unpack(dcp_metadata._pack(data))
+    return dcp_metadata._unpack(dcp_metadata._pack(data)).checked("x")
 
 
 def metadata_files(golden: Path) -> list[Path]:
@@ -152,10 +152,10 @@ def test_both_readers_agree_on_every_golden_checkpoint(golden: Path) -> None:
 
 def test_the_contained_reader_gives_what_the_other_gives(golden: Path) -> None:
     data = max((path.read_bytes() for path in metadata_files(golden)), key=len)
-    found = dcp_metadata._metadata_by_c(data)
+    found = dcp_metadata._parsed_by_c(data)
     if found is None:
         pytest.skip("another thread runs in this test process")
-    assert found == by_machine(data)
+    assert found.checked("x") == by_machine(data)
 
 
 def test_megatrons_additions_are_kept_or_named(golden: Path) -> None:
@@ -458,8 +458,8 @@ def with_prefix(data: bytes, prefix: bytes) -> bytes:
 
 def test_a_large_file_is_read_alike_by_both() -> None:
     data = large()
-    found = dcp_metadata._metadata_by_c(data)
-    assert found is None or found == by_machine(data)
+    found = dcp_metadata._parsed_by_c(data)
+    assert found is None or found.checked("x") == by_machine(data)
     assert by_c(data) == by_machine(data) == read_metadata(data, label="x")
     assert len(by_machine(data).item_offset) == 12_000
 
@@ -500,9 +500,9 @@ def test_what_kills_the_c_unpickler_kills_only_the_child(attack: str, repo_dir: 
         "from core.formats import dcp_metadata as m\n"
         "from core.errors import CheckpointingException\n"
         "data = sys.stdin.buffer.read()\n"
-        "print(m._metadata_by_c(data, cpu_s=1))\n"
+        "print(m._parsed_by_c(data, cpu_s=1))\n"
         "try:\n"
-        "    print(len(m._metadata_by_machine(data, 'x').tensors))\n"
+        "    print(len(m._parsed_by_machine(data, 'x').checked('x').tensors))\n"
         "except CheckpointingException as err:\n"
         "    print(type(err).__name__)\n"
         # Not getrusage: what it states outlives exec, so it may be the peak of the test's own process.

@@ -114,7 +114,7 @@ def _item(data: bytes) -> None:
 
 
 def _metadata(data: bytes) -> None:
-    found = dcp_metadata._metadata_by_machine(data, ".metadata")
+    found = dcp_metadata._parsed_by_machine(data, ".metadata").checked(".metadata")
     files = dict.fromkeys(found.files[:_MOST], b"")
     catalog = dcp.catalog_of(found, format="dcp")
     _explored(catalog, MemoryStore(files))
