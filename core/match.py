@@ -162,6 +162,9 @@ def _check_bounds(fragment: Fragment, meta: TensorMeta) -> None:
         )
 
 
+_MOST_OVERLAPS = 250_000
+
+
 def _primaries(
     offered: Sequence[Fragment],
 ) -> tuple[list[tuple[Box, Fragment]], list[tuple[Box, Fragment, Fragment]]]:
@@ -178,10 +181,14 @@ def _primaries(
     index = BoxIndex(boxes)
     fragments = list(first.values())
     pieces: list[tuple[Box, Fragment]] = []
+    n_overlaps = 0
     for number, fragment in enumerate(fragments):
         rest = [fragment.box]
         for other, common in sorted(index.meeting(fragment.box), key=lambda hit: hit[0]):
             if other < number:
+                n_overlaps += 1
+                if n_overlaps > _MOST_OVERLAPS:  # a hostile metadata file of 5,000 chunks can state millions
+                    raise CorruptError(f"more than {_MOST_OVERLAPS} pairs of its pieces overlap", key=fragment.key)
                 copies += [
                     (part, fragment, fragments[other]) for old in rest if (part := old.intersect(common)) is not None
                 ]

@@ -246,7 +246,12 @@ class LocalStore:
 
     def exists(self, name: str) -> bool:
         """See ReadStore."""
-        return self.path(name).is_file()
+        try:
+            return self.path(name).is_file()
+        except OSError as err:
+            if err.errno == errno.ENAMETOOLONG:  # no file can have such a name
+                return False
+            raise
 
     def size(self, name: str) -> int:
         """See ReadStore.

@@ -14,8 +14,11 @@ from pathlib import Path
 import torch
 
 from core.checks import Level
+from core.formats.dcp_metadata import ObjectRow
 from core.formats.zarr_crc32c import crc32c
 from tests import broken as b
+from tests.edited import Rows, chunks_of, edit_rows
+from tests.hostile.cases import torch_zip
 
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2"
 DISTOPT = "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"
@@ -32,6 +35,7 @@ TIED = "hf/qwen2_tied/safetensors_single"
 ZERO = "deepspeed/zero1_dp2_bf16"
 UNIVERSAL = "deepspeed_universal/zero1_dp2_bf16"
 TORCH = "hf/llama/torch_single/model_zip.pt"
+LEGACY = "hf/llama/torch_single/model_legacy.pt"
 ZARR3 = "zarr3"
 
 FSDP = "pytorch_model_fsdp_0"
@@ -40,6 +44,7 @@ STEP = "global_step10"
 RANK = f"{ITER}/mp_rank_01_000/model_optim_rng.pt"
 WORDS = f"{ITER}/embedding.word_embeddings.weight"
 FIRST = "model-00001-of-00003.safetensors"
+LEARNING_RATE = "app.optim.param_groups.0.lr"
 SECOND = "model-00002-of-00003.safetensors"
 INDEX = "model.safetensors.index.json"
 OPTIM = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -306,7 +311,22 @@ TABLE = (
         lambda p: b.repacked(p, "data.pkl", lambda d: d[:2] + b"\x8f" * 9 + b"r\xff\xff\xff\x0f" + d[2:]),
         ("CK111", "model_zip.pt"),
     ),
-    row("hf/llama/torch_single/model_legacy.pt", "an old file, cut short", "", b.cut, ("CK103", "model_legacy.pt")),
+    row(
+        TORCH,
+        "strides that wrap modulo 2^64",
+        "",
+        lambda p: b.repacked(p, "data.pkl", lambda d: _wide_strides(d)),
+        ("CK129", "model_zip.pt"),
+    ),
+    row(
+        TORCH,
+        "a storage of no type of torch's",
+        "",
+        lambda p: b.repacked(p, "data.pkl", lambda d: d.replace(b"\nBFloat16Storage\n", b"\nOddStorage\n", 1)),
+        ("CK109", None),
+    ),
+    row(LEGACY, "2^60 elements before a storage", "", lambda p: _absurd_count(p), ("CK111", "model_legacy.pt")),
+    row(LEGACY, "an old file, cut short", "", b.cut, ("CK103", "model_legacy.pt")),
     row(
         TORCH,
         "a tar file of torch 0.1",
@@ -471,6 +491,44 @@ TABLE = (
         lambda p: _bytes(p, _first_item_gone),
         ("CK122", "__1_0.distcp"),
         level=Level.HEADERS,
+    ),
+    row(
+        DCP,
+        "an item whose stated length cuts its zip short",
+        "",
+        lambda p: _shortened_item(p),
+        ("CK152", "__0_0.distcp"),
+        level=Level.HEADERS,
+    ),
+    row(
+        DCP,
+        "an item whose directory is damaged",
+        "__1_0.distcp",
+        lambda p: _bytes(p, _last_entry_gone),
+        ("CK152", "__1_0.distcp"),
+        level=Level.HEADERS,
+    ),
+    row(
+        DCP,
+        "an object that ends in the middle of its pickle",
+        "",
+        lambda p: _endless_object(p),
+        ("CK103", "__1_0.distcp"),
+        level=Level.HEADERS,
+    ),
+    row(
+        HEAD,
+        "a backend that nobody knows",
+        f"{ITER}/metadata.json",
+        lambda p: b.json_changed(p, lambda c: c.update(sharded_backend="evil")),
+        ("CK506", "metadata.json"),
+    ),
+    row(
+        DCP,
+        "a metadata.json that names a backend that nobody knows",
+        "",
+        lambda p: (p / "metadata.json").write_text('{"sharded_backend": "../torch_dist"}'),
+        ("CK506", "metadata.json"),
     ),
     row(
         DCP,
@@ -792,3 +850,45 @@ MODELS = (
     row(ONE, "a negative size is stated", "", lambda p: config_changed(p, num_attention_heads=-4), ("CK538", _CONFIG)),
 )
 """Models of transformers whose tensors and configuration do not fit; ``core.checks.hf_model`` looks at them."""
+
+
+def _wide_strides(data: bytes) -> bytes:
+    """The first matrix gets the strides (2^62, 1): its last row lies at a multiple of 2^64 and a bit."""
+    strides = b"K\x20K\x01\x86"
+    assert strides in data
+    return data.replace(strides, b"\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"K\x01\x86", 1)
+
+
+def _absurd_count(path: Path) -> None:
+    """The number in front of the first storage's bytes, which the pickle states as well."""
+    count = (130 * 32).to_bytes(8, "little")
+    _bytes(path, lambda data: data.__setitem__(slice(at := data.index(count), at + 8), (1 << 60).to_bytes(8, "little")))
+
+
+def _shortened_item(path: Path) -> None:
+    """The chunk that lies first in its file ends before its zip's directory does."""
+
+    def change(rows: Rows) -> None:
+        chunks = chunks_of(rows, "app.model.model.embed_tokens.weight")
+        chunks[0] = chunks[0]._replace(item_bytes=chunks[0].item_bytes - 22)
+
+    edit_rows(path, change)
+
+
+def _last_entry_gone(data: bytearray) -> None:
+    """The last entry of the last item's directory loses its signature."""
+    at = data.rindex(b"PK\x01\x02")
+    data[at : at + 4] = bytes(4)
+
+
+def _endless_object(path: Path) -> None:
+    """An object is a sound zip around a pickle without its end."""
+    file, stream = path / "__1_0.distcp", torch_zip(b"\x80\x02]")
+    offset = file.stat().st_size
+    file.write_bytes(file.read_bytes() + stream)
+    edit_rows(
+        path,
+        lambda rows: rows.update(
+            {LEARNING_RATE: ObjectRow(LEARNING_RATE, file.name, offset, len(stream))},
+        ),
+    )

@@ -20,6 +20,7 @@ from core.errors import CheckpointingException
 from core.finding import Finding
 from core.formats.deepspeed_optim import optim_states
 from core.formats.deepspeed_state import read_state_file
+from core.formats.deepspeed_universal_parameter import lacking_files
 from core.formats.megatron import MODEL_FILE, OPTIM_FILE
 from core.formats.torch_tree import parse
 from core.inert import as_mapping
@@ -188,14 +189,10 @@ def universal(subject: Subject) -> Iterator[Finding]:
         folder, _, name = path.rpartition("/")
         if folder in held and name.endswith(".pt"):
             held[folder].add(name)
-    trained = [names for names in held.values() if len(names) > 1]
-    counts = Counter(name for names in trained for name in names)
-    usual = {name for name, n in counts.items() if 2 * n > len(trained)}
-    for folder, names in held.items():
-        for name in sorted((usual if len(names) > 1 else {"fp32.pt"}) - names):
-            key = folder.removeprefix("zero/")
-            found = ", ".join(sorted(names)) or "nothing"
-            yield _lacks(f"{folder}/{name}", "the parameter's directory lacks the file", found=found, key=key)
+    for folder, name in lacking_files(held):
+        key = folder.removeprefix("zero/")
+        found = ", ".join(sorted(held[folder])) or "nothing"
+        yield _lacks(f"{folder}/{name}", "the parameter's directory lacks the file", found=found, key=key)
 
 
 def _lacks(file: str, message: str, *, found: str, key: str | None = None) -> Finding:

@@ -176,9 +176,9 @@ class Subject:
             return Salvaged(self.catalog)
         problems: list[CheckpointingException] = []
         found: Catalog | None = None
-        with noting_names() as names, suppress(CheckpointingException):
+        with noting_uses() as uses, suppress(CheckpointingException):
             found = self.format.salvage(self.store, problems.append)
-        self._named |= names
+        self._uses |= uses
         return Salvaged(found, tuple(problems))
 
     @cached_property

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice, product
+from itertools import islice
 from math import prod
 
 from core.checks import Check, Level
@@ -22,7 +22,7 @@ from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.finding import Finding
 from core.formats import zarr, zarr3
-from core.formats.mcore_objects import parts_of_sharded_object
+from core.formats.mcore_objects import shard_grids
 from core.formats.zarr_array import PICKLED, ZarrArray
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
 from core.formats.zarr_chunks import Chunks, folder_chunks, fragments_of_chunks
@@ -232,23 +232,14 @@ def absent_chunks(subject: Subject) -> Iterator[Finding]:
 
 def objects(subject: Subject) -> Iterator[Finding]:
     """CK162: where some shards of a ShardedObject are there, all of its grid are."""
-    held: dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]] = {}
-    for path in subject.files:
-        parts = parts_of_sharded_object(path.removesuffix(".pt")) if path.endswith(".pt") else None
-        if parts is not None and len(parts[1]) == len(parts[2]) and min(parts[2]) > 0:
-            held.setdefault((parts[0], parts[2]), set()).add(parts[1])
-    for (name, shape), offsets in held.items():
-        if prod(shape) <= len(offsets):
-            continue
-        absent = (offset for offset in product(*map(range, shape)) if offset not in offsets)
-        for offset in islice(absent, _MOST_NAMED):
-            key = f"{name}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
+    for grid in shard_grids(path.removesuffix(".pt") for path in subject.files if path.endswith(".pt")):
+        for key in islice(grid.absent_keys(), _MOST_NAMED):
             yield OBJECT_SHARD.finding(
                 "other shards of the object are there, this one is not",
                 file=f"{key}.pt",
                 key=key,
-                expected=f"{prod(shape)} shards",
-                found=f"{len(offsets)}",
+                expected=f"{prod(grid.shape)} shards",
+                found=f"{len(grid.offsets)}",
             )
 
 

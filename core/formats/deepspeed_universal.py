@@ -61,7 +61,7 @@ from core.formats.deepspeed_universal_names import (
     ZERO,
     ZERO_MODEL_FILE,
 )
-from core.formats.deepspeed_universal_parameter import Parameter, read_parameter
+from core.formats.deepspeed_universal_parameter import Parameter, lacking_files, read_parameter
 from core.formats.deepspeed_universal_source import for_universal
 from core.formats.deepspeed_weights import buffers, frozen, with_shared
 from core.formats.torch_refused import aside_notes
@@ -104,7 +104,7 @@ def read(store: ReadStore) -> Catalog:
     """The catalog of a universal checkpoint, or of the one that a root names.
 
     Raises:
-        MissingShardError: a parameter has no weights.
+        MissingShardError: a parameter has no weights, or lacks a state that most others have.
         CorruptError: files contradict themselves or each other.
         UnsafeError: a hostile pickle or name.
     """
@@ -115,6 +115,14 @@ def read(store: ReadStore) -> Catalog:
     parameters = _parameters(store, folder, groups, model)
     weights = {} if model is None else buffers(model)
     weights |= {name: parameter.weight for name, parameter in parameters.items()}
+    stored = {name: [f"{stem}.pt" for stem in (FP32, *parameter.states)] for name, parameter in parameters.items()}
+    for name, file in lacking_files(stored):
+        raise MissingShardError(
+            "the parameter's directory lacks a file that those of the others have",
+            file=f"{folder}{ZERO}/{name}/{file}",
+            key=name,
+            hint="copy the checkpoint again, with all its files",
+        )
     states = {name: parameter.states for name, parameter in parameters.items() if parameter.states}
     aliases: dict[str, str] = {}
     if model is not None:

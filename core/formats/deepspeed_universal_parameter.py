@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -39,6 +40,22 @@ class Parameter:
     weight: Held
     states: dict[str, object]
     extras: Mapping[str, object]
+
+
+def lacking_files(files_of: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
+    """Yield (parameter, file) for every file that most parameters with optimizer states have, and this one lacks.
+
+    A parameter that has only weights is frozen, and lacks nothing but weights.
+
+    Args:
+        files_of: parameter → names of the files in its directory.
+    """
+    trained = [files for files in files_of.values() if len(files) > 1]
+    counts = Counter(file for files in trained for file in files)
+    usual = {file for file, n in counts.items() if 2 * n > len(trained)}
+    for name, files in files_of.items():
+        for file in sorted((usual if len(files) > 1 else {f"{FP32}.pt"}) - set(files)):
+            yield name, file
 
 
 def read_parameter(

@@ -4,10 +4,11 @@
 stand inside the item. Torch writes items at any offset, and a tensor that was transposed or channels-last when it was
 saved keeps those strides, so both must be read. The CRC of the data stands behind them, in the record's descriptor.
 
-This is asked for every one of 10⁵ items, at copy time, from several threads. So one read of the item's first bytes must
-do: they hold the pickle and the headers up to the data. Items of equal dtype, shape and strides begin with the same
-bytes, and what was found for one serves for all. Where the first bytes are not laid out as torch does it, the zip's
-directory decides.
+This is asked for every one of 10⁵ items, at copy time, from several threads. So two small reads must do: the bytes in
+front of the data (the pickle and headers), and those behind them (descriptors and the zip's directory). Items of equal
+dtype, shape and strides have both in common, but for the CRCs; where that is so, what was found for one whose zip was
+checked serves for all. An item that the real reader would refuse, because its zip is cut short or its directory is
+damaged, looks different, and is refused.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/filesystem.py``; items that it and megatron-core wrote, in
 tests/golden.
@@ -16,7 +17,7 @@ tests/golden.
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from struct import Struct
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,9 @@ from core.box import Shape, c_strides
 from core.catalog import StoredArray, swapped
 from core.dtypes import itemsize
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
-from core.formats.torch_record import refuse_encoded
+from core.formats.torch_record import read_record, refuse_encoded
 from core.formats.torch_tensor import Location, TensorReader, unsupported_kind
-from core.formats.torch_zip import HAS_DESCRIPTOR, LOCAL, LOCAL_SIGNATURE, U32, Archive, check_kind, read_archive
+from core.formats.torch_zip import CENTRAL, Archive, check_kind, read_archive
 from core.inert import TensorLeaf
 from core.safe_pickle import judge, load, noting_uses
 
@@ -35,26 +36,53 @@ if TYPE_CHECKING:
 
 HEAD_BYTES = 2048
 DESCRIPTOR_SIGNATURE = 0x08074B50
+DESCRIPTOR_SIGNATURE_BYTES = DESCRIPTOR_SIGNATURE.to_bytes(4, "little")
 DESCRIPTOR64 = Struct("<IIQQ")
 """Signature, CRC, the two sizes. Torch writes this one; others write the short one where sizes allow."""
 DESCRIPTOR32 = Struct("<IIII")
-_MAX_HEADS = 1024
+U32_FIELD = Struct("<I")
+_CRC_IN_CENTRAL = 16
+_CONTENT_ID = ".data/serialization_id"
+"""The record that torch writes last, a hash of the others' CRCs."""
+_MAX_TAIL_BYTES = 1 << 16
+_MAX_FORMS = 1024
 
 
-class _Heads(threading.local):
-    """What a thread knows of the first bytes of items.
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What items of one kind look like.
+
+    Args:
+        location: the tensor.
+        data_offset: byte of the item at which the tensor's record begins.
+        tail_offset: byte of the item behind that record.
+        tail: the bytes from there on as a number, without those that differ from item to item; 0 if not known.
+        mask: of the bytes that do not differ.
+        crc_at: byte behind ``tail_offset`` at which the directory states the CRC of the record.
+    """
+
+    location: Location
+    data_offset: int
+    tail_offset: int = 0
+    tail: int = 0
+    mask: int = 0
+    crc_at: int = 0
+
+
+class _Forms(threading.local):
+    """The kinds of items that a thread has seen.
 
     Attributes:
-        found: bytes up to the data → offset of the data in the item, and the tensor.
-        lengths: of those keys, the most recent first.
+        known: bytes up to the tensor's data, and length of the item → what the rest looks like.
+        lengths: of those bytes, the most recent first.
     """
 
     def __init__(self) -> None:
-        self.found: dict[bytes, tuple[int, Location]] = {}
+        self.known: dict[tuple[bytes, int], _Form] = {}
         self.lengths: list[int] = []
 
 
-_heads = _Heads()
+_forms = _Forms()
 
 
 def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
@@ -73,7 +101,8 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
         return array
     start, n_bytes = extent.offset, extent.item_bytes
     try:
-        offset, found = _located(store, extent.file, start, n_bytes)
+        form, crc = _located(store, extent.file, start, n_bytes)
+        offset, found = form.data_offset, form.location
         own_shape = swapped(array.shape) if extent.is_swapped else array.shape
         shape, before = extent.part_of or (own_shape, 0)
         if found.dtype != array.dtype or found.shape != shape:
@@ -92,11 +121,10 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
         raise
     address = start + offset + found.offset + before * itemsize(array.dtype)
     strides = found.strides if extent.part_of is None else None
-    crc = None
+    if extent.part_of is not None or strides is not None or found.storage_bytes != array.n_bytes:
+        crc = None
     if extent.is_swapped:
         strides = swapped(strides or c_strides(own_shape))
-    elif extent.part_of is None and strides is None and found.storage_bytes == array.n_bytes:
-        crc = _stated_crc(store, extent.file, address + array.n_bytes, start + n_bytes, array.n_bytes)
     return replace(
         array,
         extent=replace(
@@ -113,103 +141,87 @@ def stored_tensor(store: ReadStore, array: StoredArray) -> tuple[str, Shape]:
     """
     extent = array.extent
     assert extent is not None and extent.item_bytes is not None, "an item"
-    found = _located(store, extent.file, extent.offset, extent.item_bytes)[1]
+    found = _located(store, extent.file, extent.offset, extent.item_bytes)[0].location
     return found.dtype, found.shape
 
 
-def _stated_crc(store: ReadStore, file: str, at: int, end: int, n_bytes: int) -> int | None:
-    """The CRC-32 in the descriptor that follows a record; None where there is none, or it was not computed.
+def _located(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[_Form, int | None]:
+    """Return what an item looks like, and the CRC-32 that it states of the tensor's record; None if not computed.
 
-    Args:
-        at: byte of the file behind the record.
-        end: of the item.
-        n_bytes: of the record; the descriptor states it, too.
+    Raises:
+        CorruptError, TruncatedError, UnsupportedError, UnsafeError: see ``item_location``.
     """
-    data = store.read(file, at, max(0, min(DESCRIPTOR64.size, end - at)))
-    for layout in (DESCRIPTOR64, DESCRIPTOR32):
-        if len(data) >= layout.size:
-            mark, crc, stored, size = layout.unpack_from(data)
-            if mark == DESCRIPTOR_SIGNATURE and stored == size == n_bytes:
-                return crc or None
-    return None
-
-
-def _located(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[int, Location]:
-    """Offset of the tensor's record in the item, and the tensor."""
     head = store.read(file, start, min(HEAD_BYTES, n_bytes))
-    for length in _heads.lengths:
-        known = _heads.found.get(head[:length])
-        if known is not None:
-            return known
-    scanned = _scanned(head, file)
-    if scanned is None:
-        return _by_directory(store, file, start, n_bytes)
-    if len(_heads.found) >= _MAX_HEADS:
-        _heads.found.clear()
-        _heads.lengths.clear()
-    _heads.found[head[: scanned[0]]] = scanned
-    if scanned[0] not in _heads.lengths:
-        _heads.lengths.insert(0, scanned[0])
-    return scanned
+    for length in _forms.lengths:
+        form = _forms.known.get((head[:length], n_bytes))
+        if form is not None:
+            tail = store.read(file, start + form.tail_offset, n_bytes - form.tail_offset)
+            if int.from_bytes(tail, "little") & form.mask == form.tail:
+                return form, U32_FIELD.unpack_from(tail, form.crc_at)[0] or None
+    form, crc = _by_directory(store, file, start, n_bytes)
+    if form.tail and form.data_offset <= len(head):
+        if len(_forms.known) >= _MAX_FORMS:
+            _forms.known.clear()
+            _forms.lengths.clear()
+        _forms.known[head[: form.data_offset], n_bytes] = form
+        if form.data_offset not in _forms.lengths:
+            _forms.lengths.insert(0, form.data_offset)
+    return form, crc
 
 
-def _scanned(head: bytes, file: str) -> tuple[int, Location] | None:
-    """The same from the first bytes of an item, or None if they are not what torch writes or not enough.
-
-    Walks the local headers. Only a record with a descriptor has a length there that must be searched for: the pickle
-    ends where a descriptor that states its length follows.
-    """
-    at = 0
-    found: Location | None = None
-    while at + LOCAL.size <= len(head):
-        mark, _, flags, method, _, _, _, _, size, n_name, n_extra = LOCAL.unpack_from(head, at)
-        if mark != LOCAL_SIGNATURE or method or flags & ~0x0800 & ~HAS_DESCRIPTOR or size:
-            return None
-        name = head[at + LOCAL.size : at + LOCAL.size + n_name]
-        data = at + LOCAL.size + n_name + n_extra
-        record = name.partition(b"/")[2]
-        if found is not None and record == found.record.encode("utf-8", "surrogatepass"):
-            return (data, found) if data <= len(head) else None
-        end = _end_of_record(head, data) if flags & HAS_DESCRIPTOR else data
-        if end is None:
-            return None
-        if record == b"data.pkl":
-            if found is not None:
-                return None
-            found = _tensor(head[data:end], file)
-        elif record == b"byteorder" and head[data:end] != b"little":
-            return None
-        at = end + (16 if flags & HAS_DESCRIPTOR else 0)
-    return None
-
-
-def _end_of_record(head: bytes, data: int) -> int | None:
-    """Where a record of unknown length ends: before the first descriptor that states just that length."""
-    end = head.find(b"PK\x07\x08", data)
-    while end >= 0:
-        if end + 16 > len(head):
-            return None
-        size = int.from_bytes(head[end + 12 : end + 16], "little")
-        if size == end - data and size == int.from_bytes(head[end + 8 : end + 12], "little") and size < U32:
-            return end
-        end = head.find(b"PK\x07\x08", end + 1)
-    return None
-
-
-def _by_directory(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[int, Location]:
-    """The same from the zip's directory: slower, and the authority about what is wrong."""
-    archive: Archive = read_archive(store, file, start=start, n_bytes=n_bytes)
+def _by_directory(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[_Form, int | None]:
+    """Return the same as ``_located``, from the zip's directory: slower, and the authority about what is wrong."""
+    archive = read_archive(store, file, start=start, n_bytes=n_bytes)
     check_kind(archive)
     pickle = archive.record("data.pkl")
     refuse_encoded(store, archive, pickle)
-    found = _tensor(store.read(file, pickle.offset, pickle.n_bytes), file)
-    record = archive.record(found.record)
+    location = _tensor(read_record(store, file, pickle), file)
+    record = archive.record(location.record)
     refuse_encoded(store, archive, record)
-    if found.storage_bytes > record.n_bytes:
+    if location.storage_bytes > record.n_bytes:
         raise CorruptError(
-            f"the tensor's storage has {found.storage_bytes} bytes, its record only {record.n_bytes}", file=file
+            f"the tensor's storage has {location.storage_bytes} bytes, its record only {record.n_bytes}", file=file
         )
-    return record.offset - start, found
+    return _form(store, archive, location), record.crc or None
+
+
+def _form(store: ReadStore, archive: Archive, location: Location) -> _Form:
+    """Return what items have in common with one whose zip has been checked."""
+    record = archive.records[location.record]
+    start, stop = archive.span
+    begin = record.span[1]
+    if stop - begin > _MAX_TAIL_BYTES:
+        return _Form(location, record.offset - start)
+    tail = store.read(archive.file, begin, stop - begin)
+    mask = bytearray(b"\xff" * len(tail))
+
+    def differs(address: int, n_bytes: int) -> None:
+        mask[address - begin : address - begin + n_bytes] = bytes(n_bytes)
+
+    # Behind a record stands its descriptor, with the CRC behind the signature.
+    varying = {location.record: record}
+    if _CONTENT_ID in archive.records and archive.records[_CONTENT_ID].offset >= begin:
+        varying[_CONTENT_ID] = archive.records[_CONTENT_ID]
+        differs(archive.records[_CONTENT_ID].offset, archive.records[_CONTENT_ID].n_bytes)
+    for other in varying.values():
+        if tail[other.span[1] - begin :].startswith(DESCRIPTOR_SIGNATURE_BYTES):
+            differs(other.span[1] + 4, U32_FIELD.size)
+
+    # The directory states every CRC again.
+    names = {f"{archive.root}/{name}".encode("utf-8", "surrogatepass"): name for name in varying}
+    at, crc_at = archive.directory - begin, None
+    while tail[at : at + 4] == b"PK\x01\x02":
+        fields = CENTRAL.unpack_from(tail, at)
+        name = names.get(tail[at + CENTRAL.size : at + CENTRAL.size + fields[10]])
+        if name is not None:
+            differs(begin + at + _CRC_IN_CENTRAL, U32_FIELD.size)
+        if name == location.record:
+            crc_at = at + _CRC_IN_CENTRAL
+        at += CENTRAL.size + fields[10] + fields[11] + fields[12]
+    if crc_at is None:
+        return _Form(location, record.offset - start)
+    bits = int.from_bytes(mask, "little")
+    return _Form(location, record.offset - start, begin - start, int.from_bytes(tail, "little") & bits, bits, crc_at)
 
 
 def _tensor(pickle: bytes, file: str) -> Location:

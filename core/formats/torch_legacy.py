@@ -14,9 +14,9 @@ element, so the places of the storages follow from all ids together. ``view`` is
 elements for a storage that is a part of another one (torch before 0.4 or so). A class of modules is
 ``("module", class, file, source)``; it becomes the class alone, as it stands in a zip, and the source text is dropped.
 
-Numbers are little endian whatever machine wrote them, and torch ignores ``little_endian``. Writers before torch 1.0 or
-so stated ``n`` in the order of a big-endian machine; both orders are taken from such a one. Complex numbers of such a
-machine were turned round as if they were one number; they are refused.
+Numbers are little endian whatever machine wrote them, ``n`` too, and torch ignores ``little_endian``: an ``n`` that a
+writer before torch 1.0 or so stated in the order of a big-endian machine is refused, as torch 2 refuses it. Complex
+numbers of such a machine were turned round as if they were one number; they are refused as well.
 
 A stream says where it ends, and may lie inside a bigger file; what follows it there is refused, because torch would
 ignore it without a word.
@@ -215,13 +215,9 @@ class _Places:
             raise TruncatedError(
                 f"the file ends before storage {key!r:.80}", file=self.file, span=(self._at, begin), hint=_HINT
             )
-        raw = self._store.read(self.file, self._at, 8)
-        stated = int.from_bytes(raw, "little", signed=True)
-        if not self._is_little:
-            if storage.kind.name.startswith("Complex"):
-                raise UnsupportedError("complex numbers that a big-endian machine saved", file=self.file)
-            if stated != storage.n:
-                stated = int.from_bytes(raw, "big", signed=True)
+        if not self._is_little and storage.kind.name.startswith("Complex"):
+            raise UnsupportedError("complex numbers that a big-endian machine saved", file=self.file)
+        stated = int.from_bytes(self._store.read(self.file, self._at, 8), "little", signed=True)
         if stated != storage.n:
             raise CorruptError(
                 f"storage {key!r:.80} has {stated} elements, the object says {storage.n}",

@@ -220,6 +220,8 @@ def located(storage: object, offset: object, size: object, stride: object, dtype
     storage_bytes = numel * DTYPES[unit].itemsize
     itemsize = DTYPES[name].itemsize
     shape, strides = tuple(size), tuple(stride)
+    if prod(shape) >= 1 << 63:
+        raise CorruptError(f"a tensor of shape {shape!r:.200} has more than 2^63 elements", rule="torch.storage")
     if 0 not in shape:
         last = offset + sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True))
         if (last + 1) * itemsize > storage_bytes:
@@ -262,6 +264,14 @@ def storage_itemsize(kind: Global) -> int | None:
     """Bytes of what a storage class counts as one element; None if the class is not known."""
     name = _STORAGES.get(kind.name)
     return DTYPES[name].itemsize if name is not None else _QUANTIZED_STORAGES.get(kind.name)
+
+
+def unknown_storage(node: object) -> Global | None:
+    """Return the class of the storage that a node of an inert tree is, if it is none of torch's; else None."""
+    pid = node.value if isinstance(node, Persistent) else None
+    if not isinstance(pid, tuple) or len(pid) < 2 or pid[0] != "storage" or not isinstance(pid[1], Global):
+        return None
+    return None if storage_itemsize(pid[1]) is not None else pid[1]
 
 
 def storage_of(storage: object) -> tuple[Global, str, int]:

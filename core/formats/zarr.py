@@ -35,6 +35,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
+from math import prod
 from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, Extent, StoredArray, StoredObject
@@ -49,7 +50,7 @@ from core.formats.mcore_config import (
     config_of,
     names_backend,
 )
-from core.formats.mcore_objects import is_sharded_object
+from core.formats.mcore_objects import is_sharded_object, shard_grids
 from core.formats.torch_file import load_object, plan_tree
 from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
 from core.formats.zarr_chunks import folder_chunks
@@ -95,7 +96,7 @@ def read(store: ReadStore) -> Catalog:
     Raises:
         CorruptError: ``metadata.json``, a ``.zarray`` or the common state is malformed, a chunk has the wrong length or
             lies beyond its array.
-        MissingShardError: ``metadata.json``, ``common.pt``, a ``.zarray`` or a chunk is absent.
+        MissingShardError: ``metadata.json``, ``common.pt``, a ``.zarray``, a chunk or a shard of an object is absent.
         UnsupportedError: another backend or version.
         UnsafeError: a hostile pickle, or a name outside the directory.
     """
@@ -135,6 +136,14 @@ def read(store: ReadStore) -> Catalog:
             for item, inside in _objects(store, folder, listing):
                 objects[item.key] = item
                 hidden |= inside
+    for grid in shard_grids(objects):
+        for key in grid.absent_keys():
+            raise MissingShardError(
+                f"{len(grid.offsets)} of {prod(grid.shape)} shards of the object are there, this one is not",
+                file=f"{key}.pt",
+                key=key,
+                hint="copy the checkpoint again, with all its files",
+            )
     catalog = catalog_of_folders(store, folders, format="zarr", version="2", objects=objects, attrs=attrs)
     return without_unread(catalog.with_hidden(hidden), unread)
 

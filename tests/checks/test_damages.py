@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from core.box import Box
-from core.checks import Level, dcp_files, file_codes, index, tracker, unsafe
+from core.checks import Level, common_state, dcp_files, file_codes, index, items, tracker, unsafe
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import StorageError
@@ -46,14 +46,20 @@ def copied(source: Path, tmp_path: Path) -> Path:
 
 def own(findings: tuple[Finding, ...]) -> list[tuple[str, str | None]]:
     """Code and file of what these checks found, and of what no check explained."""
-    known = {code.code for code in (*file_codes.ALL, *tracker.CODES, *index.CODES, unsafe.DANGEROUS, unsafe.UNKNOWN)}
+    known = {code.code for code in (*file_codes.ALL, *tracker.CODES, *index.CODES, *items.CODES)}
+    known |= {code.code for code in (common_state.BACKEND, unsafe.DANGEROUS, unsafe.UNKNOWN)}
     return sorted(
         {(f.code, f.file) for f in findings if f.code in known | {"CK100"} and f.severity > Severity.NOTE},
         key=lambda found: (found[0], found[1] or ""),
     )
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.source}-{row.what}".replace(" ", "_").replace("/", "_"))
+def row_id(row: Row) -> str:
+    """Return the name of a row as part of a test's name."""
+    return f"{row.source}-{row.what}".replace(" ", "_").replace("/", "_")
+
+
+@pytest.mark.parametrize("row", TABLE, ids=row_id)
 def test_a_damage_is_found_and_named(row: Row, golden: Path, sharded: Path, tmp_path: Path) -> None:
     path = copied(sharded if row.source == ZARR3 else golden / row.source, tmp_path)
     row.breaks(path / row.at if row.at else path)

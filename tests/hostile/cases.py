@@ -343,6 +343,13 @@ PICKLES: dict[str, bytes] = {
     "a tensor of 1000 axes": b"\x80\x02}X\x01\0\0\0w"
     + tensor_opcodes(b"(" + b"K\x01" * 1000 + b"t", b"(" + b"K\x01" * 1000 + b"t", b"K\x04")
     + b"s.",
+    "strides that wrap": b"\x80\x02}X\x01\0\0\0w"
+    + tensor_opcodes(b"K\x02\x85", b"\x8a\x09" + (1 << 62).to_bytes(9, "little") + b"\x85", b"K\x04")
+    + b"s.",
+    "a shape that wraps": b"\x80\x02}X\x01\0\0\0w"
+    + tensor_opcodes((b"\x8a\x05" + (1 << 32).to_bytes(5, "little")) * 2 + b"\x86", b"K\0K\0\x86", b"K\x04")
+    + b"s.",
+    "a storage of no type of torch's": b"\x80\x02}X\x01\0\0\0w" + FOUR.replace(b"FloatStorage", b"OddStorage") + b"s.",
     "a storage in itself": b"\x80\x02](h\0" + FOUR + b"q\0e.",
 }
 
@@ -564,6 +571,16 @@ OTHERS: dict[str, Make] = {
     "metadata: the metadata as data": _placed(".metadata", 0, len(METADATA)),
     "metadata: a device": _placed("dev/zero", 0, 100),
     "metadata: an item at the end of numbers": _placed("__0_0.distcp", (1 << 62) - 200, 100),
+    "metadata: an item that is cut short": _placed("__0_0.distcp", 0, len(ITEM) - 22),
+    "metadata: an item that is too long": files(
+        **{
+            ".metadata": write_metadata(
+                [TensorRow("w", "float32", (4,), [ChunkRow((0,), (4,), "__0_0.distcp", 0, len(ITEM) + 64)])],
+                planner_data=None,
+            ),
+            "__0_0.distcp": ITEM + bytes(64),
+        }
+    ),
     "metadata: an item of 2^61 bytes": _placed("__0_0.distcp", 0, 1 << 61),
     "metadata: a shape of 2^61": _chunked((1 << 59,), ((0,), (4,))),
     "metadata: a shape of 2^59 in one chunk": _chunked((1 << 59,), ((0,), (1 << 59,))),
@@ -699,6 +716,13 @@ OTHERS: dict[str, Make] = {
     "megatron: rank numbers of 30 digits": files(
         **{f"iter_0000001/mp_rank_{'9' * 30}/model_optim_rng.pt": PLAIN_TORCH}
     ),
+    "torch_dist: a backend that nobody knows": changed(
+        "torch_dist", **{"metadata.json": '{"sharded_backend": "evil"}'}
+    ),
+    "torch_dist: a backend that is a path": changed("torch_dist", **{"metadata.json": '{"sharded_backend": "../dcp"}'}),
+    "torch_dist: a backend that is a number": changed("torch_dist", **{"metadata.json": '{"sharded_backend": 1}'}),
+    "dcp: a backend that nobody knows": changed("dcp", **{"metadata.json": '{"sharded_backend": "evil"}'}),
+    "zarr: a backend that nobody knows": changed("zarr", **{"metadata.json": '{"sharded_backend": "evil"}'}),
     "torch_dist: a common state that runs code": changed(
         "torch_dist", **{"common.pt": torch_zip(b"\x80\x02}" + text("args") + CALL + b"s.")}
     ),

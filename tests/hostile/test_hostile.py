@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.cases import CASES, MARKER, SOUND, Make
+from tests.refusals import check_agreement
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc")
 
@@ -115,15 +116,22 @@ def test_what_hostile_ones_are_made_of_is_read(case: str, command: str, server: 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_hostile_checkpoint_ends_every_command_in_order(case: str, server: Server, folder: Path) -> None:
-    """Every case is validated; which other command sees it goes round."""
-    others = [name for name in _COMMANDS if name != "validate --headers"]
+    """Every case is validated and converted, which agree; which other command sees it goes round."""
+
+    def ended(command: str) -> Ended:
+        (folder / command).mkdir()
+        return _check(server, CASES[case], folder / command, command)
+
+    others = [name for name in _COMMANDS if name not in ("validate --headers", "convert")]
     if "terabyte" in case:  # it reads every byte, also of a terabyte of zeros
         others.remove("manifest")
-    turn = list(CASES).index(case)
-    for number, command in enumerate(("validate --headers", others[turn % len(others)])):
-        place = folder / str(number)
-        place.mkdir()
-        _check(server, CASES[case], place, command)
+    is_found = ended("validate --headers").code == 1
+    is_refused = ended("convert").code != 0
+    other = others[list(CASES).index(case) % len(others)]
+    is_found |= ended(other).code == 1 and other == "validate --deep"
+    if is_refused and not is_found and other != "validate --deep" and "terabyte" not in case:
+        is_found = ended("validate --deep").code == 1
+    check_agreement(case, is_refused=is_refused, is_found=is_found)
 
 
 def test_there_are_more_than_a_hundred() -> None:

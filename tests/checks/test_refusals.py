@@ -1,0 +1,53 @@
+"""Over the whole table of damages: what ``convert`` refuses, ``validate`` finds, and the other way round.
+
+The hostile corpus is held to the same in ``tests/hostile``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core.checks import Level
+from core.convert import Job, run
+from core.errors import CheckpointingException
+from core.finding import Severity
+from core.validate import validate
+from tests.checks.test_damages import copied, row_id, sharded
+from tests.damages import TABLE, ZARR3, Row
+from tests.refusals import check_agreement
+
+__all__ = ["sharded"]
+
+
+def is_refused(path: Path, dst: Path) -> bool:
+    """Return whether a conversion to torch, the format that holds everything, ends with an error."""
+    try:
+        run(Job(src=path, dst=dst, to="torch", fsync=False))
+    except CheckpointingException:
+        return True
+    return False
+
+
+def is_found(path: Path) -> bool:
+    """Return whether ``validate --headers``, or else ``--deep``, finds an error."""
+    return any(
+        finding.severity == Severity.ERROR
+        for level in (Level.HEADERS, Level.DEEP)
+        for finding in validate(path, level=level).findings
+    )
+
+
+@pytest.mark.parametrize("source", sorted({row.source for row in TABLE}))
+def test_what_is_damaged_was_sound(source: str, golden: Path, sharded: Path, tmp_path: Path) -> None:
+    path = copied(sharded if source == ZARR3 else golden / source, tmp_path)
+    assert not is_refused(path, tmp_path / "out")
+    assert not is_found(path)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=row_id)
+def test_a_damage_is_refused_exactly_where_it_is_found(row: Row, golden: Path, sharded: Path, tmp_path: Path) -> None:
+    path = copied(sharded if row.source == ZARR3 else golden / row.source, tmp_path)
+    row.breaks(path / row.at if row.at else path)
+    check_agreement(f"{row.source}: {row.what}", is_refused=is_refused(path, tmp_path / "out"), is_found=is_found(path))
