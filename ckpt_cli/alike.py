@@ -50,6 +50,11 @@ class Alike:
         return " · ".join(part for part in parts if part is not None)
 
     @property
+    def others(self) -> tuple[str, ...]:
+        """The keys of findings about several, but for the first of each."""
+        return tuple(dict.fromkeys(key for finding in self.findings for key in finding.keys[1:]))
+
+    @property
     def what(self) -> str:
         """The message with what was expected and found; of the first finding, if they are not the same in all."""
         texts = {sentence(finding) for finding in self.findings}

@@ -7,10 +7,11 @@
                       "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}], "launch": {…}}
 
 where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str, "message": str, "file": str,
-"key": str, "rank": str, "span": [int, int], "expected": str, "found": str, "hint": str}``; parts that do not apply are
-left out. ``file`` is relative to ``path``; ``span`` is a range of its bytes. ``ignored`` are those of ``--ignore``,
-``known`` those of ``--baseline``; neither counts for ``valid``. ``launch`` is there where several workers did it,
-see ``ckpt_cli.teamwork``.
+"key": str, "keys": [str], "rank": str, "span": [int, int], "expected": str, "found": str, "hint": str}``; parts that do
+not apply are left out. ``keys`` are all tensors concerned, if they are several; ``key`` is the first. ``file`` is
+relative to ``path``; ``span`` is a range of its bytes. ``ignored`` are those of ``--ignore``, ``known`` those of
+``--baseline``; neither counts for ``valid``. ``launch`` is there where several workers did it, see
+``ckpt_cli.teamwork``.
 """
 
 from __future__ import annotations

@@ -112,6 +112,7 @@ def _code_lines(
     shown = found[:limit] if limit else found
     for one in shown:
         yield from _place_lines(screen, one)
+        yield from _other_lines(screen, one.others, limit)
     if len(found) > len(shown):
         n_more = sum(len(one.findings) for one in found[len(shown) :])
         yield screen.plain(screen.styled(f"    … {n_more:,} more; --limit 0 shows all", "dim"))
@@ -131,6 +132,15 @@ def _place_lines(screen: Screen, one: Alike) -> Iterator[str]:
     if where:
         yield screen.plain(f"    {screen.styled(escaped(where), 'cyan')}")
     yield from _wrapped(screen, what, 6 if where else 4)
+
+
+def _other_lines(screen: Screen, keys: Sequence[str], limit: int) -> Iterator[str]:
+    """The other tensors of findings about several."""
+    names = keys[:limit] if limit else keys
+    n_more = len(keys) - len(names)
+    more = f" and {n_more:,} more (--limit 0 shows all)" if n_more else ""
+    if names:
+        yield from _wrapped(screen, f"also {', '.join(names)}{more}", 6, "dim")
 
 
 def _wrapped(screen: Screen, text: str, indent: int, *styles: str) -> Iterator[str]:

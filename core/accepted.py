@@ -45,8 +45,13 @@ class Pattern:
         """Whether the finding is one of them."""
         if not finding.code.startswith(self.code):
             return False
-        places = (finding.file, finding.rank, finding.key)
-        return self.glob is None or any(place is not None and fnmatchcase(place, self.glob) for place in places)
+        glob = self.glob
+        if glob is None or any(
+            place is not None and fnmatchcase(place, glob) for place in (finding.file, finding.rank)
+        ):
+            return True
+        keys = finding.keys or ((finding.key,) if finding.key is not None else ())
+        return bool(keys) and all(fnmatchcase(key, glob) for key in keys)  # one about several is not ignored in part
 
 
 def patterns_of(texts: Iterable[str], *, known: Collection[str]) -> tuple[Pattern, ...]:

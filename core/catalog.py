@@ -127,6 +127,20 @@ def swapped(extents: tuple[int, ...]) -> tuple[int, ...]:
     return (*extents[:-2], extents[-1], extents[-2])
 
 
+def n_stored_bytes(array: StoredArray) -> int:
+    """Return how many bytes of its file a placed array reaches over, strides included; 0 if only its encoding knows."""
+    extent = array.extent
+    assert extent is not None, "placed"
+    if extent.item_bytes is not None:
+        return extent.item_bytes
+    if extent.encoding is not None:
+        return 0
+    if extent.strides is None or 0 in array.shape:
+        return array.n_bytes
+    last = sum((n - 1) * step for n, step in zip(array.shape, extent.strides, strict=True))
+    return (last + 1) * itemsize(array.dtype)
+
+
 def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
     """A run of an array's elements, in C order, as an array of its own with another shape.
 

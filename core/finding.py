@@ -31,7 +31,8 @@ class Finding:
         severity: usually the code's.
         message: one sentence: what is wrong.
         file: relative to the checkpoint.
-        key: the tensor or object concerned.
+        key: the tensor or object concerned; the first of ``keys``, where there are several.
+        keys: all that are concerned, if they are more than one.
         rank: the rank or rank directory concerned.
         span: byte range ``(start, stop)`` in ``file``.
         expected, found: the two values that disagree, as short texts with their units.
@@ -48,6 +49,7 @@ class Finding:
     expected: str | None = None
     found: str | None = None
     hint: str | None = None
+    keys: tuple[str, ...] = ()
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -66,6 +68,8 @@ class Finding:
             value = getattr(self, name)
             if value is not None:
                 made[name] = value
+        if self.keys:
+            made["keys"] = list(self.keys)
         if self.span is not None:
             made["span"] = list(self.span)
         return made

@@ -20,7 +20,7 @@ CK9xx   what was asked beside: ``--plan-for``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -75,19 +75,21 @@ class Code:
         found: object = None,
         hint: str | None = None,
         severity: Severity | None = None,
+        keys: Sequence[str] = (),
     ) -> Finding:
-        """A finding of this code."""
+        """A finding of this code; ``keys`` are all its keys where it has no single one."""
         return Finding(
             code=self.code,
             severity=severity or self.severity,
             message=message,
             file=file,
-            key=key,
+            key=keys[0] if keys and key is None else key,
             rank=rank,
             span=span,
             expected=None if expected is None else str(expected),
             found=None if found is None else str(found),
             hint=hint or self.hint,
+            keys=tuple(keys) if len(keys) > 1 else (),
         )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from core.catalog import n_stored_bytes
 from core.checks import Check, Code, Level
 from core.checks.integrity_json import sha256_names
 from core.checks.subject import Subject
@@ -42,7 +43,6 @@ CODES = (WRONG_CRC, UNDECODED, UNREAD, UNPROVEN)
 def stated_crcs(subject: Subject) -> Iterator[Finding]:
     """Every record whose bytes do not have the CRC that the container states."""
     scanned = subject.deep.scanned
-    keys = _keys(subject) if scanned.wrong else {}
     for wrong in scanned.wrong:
         stated = wrong.stated
         if any(
@@ -52,11 +52,13 @@ def stated_crcs(subject: Subject) -> Iterator[Finding]:
             for finding in subject.findings
         ):
             continue
-        held = [keys.get(name, name) for name in wrong.arrays]
+        keys = subject.tensor_names.at(wrong.file, stated.start, stated.stop)
+        place = f"{stated.name}, {stated.stop - stated.start} bytes"
+        what = "the tensor is" if len(keys) == 1 else f"{len(keys)} tensors are"
         yield WRONG_CRC.finding(
-            f"{stated.name} of {stated.stop - stated.start} bytes is damaged",
+            f"{what} damaged: {place}" if keys else f"{place}: damaged",
             file=wrong.file,
-            key=", ".join(held[:3]) + (f" and {len(held) - 3} more" if len(held) > 3 else "") if held else None,
+            keys=keys,
             span=(stated.start, stated.stop),
             expected=f"CRC-32 {stated.crc:08x}",
             found=f"{wrong.found:08x}",
@@ -66,7 +68,6 @@ def stated_crcs(subject: Subject) -> Iterator[Finding]:
 def readable(subject: Subject) -> Iterator[Finding]:
     """Everything that could not be read or decoded, unless it has been said of the file already."""
     scanned = subject.deep.scanned
-    keys = _keys(subject) if scanned.problems else {}
     said = {finding.file for finding in subject.findings if finding.severity == Severity.ERROR}
     for problem in scanned.problems:
         file = problem.error.file or problem.file
@@ -74,16 +75,20 @@ def readable(subject: Subject) -> Iterator[Finding]:
             continue
         if problem.array is None:
             said.add(file)
-        yield _unread(problem, file, keys)
+        yield _unread(subject, problem, file)
 
 
-def _unread(problem: Problem, file: str, keys: dict[str, str]) -> Finding:
+def _unread(subject: Subject, problem: Problem, file: str) -> Finding:
     error, array = problem.error, problem.array
     code = UNDECODED if array is not None and _is_encoded(array) and not isinstance(error, TruncatedError) else UNREAD
+    span = error.span
+    if array is not None and array.extent is not None:
+        span = array.extent.offset, array.extent.offset + max(n_stored_bytes(array), 1)
+    keys = subject.tensor_names.at(file, *span) if span is not None else ()
     return code.finding(
         error.message,
         file=file,
-        key=keys.get(array.name, array.name) if array is not None else error.key,
+        keys=keys or [key for key in (array.name if array is not None else error.key,) if key is not None],
         span=error.span,
         hint=error.hint,
     )
@@ -91,18 +96,6 @@ def _unread(problem: Problem, file: str, keys: dict[str, str]) -> Finding:
 
 def _is_encoded(array: StoredArray) -> bool:
     return array.extent is not None and array.extent.encoding is not None
-
-
-def _keys(subject: Subject) -> dict[str, str]:
-    """Array name → the tensor that it holds a part of."""
-    catalog = subject.catalog
-    if catalog is None:
-        return {}
-    found: dict[str, str] = {}
-    for fragment in catalog.all_fragments():
-        if fragment.array is not None:
-            found.setdefault(fragment.array.name, fragment.key)
-    return found
 
 
 def unproven(subject: Subject) -> Iterator[Finding]:

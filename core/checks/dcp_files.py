@@ -165,7 +165,7 @@ def _item(subject: Subject, key: str, item: DcpItem) -> Iterator[Finding]:
             expected=f"a torch zip at bytes {item.offset}–{item.offset + item.n_bytes}",
         )
     if not problems:
-        yield from descriptors(store, archives[0], key=key)
+        yield from descriptors(store, archives[0], keys_of=lambda record: (key,))
 
 
 def _overlaps(metadata: DcpMetadata) -> Iterator[Finding]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from core.catalog import Catalog, StoredArray
+from core.catalog import Catalog, n_stored_bytes
 from core.checks import Check, Level
 from core.checks.file_codes import MALFORMED, MISSING, TRUNCATED
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
-from core.dtypes import itemsize
 from core.errors import CheckpointingException
 from core.finding import Finding
 
@@ -52,20 +51,7 @@ def _ends(catalog: Catalog, key: str) -> Iterator[tuple[str, int]]:
     for fragment in catalog.fragments(key):
         array = fragment.array
         if array is not None and array.extent is not None:
-            yield array.extent.file, array.extent.offset + _n_bytes(array)
-
-
-def _n_bytes(array: StoredArray) -> int:
-    extent = array.extent
-    assert extent is not None
-    if extent.item_bytes is not None:
-        return extent.item_bytes
-    if extent.encoding is not None:
-        return 0  # only the encoding knows
-    if extent.strides is None or 0 in array.shape:
-        return array.n_bytes
-    last = sum((n - 1) * step for n, step in zip(array.shape, extent.strides, strict=True))
-    return (last + 1) * itemsize(array.dtype)
+            yield array.extent.file, array.extent.offset + n_stored_bytes(array)
 
 
 CHECKS = (Check(inside, Level.HEADERS),)

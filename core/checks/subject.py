@@ -13,6 +13,7 @@ from core.canonical import Canonical, canonical
 from core.catalog import Catalog
 from core.checks import Level
 from core.checks.model_view import ModelView, model_view
+from core.checks.tensor_names import TensorNames
 from core.checks.tree import Tree, hollow_files, walked
 from core.deep import Deep, examined
 from core.device import Device
@@ -185,6 +186,11 @@ class Subject:
     def model(self) -> ModelView:
         """The model, where it has Megatron's names."""
         return model_view(self.salvaged.catalog, self.store, self.rules)
+
+    @cached_property
+    def tensor_names(self) -> TensorNames:
+        """The names of the tensors at any bytes of its files."""
+        return TensorNames(self)
 
     def is_explained(self, file: str | None, span: tuple[int, int] | None = None) -> bool:
         """Whether an error was found in a file, or in a part of it, so that what follows from it is not said again.

@@ -11,7 +11,7 @@ Source: ``core.formats.torch_zip``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from core.checks import Check, Level
 from core.checks.file_codes import MALFORMED, NOT_ITS_KIND, ZIP_DESCRIPTOR
@@ -91,7 +91,8 @@ def _file(subject: Subject, name: str) -> Iterator[Finding]:
     if not problems and (subject.catalog is None or kind == "legacy"):
         yield from findings_of(problems_of(lambda report: parse(store, name)), default=MALFORMED, file=name)
     if archives and not problems and subject.level >= Level.HEADERS:
-        yield from descriptors(store, archives[0])
+        names = subject.tensor_names
+        yield from descriptors(store, archives[0], keys_of=lambda record: names.at(name, *record.span))
 
 
 def _zip(store: ReadStore, name: str, report: Report, *, level: Level) -> Archive:
@@ -133,7 +134,7 @@ def _small(archive: Archive) -> Iterator[Record]:
             yield record
 
 
-def descriptors(store: ReadStore, archive: Archive, *, key: str | None = None) -> Iterator[Finding]:
+def descriptors(store: ReadStore, archive: Archive, *, keys_of: Callable[[Record], Sequence[str]]) -> Iterator[Finding]:
     """CK126: what stands behind each record says what the directory says."""
     end = archive.directory
     spans = [(record.span[1], min(DESCRIPTOR64.size, end - record.span[1])) for record in archive.records.values()]
@@ -144,7 +145,7 @@ def descriptors(store: ReadStore, archive: Archive, *, key: str | None = None) -
             yield ZIP_DESCRIPTOR.finding(
                 f"the descriptor behind the record {name!r} differs from the directory",
                 file=archive.file,
-                key=key,
+                keys=keys_of(record),
                 span=(record.span[1], record.span[1] + len(data)),
                 expected=f"CRC {record.crc:08x}, {record.n_bytes} bytes",
                 found=f"CRC {stated[0]:08x}, {stated[1]} bytes",

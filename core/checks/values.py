@@ -19,6 +19,7 @@ from core.box import Box
 from core.checks import Check, Code, Level
 from core.checks.subject import Subject
 from core.deep import Watch
+from core.dtypes import itemsize
 from core.finding import Finding, Severity
 from core.number_kinds import KINDS
 from core.value_facts import Count, Facts, ValueObserver
@@ -108,7 +109,7 @@ def values(subject: Subject) -> Iterator[Finding]:
     assert isinstance(observer, ValueObserver)
     zero_states: list[str] = []
     for tensor in _tensors(subject, observer.facts):
-        yield from _counted(tensor)
+        yield from _counted(subject, tensor)
         value = None if tensor.is_padding else _only_value(tensor)
         if value is None or not _is_matrix(tensor.meta.shape):
             continue
@@ -127,9 +128,7 @@ def values(subject: Subject) -> Iterator[Finding]:
                 file=_file(tensor.parts[0][0].array),
             )
     if zero_states:
-        yield ZERO_STATES.finding(
-            f"{len(zero_states)} optimizer states of matrices are all zeros", key=_listed(zero_states)
-        )
+        yield ZERO_STATES.finding(f"{len(zero_states)} optimizer states of matrices are all zeros", keys=zero_states)
 
 
 CHECKS = (Check(values, level=Level.DEEP),)
@@ -170,12 +169,12 @@ def _tensors_of(catalog: Catalog, facts: dict[str, Facts], left: dict[str, Facts
             yield found
 
 
-def _counted(tensor: _Tensor) -> Iterator[Finding]:
+def _counted(subject: Subject, tensor: _Tensor) -> Iterator[Finding]:
     """What is to say about single numbers."""
     key = tensor.meta.key
     for code, name, what in _COUNTS:
         total = 0
-        first: tuple[Shape, Fragment] | None = None
+        first: tuple[Shape, Fragment, int] | None = None
         counted: set[str] = set()
         for fragment, facts in tensor.parts:
             count: Count = getattr(facts, name)
@@ -186,18 +185,29 @@ def _counted(tensor: _Tensor) -> Iterator[Finding]:
             total += count.n
             index = _index(fragment, count.first)
             if first is None or index < first[0]:
-                first = index, fragment
+                first = index, fragment, count.first
         if first is not None:
             array = first[1].array
+            named = _named_in(subject, array, first[2]) if tensor.is_padding else None
+            where = f"{key}: " if named not in (None, key) else ""
             yield code.finding(
-                f"{total} of {tensor.meta.n_elements} elements are {what}, the first at index {first[0]}",
-                key=key,
+                f"{where}{total} of {tensor.meta.n_elements} elements are {what}, the first at index {first[0]}",
+                key=named or key,
                 file=_file(array),
                 rank=_rank(array),
                 expected="finite numbers" if code is not HUGE else "numbers of a usual size",
                 found=f"{total} {what}",
                 severity=_severity(code, tensor),
             )
+
+
+def _named_in(subject: Subject, array: StoredArray | None, number: int) -> str | None:
+    """Return the tensor that an element of an array belongs to, where the array is a flat buffer of many."""
+    extent = None if array is None else array.extent
+    if array is None or extent is None or extent.strides is not None or extent.encoding is not None or extent.is_late:
+        return None
+    at = extent.offset + number * itemsize(array.dtype)
+    return next(iter(subject.tensor_names.at(extent.file, at, at + 1)), None)
 
 
 def _severity(code: Code, tensor: _Tensor) -> Severity:
@@ -239,7 +249,3 @@ def _file(array: StoredArray | None) -> str | None:
 def _rank(array: StoredArray | None) -> str | None:
     file = _file(array)
     return file.rpartition("/")[0] or None if file is not None and array is not None and array.coords else None
-
-
-def _listed(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
