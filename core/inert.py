@@ -160,12 +160,18 @@ def as_mapping(value: object) -> dict[object, object] | None:
 _DICT_LIKE = {"collections.OrderedDict", "collections.defaultdict", "collections.Counter", "builtins.dict"}
 
 
+_LEAVES = frozenset((str, int, float, bool, bytes, type(None), Global))
+
+
 def walk(value: object) -> Iterator[object]:
     """Every object of an inert tree once, containers first, without recursion; shared and cyclic parts are safe."""
     seen: set[int] = set()
     stack = [value]
     while stack:
         node = stack.pop()
+        if type(node) in _LEAVES:  # most are
+            yield node
+            continue
         if isinstance(node, (dict, list, tuple, set, frozenset, Inert)):
             if id(node) in seen:
                 continue

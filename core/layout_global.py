@@ -132,7 +132,8 @@ def is_megatron(catalog: Catalog, rules: Rules) -> bool:
     """Whether a catalog of global tensors has Megatron's names and training arguments; its objects are loaded."""
     if catalog.attrs.get("is_rank_local"):
         return False
-    if not any(rules.has_main_stack(key.removeprefix(prefix)) for prefix in _PREFIXES for key in catalog.tensors):
+    beginnings = tuple(prefix + stack for prefix in _PREFIXES for stack in rules.main_stacks)
+    if not any(key.startswith(beginnings) for key in catalog.tensors):
         return False
     args = common_entries(catalog).get("args")
     known = attributes(args) or as_mapping(args) or {}

@@ -259,7 +259,12 @@ class Rules:
 
     def has_main_stack(self, name: str) -> bool:
         """Whether a name belongs to a layer that some kind of model cannot be without, whether numbered or stacked."""
-        return any(name.startswith(model.stacks[0]) for model in self.models)
+        return name.startswith(self.main_stacks)
+
+    @property
+    def main_stacks(self) -> tuple[str, ...]:
+        """What the names of such layers begin with."""
+        return tuple(model.stacks[0] for model in self.models)
 
     def model_of(self, names: Iterable[str]) -> ModelNames:
         """What kind of model has these tensors; the usual kind if they tell nothing."""

@@ -20,6 +20,7 @@ from core.finding import Finding, Severity
 from core.job import DEFAULT_MEMORY_BYTES
 from core.layout import load_rules
 from core.open import FILL, iteration_dirs, located
+from core.safe_pickle import gc_paused
 from core.store import LocalStore
 from core.team import ALONE, Figures, Team, told
 from core.unrecognised import listed
@@ -199,9 +200,10 @@ def _judged(subject: Subject, begun: float, figures: tuple[Figures, ...]) -> Val
     """Runs the checks."""
     n_checks = 0
     format = None if subject.format is None else subject.format.name
-    for check in checks(subject.level, format):
-        _run(check, subject)
-        n_checks += 1
+    with gc_paused():
+        for check in checks(subject.level, format):
+            _run(check, subject)
+            n_checks += 1
     files = {} if format is None else subject.files  # what is no checkpoint may be a whole file system
     other = subject.against
     return Validation(

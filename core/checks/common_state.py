@@ -59,7 +59,8 @@ def arguments(subject: Subject) -> Iterator[Finding]:
     if catalog is None or format is None or not (format.is_mcore or format.name == "megatron"):
         return
     names = (key.partition(":model.")[2] or key for key in catalog.tensors)
-    has_model = any(map(subject.rules.has_main_stack, names))
+    beginnings = subject.rules.main_stacks
+    has_model = any(name.startswith(beginnings) for name in names)
     if not has_model or any(err.rule == "dcp.common" for err in subject.salvaged.problems):
         return
     ranks = _roots(catalog)

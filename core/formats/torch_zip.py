@@ -405,7 +405,11 @@ class _Reader:
             at = entry.header - window_start
             mark, _, flags, method, _, _, crc, stored, size, n, n_extra = unpack(window, at)
             data = need + n_extra
-            if mark != LOCAL_SIGNATURE or n != len(entry.name) or window[at + LOCAL.size :][:n] != entry.name:
+            if (
+                mark != LOCAL_SIGNATURE
+                or n != len(entry.name)
+                or window[at + LOCAL.size : at + LOCAL.size + n] != entry.name
+            ):
                 message = f"the directory and the local header of record {self._name(entry.name)!r} differ"
                 self._report(self._error("zip.header", message, entry.header, 30 + n))
                 continue
