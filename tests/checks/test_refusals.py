@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from core.checks import Level
 from core.convert import Job, run
@@ -15,7 +16,8 @@ from core.errors import CheckpointingException
 from core.finding import Severity
 from core.validate import validate
 from tests.checks.test_damages import copied, row_id, sharded
-from tests.damages import TABLE, ZARR3, Row
+from tests.damages import DCP, LEGACY, ONE, TABLE, TORCH, ZARR3, Row
+from tests.real_readers import read_dcp, read_safetensors, read_torch
 from tests.refusals import check_agreement
 
 __all__ = ["sharded"]
@@ -44,6 +46,29 @@ def test_what_is_damaged_was_sound(source: str, golden: Path, sharded: Path, tmp
     path = copied(sharded if source == ZARR3 else golden / source, tmp_path)
     assert not is_refused(path, tmp_path / "out")
     assert not is_found(path)
+
+
+def reads(path: Path, row: Row) -> bool:
+    """Return whether torch or safetensors can read a damaged checkpoint, each in a fashion of its own."""
+    try:
+        if row.source in (TORCH, LEGACY):
+            read_torch(path)
+        elif row.source == ONE:
+            read_safetensors(path)
+        else:
+            read_dcp(path)
+    except (Exception, CheckpointException):  # whatever they raise; DCP's own is no Exception
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("row", [row for row in TABLE if row.source in (TORCH, LEGACY, ONE, DCP)], ids=row_id)
+def test_what_the_real_reader_refuses_is_refused(row: Row, golden: Path, tmp_path: Path) -> None:
+    path = copied(golden / row.source, tmp_path)
+    row.breaks(path / row.at if row.at else path)
+    if not (path if path.is_file() else path / row.at).is_fifo() and not reads(path, row):
+        assert is_refused(path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("row", TABLE, ids=row_id)
