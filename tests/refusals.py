@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 _IN_ANY_PICKLE = ("pickle", "pickle as object")
 FOUND_BUT_CONVERTED = {
     "torch_dcp/fsdp2_dp2: a link to *": "no conversion opens a file that .metadata does not name",
+    "metadata: chunks that overlap in part and agree": "a conversion compares what they have in common",
     "1500 directories deep": "no conversion looks into directories that the checkpoint has no files in",
     "a fifo beside": "no conversion opens a file that .metadata does not name",
     "a safetensors file called by no text": "the index does not name the file",

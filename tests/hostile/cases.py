@@ -396,6 +396,23 @@ def _chunked(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, .
     return _metadata(TensorRow("w", "float32", shape, chunks))
 
 
+def _overlapping(first: int) -> Make:
+    """Three elements from 0 on, and two from ``first`` on where the third of them lies."""
+    items = [
+        torch_zip(
+            b"\x80\x02" + tensor_opcodes(b"K%c\x85" % n, b"K\x01\x85", b"K%c" % n) + b".",
+            **{"data/0": struct.pack(f"<{n}f", *range(start, start + n))},
+        )
+        for n, start in ((3, 0), (2, first))
+    ]
+    chunks = [
+        ChunkRow((0,), (3,), "__0_0.distcp", 0, len(items[0])),
+        ChunkRow((2,), (2,), "__0_0.distcp", len(items[0]), len(items[1])),
+    ]
+    metadata = write_metadata([TensorRow("w", "float32", (4,), chunks)], planner_data=None)
+    return files(**{".metadata": metadata, "__0_0.distcp": b"".join(items)})
+
+
 def _placed(name: str, offset: int, n_bytes: int) -> Make:
     return _metadata(TensorRow("w", "float32", (4,), [ChunkRow((0,), (4,), name, offset, n_bytes)]))
 
@@ -585,6 +602,8 @@ OTHERS: dict[str, Make] = {
     "metadata: a shape of 2^61": _chunked((1 << 59,), ((0,), (4,))),
     "metadata: a shape of 2^59 in one chunk": _chunked((1 << 59,), ((0,), (1 << 59,))),
     "metadata: chunks that overlap": _chunked((4,), ((0,), (4,)), ((0,), (4,))),
+    "metadata: chunks that overlap in part and agree": _overlapping(2),
+    "metadata: chunks that overlap in part and differ": _overlapping(9),
     "metadata: chunks with a hole": _chunked((1000, 1000), ((0, 0), (4, 4)), ((900, 900), (4, 4))),
     "metadata: 500 axes": _chunked((1,) * 500, ((0,) * 500, (1,) * 500)),
     "metadata: 5000 chunks that overlap": _chunked((10_000,), *(((n,), (5000,)) for n in range(5000))),
