@@ -23,7 +23,7 @@ from core.catalog import Catalog
 from core.changes import Changed, changed
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
 from core.formats import Format
-from core.formats.hf_files import CONFIG, carried_of, config_of, documents_of, with_documents
+from core.formats.hf_files import CONFIG, carried_of, documents_of, with_documents
 from core.formats.torch_file import load_object, refuse_unsupported
 from core.inert import as_mapping
 from core.job import Job
@@ -49,7 +49,7 @@ from core.layout_spec import with_implementation
 from core.objects import loaded
 from core.open import Checkpoint
 from core.optim_stack import sharding_of, wanted_sharding
-from core.source_files import documents_above, listed_files, unread_files
+from core.source_files import config_of_source, documents_above, listed_files, unread_files
 from core.store import translated
 from core.transform import is_optimizer_key, without_optimizer
 
@@ -295,13 +295,9 @@ def _with_config(job: Job, catalog: Catalog, source: Checkpoint) -> tuple[Catalo
         UsageError: there are two.
         CorruptError: it is not JSON.
     """
-    is_beside = CONFIG in carried_of(catalog)
     if job.config is None:
-        document = documents_of(catalog).get(CONFIG)
-        if document is not None:
-            return catalog, object_of(document, file=CONFIG)
-        return catalog, config_of(source.store) if is_beside else None
-    if is_beside:
+        return catalog, config_of_source(source)
+    if CONFIG in carried_of(catalog):
         raise UsageError(
             "--config: SRC has a config.json of its own",
             file=str(job.config),

@@ -11,10 +11,11 @@ Hugging Face's Trainer keeps ``config.json`` and its like above the directory of
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from core.formats.hf_files import CONFIG, carried_files, carried_of, documents_of
+from core.formats.hf_files import CONFIG, carried_files, carried_of, config_of, documents_of
+from core.json_object import object_of
 from core.open import ITERATION_DIR, NAMING_TRACKERS, RELEASE, TRACKER, iteration_dirs
 from core.store import LocalStore, files_below
 
@@ -73,6 +74,18 @@ def documents_above(source: Checkpoint) -> dict[str, bytes]:
         return {name: store.read(name, 0, size) for name, size in files.items()} if is_model else {}
     finally:
         store.close()
+
+
+def config_of_source(source: Checkpoint) -> Mapping[str, object] | None:
+    """Return the parsed config.json beside the weights, or above DeepSpeed's directory; None if there is none.
+
+    Raises:
+        CorruptError: it is not JSON.
+    """
+    document = documents_above(source).get(CONFIG)
+    if document is not None:
+        return object_of(document, file=CONFIG)
+    return config_of(source.store) if CONFIG in carried_of(source.catalog) else None
 
 
 def listed_files(names: Collection[str]) -> str:

@@ -17,7 +17,6 @@ from core.capabilities import Capability, Model, capabilities_of
 from core.catalog import Catalog, TensorMeta
 from core.errors import CheckpointingException
 from core.fold import components
-from core.formats.hf_files import CONFIG, carried_of, config_of
 from core.formats.torch_file import load_object
 from core.inert import Global, attributes
 from core.job import Job
@@ -25,12 +24,13 @@ from core.layout_state import texts_of
 from core.objects import loaded
 from core.optim_format import TITLES, optim_format_of, role_of
 from core.quantize_schemes import quantized_weights
+from core.source_files import config_of_source
 from core.store import files_below
+from core.transform import without_optimizer
 
 if TYPE_CHECKING:
     from core.open import Checkpoint
     from core.pickle_uses import Use
-    from core.store import ReadStore
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 _ARG_OF_SIZE = {
@@ -130,7 +130,7 @@ class Summary:
 def summarized(checkpoint: Checkpoint) -> Summary:
     """Everything that ``ckpt inspect`` shows, save for single tensors."""
     catalog = checkpoint.catalog
-    unsharded = _unsharded(catalog, checkpoint.store)
+    unsharded = _unsharded(checkpoint)
     view = catalog if unsharded.catalog is None else _merged(unsharded.catalog, catalog)
     n_files, file_bytes, n_writers = _files(checkpoint)
     ranks = catalog.attrs.get("ranks")
@@ -242,13 +242,14 @@ class _Unsharded:
     is_hf: bool = False
 
 
-def _unsharded(catalog: Catalog, store: ReadStore) -> _Unsharded:
+def _unsharded(checkpoint: Checkpoint) -> _Unsharded:
     """The global per-layer catalog, for checkpoints of the Megatron family."""
     from core.hf import is_hf
     from core.layout import load_rules, unshard
 
+    catalog, store = checkpoint.catalog, checkpoint.store
     try:
-        config = config_of(store) if CONFIG in carried_of(catalog) else None
+        config = config_of_source(checkpoint)
     except CheckpointingException as err:
         return _Unsharded(None, err.message)
     if is_hf(catalog, config):
@@ -269,6 +270,7 @@ def _of_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
     from core.changes import changed
     from core.hf import to_megatron
 
+    catalog = without_optimizer(catalog).catalog  # Megatron's form has no place for it, nor has Hugging Face's
     has_scales = bool(quantized_weights(catalog.tensors, config))
     try:
         if has_scales:
