@@ -17,6 +17,7 @@ from core.checks.subject import Subject
 from core.device import Device
 from core.errors import CheckpointingException, UsageError, WorkerError
 from core.finding import Finding, Severity
+from core.formats.dcp_metadata import read_once
 from core.job import DEFAULT_MEMORY_BYTES
 from core.layout import load_rules
 from core.open import FILL, iteration_dirs, located
@@ -200,7 +201,7 @@ def _judged(subject: Subject, begun: float, figures: tuple[Figures, ...]) -> Val
     """Runs the checks."""
     n_checks = 0
     format = None if subject.format is None else subject.format.name
-    with gc_paused():
+    with gc_paused(), read_once():
         for check in checks(subject.level, format):
             _run(check, subject)
             n_checks += 1

@@ -32,6 +32,9 @@ import re
 import reprlib
 import sys
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from core.contained import run_contained
@@ -75,6 +78,7 @@ __all__ = [
     "ObjectRow",
     "TensorRow",
     "read_metadata",
+    "read_once",
     "write_metadata",
 ]
 
@@ -161,24 +165,34 @@ class _Parsed(NamedTuple):
         return self.metadata
 
 
-_latest: dict[bytes, _Parsed] = {}
-"""Digest of a file → its content; of the latest one, which several checks ask for."""
+_kept: ContextVar[dict[bytes, _Parsed] | None] = ContextVar("digest of a file → its content", default=None)
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Read the same file no more than once in the block; its checks ask for it several times."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 def _parsed(data: bytes, label: str) -> _Parsed:
-    """Return the content of a file; it is not read again if it was the latest one.
+    """Return the content of a file.
 
     Raises:
         CorruptError, UnsafeError, UnsupportedError: no entry of it can be read.
     """
-    digest = hashlib.blake2b(data).digest()
-    parsed = _latest.get(digest)
+    kept = _kept.get()
+    digest = b"" if kept is None else hashlib.blake2b(data).digest()
+    parsed = None if kept is None else kept.get(digest)
     if parsed is None:
         with gc_paused():
             parsed = _parsed_by_c(data) if len(data) >= FAST_FROM_BYTES else None
             parsed = parsed or _parsed_by_machine(data, label)
-        _latest.clear()
-        _latest[digest] = parsed
+        if kept is not None:
+            kept[digest] = parsed
     note_uses(parsed.uses)
     return parsed
 
