@@ -407,7 +407,7 @@ def test_zarr_with_its_optimizer_becomes_torch_dist_as_inspect_says(golden: Path
 
     src = golden / "mcore0121_zarr/dense_gqa/tp2_pp2_optim"
     opened = open_checkpoint(src)
-    plain = [verdict for verdict in summarized(opened).verdicts if "torch_dist" in verdict.targets]
+    plain = [entry for entry in summarized(opened).capabilities if "torch_dist" in entry.targets]
     opened.store.close()
-    assert [(verdict.is_possible, verdict.why) for verdict in plain] == [(True, None)]
+    assert [(entry.is_possible, entry.why) for entry in plain] == [(True, None)]
     assert run(Job(src=src, dst=tmp_path / "out", to="torch_dist", fsync=False)).dropped == ()
