@@ -58,9 +58,9 @@ def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
     both = {*above} & {*root} | own & {*tree.arrays, *tree.objects, *tree.hidden}
     if both:
         return _left_alone(catalog, f"has an entry {min(map(str, both))!r}, which the checkpoint has as well")
-    made = catalog.with_hidden({**tree.arrays, **tree.hidden})
+    joined = catalog.with_hidden({**tree.arrays, **tree.hidden})
     return replace(
-        made,
+        joined,
         tensors={**catalog.tensors, **metas_of(tree.arrays)},
         hidden={**catalog.hidden, **metas_of(tree.hidden)},
         objects={**catalog.objects, **tree.objects},
