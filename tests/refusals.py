@@ -11,6 +11,16 @@ _IN_ANY_PICKLE = ("pickle", "pickle as object")
 FOUND_BUT_CONVERTED = {
     "torch_dcp/fsdp2_dp2: a link to *": "no conversion opens a file that .metadata does not name",
     "metadata: chunks that overlap in part and agree": "a conversion compares what they have in common",
+    "torch_dcp/fsdp2_dp2: a pickle beside the weights *": "no conversion opens a file that .metadata does not name",
+    **dict.fromkeys(
+        (
+            "accelerate/*: short random states",
+            "accelerate/*: an empty scheduler",
+            "trainer/*: short random states",
+            "trainer/*: short weights",
+        ),
+        "a conversion does not need the file, and lists it as not carried",
+    ),
     "1500 directories deep": "no conversion looks into directories that the checkpoint has no files in",
     "a fifo beside": "no conversion opens a file that .metadata does not name",
     "a safetensors file called by no text": "the index does not name the file",

@@ -220,8 +220,6 @@ def located(storage: object, offset: object, size: object, stride: object, dtype
     storage_bytes = numel * DTYPES[unit].itemsize
     itemsize = DTYPES[name].itemsize
     shape, strides = tuple(size), tuple(stride)
-    if prod(shape) >= 1 << 63:
-        raise CorruptError(f"a tensor of shape {shape!r:.200} has more than 2^63 elements", rule="torch.storage")
     if 0 not in shape:
         last = offset + sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True))
         if (last + 1) * itemsize > storage_bytes:
@@ -230,6 +228,10 @@ def located(storage: object, offset: object, size: object, stride: object, dtype
                 f"{(last + 1) * itemsize} of a storage of {storage_bytes} bytes",
                 rule="torch.storage",
             )
+    if prod(shape) >= 1 << 63:
+        raise CorruptError(
+            f"a tensor of shape {shape!r:.200} has more elements than 63 bits can count", rule="torch.storage"
+        )
     found = Location(
         f"data/{key}",
         storage_bytes,
