@@ -317,9 +317,9 @@ class _Reader:
         if type(entries) is not dict:
             raise CorruptError("Metadata has no state_dict_metadata")
         used = 0
-        for key, entry in entries.items():
+        for key in list(entries):
             try:
-                used += self._read_entry(key, entry)
+                used += self._read_entry(key, entries.pop(key))  # columns take the place of what is read
             except CheckpointingException as err:
                 self._report(err.breaking("dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries"))
         version = self.state.get("version")
@@ -358,9 +358,9 @@ class _Reader:
         storage = self.state.get("storage_data")
         if type(storage) is not dict:
             raise CorruptError("Metadata has no storage_data")
-        for index, info in storage.items():
+        for index in list(storage):
             try:
-                self._read_item(index, info)
+                self._read_item(index, storage.pop(index))
             except CheckpointingException as err:
                 self._report(err.breaking("dcp.items"))
 
