@@ -230,6 +230,10 @@ class LocalStore:
                 found.append(name)
         return found
 
+    def unreadable(self, under: str = "") -> list[str]:
+        """Return the names directly in ``under`` that hold no data: pipes, sockets, devices, links to nothing."""
+        return [name for name, entry in self._entries(under) if not (_is(entry.is_file) or _is(entry.is_dir))]
+
     def sizes(self, under: str = "") -> Mapping[str, int]:
         """See ReadStore; one pass over the directory, no file is opened."""
         with translated(str(self.path(under) if under else self.root), doing="list the directory"):

@@ -324,6 +324,7 @@ TABLE = (
         "",
         lambda p: b.repacked(p, "data.pkl", lambda d: d.replace(b"\nBFloat16Storage\n", b"\nOddStorage\n", 1)),
         ("CK109", None),
+        ("CK601", "model_zip.pt"),  # old versions of torch call the class of a storage
     ),
     row(LEGACY, "2^60 elements before a storage", "", lambda p: _absurd_count(p), ("CK111", "model_legacy.pt")),
     row(LEGACY, "an old file, cut short", "", b.cut, ("CK103", "model_legacy.pt")),

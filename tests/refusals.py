@@ -42,10 +42,6 @@ FOUND_BUT_CONVERTED = {
 }
 REFUSED_BUT_SOUND = {
     **dict.fromkeys(
-        (f"{where}: {what}" for where in _IN_ANY_PICKLE for what in ("many names", "many records")),
-        "an unknown class: the user decides, --drop-unknown; CK602 is no error",
-    ),
-    **dict.fromkeys(
         (*(f"{where}: a surrogate" for where in _IN_ANY_PICKLE), "metadata: a key with a surrogate"),
         "torch reads the name; no text of ours can hold it",
     ),

@@ -100,6 +100,9 @@ GOLDEN = [
     "deepspeed/zero1_dp2_bf16",
     "deepspeed_universal/zero1_dp2_bf16",
     "orbax/ocdbt_zarr3",
+    "trainer/zero2_dp2",
+    "accelerate/fsdp2_dp2",
+    "lightning/model_parallel_dp2.ckpt",
     "mcore_legacy/dense_gqa/tp2_pp2/iter_0000010/mp_rank_00_000",
     "oracle/hf/llama.safetensors",
 ]

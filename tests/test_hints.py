@@ -41,6 +41,7 @@ FOREIGN: Mapping[str, str] = {
     "no-load-optim": "Megatron-LM",
     "verify-integrity": "Megatron-LM",
     "fp8-param-gather": "Megatron-LM",
+    "moe-grouped-gemm": "Megatron-LM",
     "dist-ckpt-optim-fully-reshardable": "Megatron-LM",
     "local-dir": "hf download",
     "recursive": "gcloud storage rsync, azcopy copy",
@@ -159,6 +160,7 @@ VALUES: Mapping[str, str] = {
     "transformer-impl": "local",
     "unknown": "refuse",
     "ignore": "CK1",
+    "moe-experts": "sequential",
 }
 """Values of options, where a message names none or a placeholder."""
 CHECKED_VALUES: Mapping[str, Callable[[str], object]] = {

@@ -127,6 +127,7 @@ LOOKED_AT = frozenset(
         "torch.nn.modules.activation.Softmin.__setstate__",
         "torch.nn.modules.container.Container.__new__",
         "torch.nn.modules.conv._ConvNd.__setstate__",
+        "torch._dynamo.decorators._DimRange.__setstate__",
         "torch.nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions.__setstate__",
         "torch.nn.modules.loss.NLLLoss2d.__new__",
         "torch.nn.modules.pooling.AvgPool3d.__setstate__",

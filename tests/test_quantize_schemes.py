@@ -371,7 +371,7 @@ def test_int8_becomes_megatrons_weights_by_dequantize_only(tmp_path: Path) -> No
     with pytest.raises(UsageError, match=r"leaves .* without .*SCB.*--dequantize bf16"):
         run(replace(job, exclude=("*.SCB", "*.weight_format")))
     bare = {key: tensor for key, tensor in tensors.items() if not key.endswith((".SCB", ".weight_format"))}
-    with pytest.raises(UnsupportedError, match="int8 numbers of a quantized weight"):
+    with pytest.raises(CorruptError, match="the elements are int8, but no quantization is stated"):
         run(replace(job, src=folder_of(bare, tmp_path / "bare", LLAMA)))
     assert not (tmp_path / "out").exists()
     run(replace(job, dequantize="bf16"))

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, StoredArray, StoredObject
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
-from core.formats import Format, dcp, no_folders
+from core.formats import Format, dcp
 from core.formats.dcp_items import lay_out_items
 from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
 from core.formats.mcore_config import BACKEND_KEY, checked_version, config_image, config_of, names_backend
@@ -174,6 +174,11 @@ def _mcore_data(target: Catalog, dialect: str) -> dict[str, object] | None:
     return kept if dialect == "0.12" or any(kept.values()) else None
 
 
+def _own_folders(store: ReadStore) -> Sequence[str]:
+    """Return no folders beside ``.metadata``; without it, whatever lies there may be what the backend really wrote."""
+    return () if store.exists(dcp.METADATA) else store.folders()
+
+
 FORMAT = Format(
     name="torch_dist",
     title="Megatron distributed checkpoint (torch_dist)",
@@ -184,5 +189,5 @@ FORMAT = Format(
     salvage=salvage,
     is_mcore=True,
     splits_files=True,
-    own_folders=no_folders,
+    own_folders=_own_folders,
 )

@@ -207,7 +207,7 @@ def _array_images(target: Catalog, key: str, *, shard_bytes: int) -> Iterator[Fi
 
 def _inner_shape(grid: ChunkGrid, dtype: str, *, shard_bytes: int) -> Shape | None:
     """Shape of the bands into which every chunk is cut, or None where chunks stay whole."""
-    if prod(grid.chunk_shape) * itemsize(dtype) <= shard_bytes:
+    if 0 in grid.shape or prod(grid.chunk_shape) * itemsize(dtype) <= shard_bytes:
         return None
     found = row_bands(grid.chunk_shape, itemsize(dtype), most_bytes=max(shard_bytes // _BANDS_PER_SHARD, 1))
     return found if ChunkGrid(grid.chunk_shape, found).n_chunks <= _MAX_INNER else None

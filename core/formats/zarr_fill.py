@@ -28,6 +28,7 @@ from core.cast import cast_of
 from core.dtypes import DTYPES, DType
 from core.errors import MissingShardError, UnsupportedError
 from core.json_object import object_of, small_file
+from core.store import LocalStore
 
 if TYPE_CHECKING:
     from core.catalog import Catalog, StoredArray
@@ -146,11 +147,28 @@ def _float_bytes(value: object, dtype: str) -> bytes | None:
 
 
 def lost_files(store: ReadStore) -> tuple[str, ...]:
-    """Return the files that the checkpoint's manifest lists and that are not there; none without a manifest.
+    """Return the files that were there: those that the manifest lists, and those of which only a name is left.
 
     Raises:
         CorruptError: the manifest is malformed.
     """
+    return (*_listed_but_absent(store), *_unreadable(store))
+
+
+def _unreadable(store: ReadStore) -> Iterator[str]:
+    """Yield the names below a store that hold no data, such as links to files that were moved away."""
+    if not isinstance(store, LocalStore):
+        return
+    folders = [""]
+    while folders:
+        under = folders.pop()
+        prefix = f"{under}/" if under else ""
+        yield from (prefix + name for name in store.unreadable(under))
+        folders += [prefix + name for name in store.folders(under)]
+
+
+def _listed_but_absent(store: ReadStore) -> tuple[str, ...]:
+    """Return the files that the checkpoint's manifest lists and that are not there; none without a manifest."""
     if not store.exists(_MANIFEST):
         return ()
     data = small_file(store, _MANIFEST, max_bytes=_MAX_MANIFEST_BYTES)

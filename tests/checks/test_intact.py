@@ -75,9 +75,9 @@ def test_safetensors_items_of_dcp_have_no_findings(level: Level, tmp_path: Path)
 def test_a_dcp_in_a_folder_of_its_own_has_no_findings(golden: Path, level: Level, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(golden / "torch_dcp/fsdp2_dp2", folder / "checkpoint")
-    torch.save({"w": torch.ones(3)}, folder / "model.pt")
+    torch.save({"w": torch.ones(3)}, folder / "checkpoint.pt")
     assert alarms(folder, level) == []
-    (folder / "model.pt").unlink()  # no checkpoint itself, but nothing in it is damaged
+    (folder / "checkpoint.pt").unlink()  # no checkpoint itself, but nothing in it is damaged
     assert [code for code, _, _ in alarms(folder, level)] == ["CK100"]
 
 

@@ -367,7 +367,7 @@ def test_frequencies_that_follow_from_the_configuration_are_left_out_with_a_note
 def test_objects_that_megatron_has_no_place_for_are_listed(folders: Folders) -> None:
     catalog, config = folders("llama")
     catalog = replace(catalog, objects={"lr_scheduler": StoredObject("lr_scheduler", value={"step": 1})})
-    catalog = catalog.with_attrs(carried={"config.json": "a", "tokenizer.json": "b"})
+    catalog = catalog.with_attrs(documents={"config.json": b"{}", "tokenizer.json": b"{}"})
     dropped = to_megatron(catalog, config).attrs["dropped"]
     assert isinstance(dropped, list)
     assert dropped == ["lr_scheduler (Megatron has no place for it)", "files beside the weights: tokenizer.json"]
