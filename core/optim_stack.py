@@ -125,11 +125,12 @@ class StackedOptimizer:
 
     def _note_form(self, catalog: Catalog) -> None:
         if self._sharding == MODEL_SPACE:
-            self.notes.append(f"the distributed optimizer is written as {MODEL_SPACE}, as megatron-core 0.12 reads it")
+            form = f"the distributed optimizer is written as {MODEL_SPACE}"
+            self.notes.append(f"content_metadata: {form}, as megatron-core 0.12 reads it")
             return
         self.notes.append(
-            f"the distributed optimizer is written as {FULLY_RESHARDABLE}: megatron-core 0.15 and later load it at any "
-            "sizes"
+            f"content_metadata: the distributed optimizer is written as {FULLY_RESHARDABLE}; megatron-core 0.15 and "
+            "later load it at any sizes"
         )
         if catalog.attrs.get("dialect") == "0.12":
             self.attrs["dialect"] = "common_pt"

@@ -125,4 +125,4 @@ def _above(source: Checkpoint, *, carried: Collection[str]) -> Iterator[str]:
             names = [name for name in names if name not in carried]
         others = {*below, *iteration_dirs(store).values(), RELEASE}
         names += [f"{name}/" for name in store.folders() if name not in others and ITERATION_DIR.match(name) is None]
-        yield from (f"{folder.resolve().name}/{name}" for name in names if not name.startswith("."))
+        yield from (f"{folder.resolve().name}/{name}" for name in names if _BOOKKEEPING.fullmatch(name) is None)
