@@ -357,7 +357,9 @@ class _Reader:
     def _read_items(self) -> None:
         storage = self.state.get("storage_data")
         if type(storage) is not dict:
-            raise CorruptError("Metadata has no storage_data")
+            # A problem like others, so that the fast reader tells it: its entries are then found to have no items.
+            self._report(CorruptError("Metadata has no storage_data").breaking("dcp.items"))
+            return
         for index in list(storage):
             try:
                 self._read_item(index, storage.pop(index))
