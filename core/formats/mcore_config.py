@@ -74,14 +74,12 @@ def checked_version(store: ReadStore, *, backend: str) -> int:
         raise UnsupportedError(
             f"{CONFIG} names {named}",
             file=CONFIG,
-            key=BACKEND_KEY,
             hint=f"known backends: {', '.join(BACKENDS)}; the files that lie there are those of {backend}",
         )
     if stated != backend:
         raise CorruptError(
             f"{CONFIG} names the backend {stated!r}, but the files that lie there are those of {backend}",
             file=CONFIG,
-            key=BACKEND_KEY,
             hint="find out which of the two belongs to another save",
         )
     if version != VERSION:
