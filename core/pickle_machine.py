@@ -21,6 +21,7 @@ from core.pickle_uses import (
     LOAD_FROM_BYTES,
     Use,
     use_of_extension,
+    use_of_late_append,
     uses_of_call,
     uses_of_persistent,
     uses_of_state,
@@ -209,7 +210,7 @@ class Machine:
                     if type(args) is not tuple:
                         _not_a("tuple of arguments", args)
                     if action is None:
-                        if type(fn) is Global:
+                        if type(fn) is Global and not (args and type(args[0]) is Inert):
                             called.add(id(fn))
                         else:
                             self._check_callable("reduce", fn, args)
@@ -217,7 +218,7 @@ class Machine:
                     else:
                         value = action(*args)
                         if value is NotImplemented:
-                            called.add(id(fn))
+                            self._check_callable("reduce", fn, args)
                             value = Inert("reduce", fn, args)
                         stack[-1] = value
                     if left < 0:
@@ -318,7 +319,7 @@ class Machine:
                     if type(target) is list:
                         target += items
                     elif type(target) is Inert:
-                        self._note_hooks(target)
+                        self._note_append(target)
                         target.items += items
                     else:
                         self._change("list", target)
@@ -328,7 +329,7 @@ class Machine:
                     if type(target) is list:
                         target.append(value)
                     elif type(target) is Inert:
-                        self._note_hooks(target)
+                        self._note_append(target)
                         target.items.append(value)
                     else:
                         self._change("list", target)
@@ -504,6 +505,14 @@ class Machine:
         """Note what an object of this state calls when it gets another one, or is appended to."""
         if target.state is not NO_STATE:
             self._uses.update(uses_of_state(target.state))
+
+    def _note_append(self, target: Inert) -> None:
+        """Note an object that is appended to after it got a state or entries, where a method may have been hidden.
+
+        Pickles that Python writes append first, set entries then, and give the state last.
+        """
+        if target.state is not NO_STATE or target.entries:
+            self._uses.add(use_of_late_append(target))
 
     def _note_persistent(self, value: object) -> None:
         """Note the class in a persistent id, once."""

@@ -25,6 +25,8 @@ from core.pickle_uses import How, Use
 Verdict = Literal["known", "unknown", "dangerous"]
 
 
+_SCRIPT = "__torch__"
+"""The module of TorchScript's own classes, which no Python imports."""
 _ALLOWED = {"name": ("named",), "make": ("named", "made"), "call": ("named", "made", "called")}
 """What a row of the table allows."""
 
@@ -43,6 +45,8 @@ def classify(name: Global, how: How = "named") -> Verdict:
     """
     if how == "unread":
         return "dangerous"
+    if name.module == _SCRIPT or name.module.startswith(f"{_SCRIPT}."):
+        return "unknown"
     row = constructor(name.module, name.name)
     if row is not None and how in _ALLOWED[row.may]:
         return "known" if row.is_data else "unknown"

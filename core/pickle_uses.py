@@ -27,6 +27,8 @@ _EXTENSION = Global("copyreg", "extension code")
 _HOOKS = frozenset({"append", "extend", "__setstate__"})
 """Attributes of an instance that the opcodes APPEND, APPENDS and BUILD call."""
 _MAX_NESTING = 100
+_CONTAINERS = ("builtins", "collections")
+"""Modules whose constructors take anything that looks like a mapping or can be iterated over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,9 @@ def uses_of_call(how: str, fn: object, args: tuple[object, ...], kwargs: Mapping
     if fn == LOAD_FROM_BYTES:
         for arg in (*args, *(kwargs or {}).values()):
             yield Use(fn, "called", bytes(arg)) if isinstance(arg, (bytes, bytearray)) else Use(fn, "unread")
+    # A mapping or iterable protocol is looked up on what is handed over: ``dict`` calls ``keys`` of an instance.
+    if fn.module in _CONTAINERS and any(type(arg) is Inert and arg.state is not NO_STATE for arg in args):
+        yield Use(fn, "changed")
     for position, handed_how in handed(fn.module, fn.name):
         values = (args[position],) if position < len(args) else tuple((kwargs or {}).values())
         for value in values:
@@ -82,6 +87,11 @@ def uses_of_persistent(value: object) -> Iterator[Use]:
 def use_of_extension() -> Use:
     """Return the use of a name by its number in copyreg's registry, whatever name that is."""
     return Use(_EXTENSION, "called")
+
+
+def use_of_late_append(node: Inert) -> Use:
+    """Return the use of whatever ``append`` is found on an object that has a state already: it may be any callable."""
+    return Use(_called_instance(node), "changed")
 
 
 def uses_of_node(node: object) -> Iterator[Use]:

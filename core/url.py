@@ -13,6 +13,8 @@ from core.errors import UsageError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 """A scheme of two characters or more, so that a drive (``C:/``) is none; ``pathlib`` leaves one slash of several."""
+_REMOTE = re.compile(r"[\w.-]+@[\w.-]+:")
+"""As scp and rsync write it: user@host:path."""
 _HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _AZURE = "copy with azcopy copy --recursive, and give the local path"
 _COPYING = {
@@ -34,8 +36,14 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
     Raises:
         UsageError: names the URL and what to do instead.
     """
-    match = _URL.fullmatch(os.fspath(path))
+    text = os.fspath(path)
+    match = _URL.fullmatch(text)
     if match is None:
+        if _REMOTE.match(text) and not os.path.lexists(text):
+            raise UsageError(
+                f"{text} is a path on another host; only local paths can be read and written",
+                hint="copy with scp -r or rsync -a, and give the local path",
+            )
         return
     scheme, place = match[1].lower(), match[2]
     if scheme == "file":

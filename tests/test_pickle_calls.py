@@ -130,6 +130,7 @@ LOOKED_AT = frozenset(
         "torch._dynamo.decorators._DimRange.__setstate__",
         "torch.nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions.__setstate__",
         "torch.nn.modules.loss.NLLLoss2d.__new__",
+        "torch.nn.modules.module._WrappedHook.__setstate__",
         "torch.nn.modules.pooling.AvgPool3d.__setstate__",
         "torch.nn.modules.rnn.RNNBase.__setstate__",
         "torch.nn.modules.transformer.TransformerDecoderLayer.__setstate__",
@@ -202,6 +203,17 @@ CALLS = {
     "a second BUILD": NAMESPACE + b"}" + text("__setstate__") + RUN + b"sb}b",
     "APPEND": NAMESPACE + b"}" + text("append") + RUN + b"sb" + ARGUMENT + b"a",
     "APPENDS": NAMESPACE + b"}" + text("extend") + RUN + b"sb(" + ARGUMENT + b"e",
+    "APPENDS to an instance in the state": b"ccollections\nUserList\n)\x81}"
+    + text("data")
+    + NAMESPACE
+    + b"}"
+    + text("extend")
+    + RUN
+    + b"sbsb("
+    + ARGUMENT
+    + b"e",
+    "APPENDS to entries": b"ccollections\nOrderedDict\n)R(" + text("extend") + RUN + b"u(" + ARGUMENT + b"e",
+    "dict of what looks like a mapping": b"c__builtin__\ndict\n" + NAMESPACE + b"}" + text("keys") + RUN + b"sb\x85R",
     "a persistent id": b"(" + text("storage") + RUN + text("0") + text("cpu") + b"K\x01tQ",
     "_rebuild_from_type_v2": b"ctorch._tensor\n_rebuild_from_type_v2\n("
     + RUN
@@ -232,6 +244,20 @@ CALLS = {
 def test_every_way_to_call_is_noticed(name: str, is_dropped: bool) -> None:
     data = b"\x80\x02" + CALLS[name] + (b"0N." if is_dropped else b".")
     assert dangerous_uses(uses_of(data)), name
+
+
+def test_bytes_that_torch_loads_and_that_are_not_read_to_their_end_are_dangerous() -> None:
+    """A stray value below the result: the reader here refuses it, Python's does not."""
+    stray = b"\x80\x02NN."
+    data = b"\x80\x03ctorch.storage\n_load_from_bytes\nB" + len(stray).to_bytes(4, "little") + stray + b"\x85R."
+    assert dangerous_uses(uses_of(data))
+
+
+def test_records_whose_names_differ_in_case_only_are_ambiguous(tmp_path: Path) -> None:
+    """torch finds records without regard to case, and takes the later one."""
+    (tmp_path / "x.pt").write_bytes(torch_zip(b"\x80\x02}.", **{"DATA.PKL": b"\x80\x02" + CALLS["REDUCE"] + b"."}))
+    findings = validate(tmp_path / "x.pt", level=Level.HEADERS).findings
+    assert any(finding.code == "CK121" and finding.severity is Severity.ERROR for finding in findings)
 
 
 def test_a_call_in_bytes_that_torch_loads_is_noticed_at_any_depth() -> None:

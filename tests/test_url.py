@@ -151,6 +151,13 @@ def test_storage_of_torchs_own_checkpoints_refuses_urls(tmp_path: Path) -> None:
             refused(URL)
 
 
+def test_a_path_on_another_host_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a path on another host"):
+        refuse_url("user@host:/data/out")
+    (tmp_path / "a@b:c").mkdir()
+    refuse_url(tmp_path / "a@b:c")
+
+
 @pytest.mark.parametrize("text", ["meta-llama/Llama-3-8B", "org/model.v1"])
 def test_a_hub_id_says_what_it_is_and_how_to_get_it(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", text]) == 2

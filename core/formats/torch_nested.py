@@ -84,7 +84,7 @@ def _collected(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
     """Return the uses in trees and those that were noted, and what the streams in them use in turn."""
     uses: set[Use] = set()
     streams: list[_Stream] = []
-    read: set[bytes] = set()
+    is_whole: dict[bytes, bool] = {}
     n_loaded = n_lying = n_lying_bytes = 0
 
     def take(found: Iterable[Use], depth: int) -> None:
@@ -108,7 +108,9 @@ def _collected(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
         look_into(tree, 0)
     while streams:
         stream = streams.pop()
-        if stream.data in read:
+        if stream.data in is_whole:
+            if stream.loaded_by is not None and not is_whole[stream.data]:
+                uses.add(Use(stream.loaded_by.name, "unread"))
             continue
         if stream.loaded_by is not None:
             n_loaded += 1
@@ -117,14 +119,13 @@ def _collected(trees: Iterable[object], noted: Iterable[Use]) -> set[Use]:
             n_lying, n_lying_bytes = n_lying + 1, n_lying_bytes + len(stream.data)
             is_read = n_lying <= _MAX_LYING and n_lying_bytes <= _MAX_BYTES and stream.depth <= _MAX_DEPTH
         if is_read:
-            read.add(stream.data)
             store = MemoryStore({_FILE: stream.data})
             with noting_uses() as inner:
                 reading = _read(store, _FILE, 0, len(stream.data))
             take(inner, stream.depth + 1)
             for tree in reading.trees:
                 look_into(tree, stream.depth + 1)
-            is_read = not reading.is_refused
+            is_read = is_whole[stream.data] = reading.is_whole
         if not is_read and stream.loaded_by is not None:
             uses.add(Use(stream.loaded_by.name, "unread"))
     return uses
@@ -151,10 +152,12 @@ class _Reading:
     Args:
         trees: what they hold, as far as they are sound.
         is_refused: one of them asks for what is never done, so that what follows there is not known.
+        is_whole: all of them were read to their ends; where one was not, a more lenient reader may go on.
     """
 
     trees: tuple[object, ...]
     is_refused: bool
+    is_whole: bool = True
 
 
 def _read(store: ReadStore, file: str, start: int, n_bytes: int) -> _Reading:
@@ -166,9 +169,9 @@ def _read(store: ReadStore, file: str, start: int, n_bytes: int) -> _Reading:
             return _Reading(_text_trees(store, file, start, n_bytes), is_refused=False)
         trees.extend(_trees(store, file, start, n_bytes, kind))
     except UnsafeError:
-        return _Reading(tuple(trees), is_refused=True)
+        return _Reading(tuple(trees), is_refused=True, is_whole=False)
     except CheckpointingException:
-        pass
+        return _Reading(tuple(trees), is_refused=False, is_whole=False)
     return _Reading(tuple(trees), is_refused=False)
 
 
@@ -199,10 +202,15 @@ def _trees(store: ReadStore, file: str, start: int, n_bytes: int, kind: str) -> 
     """
     if kind == "zip":
         archive = read_archive(store, file, start=start, n_bytes=n_bytes)
+        failure: CheckpointingException | None = None
         for name, record in archive.records.items():
             if name.endswith(".pkl"):
-                with suppress(CorruptError, UnsupportedError):
+                try:
                     yield load(read_pickle(store, file, record), label=file)
+                except (CorruptError, UnsupportedError) as err:
+                    failure = err
+        if failure is not None:
+            raise failure
     elif kind == "legacy":
         at = start
         for _ in range(_N_LEGACY):

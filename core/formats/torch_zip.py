@@ -187,6 +187,7 @@ class _Reader:
         root = ""
         records: dict[str, Record] = {}
         headers = []
+        known: set[str] = set()
         for entry in entries:
             name = self._name(entry.name)
             if name.endswith("/") and entry.n_bytes == 0:
@@ -201,9 +202,11 @@ class _Reader:
                     self._error("zip.roots", f"the zip has records below {root!r} and below {above!r}", entry.header)
                 )
             root = root or above
-            if below in records:
+            # torch finds records without regard to case, and takes the later one.
+            if below.casefold() in known:
                 self._report(self._error("zip.duplicate", f"the zip has two records {below!r}", entry.header))
                 continue
+            known.add(below.casefold())
             if entry.header not in offsets:
                 continue  # which was reported
             packed_bytes = entry.stored if entry.method == DEFLATED else None

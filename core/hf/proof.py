@@ -16,6 +16,8 @@ from core.hf.problem import Kind, Problem, more_text
 from core.renaming import is_optimizer_key
 
 _MOST_PREFIXES = 4
+_WRAPPERS = ("state_dict.", "model_state_dict.", "module.", "_orig_mod.", "app.", "model.model.")
+"""What training frameworks put in front of all names; no model of transformers stores such names."""
 _OTHER_CONFIG = f"is this the {CONFIG} of these weights?"
 _HINTS: Mapping[Kind, str] = {
     **dict.fromkeys(("missing", "shape", "layers", "experts", "config"), _OTHER_CONFIG),
@@ -77,6 +79,14 @@ def check_model(
     if problems:
         notes.append(f"{model_type} models have no place for {_keys_text(problems)}; transformers ignores it")
     if described(config) is None:
+        wrapper = next((text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None)
+        if wrapper is not None and weights:
+            raise UnknownTensorError(
+                f"all names begin with {wrapper!r}, as in a training framework's state dict: transformers knows no "
+                "such name, and would start from random weights",
+                key=next(iter(weights)),
+                hint=f"take it off with --strip-prefix {wrapper}",
+            )
         notes.append(
             f"the names of {model_type} models are not known to ckpt: only the embedding and the number of layers were "
             f"compared with {CONFIG}"

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from core.catalog import TensorMeta
 from core.convert import Job, run
+from core.errors import UnknownTensorError
 from core.hf import to_hf, to_megatron
 from core.hf.comparison import compared
 from core.hf.names import families
@@ -377,6 +379,20 @@ def test_sizes_that_every_configuration_states_are_compared(
     with torch.device("meta"):
         metas, stated = state_of(transformers.AutoModel.from_config(config))
     assert kinds(compared(metas, {**stated, **changes})) == ([] if kind is None else [kind])
+
+
+@pytest.mark.parametrize("wrapper", ["state_dict.", "module.", "_orig_mod."])
+def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(wrapper: str, tmp_path: Path) -> None:
+    """transformers would start from random weights; no table of the family is needed to know that."""
+    config = {"model_type": "mistral", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1}
+    names = ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight")
+    torch.save({wrapper + name: torch.ones(8, 4) for name in names}, tmp_path / "x.pt")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = Job(src=tmp_path / "x.pt", dst=tmp_path / "out", to="hf", config=tmp_path / "config.json", fsync=False)
+    with pytest.raises(UnknownTensorError, match=f"all names begin with '{wrapper}'") as refusal:
+        run(job)
+    assert refusal.value.hint == f"take it off with --strip-prefix {wrapper}"
+    run(replace(job, strip_prefix=(wrapper,)))
 
 
 def test_layers_for_drafts_of_families_that_are_not_known_are_no_problem() -> None:
