@@ -502,7 +502,7 @@ class Machine:
         self._uses.update(uses_of_call(how, fn, args, kwargs))
 
     def _note_hooks(self, target: Inert) -> None:
-        """Note what an object of this state calls when it gets another one, or is appended to."""
+        """Note what an object of this state calls when it gets another one."""
         if target.state is not NO_STATE:
             self._uses.update(uses_of_state(target.state))
 

@@ -31,10 +31,10 @@ _COPYING |= {"gcs": _COPYING["gs"], "s3a": _COPYING["s3"], "s3n": _COPYING["s3"]
 
 
 def refuse_url(path: str | os.PathLike[str]) -> None:
-    """Raise if a path is a URL, also one that went through ``pathlib``.
+    """Raise if a path is a URL, also one that went through ``pathlib``, or lies on another host (``user@host:path``).
 
     Raises:
-        UsageError: names the URL and what to do instead.
+        UsageError: names the place and what to do instead.
     """
     text = os.fspath(path)
     match = _URL.fullmatch(text)
