@@ -51,7 +51,7 @@ from core.relink import linked
 from core.safe_pickle import gc_paused
 from core.select import folded
 from core.source_files import listed_files, unread_files
-from core.target import tensors_only
+from core.target import keeps_nesting, tensors_only
 from core.target_form import cut_form, vetted_form, with_objects_loaded
 from core.team import ALONE, Team
 from core.tying import recordable, recorded
@@ -319,7 +319,7 @@ def _nesting_lost(catalog: Catalog, format: Format, *, is_file: bool) -> list[st
     if "family" in catalog.attrs:
         return []
     sharing = sharing_notes(catalog, keeps_ties=format.nests or format.records_ties)
-    if format.nests or (format.has_objects_beside and not is_file and catalog.objects):
+    if format.nests or (not is_file and keeps_nesting(catalog, format)):
         return sharing
     if format.is_mcore or format.has_objects_beside:
         return [*flattening_notes(catalog, has_common=format.is_mcore), *sharing]

@@ -9,11 +9,13 @@ once, and the work is bounded: trees of hostile files may be anything.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from core.errors import CapacityError
 from core.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, as_mapping
+from core.key_text import text_of
 
 MAX_PAIRS = 5_000_000
 """Most pairs of values that are compared; a checkpoint of 10⁵ parameters has about as many."""
@@ -141,11 +143,28 @@ def _of_sequences(
 
 
 def _of_fields(one: dict[object, object], other: dict[object, object]) -> Iterator[tuple[str, object, object]]:
+    one, other = _by_text(one), _by_text(other)
     for name in one:
         yield _name(name), one[name], other.get(name, _ABSENT)
     for name in other:
         if name not in one:
             yield _name(name), _ABSENT, other[name]
+
+
+def _by_text(fields: dict[object, object]) -> dict[object, object]:
+    """Return the fields under the texts of their keys where those are objects, of which two are never equal."""
+    if not any(map(_is_object, fields)):
+        return fields
+    named: dict[object, object] = {}
+    count: Counter[str] = Counter()
+    for key, part in fields.items():
+        name = key
+        if _is_object(key):
+            text = text_of(key)
+            count[text] += 1
+            name = text if count[text] == 1 else f"{text}~{count[text]}"
+        named[name] = part
+    return named
 
 
 def _fields(value: object) -> dict[object, object] | None:
@@ -162,6 +181,10 @@ def _fields(value: object) -> dict[object, object] | None:
     elif value.state is not NO_STATE:
         fields["[state]"] = value.state
     return fields
+
+
+def _is_object(key: object) -> bool:
+    return isinstance(key, Inert) or (isinstance(key, tuple) and any(isinstance(part, Inert) for part in key))
 
 
 def _class_of(value: object) -> str:

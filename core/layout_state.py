@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from core.catalog import Catalog, Coords, StoredArray, StoredObject
 from core.errors import CorruptError, UnsupportedError
 from core.inert import NO_STATE, Global, Inert, TensorLeaf, Weights, as_mapping, attributes, walk
-from core.skeleton import MAX_DEPTH
+from core.skeleton import MAX_DEPTH, joined
 from core.topology import Rank, Topology
 
 OPTIMIZER = "optimizer"
@@ -203,13 +203,13 @@ def _renamed(
     if not isinstance(node, (dict, list, tuple, Inert, TensorLeaf)) or (weights is not None and weights.of(node)):
         return node
     if len(path) > MAX_DEPTH:
-        raise CorruptError(f"objects are nested deeper than {MAX_DEPTH} levels", key=".".join(map(str, path[:8])))
+        raise CorruptError(f"objects are nested deeper than {MAX_DEPTH} levels", key=joined(path[:8]))
 
     def below(item: object, name: object) -> object:
         return _renamed(item, (*path, name), made, new_key, weights)
 
     if isinstance(node, TensorLeaf):
-        return replace(node, key=new_key(".".join(map(str, path)), node.key))
+        return replace(node, key=new_key(joined(path), node.key))
     if id(node) not in made:
         if isinstance(node, dict):
             made[id(node)] = {key: below(item, key) for key, item in node.items()}

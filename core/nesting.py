@@ -9,19 +9,19 @@ Every note names the entries that it is about, so that a reader of the result ca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.box import c_strides
 from core.dtypes import itemsize
 from core.inert import NO_STATE, Inert, TensorLeaf, as_mapping
-from core.skeleton import Index, Path, containers, entries
+from core.select import listed_keys
+from core.skeleton import Index, Path, containers, entries, joined
 
 if TYPE_CHECKING:
     from core.catalog import Catalog, StoredArray
 
-_MAX_SHOWN = 8
 _SEPARATE = "objects that several places share become separate copies"
 
 
@@ -46,7 +46,7 @@ def nesting_notes(catalog: Catalog) -> list[str]:
             earlier = first.setdefault(id(entry.leaf), entry.key)
             if earlier != entry.key:
                 rows.setdefault(_SEPARATE, []).append(f"{entry.key} ({earlier})")
-    notes = [f"{what}: {_listed(names)}" for what, names in rows.items()]
+    notes = [f"{what}: {listed_keys(names)}" for what, names in rows.items()]
     return notes + _parameter_notes(catalog) + _collision_notes(catalog)
 
 
@@ -58,10 +58,10 @@ def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
     """
     paths = [entry.path for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)]
     nested = [path for path in paths if len(path) > 1 or any(isinstance(part, Index) for part in path)]
-    odd = [_joined(path) for path in paths if len(path) == 1 and not isinstance(path[0], (str, Index))]
+    odd = [_joined(path) for path in paths if any(not isinstance(part, (str, Index)) for part in path)]
     notes = []
     if odd:
-        notes.append(f"keys that are not strings become strings: {_listed(odd)}")
+        notes.append(f"keys that are not strings become strings: {listed_keys(odd)}")
     if nested:
         such = _joined(nested[0])
         notes.append(f"containers are not stored, the tensors in them are called by their paths, such as {such}")
@@ -95,13 +95,13 @@ def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
     notes = []
     ties = _pairs(catalog.attrs.get("aliases"), set(catalog.tensors))
     if ties and not keeps_ties:
-        notes.append(f"tied tensors are written separately: {_listed(ties)}")
+        notes.append(f"tied tensors are written separately: {listed_keys(ties)}")
     views = [f"{view} ({base})" for view, base in _views(catalog)]
     if views:
-        notes.append(f"tensors that are views of others' memory get memory of their own: {_listed(views)}")
+        notes.append(f"tensors that are views of others' memory get memory of their own: {listed_keys(views)}")
     shared = _pairs(catalog.attrs.get("shared"), {_joined(path) for path, _ in containers(catalog.skeleton)})
     if shared:
-        notes.append(f"{_SEPARATE}: {_listed(shared)}")
+        notes.append(f"{_SEPARATE}: {listed_keys(shared)}")
     return notes
 
 
@@ -115,14 +115,14 @@ def recorded_notes(recorded: Mapping[str, str]) -> list[str]:
         return []
     key, first = next(iter(recorded.items()))
     untie = f"--untie {key}={first}{' …' if len(recorded) > 1 else ''}"
-    names = _listed(f"{key} ({first})" for key, first in recorded.items())
+    names = listed_keys(f"{key} ({first})" for key, first in recorded.items())
     return [f"tied tensors are in the file once, under the name in brackets ({untie} writes both): {names}"]
 
 
 def _parameter_notes(catalog: Catalog) -> list[str]:
     leaves = [(entry.path, entry.leaf) for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)]
     names = [_joined(path) for path, leaf in leaves if leaf.wrapper is not None or leaf.requires_grad]
-    return [f"Parameter and requires_grad become plain tensors: {_listed(names)}"] if names else []
+    return [f"Parameter and requires_grad become plain tensors: {listed_keys(names)}"] if names else []
 
 
 def _collision_notes(catalog: Catalog) -> list[str]:
@@ -134,7 +134,7 @@ def _collision_notes(catalog: Catalog) -> list[str]:
         and ("\\." in entry.key or re.search(r"~\d+$", entry.key))
         and entry.key != _joined(entry.path)
     ]
-    return [f"tensors whose paths collide get keys of their own: {_listed(names)}"] if names else []
+    return [f"tensors whose paths collide get keys of their own: {listed_keys(names)}"] if names else []
 
 
 def _views(catalog: Catalog) -> Iterator[tuple[str, str]]:
@@ -177,10 +177,4 @@ def _class(node: Inert) -> str:
 
 
 def _joined(path: Path) -> str:
-    return ".".join(map(str, path)) or "the root"
-
-
-def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - _MAX_SHOWN:,} more" if len(every) > _MAX_SHOWN else ""
-    return ", ".join(every[:_MAX_SHOWN]) + more
+    return joined(path) or "the root"

@@ -23,7 +23,7 @@ from core.optimizer import Optimizer, state_of
 from core.pickle_names import dangerous_uses
 from core.pickle_uses import Use
 from core.safe_pickle import judge
-from core.skeleton import REMOVED, Entry, entries, mapped
+from core.skeleton import REMOVED, Entry, entries, joined, mapped
 from core.store import ReadStore
 
 
@@ -272,7 +272,7 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
     def change(entry: Entry) -> object:
         if not isinstance(entry.leaf, TensorLeaf):
             return entry.leaf
-        key = ".".join(map(str, entry.path))
+        key = joined(entry.path)
         old_of[key] = entry.leaf.key
         return replace(entry.leaf, key=key)
 

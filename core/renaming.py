@@ -18,7 +18,7 @@ from core.errors import CorruptError, UsageError
 from core.inert import ObjectLeaf, TensorLeaf
 from core.optimizer import MASTERS, MOMENTS, Optimizer
 from core.select import LIST_THEM
-from core.skeleton import Entry, entries, nested
+from core.skeleton import Entry, entries, joined, nested
 
 Renamed = tuple[Catalog, list[tuple[str, str]]]
 """A catalog, and (old, new) for every key that changed."""
@@ -321,7 +321,7 @@ def new_path(entry: Entry, new: str) -> tuple[object, ...]:
     if new == entry.key:
         return path
     for depth in range(len(path) - 1, 0, -1):
-        prefix = ".".join(map(str, path[:depth])) + "."
+        prefix = joined(path[:depth]) + "."
         if new.startswith(prefix) and len(new) > len(prefix):
             return (*path[:depth], *_below(path[depth + 1 :], new[len(prefix) :]))
     return (new,)
@@ -330,7 +330,7 @@ def new_path(entry: Entry, new: str) -> tuple[object, ...]:
 def _below(names: tuple[object, ...], rest: str) -> tuple[object, ...]:
     """``rest`` of a key as a path that ends with as many of the old ``names`` as it still has."""
     for first in range(len(names)):
-        tail = ".".join(map(str, names[first:]))
+        tail = joined(names[first:])
         if rest == tail:
             return names[first:]
         if rest.endswith(f".{tail}") and len(rest) > len(tail) + 1:

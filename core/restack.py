@@ -26,7 +26,7 @@ from core.errors import UsageError
 from core.inert import TensorLeaf
 from core.renaming import is_optimizer_key, moved, nested_again, with_parameters
 from core.select import LIST_THEM, matcher, ranges, some_of
-from core.skeleton import entries
+from core.skeleton import entries, joined
 from core.tying import aliases_among
 
 LAYERS = ("layers", "layer", "h", "blocks", "block")
@@ -276,7 +276,7 @@ def _with_layers(skeleton: object, parts: Mapping[str, Sequence[str]]) -> object
 def _layer_path(path: tuple[object, ...], head: str, number: str) -> tuple[object, ...]:
     """The path of a stacked leaf with a layer's number behind ``head``."""
     for depth in range(1, len(path)):
-        if ".".join(map(str, path[:depth])) == head:
+        if joined(path[:depth]) == head:
             return (*path[:depth], number, *path[depth:])
     so_far = ""
     for depth, name in enumerate(path):

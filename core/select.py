@@ -14,12 +14,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 
 from core.errors import UsageError
 
 LIST_THEM = "list the keys with: ckpt inspect SRC --flat"
 """The hint where a pattern matches nothing."""
+MAX_LISTED = 8
+"""Keys of a list in a message; how many more there are is told."""
 
 _NUMBERS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")
 _WILD = re.compile(r"\[(!?[^\[\]]+)\]|\*|\?")
@@ -98,6 +101,20 @@ def _numbers_of(text: str, pattern: str) -> frozenset[int]:
 def some_of(keys: Sequence[str]) -> str:
     """Some keys, at least one, for a message: the first one, and how many more."""
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
+
+
+def listed_keys(keys: Iterable[str]) -> str:
+    """Return the first of some keys as text, and how many more there are."""
+    every = list(keys)
+    more = f" and {len(every) - MAX_LISTED:,} more" if len(every) > MAX_LISTED else ""
+    return ", ".join(every[:MAX_LISTED]) + more
+
+
+def rename_hint(keys: Sequence[str]) -> str:
+    """Return the hint to give keys other names, with the patterns to type; they match whole keys."""
+    options = [f"--rename {shlex.quote(f'^{re.escape(key)}$=NEW')}" for key in keys[:MAX_LISTED]]
+    more = f" and {len(keys) - MAX_LISTED:,} more" if len(keys) > MAX_LISTED else ""
+    return f"{'give them other names' if len(keys) > 1 else 'give it another name'}: {' '.join(options)}{more}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

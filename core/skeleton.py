@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from core.errors import CorruptError
 from core.inert import Inert, ObjectLeaf, TensorLeaf, as_mapping
+from core.key_text import text_of
 
 MAX_DEPTH = 100
 
@@ -23,6 +24,11 @@ Path = tuple[object, ...]
 
 class Index(int):
     """A list index in a path, told apart from an integer that is a mapping's key."""
+
+
+def joined(path: Path) -> str:
+    """Return a path as text, dot-joined."""
+    return ".".join(map(text_of, path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class Entry:
         """The catalog key: the leaf's own where it has one, else the dot-joined path."""
         if isinstance(self.leaf, (TensorLeaf, ObjectLeaf)):
             return self.leaf.key
-        return ".".join(map(str, self.path))
+        return joined(self.path)
 
 
 def entries(skeleton: object) -> Iterator[Entry]:
@@ -56,7 +62,7 @@ def entries(skeleton: object) -> Iterator[Entry]:
 
 def _entries(node: object, path: Path) -> Iterator[Entry]:
     if len(path) > MAX_DEPTH:
-        raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels", key=".".join(map(str, path[:8])))
+        raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels", key=joined(path[:8]))
     mapping = as_mapping(node)
     if mapping is not None and (mapping or not path):
         for name, item in mapping.items():
@@ -82,9 +88,7 @@ def containers(skeleton: object, *, once: bool = False) -> Iterator[tuple[Path, 
     while stack:
         path, node = stack.pop()
         if len(path) > MAX_DEPTH:
-            raise CorruptError(
-                f"containers are nested deeper than {MAX_DEPTH} levels", key=".".join(map(str, path[:8]))
-            )
+            raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels", key=joined(path[:8]))
         mapping = as_mapping(node)
         below: list[tuple[object, object]]
         if mapping is not None and (mapping or not path):
@@ -124,7 +128,7 @@ def mapped(node: object, change: Callable[[Entry], object]) -> object:
 
 def _mapped(node: object, path: Path, change: Callable[[Entry], object]) -> object:
     if len(path) > MAX_DEPTH:
-        raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels", key=".".join(map(str, path[:8])))
+        raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels", key=joined(path[:8]))
     mapping = as_mapping(node)
     if mapping is not None and (mapping or not path):
         made = {name: _mapped(item, (*path, name), change) for name, item in mapping.items()}
@@ -165,10 +169,10 @@ def nested(leaves: Mapping[Path, object]) -> object:
         for name in path[:-1]:
             below = node.setdefault(name, _Branch())
             if not isinstance(below, _Branch):
-                raise CorruptError("an entry is both a value and a container", key=".".join(map(str, path)))
+                raise CorruptError("an entry is both a value and a container", key=joined(path))
             node = below
         if path[-1] in node:
-            raise CorruptError("two entries have one path", key=".".join(map(str, path)))
+            raise CorruptError("two entries have one path", key=joined(path))
         node[path[-1]] = leaf
     return _finished(root)
 

@@ -40,6 +40,11 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Catalo
     return catalog, partitioned(catalog, format=format.name, by=format.partition)
 
 
+def keeps_nesting(catalog: Catalog, format: Format) -> bool:
+    """Return whether a format holds the containers around tensors as they are, or describes them beside the tensors."""
+    return format.nests or (format.has_objects_beside and format.adapt is None and bool(catalog.objects))
+
+
 def tensors_only(target: Catalog) -> Catalog:
     """A target catalog for one file that holds nothing but tensors."""
     attrs = {name: value for name, value in target.attrs.items() if name not in ("carried", "documents")}

@@ -13,13 +13,17 @@ from core.formats import Format
 from core.formats.torch_file import load_object
 from core.formats.torch_refused import names_importable
 from core.global_form import GlobalForm, global_form
+from core.inert import TensorLeaf
 from core.job import Job
 from core.job_sizes import target_topology
+from core.key_text import class_of_key, faithful_text
 from core.layout import load_rules, shard, stack
 from core.layout_experts import transposed
 from core.objects import loaded, refuse_hidden, vetted
 from core.open import Checkpoint
 from core.safe_pickle import noting_uses
+from core.select import listed_keys
+from core.skeleton import entries, joined
 from core.target import partitioned, source_and_target
 
 
@@ -49,6 +53,8 @@ def vetted_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     """
     form = global_form(job, source, format)
     _check_text(form.catalog)
+    if not (format.nests or format.partition == "ranks" or "family" in form.catalog.attrs):
+        _check_keys(form.catalog, only_tensors=format.is_mcore, file=source.store.label)
     checked = vetted(form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown)
     catalog = checked.catalog.with_attrs(weights_only=job.weights_only or not _has_live_objects(source))
     return replace(form, catalog=catalog, dropped=(*form.dropped, *checked.dropped))
@@ -110,6 +116,38 @@ def _has_live_objects(source: Checkpoint) -> bool:
         return False
     values = [item.value for item in source.catalog.objects.values()]
     return source.format.has_live_objects and (source.format.nests or names_importable(values))
+
+
+def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:
+    """Raise unless every key of a dict on the way to an entry has a text, of which the entry's name is made.
+
+    Args:
+        only_tensors: other entries stay in their dicts.
+
+    Raises:
+        UnsupportedError: a key is an object without one.
+    """
+    if catalog.skeleton is None:
+        return
+    nameless: dict[str, dict[str, None]] = {}
+    for entry in entries(catalog.skeleton):
+        if only_tensors and not isinstance(entry.leaf, TensorLeaf):
+            continue
+        for depth, part in enumerate(entry.path):
+            if faithful_text(part) is None:
+                nameless.setdefault(joined(entry.path[:depth]), {})[class_of_key(part)] = None
+                break
+    if nameless:
+        path, classes = next(iter(nameless.items()))
+        others = f", and so have those of {listed_keys(list(nameless)[1:])}" if len(nameless) > 1 else ""
+        raise UnsupportedError(
+            f"the dict {path or 'at the root'} has keys that are objects ({listed_keys(classes)}) without a text that "
+            f"could name its entries{others}",
+            key=path or None,
+            file=file,
+            hint=f"write a torch file, which keeps them (--to torch), leave the entries out (--exclude '{path or '<*'}'"
+            "), or save the dict under other keys",
+        )
 
 
 def _check_text(catalog: Catalog) -> None:

@@ -45,7 +45,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("core.safe_pickle", "core.pickle_*", "core.known_packages"),
         *("core.live", "core.share"),
         *("core.fingerprint", "core.fingerprint_kernel", "core.fingerprint_sums"),
-        *("core.skeleton", "core.plain", "core.cast", "core.checksum", "core.coverage", "core.gather"),
+        *(
+            "core.key_text",
+            "core.skeleton",
+            "core.plain",
+            "core.cast",
+            "core.checksum",
+            "core.coverage",
+            "core.gather",
+        ),
     ),
     (
         *("core.placement", "core.layout", "core.formats", "core.formats.*", "core.layout_*"),

@@ -82,6 +82,7 @@ from core.formats.torch_file import item_location
 from core.formats.torch_refused import aside_notes, loadable
 from core.image import literal_file
 from core.inert import ObjectLeaf, TensorLeaf
+from core.key_text import text_of
 from core.skeleton import Index, Path, entries, nested
 
 if TYPE_CHECKING:
@@ -408,7 +409,7 @@ def paths_of(catalog: Catalog) -> dict[str, tuple[str | int, ...]]:
     paths: dict[str, tuple[str | int, ...]] = {}
     if catalog.skeleton is not None:
         for entry in entries(catalog.skeleton):
-            path = tuple(int(part) if isinstance(part, Index) else str(part) for part in entry.path)
+            path = tuple(int(part) if isinstance(part, Index) else text_of(part) for part in entry.path)
             if ".".join(map(str, path)) == entry.key and (entry.key in catalog.tensors or entry.key in catalog.objects):
                 paths[entry.key] = path
     for key in (*catalog.tensors, *catalog.objects):

@@ -38,6 +38,7 @@ from core.formats.torch_refused import loadable
 from core.image import FileImage, literal_file
 from core.inert import TensorLeaf, as_mapping, ordered_dict, walk
 from core.renaming import is_optimizer_key
+from core.select import listed_keys, rename_hint
 from core.store import checked_name
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def _parameters(target: Catalog, aliases: Mapping[str, str]) -> dict[str, _Param
     """The directories to be written, by name."""
     found: dict[str, _Parameter] = {}
     states: list[str] = []
+    _check_names(key for key in target.tensors if key not in aliases and not is_optimizer_key(key))
     for key, meta in target.tensors.items():
         if is_optimizer_key(key):
             states.append(key)
@@ -151,16 +153,28 @@ def _parameters(target: Catalog, aliases: Mapping[str, str]) -> dict[str, _Param
     return found
 
 
+def _check_names(keys: Iterable[str]) -> None:
+    """Raise unless every key can be the name of a parameter's directory.
+
+    Raises:
+        UnsupportedError: some cannot.
+    """
+    odd = [key for key in keys if not _is_directory_name(key)]
+    if odd:
+        more = f"; nor can {listed_keys(odd[1:])}" if len(odd) > 1 else ""
+        raise UnsupportedError(f"the name cannot be that of a directory{more}", key=odd[0], hint=rename_hint(odd))
+
+
+def _is_directory_name(key: str) -> bool:
+    try:
+        checked_name(key)
+    except UnsafeError:
+        return False
+    return "/" not in key and len(key.encode("utf-8", "replace")) <= 255
+
+
 def _check_weight(meta: TensorMeta) -> None:
     """The tensor can be a parameter's masters, or a buffer."""
-    try:
-        checked_name(meta.key)
-    except UnsafeError as err:
-        raise UnsupportedError(
-            "the name cannot be that of a directory", key=meta.key, hint="rename it with --rename"
-        ) from err
-    if "/" in meta.key or len(meta.key.encode("utf-8", "replace")) > 255:
-        raise UnsupportedError("the name cannot be that of a directory", key=meta.key, hint="rename it with --rename")
     kind = DTYPES[meta.dtype].kind
     if kind == "packed" or (kind == "float" and meta.dtype != "float32"):
         hint = "widen it: --dtype float32" + (f" (or --dtype '{meta.key}=float32')" if kind == "float" else "")
@@ -297,7 +311,7 @@ def _model_root(
             continue
         if key in _RESERVED:
             raise UnsupportedError(
-                "DeepSpeed has an entry of this name for something else", key=key, hint="rename it with --rename"
+                "DeepSpeed has an entry of this name for something else", key=key, hint=rename_hint([key])
             )
         root[key] = item.value
     return root

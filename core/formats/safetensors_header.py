@@ -36,6 +36,7 @@ from core.dtypes import DTYPES, DType
 from core.errors import CheckpointingException, CorruptError, Report, TruncatedError, UnsupportedError, raising
 from core.formats.safetensors_text import METADATA, Fields, scanned
 from core.image import CrcOf, FileImage, Literal, PlacedArray
+from core.select import rename_hint
 from core.substitute import substitute_in
 
 if TYPE_CHECKING:
@@ -307,7 +308,7 @@ def _spelling(name: str, array: StoredArray) -> str:
             f"safetensors has no dtype {array.dtype}", key=name, hint=f"leave the tensor out: --exclude {name!r}"
         )
     if name == METADATA:
-        raise UnsupportedError(f"no tensor can be called {METADATA}", key=name, hint="rename it with --rename")
+        raise UnsupportedError(f"no tensor can be called {METADATA}", key=name, hint=rename_hint([name]))
     return found
 
 

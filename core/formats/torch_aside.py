@@ -63,11 +63,31 @@ def set_aside(root: object) -> object:
     return {**mapping, ASIDE_KEY: note}
 
 
+def _path_of(record: dict[str, object]) -> tuple[object, ...]:
+    path: Any = record["path"]
+    return tuple(path)
+
+
 def refused(root: object) -> list[tuple[tuple[object, ...], object]]:
-    """Return path and value of every object of a tree that ``set_aside`` would put aside."""
+    """Return path and value of every object of a tree that ``set_aside`` would put aside.
+
+    What is put aside for its key only has the value ``RefusedKey``.
+    """
     setter = _Setter()
     setter.visit(root, ())
-    return [(tuple(record["path"]), record["value"]) for record in setter.records]  # type: ignore[arg-type]
+    objects: list[tuple[tuple[object, ...], object]] = []
+    for record in setter.records:
+        path = _path_of(record)
+        is_key = bool(path) and not setter.allows_key(path[-1])
+        objects.append((path, RefusedKey(path[-1]) if is_key else record["value"]))
+    return objects
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedKey:
+    """The key of an entry, which weights_only refuses."""
+
+    key: object
 
 
 class _Refused:
@@ -110,7 +130,7 @@ class _Setter:
         elif is_new and (kind is list or kind is tuple):
             kept = self._sequence(node, path)
         elif is_new and kind is set:
-            kept = node if all(self._is_allowed_key(member) for member in node) else _REFUSED
+            kept = node if all(self.allows_key(member) for member in node) else _REFUSED
         elif is_new and kind is Inert:
             kept = self._inert(node, path)
         if kept is node:
@@ -125,7 +145,7 @@ class _Setter:
         kept = []
         is_same = True
         for position, (key, item) in enumerate(entries):
-            stays = self.visit(item, (*path, key)) if self._is_allowed_key(key) else _REFUSED
+            stays = self.visit(item, (*path, key)) if self.allows_key(key) else _REFUSED
             is_same &= stays is item
             if stays is _REFUSED:
                 self._record((*path, key), position, item)
@@ -175,9 +195,10 @@ class _Setter:
             self._trial = _Setter(is_trial=True)
         return self._trial.visit(value, (*path, "")) is value
 
-    def _is_allowed_key(self, key: object) -> bool:
+    def allows_key(self, key: object) -> bool:
+        """Return whether weights_only builds a key of a dict."""
         if isinstance(key, tuple):
-            return all(self._is_allowed_key(part) for part in key)
+            return all(self.allows_key(part) for part in key)
         return not isinstance(key, (bytearray, TensorLeaf, Inert)) and self.visit(key, ("",)) is key
 
     def _record(self, path: tuple[object, ...], position: int, value: object) -> None:

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
-from core.formats.torch_aside import ASIDE_KEY, refused, set_aside
-from core.inert import Global, Inert, walk
+from core.formats.torch_aside import ASIDE_KEY, RefusedKey, refused, set_aside
+from core.inert import Global, Inert, TensorLeaf, walk
 from core.safe_pickle import globals_of
+from core.skeleton import joined
 
 if TYPE_CHECKING:
     from core.catalog import Catalog
@@ -30,7 +31,7 @@ _NUMPY = {
 
 def refusal_notes(target: Catalog) -> list[str]:
     """Return a note that names the objects of a torch file that weights_only refuses."""
-    objects = {".".join(map(str, path)) or "the root": value for path, value in refused(target.skeleton)}
+    objects = {joined(path) or "the root": value for path, value in refused(target.skeleton)}
     if not objects:
         return []
     names = _listed(objects)
@@ -73,6 +74,8 @@ def _listed(objects: Mapping[str, object]) -> str:
 
 def class_of(value: object) -> str:
     """Return the class of an inert value, or of the first object in it that is not plain."""
+    if isinstance(value, RefusedKey):
+        return f"its key is {'a tensor' if isinstance(value.key, TensorLeaf) else class_of(value.key)}"
     for node in walk(value):
         if isinstance(node, Global):
             return str(node)

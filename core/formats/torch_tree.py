@@ -22,10 +22,11 @@ from core.formats.torch_stream import stream_kind as stream_kind
 from core.formats.torch_tensor import Hook, Location, TensorReader, unsupported_kind
 from core.formats.torch_zip import Record, check_kind, read_archive
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.key_text import text_of
 from core.pickle_names import dangerous_uses
 from core.pickle_reduce import Name
 from core.safe_pickle import gc_paused, load
-from core.skeleton import MAX_DEPTH, Entry, containers, entries, mapped
+from core.skeleton import MAX_DEPTH, Entry, containers, entries, joined, mapped
 from core.substitute import substitute_in
 
 if TYPE_CHECKING:
@@ -346,8 +347,8 @@ def keys_of(found: list[Entry], *, taken: Container[str] = ()) -> list[tuple[str
     keys = []
     for entry, key in zip(found, plain, strict=True):
         chosen = key
-        if count[key] > 1 and any("." in str(part) for part in entry.path):
-            chosen = ".".join(str(part).replace("\\", "\\\\").replace(".", "\\.") for part in entry.path)
+        if count[key] > 1 and any("." in text_of(part) for part in entry.path):
+            chosen = ".".join(text_of(part).replace("\\", "\\\\").replace(".", "\\.") for part in entry.path)
         base, number = chosen, 2
         while chosen in used or chosen in taken or (chosen != key and chosen in count):
             chosen = f"{base}~{number}"
@@ -358,7 +359,7 @@ def keys_of(found: list[Entry], *, taken: Container[str] = ()) -> list[tuple[str
 
 
 def _joined(path: Path) -> str:
-    return ".".join(map(str, path)) if path else "value"
+    return joined(path) if path else "value"
 
 
 def _aliases(arrays: dict[str, StoredArray]) -> dict[str, str]:

@@ -57,7 +57,7 @@ from core.formats.zarr_chunks import folder_chunks
 from core.formats.zarr_fill import lost_files
 from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
 from core.formats.zarr_grid import grid_of_pieces
-from core.formats.zarr_tree import ROOT_KEY, Listing, check_key, folders_of, has_array_inside
+from core.formats.zarr_tree import ROOT_KEY, Listing, check_keys, folders_of, has_array_inside
 from core.formats.zarr_v2 import ARRAY_FILE, GROUP_FILE, parse_zarray, zarray
 from core.image import FileImage, PlacedArray
 from core.json_object import small_file
@@ -205,6 +205,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
         UnsupportedError: a tensor's arrays are no grid, its key is no directory's name, its dtype is none of zarr's, or
             an object has not been loaded.
     """
+    check_keys(target.tensors, reserved=_RESERVED)
     images: list[FileImage] = []
     for key in target.tensors:
         images += _array_images(target, key)
@@ -218,7 +219,6 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
 
 def _array_images(target: Catalog, key: str) -> Iterator[FileImage]:
     """``.zarray`` and the chunks of one tensor."""
-    check_key(key, target.tensors, reserved=_RESERVED)
     meta = target.tensors[key]
     grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
     yield metadata_image(f"{key}/{ARRAY_FILE}", zarray(grid, meta.dtype, key=key), grid, arrays)

@@ -48,7 +48,7 @@ from core.formats.zarr_fill import lost_files
 from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
 from core.formats.zarr_grid import ChunkGrid, grid_of_pieces, row_bands
 from core.formats.zarr_shards import dense_index, index_bytes
-from core.formats.zarr_tree import ROOT_KEY, Listing, check_key, folders_of, has_array_inside
+from core.formats.zarr_tree import ROOT_KEY, Listing, check_keys, folders_of, has_array_inside
 from core.formats.zarr_v3 import METADATA_FILE, array_json, group_json, node_of, parse_array
 from core.image import FileImage, Literal, PlacedArray, literal_file
 from core.json_object import small_file
@@ -179,8 +179,8 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     assert isinstance(shard_bytes, int)
     images: list[FileImage] = []
     groups: dict[str, None] = {}
+    check_keys(target.tensors, reserved=_RESERVED)
     for key in target.tensors:
-        check_key(key, target.tensors, reserved=_RESERVED)
         parts = key.split("/")
         groups |= dict.fromkeys("/".join(parts[:depth]) for depth in range(1, len(parts)))
         images += _array_images(target, key, shard_bytes=shard_bytes)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from core.errors import UnsafeError, UnsupportedError
+from core.select import listed_keys, rename_hint
 from core.store import checked_name
 
 if TYPE_CHECKING:
@@ -67,20 +68,24 @@ def has_array_inside(store: ReadStore, marker: str) -> bool:
     return any(store.exists(f"{name}/{marker}") for name in shown[:_MAX_SNIFFED])
 
 
-def check_key(key: str, others: Mapping[str, object], *, reserved: frozenset[str]) -> None:
-    """Returns if a key can be the name of an array's directory.
+def check_keys(keys: Mapping[str, object], *, reserved: frozenset[str]) -> None:
+    """Raise unless every key can be the name of an array's directory.
 
     Args:
-        others: all keys; none of them may lie inside another's directory.
+        keys: of all tensors; none of them may lie inside another's directory.
         reserved: names that mean something else.
 
     Raises:
-        UnsupportedError: it cannot.
+        UnsupportedError: some cannot.
     """
-    problem = _key_problem(key, others, reserved)
-    if problem is not None:
+    problems = {key: problem for key in keys if (problem := _key_problem(key, keys, reserved)) is not None}
+    if problems:
+        first, *others = problems
+        more = f"; nor can {listed_keys(others)}" if others else ""
         raise UnsupportedError(
-            f"the key cannot be the name of a directory: {problem}", key=key, hint="change it with --rename"
+            f"the key cannot be the name of a directory: {problems[first]}{more}",
+            key=first,
+            hint=rename_hint(list(problems)),
         )
 
 
