@@ -30,6 +30,8 @@ from core.errors import CorruptError, UsageError
 from core.formats.hf_files import CONFIG, carried_of, documents_of, with_documents
 from core.job import Job
 from core.json_object import object_of
+from core.mapping_attributes import attributes_of, without_tensors_of
+from core.nesting import attributes_note
 from core.quantize import Requantized, dequantized, is_float8, quantized
 from core.quantize_blocks import BLOCK
 from core.quantize_schemes import QuantizedWeight, check_scheme, quantized_weights
@@ -75,6 +77,7 @@ def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None =
         UsageError, UnsupportedError, CorruptError: as the steps raise them.
     """
     notes: list[str] = []
+    attributes = attributes_of(catalog.skeleton)
     stated = config_beside(catalog, config)
     edits: dict[str, object] = {}
     if job.dequantize is not None:
@@ -122,6 +125,11 @@ def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None =
         catalog = narrow.catalog
         notes += [f"{len(narrow.keys)} tensors become float8_e4m3fn with scales", *narrow.notes]
         edits["quantization_config"] = _quantization_config(narrow, catalog)
+    values = {id(attribute.value) for attribute in attributes_of(catalog.skeleton)}
+    lost = [attribute for attribute in attributes if id(attribute.value) not in values]
+    if lost:  # new names make the containers anew
+        catalog = without_tensors_of(catalog, lost)
+        notes.append(attributes_note(lost))
     config_notes: tuple[str, ...] = ()
     if edits:
         catalog, config_notes = _with_config(catalog, stated, edits)

@@ -40,7 +40,15 @@ from core.job_sizes import check_source_sizes, target_topology
 from core.job_stage import Made, finish_data, finish_manifest, identity_text, report_of, stage_of, written_path
 from core.layout import load_rules
 from core.layout_state import OPTIMIZER, texts_of
-from core.nesting import flattening_notes, n_leaves, nesting_notes, recorded_notes, root_notes, sharing_notes
+from core.nesting import (
+    attribute_tensors_left_out,
+    flattening_notes,
+    n_leaves,
+    nesting_notes,
+    recorded_notes,
+    root_notes,
+    sharing_notes,
+)
 from core.objects import loaded, state_dict, vetted
 from core.occupied import check_replaceable
 from core.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
@@ -329,6 +337,8 @@ def _nesting_lost(catalog: Catalog, format: Format, *, is_file: bool) -> list[st
 def _left_behind(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
     """What the destination has no place for; entries that share their first name share a line."""
     lines = []
+    if "family" not in catalog.attrs and (is_file or not keeps_nesting(catalog, format)) and not format.nests:
+        lines += attribute_tensors_left_out(catalog)
     beside = [*carried_of(catalog), *documents_of(catalog)]
     if beside and (is_file or not format.carries_files):
         lines.append(f"files beside the weights: {', '.join(beside)}")

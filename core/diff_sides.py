@@ -30,6 +30,7 @@ from core.layout import Rules
 from core.layout_args import facts_of
 from core.layout_spec import with_implementation
 from core.layout_state import EXTRA_STATE, OPTIMIZER
+from core.mapping_attributes import VERSIONS, attributes_of
 from core.objects import loaded
 from core.open import Checkpoint
 from core.optim_format import role_of
@@ -175,6 +176,9 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     for key, item in catalog.objects.items():
         if not (EXTRA_STATE in key and item.value in (None, [None])):
             found[key] = item.value
+    for attribute in attributes_of(catalog.skeleton):
+        if attribute.name != VERSIONS:  # of modules, which formats other than torch's do not have
+            found[f"{attribute.key} (attribute)"] = attribute.value
     optimizer = catalog.attrs.get("optimizer")
     if isinstance(optimizer, Optimizer):
         step = _number(catalog, store, optimizer.step)

@@ -9,13 +9,14 @@ Every note names the entries that it is about, so that a reader of the result ca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.box import c_strides
 from core.dtypes import itemsize
-from core.inert import NO_STATE, Inert, TensorLeaf, as_mapping
+from core.inert import Inert, TensorLeaf, as_mapping
+from core.mapping_attributes import MappingAttribute, attributes_beside_tensors, attributes_of
 from core.select import listed_keys
 from core.skeleton import Index, Path, containers, entries, joined
 
@@ -33,8 +34,6 @@ def nesting_notes(catalog: Catalog) -> list[str]:
         mapping = as_mapping(node)
         if isinstance(node, Inert):
             rows.setdefault(f"{_class(node)} becomes dict", []).append(name)
-            if node.state is not NO_STATE:
-                rows.setdefault("attributes of mappings, such as _metadata, are left out", []).append(name)
         elif isinstance(node, tuple):
             rows.setdefault("tuples become lists", []).append(name)
         for key in mapping or ():
@@ -47,6 +46,7 @@ def nesting_notes(catalog: Catalog) -> list[str]:
             if earlier != entry.key:
                 rows.setdefault(_SEPARATE, []).append(f"{entry.key} ({earlier})")
     notes = [f"{what}: {listed_keys(names)}" for what, names in rows.items()]
+    notes += _attribute_notes(attributes_of(catalog.skeleton))
     return notes + _parameter_notes(catalog) + _collision_notes(catalog)
 
 
@@ -72,7 +72,19 @@ def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
         notes += root_notes(catalog)
     elif root is not None and as_mapping(root) is None:
         notes.append("the root is not a dict, and becomes one")
+    notes += _attribute_notes(attributes_beside_tensors(catalog.skeleton))
     return notes + _parameter_notes(catalog) + _collision_notes(catalog)
+
+
+def attributes_note(attributes: Iterable[MappingAttribute]) -> str:
+    """Return a note on attributes of mappings that are left out."""
+    return f"attributes of mappings are left out: {listed_keys(attribute.key for attribute in attributes)}"
+
+
+def attribute_tensors_left_out(catalog: Catalog) -> list[str]:
+    """Return what is left out with the attributes of mappings that hold tensors, as lines of a summary."""
+    names = [attribute.key for attribute in attributes_of(catalog.skeleton) if attribute.holds_tensor]
+    return [f"{name} (a tensor in an attribute of a mapping, which only torch files hold)" for name in names]
 
 
 def n_leaves(skeleton: object) -> int:
@@ -117,6 +129,12 @@ def recorded_notes(recorded: Mapping[str, str]) -> list[str]:
     untie = f"--untie {key}={first}{' …' if len(recorded) > 1 else ''}"
     names = listed_keys(f"{key} ({first})" for key, first in recorded.items())
     return [f"tied tensors are in the file once, under the name in brackets ({untie} writes both): {names}"]
+
+
+def _attribute_notes(attributes: Iterable[MappingAttribute]) -> list[str]:
+    """Return a note on those attributes that hold no tensor; ``attribute_tensors_left_out`` lists the others."""
+    plain = [attribute for attribute in attributes if not attribute.holds_tensor]
+    return [attributes_note(plain)] if plain else []
 
 
 def _parameter_notes(catalog: Catalog) -> list[str]:

@@ -15,6 +15,7 @@ from core.box import Box
 from core.catalog import Catalog, Fragment, StoredArray, TensorMeta, array_name, bind_nothing, catalog_of_arrays
 from core.formats import Format
 from core.formats.hf_files import carried_of, without_carried
+from core.mapping_attributes import without_attributes
 from core.objects import inlined, state_dict, with_common, with_mapping_root, with_objects
 
 
@@ -25,6 +26,8 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Catalo
         catalog: global tensors; its objects have been loaded.
         format: not one that is cut by ranks.
     """
+    if not keeps_nesting(catalog, format):
+        catalog = without_attributes(catalog)
     if format.is_mcore:
         catalog = with_common(with_mapping_root(catalog))
     elif format.has_objects_beside:

@@ -14,6 +14,7 @@ from core.catalog import Catalog, TensorMeta
 from core.dtypes import dtype_of
 from core.errors import UsageError
 from core.inert import TensorLeaf, as_mapping, walk
+from core.mapping_attributes import attributes_of
 from core.optimizer import MASTERS, MOMENTS, Optimizer, state_of
 from core.quantize import companion
 from core.renaming import add_prefix as add_prefix
@@ -98,6 +99,7 @@ def restricted(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
         catalog.attrs.get("common"),
         catalog.attrs.get("rng_states"),
         inside,
+        [attribute.value for attribute in attributes_of(skeleton)],
         *(item.value for item in objects.values()),
     ]
     hidden_keys = {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}

@@ -116,8 +116,7 @@ class _Comparison:
             yield from _tensor_differences(name, one, other)
         elif isinstance(one, Mapping):
             yield from self._mappings(one, other if isinstance(other, Mapping) else {}, path)
-            if getattr(one, "__dict__", None) and vars(one) != getattr(other, "__dict__", {}):
-                yield Difference(name, "attributes", ", ".join(vars(one)))
+            yield from self._attributes(one, getattr(other, "__dict__", {}), path)
         elif isinstance(one, (list, tuple)):
             yield from self._sequences(one, other if isinstance(other, (list, tuple)) else (), path)
         elif not _equal(one, other):
@@ -142,6 +141,15 @@ class _Comparison:
         if [key for key in other if any(key is match for match in order)] != order:
             yield Difference(".".join(map(str, path)), "order")
 
+    def _attributes(self, one: Mapping[Any, Any], others: Mapping[str, Any], path: Path) -> Iterator[Difference]:
+        """Those of a mapping, which may hold tensors."""
+        for attribute, value in getattr(one, "__dict__", {}).items():
+            at = (*path, attribute)
+            if attribute in others:
+                yield from self._pair(value, others[attribute], at)
+            else:
+                yield Difference(".".join(map(str, at)), "attributes", type(value).__name__)
+
     def _sequences(self, one: Any, other: Any, path: Path) -> Iterator[Difference]:
         for index, item in enumerate(one):
             at = (*path, index)
@@ -161,6 +169,7 @@ class _Comparison:
             yield Difference(name, "moved")
             yield from self._pair(item, self._root[name], path)
         elif isinstance(item, Mapping) and item:
+            yield from self._attributes(item, {}, path)
             for key, below in item.items():
                 yield from self._elsewhere(below, (*path, key))
         elif isinstance(item, (list, tuple)) and any(isinstance(part, (torch.Tensor, Mapping)) for part in item):
