@@ -193,12 +193,24 @@ def prepare(job: Job) -> Iterator[Prepared]:
     source = open_checkpoint(job.src, iteration=job.iteration, missing_chunks=job.missing_chunks)
     try:
         with gc_paused():
-            prepared = _prepared(job, source)
+            with _naming_file(source):
+                prepared = _prepared(job, source)
             gc.freeze()  # or the collector looks at all of it as soon as the copy makes objects
         yield prepared
     finally:
         gc.unfreeze()
         source.store.close()
+
+
+@contextmanager
+def _naming_file(source: Checkpoint) -> Iterator[None]:
+    """Name the file in errors about an entry of a source that is one file."""
+    try:
+        yield
+    except UnsupportedError as err:
+        if err.key is not None and source.store.entry is not None:
+            err.file = err.file or source.store.label
+        raise
 
 
 def _prepared(job: Job, source: Checkpoint) -> Prepared:

@@ -163,9 +163,13 @@ _DICT_LIKE = {"collections.OrderedDict", "collections.defaultdict", "collections
 _LEAVES = frozenset((str, int, float, bool, bytes, type(None), Global))
 
 
-def walk(value: object) -> Iterator[object]:
-    """Every object of an inert tree once, containers first, without recursion; shared and cyclic parts are safe."""
-    seen: set[int] = set()
+def walk(value: object, seen: set[int] | None = None) -> Iterator[object]:
+    """Every object of an inert tree once, containers first, without recursion; shared and cyclic parts are safe.
+
+    Args:
+        seen: ids of containers that are left out; those of the tree are added.
+    """
+    seen = set() if seen is None else seen
     stack = [value]
     while stack:
         node = stack.pop()

@@ -111,7 +111,10 @@ def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
     views = [f"{view} ({base})" for view, base in _views(catalog)]
     if views:
         notes.append(f"tensors that are views of others' memory get memory of their own: {listed_keys(views)}")
-    shared = _pairs(catalog.attrs.get("shared"), {_joined(path) for path, _ in containers(catalog.skeleton)})
+    shared = _pairs(
+        catalog.attrs.get("shared"),
+        {_joined(path) for path, _ in containers(catalog.skeleton)} | catalog.objects.keys(),
+    )
     if shared:
         notes.append(f"{_SEPARATE}: {listed_keys(shared)}")
     return notes

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from core.errors import CorruptError
+from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, Size, TensorLeaf
 from core.pickle_reduce import KeyGuard
 
@@ -31,10 +31,18 @@ def to_plain(value: object) -> object:
     """``value`` in plain containers.
 
     Raises:
-        CorruptError: it contains itself.
+        UnsupportedError: it contains itself.
         TypeError: it contains something that is no inert value.
     """
-    return _rebuilt(value, _parts, _to_plain)
+    return _rebuilt(
+        value,
+        _parts,
+        _to_plain,
+        error=UnsupportedError(
+            "an object contains itself, so it can only be kept in a pickle, under its class",
+            hint="leave it out with --exclude, or write a torch file without --weights-only",
+        ),
+    )
 
 
 def from_plain(value: object) -> object:
@@ -45,16 +53,29 @@ def from_plain(value: object) -> object:
         UnsafeError: a dict key or set member that takes long to hash.
     """
     guard = KeyGuard()
-    return _rebuilt(value, _plain_parts, lambda node, made: _from_plain(node, made, guard))
+    return _rebuilt(
+        value,
+        _plain_parts,
+        lambda node, made: _from_plain(node, made, guard),
+        error=CorruptError("an object contains itself"),
+    )
 
 
 _Made = Callable[[object], Any]
 
 
 def _rebuilt(
-    root: object, parts_of: Callable[[object], Iterable[object]], make: Callable[[object, _Made], object]
+    root: object,
+    parts_of: Callable[[object], Iterable[object]],
+    make: Callable[[object, _Made], object],
+    *,
+    error: CheckpointingException,
 ) -> object:
-    """``make(root, made)``, where ``made(part)`` is what became of a part; every object is made once."""
+    """``make(root, made)``, where ``made(part)`` is what became of a part; every object is made once.
+
+    Args:
+        error: is raised if an object contains itself.
+    """
     done: dict[int, tuple[object, object]] = {}
     begun: set[int] = set()
     stack: list[tuple[object, bool]] = [(root, False)]
@@ -68,7 +89,7 @@ def _rebuilt(
             continue
         parts = [part for part in parts_of(node) if id(part) not in done]
         if any(id(part) in begun for part in parts) or any(part is node for part in parts):
-            raise CorruptError("an object contains itself")
+            raise error
         if parts:
             begun.add(id(node))
         stack.append((node, True))

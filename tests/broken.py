@@ -155,6 +155,16 @@ def json_changed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(content))
 
 
+def circular(path: Path) -> None:
+    """The state dict of a torch file with an entry that is the state dict."""
+    import torch
+
+    is_zip = path.read_bytes().startswith(b"PK")
+    state = torch.load(path)
+    state["self"] = state
+    torch.save(state, path, _use_new_zipfile_serialization=is_zip)
+
+
 def calling(path: Path, *, module: str = "torch.utils.collect_env", name: str = "run") -> None:
     """The file with a call in its first pickle whose result is dropped: a zip, a stream of torch, or a pickle."""
     call = f"c{module}\n{name}\n".encode() + b"X\x02\0\0\0id\x85R0"

@@ -336,6 +336,8 @@ TABLE = (
         ("CK109", "model_zip.pt"),
     ),
     row(TORCH, "a tar file of something else", "", lambda p: b.tarred(p, "notes.txt"), ("CK108", "model_zip.pt")),
+    row(TORCH, "a dict that contains itself", "", b.circular, ("CK109", "model_zip.pt")),
+    row(LEGACY, "a dict that contains itself", "", b.circular, ("CK109", "model_legacy.pt")),
     # --- safetensors
     row(ONE, "cut short", "model.safetensors", b.cut, ("CK103", "model.safetensors")),
     row(

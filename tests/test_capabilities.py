@@ -169,6 +169,45 @@ def dtensor() -> Iterator[DTensor]:
         torch.distributed.destroy_process_group()
 
 
+class Table(dict[str, object]):
+    """A dict of the user's own."""
+
+
+class MadeOf(dict[str, object]):
+    """A dict that is made of a tensor."""
+
+    def __init__(self, base: torch.Tensor) -> None:
+        super().__init__(w=base + 1)
+        self.base = base
+
+    def __reduce__(self) -> Any:
+        return MadeOf, (self.base,), None, None, iter(self.items())
+
+
+def with_attributes(mapping: Any, **attributes: object) -> Any:
+    for name, value in attributes.items():
+        setattr(mapping, name, value)
+    return mapping
+
+
+def circular_dict() -> dict[str, object]:
+    state: dict[str, object] = {"w": torch.ones(2)}
+    state["self"] = state
+    return state
+
+
+def circular_list() -> list[object]:
+    items: list[object] = [1]
+    items.append(items)
+    return items
+
+
+def circular_namespace() -> argparse.Namespace:
+    args = argparse.Namespace(lr=1)
+    args.self = args
+    return args
+
+
 def tied() -> dict[str, torch.Tensor]:
     weight = torch.arange(6.0)
     return {"a": weight, "b": weight, "c": weight[2:4]}
@@ -205,6 +244,19 @@ TREES: dict[str, Callable[[], object]] = {
     "numpy": lambda: {"w": torch.ones(2), "state": np.arange(3), "rng": np.random.RandomState(0).get_state()},
     "a class of the user": lambda: {"w": torch.ones(2), "recipe": Recipe()},
     "a function": lambda: {"w": torch.ones(2), "f": print},
+    "keys that are numpy scalars": lambda: {"proto": {np.int64(3): torch.ones(2), np.float32(0.1): 5}},
+    "keys without a text": lambda: {"proto": {Recipe(): torch.ones(2), Recipe(): torch.ones(3)}, "w": torch.ones(2)},
+    "an object below such a key": lambda: {"table": {Recipe(): 5}, "w": torch.ones(2)},
+    "tensors as keys": lambda: {"state": {torch.ones(1): {"exp_avg": torch.ones(2)}}, "w": torch.ones(2)},
+    "a tensor as an attribute": lambda: {"model": with_attributes(OrderedDict(w=torch.ones(2)), ema=torch.ones(3))},
+    "a plain attribute": lambda: {"model": with_attributes(OrderedDict(w=torch.ones(2)), kind="x"), "step": 3},
+    "attributes of the root": lambda: with_attributes(OrderedDict(w=torch.ones(2)), ema=torch.ones(3), kind="x"),
+    "attributes without entries": lambda: {"w": torch.ones(1), "m": with_attributes(OrderedDict(), ema=torch.ones(3))},
+    "a dict of the user's class": lambda: {"m": with_attributes(Table(w=torch.ones(2), n=1), ema=torch.ones(3))},
+    "arguments of a dict's class": lambda: {"m": MadeOf(torch.ones(3)), "w": torch.ones(2)},
+    "a dict that contains itself": circular_dict,
+    "a list that contains itself": lambda: {"w": torch.ones(2), "list": circular_list()},
+    "a namespace that contains itself": lambda: {"w": torch.ones(2), "args": circular_namespace()},
     "scales": lambda: {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1, 1)},
 }
 

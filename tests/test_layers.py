@@ -48,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *(
             "core.key_text",
             "core.skeleton",
+            "core.cycles",
             "core.plain",
             "core.cast",
             "core.checksum",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import datetime
 import enum
 import fractions
@@ -418,3 +419,14 @@ def test_the_comparison_sees_every_kind_of_difference(source: Any, result: Any, 
     assert kind in {difference.kind for difference in found}
     assert not any(is_told(difference, ["nothing of it: other (entry)"]) for difference in found)
     assert differences(source, source) == []
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "safetensors", "zarr3", "torch_dist"])
+@pytest.mark.parametrize("table", [{"n": 1}, {"w": numbers(2)}, [{"n": 1}]], ids=["plain", "tensors", "list"])
+def test_what_an_object_shares_with_the_state_dict_is_told(table: Any, to: str, tmp_path: Path) -> None:
+    state = {"e": numbers(1), "table": table, "args": argparse.Namespace(table=table)}
+    report = converted(saved(state, tmp_path), tmp_path / "out", to)
+    assert "objects that several places share become separate copies: args (table)" in report.notes
+    alone = {"e": numbers(1), "table": table, "args": argparse.Namespace(table=copy.deepcopy(table))}
+    report = converted(saved(alone, tmp_path), tmp_path / "alone", to)
+    assert not any("separate copies" in note for note in report.notes)

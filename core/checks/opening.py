@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from core.checks import Check, Code
+from core.checks.file_codes import NOT_HANDLED
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
+from core.cycles import ENDLESS, endless_error
 from core.errors import CheckpointingException, MissingShardError, TruncatedError
 from core.finding import Finding, Severity
 
@@ -31,6 +33,14 @@ def readable(subject: Subject) -> Iterator[Finding]:
     yield finding_of(err, default=UNREADABLE, code=None if is_of_file else UNREADABLE)
 
 
+def ends(subject: Subject) -> Iterator[Finding]:
+    """Find containers that contain themselves, which no conversion can follow to their end."""
+    unsupported = subject.catalog.attrs.get("unsupported") if subject.catalog is not None else None
+    for key, kind in unsupported.items() if isinstance(unsupported, Mapping) else ():
+        if kind == ENDLESS:
+            yield finding_of(endless_error(str(key)), default=NOT_HANDLED, file=subject.store.entry)
+
+
 def is_explained(subject: Subject, err: CheckpointingException) -> bool:
     """Whether a finding says what an error says: one about its file or tensor or, if it names no file, any error."""
     errors = [finding for finding in subject.findings if finding.severity == Severity.ERROR]
@@ -47,4 +57,4 @@ def _absolute(subject: Subject, file: str) -> str:
     return os.path.abspath(os.path.join(subject.store.root, file))
 
 
-CHECKS = (Check(readable),)
+CHECKS = (Check(readable), Check(ends))

@@ -392,7 +392,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
         UnsupportedError: the arrays are no chunks of their tensors.
     """
     target, meta = parted(target)
-    objects = [replace(item, value=loadable(item.value)) for item in target.objects.values()]
+    objects = [replace(item, value=loadable(item.value, key=item.key)) for item in target.objects.values()]
     layout = lay_out_items(target, objects, max_file_bytes=max_file_bytes(target))
     beside = () if meta is None else (meta,)
     return (*layout.files, *beside, metadata_image(target, layout, planner_data=paths_of(target)))

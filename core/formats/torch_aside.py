@@ -28,7 +28,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.inert import NO_STATE, Global, Inert, Size, TensorLeaf, as_mapping
 from core.pickle_reduce import KeyGuard
 from core.plain import from_plain, to_plain
-from core.skeleton import MAX_DEPTH
+from core.skeleton import MAX_DEPTH, joined
 
 ASIDE_KEY = "__ckpt_inert__"
 ROOT_KEY = "__ckpt_root__"
@@ -43,14 +43,17 @@ def set_aside(root: object) -> object:
     """The tree without what weights_only refuses; ``root`` itself if there is nothing.
 
     Raises:
-        UnsupportedError: the root has the reserved key already.
-        CorruptError: an object contains itself.
+        UnsupportedError: the root has the reserved key already, or an object contains itself.
     """
     setter = _Setter()
     kept = setter.visit(root, ())
     if not setter.records:
         return root
-    note = {"version": _VERSION, "entries": to_plain(setter.records)}
+    try:
+        note = {"version": _VERSION, "entries": to_plain(setter.records)}
+    except UnsupportedError as err:
+        err.key = next((joined(_path_of(record)) for record in setter.records if _is_endless(record)), None)
+        raise
     if kept is _REFUSED:
         return {ASIDE_KEY: note}
     mapping = as_mapping(kept)
@@ -66,6 +69,14 @@ def set_aside(root: object) -> object:
 def _path_of(record: dict[str, object]) -> tuple[object, ...]:
     path: Any = record["path"]
     return tuple(path)
+
+
+def _is_endless(record: dict[str, object]) -> bool:
+    try:
+        to_plain(record)
+    except UnsupportedError:
+        return True
+    return False
 
 
 def refused(root: object) -> list[tuple[tuple[object, ...], object]]:

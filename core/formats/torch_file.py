@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from core.catalog import catalog_of_arrays
+from core.cycles import ENDLESS, endless_error
 from core.errors import UnsupportedError
 from core.formats import Format, no_folders
 from core.formats.torch_aside import set_aside
@@ -153,6 +154,8 @@ def refuse_unsupported(catalog: Catalog) -> None:
     if isinstance(unsupported, Mapping):
         for key, kind in unsupported.items():
             if key in catalog.objects:
+                if kind == ENDLESS:
+                    raise endless_error(str(key))
                 raise UnsupportedError(
                     f"a {kind} cannot be copied",
                     key=str(key),

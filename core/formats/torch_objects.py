@@ -87,12 +87,17 @@ def objects_image(target: Catalog, *, path: str = OBJECTS_FILE) -> FileImage | N
             )
 
     with gc_paused():
-        root = {
+        root: object = {
             "ckpt_objects": _VERSION,
             "objects": {key: item.value for key, item in target.objects.items()},
             "skeleton": None if _is_flat(target) else to_plain(_marked(target)),
         }
-        plan = plan_tree(set_aside(root), target.whole_array, prefix="ckpt-objects")
+        try:
+            root = set_aside(root)
+        except UnsupportedError as err:
+            err.key = err.key and err.key.removeprefix("objects.")
+            raise
+        plan = plan_tree(root, target.whole_array, prefix="ckpt-objects")
     return FileImage(path, plan.size, plan.arrays, plan.literals)
 
 

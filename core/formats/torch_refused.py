@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
+from core.errors import UnsupportedError
 from core.formats.torch_aside import ASIDE_KEY, RefusedKey, refused, set_aside
 from core.inert import Global, Inert, TensorLeaf, walk
 from core.safe_pickle import globals_of
@@ -40,13 +41,23 @@ def refusal_notes(target: Catalog) -> list[str]:
     return [f"torch.load's weights_only mode refuses these objects: {names}; --weights-only sets them aside"]
 
 
-def loadable(value: object, *, packages: Set[str] = frozenset()) -> object:
+def loadable(value: object, *, key: str | None = None, packages: Set[str] = frozenset()) -> object:
     """Return a value as a loader can read it that imports every class that is named: as it is, or set aside.
 
     Args:
+        key: of the object, None for a dict of several.
         packages: those that the loader has beside torch and numpy.
+
+    Raises:
+        UnsupportedError: it is to be set aside, but contains itself.
     """
-    return value if names_importable(value, packages=packages) else set_aside(value)
+    if names_importable(value, packages=packages):
+        return value
+    try:
+        return set_aside(value)
+    except UnsupportedError as err:
+        err.key = key or err.key
+        raise
 
 
 def aside_notes(target: Catalog, *, packages: Set[str] = frozenset()) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.catalog import Extent, StoredArray, StoredObject
+from core.cycles import ENDLESS, cut
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats.torch_aside import put_back
 from core.formats.torch_legacy import VERSION, read_legacy
@@ -26,6 +27,7 @@ from core.key_text import text_of
 from core.pickle_names import dangerous_uses
 from core.pickle_reduce import Name
 from core.safe_pickle import gc_paused, load
+from core.select import listed_keys
 from core.skeleton import MAX_DEPTH, Entry, containers, entries, joined, mapped
 from core.substitute import substitute_in
 
@@ -149,6 +151,7 @@ def load_object(store: ReadStore, array: StoredArray, *, key: str) -> tuple[obje
         if stream_kind(store, extent.file, start, n_bytes) == "pickle":
             return load(store.read(extent.file, start, n_bytes), label=extent.file), {}
         tree = parse(store, extent.file, start=start, n_bytes=n_bytes, prefix=f"{key}:", coords=array.coords)
+        _refuse_endless(tree, prefix=f"{key}:")
         value = mapped(tree.value, lambda entry: _inlined(tree, entry))
     except CheckpointingException as err:
         err.key = err.key or key
@@ -194,6 +197,19 @@ def load_shared(
         err.span = err.span or (start, start + n_bytes)
         raise
     return value, arrays
+
+
+def _refuse_endless(tree: TorchTree, *, prefix: str) -> None:
+    """Raise if a container in a tree contains itself.
+
+    Raises:
+        UnsupportedError: names the entries.
+    """
+    keys = [key.removeprefix(prefix) for key, kind in tree.unsupported.items() if kind == ENDLESS]
+    if keys:
+        raise UnsupportedError(
+            f"a container in the object contains itself, at {listed_keys(keys)}", hint="save it again without these"
+        )
 
 
 def _inlined(tree: TorchTree, entry: Entry) -> object:
@@ -251,7 +267,10 @@ class _Reading:
 
     def tree(self, root: object) -> TorchTree:
         """The content; ``root`` is its value with everything back in its place."""
-        _check_unfolded_size(root)
+        is_set_aside = root is not self._content.value
+        if _check_unfolded_size(root):
+            root = cut(root)
+            _check_unfolded_size(root)
         found = list(entries(root))
         keys = iter(keys_of(found, taken=self._reader.locations))
         arrays: dict[str, StoredArray] = {}
@@ -268,6 +287,10 @@ class _Reading:
                 if leaf.key in self._reader.attributes:
                     attributes[key] = self._reader.attributes[leaf.key]
                 return TensorLeaf(key, leaf.wrapper, leaf.requires_grad)
+            if isinstance(leaf, ObjectLeaf):
+                objects[key] = StoredObject(key, coords=self._coords)
+                unsupported[key] = ENDLESS
+                return ObjectLeaf(key)
             objects[key] = StoredObject(key, value=leaf, coords=self._coords)
             kind = unsupported_kind(leaf)
             if kind is not None:
@@ -290,7 +313,7 @@ class _Reading:
             notes=_notes(attributes),
             version=self._content.version,
             shared=_shared(root),
-            is_set_aside=root is not self._content.value,
+            is_set_aside=is_set_aside,
         )
 
     def array(self, key: str, location: Location) -> StoredArray:
@@ -377,7 +400,10 @@ def _aliases(arrays: dict[str, StoredArray]) -> dict[str, str]:
 
 
 def _shared(root: object) -> dict[str, str]:
-    """Path of a container of entries → path where the same object stands before it; those below it are not listed."""
+    """Path of a container of entries → path where the same object stands before it; those below it are not listed.
+
+    Of an object that holds a container of entries, its own path.
+    """
     first: dict[int, str] = {}
     shared: dict[str, str] = {}
     for path, node in containers(root, once=True):
@@ -385,6 +411,13 @@ def _shared(root: object) -> dict[str, str]:
         earlier = first.setdefault(id(node), name)
         if earlier != name and not isinstance(node, tuple):
             shared[name] = earlier
+    seen: set[int] = set()  # what several objects hold is looked at once, and told of the first
+    for entry in entries(root):
+        if isinstance(entry.leaf, TensorLeaf):
+            continue
+        inside = [node for node in walk(entry.leaf, seen) if id(node) in first and not isinstance(node, tuple)]
+        if inside:
+            shared.setdefault(_joined(entry.path), first[id(inside[0])])
     return shared
 
 
@@ -398,18 +431,20 @@ def _notes(attributes: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     return (f"{what} Python attributes ({listed}), which are not kept",)
 
 
-def _check_unfolded_size(root: object) -> None:
-    """Returns if walking every path through the containers of ``root`` ends soon.
+def _check_unfolded_size(root: object) -> bool:
+    """Return whether containers contain themselves; if not, walking every path through them ends soon.
 
     A few shared lists or dicts make 2⁶⁰ paths; a checkpoint has not many more than it has containers.
 
     Raises:
         UnsafeError: there are too many paths.
-        CorruptError: the containers are nested too deeply, or contain themselves.
+        CorruptError: the containers are nested too deeply.
     """
     sizes: dict[int, int] = {}
+    is_endless = False
 
     def size(node: object, depth: int) -> int:
+        nonlocal is_endless
         children: list[object] | tuple[object, ...]
         if isinstance(node, (list, tuple)):
             children = node
@@ -421,14 +456,23 @@ def _check_unfolded_size(root: object) -> None:
         known = sizes.get(id(node))
         if known is None:
             if depth > MAX_DEPTH:
-                raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels, or contain themselves")
+                raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels")
+            sizes[id(node)] = _OPEN
             known = 1 + sum(size(child, depth + 1) for child in children)
             sizes[id(node)] = known
+        is_endless |= known == _OPEN
         return known
 
     n_paths = size(root, 0)
+    if is_endless:
+        return True
     if n_paths > 1_000_000 and n_paths > 16 * sum(len(n) for n in _containers(root)):
         raise UnsafeError(f"containers are shared so often that they unfold to {n_paths} entries")
+    return False
+
+
+_OPEN = 0
+"""The size of a container whose children are being counted; that of any other is more."""
 
 
 def _containers(root: object) -> Iterator[list[object]]:
