@@ -75,7 +75,7 @@ def examined(subject: Subject) -> Deep:
             subject.device, _device_works(subject), threads=subject.threads or len(os.sched_getaffinity(0))
         )
     watches = agreed(team, lambda: _watches(subject), lambda found: [*found], what=str(subject.path))
-    catalog = subject.catalog
+    catalog = subject.salvaged.catalog
     stored = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
     more = chain.from_iterable(watch.arrays for watch in watches.values())
     digests = any(watch.digests for watch in watches.values())

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckpt_cli.app import main
+from core.checks import Level
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.formats.bin_shards import read as read_bin_shards
 from core.open import open_checkpoint
@@ -206,3 +208,29 @@ def test_the_current_directory_is_resharded_inside_a_root_and_inside_an_iteratio
         monkeypatch.chdir(folder)
         assert main(["reshard", "--tp", "2", "--tp-new", "4", "--dry-run"]) == 0
         assert "would write" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bad", [PAGE, b"\x10" + b"\0" * 7 + b"cut"], ids=["a page", "a cut file"])
+def test_of_loose_files_the_unreadable_one_is_named_and_the_others_are_proposed(
+    bad: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        save_file({f"{name}.w": torch.arange(3.0)}, tmp_path / f"{name}.safetensors")
+    (tmp_path / "c.safetensors").write_bytes(bad)
+    for words in (["inspect"], ["convert", "--to", "dcp", "-o", str(tmp_path / "out")], ["manifest"]):
+        assert main([words[0], str(tmp_path), *words[1:]]) != 0
+        told = capsys.readouterr().err
+        assert "c.safetensors" in told
+        assert ("a web page" if bad == PAGE else "but its header alone ends at byte 24") in told
+        assert "the other files can be read one by one: a.safetensors, b.safetensors" in told
+
+
+def test_validate_goes_on_with_the_files_beside_an_unreadable_one(tmp_path: Path) -> None:
+    save_file({"a.w": torch.tensor([1.0, float("nan")])}, tmp_path / "a.safetensors")
+    save_file({"b.w": torch.arange(3.0)}, tmp_path / "b.safetensors")
+    (tmp_path / "c.safetensors").write_bytes(PAGE)
+    findings = validate(tmp_path, level=Level.DEEP).findings
+    assert {(finding.code, finding.file) for finding in findings} == {
+        ("CK108", "c.safetensors"),
+        ("CK710", "a.safetensors"),
+    }

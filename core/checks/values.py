@@ -103,7 +103,7 @@ class _Tensor:
 
 def values(subject: Subject) -> Iterator[Finding]:
     """NaN, infinities, zeros and constants."""
-    if subject.catalog is None:
+    if subject.salvaged.catalog is None:
         return
     (observer,) = subject.deep.watches["values"].observers
     assert isinstance(observer, ValueObserver)
@@ -139,7 +139,7 @@ def _tensors(subject: Subject, facts: dict[str, Facts]) -> Iterator[_Tensor]:
 
     Global names are used for rank files whose layout is known, stored ones otherwise.
     """
-    catalog = subject.catalog
+    catalog = subject.salvaged.catalog
     assert catalog is not None
     left = dict(facts)
     canonical = subject.canonical

@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog import Catalog, StoredArray, catalog_of_arrays
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
 from core.formats import Format
 from core.formats.hf_files import config_of, with_carried
 from core.formats.hf_index import Index
@@ -41,6 +41,7 @@ from core.formats.safetensors_files import (
     files_of,
     has_tensors,
     is_piece,
+    listed,
     shard_number,
 )
 from core.formats.safetensors_header import Header, looks_like_header, read_header
@@ -73,7 +74,7 @@ def read(store: ReadStore) -> Catalog:
     if store.entry is not None and not store.entry.endswith(INDEX_SUFFIX):
         return _of_file(store, store.entry)
     files = files_of(store)
-    headers = [read_header(store, name) for name in files.names]
+    headers = _headers(store, files.names)
     notes = list(files.notes)
     if files.index is not None and not files.is_pieces:
         notes += _checked_index(headers, files.index)
@@ -84,6 +85,46 @@ def read(store: ReadStore) -> Catalog:
         catalog = _of_headers(headers)
     made = with_carried(with_objects(catalog, read_objects(store)), store)
     return made.noted(notes).with_attrs(stem=files.stem)
+
+
+def salvage(store: ReadStore, report: Report) -> Catalog:
+    """Return the whole tensors of those files of a directory that can be read.
+
+    Args:
+        report: told of every file that is left out.
+
+    Raises:
+        CheckpointingException: it cannot be told which files count, or a tensor is in two of them.
+    """
+    headers: list[Header] = []
+    for name in files_of(store).names:
+        try:
+            header = read_header(store, name)
+        except CheckpointingException as err:
+            report(err)
+            continue
+        if not has_pieces(header):
+            headers.append(header)
+    return _of_headers(headers)
+
+
+def _headers(store: ReadStore, names: Sequence[str]) -> list[Header]:
+    """Return the headers of the files of a directory.
+
+    Raises:
+        CheckpointingException: the first that cannot be read; the hint lists those that can.
+    """
+    headers = []
+    for name in names:
+        try:
+            headers.append(read_header(store, name))
+        except CheckpointingException as err:
+            others = [other for other in names if other != name and looks_like_header(store, other)]
+            if others:
+                advice = f"the other files can be read one by one: {listed(others)}"
+                err.hint = advice if err.hint is None else f"{err.hint}; {advice}"
+            raise
+    return headers
 
 
 def _of_file(store: ReadStore, name: str) -> Catalog:
@@ -223,6 +264,7 @@ FORMAT = Format(
     title="Hugging Face safetensors",
     sniff=sniff,
     read=read,
+    salvage=salvage,
     lay_out=lay_out,
     is_single_file=True,
     suffixes=(SUFFIX,),

@@ -18,6 +18,7 @@ Source: huggingface_hub 2.4 ``serialization``; torch 2.13 ``torch/distributed/ch
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -123,14 +124,14 @@ def files_of(store: ReadStore) -> Files:
         used = set(index.file_of.values())
         odd = [name for name in whole if name not in used]
         if odd:
-            notes.append(f"not listed in {index.file}, so not read: {_listed(odd)}")
+            notes.append(f"not listed in {index.file}, so not read: {listed(odd)}")
         return Files(tuple(sorted(used)), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))
     if whole:
         _refuse_gaps(whole)
         if others:
-            notes.append(f"{whole[0]}{' …' * (len(whole) > 1)} is what loaders take, so not read: {_listed(others)}")
+            notes.append(f"{whole[0]}{' …' * (len(whole) > 1)} is what loaders take, so not read: {listed(others)}")
         if len(whole) > 1:
-            notes.append(f"{len(whole)} files without an index were read as one checkpoint: {_listed(whole)}")
+            notes.append(f"{len(whole)} files without an index were read as one checkpoint: {listed(whole)}")
         return Files(tuple(whole), stem=_stem(whole[0]), notes=(*notes, *_unread(pieces)))
     if pieces:
         return _of_pieces(pieces)
@@ -214,15 +215,16 @@ def _chosen_index(store: ReadStore, whole: list[str]) -> tuple[Index | None, lis
         return None, []
     usual = STEMS[0] + INDEX_SUFFIX
     if usual not in names and any(_series(name) == STEMS[0] for name in whole):
-        return None, [f"not read: {_listed(names)}"]
+        return None, [f"not read: {listed(names)}"]
     if len(names) > 1 and usual not in names:
         raise UnsupportedError(
-            f"there are {len(names)} indexes: {_listed(names)}", file=store.label, hint="point at one of them"
+            f"there are {len(names)} indexes: {listed(names)}", file=store.label, hint="point at one of them"
         )
     chosen = usual if usual in names else names[0]
     others = [name for name in names if name != chosen]
-    return read_index(store, chosen, suffix=SUFFIX), [f"{chosen} was read, not {_listed(others)}"] if others else []
+    return read_index(store, chosen, suffix=SUFFIX), [f"{chosen} was read, not {listed(others)}"] if others else []
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return the first names of files as text, and how many there are."""
     return ", ".join(names[:3]) + (f" … ({len(names)} in all)" if len(names) > 3 else "")
