@@ -165,12 +165,13 @@ class _Trials:
         if lacks_layout and not self._model.is_hf and not is_cut(self._source.format):
             options = []  # no option gives the tensors other names
         is_possible, why = self._tried(job, format, options)
-        return is_possible, self._model.layout_refusal if lacks_layout and not is_possible else why
+        has_reason = lacks_layout and not self._model.is_hf  # of a model of a family, the planner says more
+        return is_possible, self._model.layout_refusal if has_reason and not is_possible else why
 
     def reshard(self) -> tuple[bool, str | None]:
         """Return whether the parallel sizes can be changed, and the condition or the reason."""
         own = self._source.format
-        if self._model.layout_refusal is not None:
+        if self._model.layout_refusal is not None and not self._model.is_hf:
             return False, self._model.layout_refusal
         options = [
             *([_NO_OPTIM] if self._model.has_optimizer else []),

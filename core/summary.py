@@ -251,7 +251,7 @@ def _unsharded(checkpoint: Checkpoint) -> _Unsharded:
     try:
         config = config_of_source(checkpoint)
     except CheckpointingException as err:
-        return _Unsharded(None, err.message)
+        return _Unsharded(None, err.sentence)
     if is_hf(catalog, config):
         assert config is not None
         return _of_hf(catalog, config)
@@ -262,7 +262,7 @@ def _unsharded(checkpoint: Checkpoint) -> _Unsharded:
             catalog = loaded(catalog, store, load_object)
         return _Unsharded(unshard(catalog, rules=load_rules(), optim="drop", keep_padded_vocab=True), None)
     except CheckpointingException as err:
-        return _Unsharded(None, err.message)
+        return _Unsharded(None, err.sentence)
 
 
 def _of_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
@@ -277,7 +277,7 @@ def _of_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
             catalog = changed(catalog, Job(src=Path(), dequantize="bfloat16"), config=config).catalog
         return _Unsharded(to_megatron(catalog, config), None, has_scales, is_hf=True)
     except CheckpointingException as err:
-        return _Unsharded(None, err.message, has_scales, is_hf=True)
+        return _Unsharded(None, err.sentence, has_scales, is_hf=True)
 
 
 def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:

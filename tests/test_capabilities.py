@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from core.errors import CheckpointingException
 from core.formats import formats
 from core.open import open_checkpoint
 from core.summary import summarized
+from tests.damages import tensors_changed
 from tests.edited import edit_rank
 from tests.rank_files import rank_dirs
 from tests.reshard.rewritten import rewritten
@@ -368,3 +370,16 @@ def test_one_unknown_class_among_many_objects_is_seen(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), **state}, tmp_path / "x.pt")
     of_target = assert_capabilities_hold(tmp_path / "x.pt", tmp_path / "out")
     assert "--drop-unknown" in str(of_target["dcp"].why)
+
+
+@pytest.mark.parametrize("key", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_model_without_a_tensor_names_it_as_the_refusal_of_convert_does(
+    key: str, golden: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(golden / "hf/llama/safetensors_single", tmp_path / "model"))
+    tensors_changed(source, lambda tensors: tensors.pop(key))
+    of_target = assert_capabilities_hold(source, tmp_path / "out")
+    with pytest.raises(CheckpointingException) as refusal:
+        run_job(Job(src=source, dst=tmp_path / "out", to="megatron"))
+    assert key in refusal.value.sentence
+    assert of_target["megatron"].why == refusal.value.sentence

@@ -7,7 +7,8 @@ One definition for two uses: a conversion refuses the first problem (``core.hf.p
 * other families: what every configuration states (``core.hf.common_sizes``).
 
 What is no problem: a tied head that is stored all the same, buffers that follow from the configuration, names without
-``model.`` in front (a model without a head), other heads, multi-token prediction layers that were left out.
+``model.`` in front (a model without a head) or with ``transformer.`` (one that answers questions), tensors beside
+another head than the language model's, multi-token prediction layers that were left out.
 
 Source: transformers 5.23.0 ``modeling_utils.py`` ``from_pretrained``; models that it wrote, in tests/hf.
 """
@@ -24,7 +25,7 @@ from core.dtypes import dtype_of
 from core.errors import CorruptError
 from core.hf.common_sizes import contradictions
 from core.hf.config import CONFIG, count_of
-from core.hf.expected import BODY, HEAD, Described, Expected, described, expected_of, is_tied, stated_experts
+from core.hf.expected import BODY, HEAD, Described, Expected, described, expected_of, head_of, is_tied, stated_experts
 from core.hf.names import Family
 from core.hf.problem import Kind, Problem
 from core.hf.quantization import OWN_FILES, Scheme, is_cache_scale, is_sign, owner_of, scale_key, scheme_of
@@ -35,7 +36,8 @@ _EXPERT = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(\d{1,6})\.")
 _STACKED = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(gate_up_proj|down_proj)")
 _ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|block_sparse_moe)\.gate\.weight")
 _BODY_PARTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
-"""What names begin with in a model without a head."""
+_BODIES = (BODY, "transformer.", "")
+"""What may stand in front of them: in most classes, in those that answer questions, in a model without a head."""
 
 
 def compared(
@@ -82,7 +84,8 @@ class _Case:
     Args:
         config: the parsed ``config.json``.
         model: what it describes.
-        stored: the tensors, under the names that they have in a model with a head; their keys are those stored.
+        stored: the tensors, under the names that they have in a language model; their keys are those stored.
+        body: what the stored keys have in place of ``model.``.
         counts: layers and experts.
         scheme: how the configuration says that weights are quantized, or None.
         expected: the tensors of the model, as far as counts agree.
@@ -94,6 +97,7 @@ class _Case:
     config: Mapping[str, object]
     model: Described
     stored: Mapping[str, TensorMeta]
+    body: str
     counts: _Counts
     scheme: Scheme | None
     expected: tuple[Expected, ...]
@@ -107,20 +111,20 @@ class _Case:
 
 
 def _case_of(tensors: Mapping[str, TensorMeta], config: Mapping[str, object], model: Described) -> _Case:
-    stored, scheme = _with_body(tensors), scheme_of(config)
+    body, scheme = _body_of(tensors), scheme_of(config)
+    stored = {_as_language_model(key, body): meta for key, meta in tensors.items()}
     counts = _counts(stored, config, model.family)
     routed = {meta.shape[0] for key, meta in stored.items() if _ROUTER.fullmatch(key) and meta.shape}
     is_as_stated = counts.stored_experts == counts.experts or counts.experts in routed
-    expected = tuple(
-        expected_of(
-            config,
-            model.family,
-            n_layers=min(counts.layers, counts.stored_layers),
-            n_experts=min(counts.experts, counts.stored_experts),
-            n_rows_router=counts.experts if is_as_stated else counts.stored_experts,
-            n_mtp=counts.mtp,
-        )
+    of_family = expected_of(
+        config,
+        model.family,
+        n_layers=min(counts.layers, counts.stored_layers),
+        n_experts=min(counts.experts, counts.stored_experts),
+        n_rows_router=counts.experts if is_as_stated else counts.stored_experts,
+        n_mtp=counts.mtp,
     )
+    expected = (*of_family, *head_of(config, model))
     accepted = {name for item in expected for name in item.names}
     accepted |= {item.stack[0] for item in expected if item.stack is not None}
     others = tuple(key for key in stored if key not in accepted)
@@ -129,7 +133,7 @@ def _case_of(tensors: Mapping[str, TensorMeta], config: Mapping[str, object], mo
     owners = ((key, owner_of(key, modules)) for key in others) if is_quantized else ()
     owner_by_key = {key: owner for key, owner in owners if owner is not None}
     quantized = frozenset(owner_by_key.values())
-    return _Case(config, model, stored, counts, scheme, expected, others, owner_by_key, quantized)
+    return _Case(config, model, stored, body, counts, scheme, expected, others, owner_by_key, quantized)
 
 
 def _problems(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
@@ -196,7 +200,7 @@ def _of_tensor(case: _Case, item: Expected) -> Iterator[Problem]:
         yield Problem(
             kind="missing",
             message="the tensor is not in the checkpoint",
-            key=item.names[0],
+            key=case.body + item.names[0].removeprefix(BODY) if item.names[0].startswith(BODY) else item.names[0],
             expected=f"the tensor, {item.shape}",
             found="no such tensor",
             is_lack=True,
@@ -299,11 +303,19 @@ def _unexpected(case: _Case) -> Iterator[Problem]:
         )
 
 
-def _with_body(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
-    """Return tensors under the names that they have in a model with a head; keys of the tensors stay as stored."""
-    if any(key.startswith(BODY) for key in tensors):
-        return dict(tensors)
-    return {BODY + key if key.startswith(_BODY_PARTS) else key: meta for key, meta in tensors.items()}
+def _body_of(tensors: Mapping[str, TensorMeta]) -> str:
+    """Return what stands in front of the names of a model's body; ``model.`` where nothing tells."""
+    return next((body for body in _BODIES if any(key.startswith(_starts(body)) for key in tensors)), BODY)
+
+
+def _starts(body: str) -> tuple[str, ...]:
+    return (body,) if body == BODY else tuple(body + part for part in _BODY_PARTS)
+
+
+def _as_language_model(key: str, body: str) -> str:
+    """Return the name that a tensor has in a language model."""
+    is_of_body = body != BODY and key.startswith(_starts(body))
+    return BODY + key.removeprefix(body) if is_of_body else key
 
 
 def _counts(stored: Mapping[str, TensorMeta], config: Mapping[str, object], family: Family) -> _Counts:

@@ -14,7 +14,7 @@ Source: transformers 5.23.0 ``models/*/modeling_*.py``; what it takes for absent
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.box import Shape
 from core.hf.config import count_of, dense_layers, number_of
@@ -24,7 +24,13 @@ from core.hf.names import Family, families, pairs_of
 HEAD = "lm_head.weight"
 BODY = "model."
 """What the names of all tensors begin with save the head's, in models that have a head."""
-_OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification")
+_HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "ForSequenceClassification": {"score.weight": ("labels", "hidden_size")},
+    "ForTokenClassification": {"score.weight": ("labels", "hidden_size"), "score.bias": ("labels",)},
+    "ForQuestionAnswering": {"qa_outputs.weight": ("ends", "hidden_size"), "qa_outputs.bias": ("ends",)},
+}
+"""End of a class's name → the tensors of its head, the same in every family (``modeling_layers.py``), and their shapes.
+``ends`` are the two of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +56,20 @@ class Described:
 
     Args:
         family: the family of the model.
-        has_head: the model is the language model that the family's table describes; otherwise only its body is known.
+        has_head: the model is the language model that the family's table describes; otherwise the body and ``head``.
+        head: the tensors of another head, see ``_HEADS``.
     """
 
     family: Family
     has_head: bool
+    head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def described(config: Mapping[str, object]) -> Described | None:
     """Return the family that a configuration names, or None where the names of its tensors are not known.
 
-    A model may have another head (a classifier) or none; only the names of its body are known then. Other classes, such
-    as a draft model for speculative decoding that calls itself a Llama, have names of their own.
+    A model may have another head (a classifier) or none. Other classes, such as a draft model for speculative decoding
+    that calls itself a Llama, have names of their own.
     """
     model_type = config.get("model_type")
     family = next((f for f in families().values() if model_type == f.model_type or model_type in f.aliases), None)
@@ -70,9 +78,24 @@ def described(config: Mapping[str, object]) -> Described | None:
     stated = config.get("architectures")
     architecture = stated[0] if isinstance(stated, list) and stated else None
     stem = family.architecture.removesuffix("ForCausalLM")
-    if architecture is None or architecture in (f"{stem}Model", *(stem + head for head in _OTHER_HEADS)):
+    if architecture is None or architecture == f"{stem}Model":
         return Described(family, has_head=False)
+    head = next((head for name, head in _HEADS.items() if architecture == stem + name), None)
+    if head is not None:
+        return Described(family, has_head=False, head=head)
     return Described(family, has_head=True) if architecture == family.architecture else None
+
+
+def head_of(config: Mapping[str, object], model: Described) -> tuple[Expected, ...]:
+    """Return the tensors of another head than the language model's; of labels, transformers takes two if none is named.
+
+    Raises:
+        CorruptError: the configuration does not state a size.
+    """
+    names = config.get("id2label")
+    n_labels = len(names) if isinstance(names, Mapping) and names else count_of(config, "num_labels", default=2)
+    sizes = {"labels": n_labels, "ends": 2, "hidden_size": count_of(config, "hidden_size")}
+    return tuple(Expected((name,), tuple(sizes[size] for size in shape)) for name, shape in model.head.items())
 
 
 def is_tied(config: Mapping[str, object]) -> bool:

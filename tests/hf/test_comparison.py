@@ -116,6 +116,42 @@ def test_other_heads_and_biases_fit(name: str, auto_class: str, changes: dict[st
 
 
 @pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"])
+def test_another_head_that_transformers_saves_fits_and_its_labels_are_counted(
+    name: str, head: str, tmp_path: Path
+) -> None:
+    if (name, head) == ("deepseek_v3", "ForQuestionAnswering"):
+        pytest.skip("transformers has no such class")
+    import transformers
+
+    quietly()
+    labels = {} if head == "ForQuestionAnswering" else {"num_labels": 5}
+    config = transformers.AutoConfig.for_model(name, **{**COMMON, **MODELS[name][1], **labels})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        getattr(transformers, f"AutoModel{head}").from_config(config).save_pretrained(tmp_path)
+    metas, stated = dict(catalog_of(tmp_path)[1].tensors), config_of(tmp_path)
+    assert compared(metas, stated) == ()
+    own = [key for key in metas if key.startswith(("score.", "qa_outputs."))]
+    assert own
+    for key in own:
+        (problem,) = compared(changed(metas, key), stated)
+        assert (problem.kind, problem.key, problem.is_lack) == ("missing", key, True)
+    body = next(key for key in metas if key.endswith("layers.1.input_layernorm.weight"))
+    (problem,) = compared(changed(metas, body), stated)
+    assert (problem.kind, problem.key) == ("missing", body)
+    if labels:
+        for other in ({"id2label": {"0": "a", "1": "b", "2": "c"}}, {"id2label": None, "num_labels": 3}):
+            problems = compared(metas, {**stated, **other})
+            assert [(problem.kind, problem.key) for problem in problems] == [
+                ("shape", key) for key in sorted(own)[::-1]
+            ]
+    else:
+        wide = meta_of("qa_outputs.weight", "float32", 3, 32)
+        assert kinds(compared(changed(metas, x=wide), stated)) == ["shape"]
+
+
+@pytest.mark.parametrize("name", families())
 def test_what_a_configuration_leaves_out_is_what_transformers_takes_for_it(name: str) -> None:
     import transformers
 
