@@ -57,6 +57,7 @@ def _checkpoint(verdict: Verdict) -> dict[str, object]:
         "checks": validation.n_checks,
         "seconds": round(validation.seconds, 6),
         "notes": list(validation.notes),
+        "unchecked": list(validation.unchecked),
         "against": None
         if validation.against is None
         else dict(zip(("name", "tensors"), validation.against, strict=True)),

@@ -81,8 +81,9 @@ def _facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
     if validation.level == Level.DEEP and validation.seconds > 0.1:
         rate = f", {bytes_text(round(validation.n_bytes / validation.seconds))}/s"
     yield "read", f"{_READ[validation.level]}, in {seconds_text(validation.seconds)}{rate}"
-    if validation.level in _UNREAD:
-        yield "unchecked", Cell(_UNREAD[validation.level], ("dim",))
+    unread = [_UNREAD[validation.level]] if validation.level in _UNREAD else []
+    for number, text in enumerate([*unread, *validation.unchecked]):
+        yield "" if number else "unchecked", Cell(escaped(text), ("dim",))
     if validation.against is not None:
         label, n = validation.against
         yield "compared", f"every byte of {n_text(n, 'tensor')}, by fingerprint, with {escaped(label)}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from core.agreement import agreed, sight_of_files
 from core.checks import Check, Level, checks
+from core.checks.hf_model import unchecked
 from core.checks.opening import UNREADABLE, is_explained
 from core.checks.subject import Subject
 from core.device import Device
@@ -49,6 +50,7 @@ class Validation:
         n_checks: checks that ran.
         seconds: wall time.
         notes: which checkpoint was taken, and what lies near it and was not looked at.
+        unchecked: what no level looks at, because it is not known how it should be.
         against: what its tensors were compared with, by fingerprint, and how many were; None if that was not asked for.
         figures: of the workers, where several read the data.
     """
@@ -63,6 +65,7 @@ class Validation:
     n_checks: int
     seconds: float
     notes: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     against: tuple[str, int] | None = None
     figures: tuple[Figures, ...] = ()
 
@@ -218,6 +221,7 @@ def _judged(subject: Subject, begun: float, figures: tuple[Figures, ...]) -> Val
         n_checks=n_checks,
         seconds=time.monotonic() - begun,
         notes=subject.notes,
+        unchecked=unchecked(subject),
         against=None if other is None else (other.label, subject.n_compared),
         figures=figures,
     )

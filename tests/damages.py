@@ -807,6 +807,11 @@ def _of(*numbers: int) -> tuple[tuple[str, str], ...]:
     return tuple((f"CK{number}", _CONFIG) for number in numbers)
 
 
+def _mistral_without_a_tensor(path: Path) -> None:
+    config_changed(path, model_type="mistral", architectures=["MistralForCausalLM"])
+    tensors_changed(path, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
+
+
 MODELS = (
     row(ONE, "more layers are stated", "", lambda p: config_changed(p, num_hidden_layers=5), ("CK533", _CONFIG)),
     row(SHARDS, "more layers are stated", "", lambda p: config_changed(p, num_hidden_layers=4), ("CK533", _CONFIG)),
@@ -848,6 +853,7 @@ MODELS = (
         level=Level.DEEP,
     ),
     row(ONE, "scales are stated", "", lambda p: config_changed(p, quantization_config=_FP8), ("CK536", _CONFIG)),
+    row(ONE, "a layer of a family without a table lost a tensor", "", _mistral_without_a_tensor, ("CK540", _CONFIG)),
     row(ONE, "weights of integers", "", lambda p: tensors_changed(p, _integers), ("CK537", _CONFIG)),
     row(ONE, "no hidden size is stated", "", lambda p: config_changed(p, hidden_size=None), ("CK538", _CONFIG)),
     row(ONE, "a negative size is stated", "", lambda p: config_changed(p, num_attention_heads=-4), ("CK538", _CONFIG)),

@@ -1,4 +1,4 @@
-"""CK530–CK539: the tensors of a Hugging Face directory against its ``config.json``, as transformers loads them.
+"""CK530–CK540: the tensors of a Hugging Face directory against its ``config.json``, as transformers loads them.
 
 The comparison is that of conversions (``core.hf.comparison``). A directory is looked at if its weights lie in files
 that transformers loads; of a file alone, only one with all tensors of a model, beside its ``config.json``. Adapters and
@@ -21,7 +21,7 @@ from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 from core.formats.hf_files import CONFIG, config_of
 from core.hf.comparison import compared
-from core.hf.expected import HEAD, described, is_tied
+from core.hf.expected import HEAD, described, is_tied, unchecked_text
 from core.hf.problem import Kind, Problem
 from core.hf.proof import fitting_prefix
 
@@ -54,14 +54,21 @@ UNTIED = Code(
     "set tie_word_embeddings to false if it was trained so: transformers 4 drops this tensor, 5 keeps it",
     Level.DEEP,
 )
+SISTERS = Code(
+    "CK540",
+    Severity.ERROR,
+    "a layer or an expert differs from the others",
+    "copy the checkpoint again, or use an older one",
+)
 
-CODES = (MISSING, UNEXPECTED, SHAPE, N_LAYERS, N_EXPERTS, TIES, QUANTIZATION, DTYPE, SENSE, UNTIED)
+CODES = (MISSING, UNEXPECTED, SHAPE, N_LAYERS, N_EXPERTS, TIES, QUANTIZATION, DTYPE, SENSE, UNTIED, SISTERS)
 _CODE_OF: Mapping[Kind, Code] = {
     "missing": MISSING,
     "unexpected": UNEXPECTED,
     "shape": SHAPE,
     "layers": N_LAYERS,
     "experts": N_EXPERTS,
+    "sisters": SISTERS,
     "ties": TIES,
     "quantization": QUANTIZATION,
     "dtype": DTYPE,
@@ -75,7 +82,7 @@ _FORMATS = ("safetensors", "torch_bin")
 
 
 def model(subject: Subject) -> Iterator[Finding]:
-    """CK530–CK538."""
+    """CK530–CK538, CK540."""
     config = _configuration(subject)
     if subject.catalog is None or config is None:
         return
@@ -89,6 +96,13 @@ def model(subject: Subject) -> Iterator[Finding]:
             yield _finding(problem, hint=hint)
         if len(same) > _MOST_NAMED:
             yield _CODE_OF[kind].finding(f"and {len(same) - _MOST_NAMED:,} more of this kind", file=CONFIG, hint=hint)
+
+
+def unchecked(subject: Subject) -> tuple[str, ...]:
+    """Return what is not compared with a configuration because the family of the model is not known."""
+    config = _configuration(subject)
+    text = None if config is None else unchecked_text(config)
+    return () if text is None else (text,)
 
 
 def watch(subject: Subject) -> Watch:

@@ -4,7 +4,7 @@ One definition for two uses: a conversion refuses the first problem (``core.hf.p
 
 * known families (``layouts/hf``): every name, shape and element type; the numbers of layers and experts; tied
   embeddings; quantized weights against ``quantization_config``;
-* other families: what every configuration states (``core.hf.common_sizes``).
+* other families: what can be told without their names (``core.hf.any_family``).
 
 What is no problem: a tied head that is stored all the same, buffers that follow from the configuration, names without
 ``model.`` in front (a model without a head) or with ``transformer.`` (one that answers questions), tensors beside
@@ -23,8 +23,8 @@ from core.box import Shape
 from core.catalog import TensorMeta
 from core.dtypes import dtype_of
 from core.errors import CorruptError
-from core.hf.common_sizes import contradictions
-from core.hf.config import CONFIG, count_of
+from core.hf.any_family import problems_of
+from core.hf.config import CONFIG, count_of, dense_layers
 from core.hf.expected import BODY, HEAD, Described, Expected, described, expected_of, head_of, is_tied, stated_experts
 from core.hf.names import Family
 from core.hf.problem import Kind, Problem
@@ -51,10 +51,10 @@ def compared(
         files: names of the files beside it, one of which may say how the weights are quantized.
     """
     model = described(config)
+    has_own_file = any(name in files for name in OWN_FILES)
     if model is None:
-        return tuple(contradictions(tensors, config))
+        return tuple(problems_of(tensors, config, has_own_file=has_own_file))
     try:
-        has_own_file = any(name in files for name in OWN_FILES)
         return tuple(_problems(_case_of(tensors, config, model), has_own_file=has_own_file))
     except CorruptError as err:  # a size that is absent, or is none
         return (Problem(kind="config", message=err.message),)
@@ -334,6 +334,8 @@ def _counts(stored: Mapping[str, TensorMeta], config: Mapping[str, object], fami
     if n_mtp and n_stored > n_layers:
         n_stored -= n_mtp
     n_experts = stated_experts(config, family)
+    if n_experts and len(dense_layers(config, family, n_layers=n_stored)) == n_stored > 0:
+        n_experts = 0
     experts = [int(match[1]) + 1 for name in stored if (match := _EXPERT.match(name)) is not None]
     experts += [meta.shape[0] for name, meta in stored.items() if _STACKED.fullmatch(name) and len(meta.shape) == 3]
     return _Counts(n_layers, n_experts, n_stored, max(experts, default=0) if n_experts else 0, n_mtp)

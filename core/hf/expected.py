@@ -98,6 +98,18 @@ def head_of(config: Mapping[str, object], model: Described) -> tuple[Expected, .
     return tuple(Expected((name,), tuple(sizes[size] for size in shape)) for name, shape in model.head.items())
 
 
+def unchecked_text(config: Mapping[str, object]) -> str | None:
+    """Return what is not compared with a configuration, or None where there is a table of the model's names."""
+    model_type, stated = config.get("model_type"), config.get("architectures")
+    if not isinstance(model_type, str) or described(config) is not None:
+        return None
+    name = str(stated[0]) if isinstance(stated, list) and stated else f"a {model_type} model"
+    return (
+        f"which tensors {name[:80]} has: ckpt has no table of its names, so only stated sizes were compared, and "
+        "layers with each other"
+    )
+
+
 def is_tied(config: Mapping[str, object]) -> bool:
     """Return whether the configuration shares the input embedding with the output layer."""
     return bool(config.get("tie_word_embeddings", False))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["missing", "unexpected", "shape", "dtype", "layers", "experts", "ties", "quantization", "config"]
+Kind = Literal[
+    "missing", "unexpected", "shape", "dtype", "layers", "experts", "sisters", "ties", "quantization", "config"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from core.catalog import Catalog, TensorMeta
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.hf.comparison import compared
 from core.hf.config import CONFIG
-from core.hf.expected import BODY, described
+from core.hf.expected import BODY, described, unchecked_text
 from core.hf.problem import Kind, Problem, more_text
 from core.renaming import is_optimizer_key
 
@@ -21,6 +21,7 @@ _WRAPPERS = ("state_dict.", "model_state_dict.", "module.", "_orig_mod.", "app."
 _OTHER_CONFIG = f"is this the {CONFIG} of these weights?"
 _HINTS: Mapping[Kind, str] = {
     **dict.fromkeys(("missing", "shape", "layers", "experts", "config"), _OTHER_CONFIG),
+    "sisters": "copy the checkpoint again, or use an older one",
     "unexpected": "leave it out with --exclude if the model does not need it",
     "dtype": "weights are floating-point numbers: leave other tensors out with --exclude",
     "ties": "set tie_word_embeddings to true in config.json if the output layer shares the embedding's weights",
@@ -78,6 +79,7 @@ def check_model(
         )
     if problems:
         notes.append(f"{model_type} models have no place for {_keys_text(problems)}; transformers ignores it")
+    unchecked = unchecked_text(config)
     if described(config) is None:
         wrapper = next((text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None)
         if wrapper is not None and weights:
@@ -87,10 +89,8 @@ def check_model(
                 key=next(iter(weights)),
                 hint=f"take it off with --strip-prefix {wrapper}",
             )
-        notes.append(
-            f"the names of {model_type} models are not known to ckpt: only the embedding and the number of layers were "
-            f"compared with {CONFIG}"
-        )
+    if unchecked is not None:
+        notes.append(f"not checked: {unchecked}")
     return tuple(notes)
 
 

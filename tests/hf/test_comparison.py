@@ -204,6 +204,13 @@ def test_another_number_of_experts_is_one_problem(name: str, stacked: bool, tmp_
         assert (problem.kind, problem.expected, problem.found) == ("experts", f"{count} experts", "4")
 
 
+def test_layers_that_are_all_dense_have_no_experts_to_count(tmp_path: Path) -> None:
+    for count in (3, 8):
+        metas, config = state_of(built("deepseek_v3", first_k_dense_replace=count))
+        assert config["n_routed_experts"] == 4
+        assert compared(metas, config) == ()
+
+
 def test_an_expert_that_is_lost_is_found(tmp_path: Path) -> None:
     folder = saved("mixtral", tmp_path / "model")
     metas, config = dict(catalog_of(folder)[1].tensors), config_of(folder)
