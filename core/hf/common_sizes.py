@@ -57,7 +57,8 @@ def contradictions(tensors: Mapping[str, TensorMeta], config: Mapping[str, objec
     yield from _of_embedding(tensors, config, parts)
     yield from _of_layers(tensors, config, parts)
     yield from _of_experts(tensors, config)
-    yield from _of_projections(tensors, config)
+    if _stated(parts, _VOCABULARY) is not None:
+        yield from _of_projections(tensors, config)
 
 
 def _of_embedding(

@@ -268,5 +268,15 @@ def test_a_configuration_with_absurd_lists_is_answered_at_once(tmp_path: Path) -
     assert compared(metas, config) == ()
 
 
+def test_a_model_without_a_vocabulary_is_not_judged_by_its_heads() -> None:
+    """Towers for pictures and sound state key heads that they do not use (hunyuan_vl_vision)."""
+    name = "layers.0.self_attn.k_proj.weight"
+    config = {"model_type": "new", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    assert compared({name: TensorMeta(name, "float32", (32, 32))}, config) == ()
+    assert told(compared({name: TensorMeta(name, "float32", (32, 32))}, {**config, "vocab_size": 9})) == [
+        ("shape", name)
+    ]
+
+
 def _without(metas: Tensors, keys: list[str]) -> Tensors:
     return {key: meta for key, meta in metas.items() if key not in keys}
