@@ -22,14 +22,14 @@ from core.catalog import Catalog
 from core.errors import CheckpointingException
 from core.formats import Format, formats
 from core.formats.torch_nested import uses_in
-from core.global_form import GlobalForm, is_mcore
+from core.global_form import GlobalForm, global_form, is_mcore
 from core.job import Job, TopologyChange
 from core.job_checks import is_cut
 from core.open import Checkpoint
 from core.plan import make_plan
 from core.safe_pickle import gc_paused, judge
 from core.target import retyped
-from core.target_form import cut_form, keeps_unknown_classes, vetted_form, with_objects_loaded
+from core.target_form import cut_form, keeps_unknown_classes, vetted_of, with_objects_loaded
 from core.transform import cast_of, restricted
 
 MANY = 32
@@ -139,6 +139,7 @@ class _Trials:
         self._is_covered = False
         self._is_vetted = False
         self._failure: CheckpointingException | None = None
+        self._raw_forms: dict[tuple[object, ...], GlobalForm] = {}
         self._forms: dict[tuple[object, ...], GlobalForm | CheckpointingException] = {}
         is_plain = not model.has_layout and not checkpoint.catalog.attrs.get("is_rank_local")
         try:
@@ -238,11 +239,14 @@ class _Trials:
         if is_cut(format):
             place = "mcore" if format.is_mcore and not is_mcore(self._source.catalog) else format.name
         keeps_unknown = keeps_unknown_classes(format)
-        key = (place, keeps_unknown, job.to == _HF, job.topology is None, *(option.text for option in options))
+        raw_key = (place, job.to == _HF, job.topology is None, *(option.text for option in options))
+        key = (keeps_unknown, *raw_key)
         result = self._forms.get(key)
         if result is None:
             try:
-                result = vetted_form(job, self._source, format)
+                if raw_key not in self._raw_forms:
+                    self._raw_forms[raw_key] = global_form(job, self._source, format)
+                result = vetted_of(self._raw_forms[raw_key], job, self._source, format)
                 self._is_vetted |= not keeps_unknown and not job.drop_unknown
             except CheckpointingException as err:
                 result = err

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from core.box import Shape
 from core.catalog import TensorMeta
+from core.safe_pickle import gc_paused
 from core.select import ranges
 
 MAX_DEPTH = 48
@@ -62,6 +63,7 @@ def components(key: str) -> list[str]:
     return re.split(r"(?<!\\)\.", key, maxsplit=MAX_DEPTH - 1)
 
 
+@gc_paused()
 def tree_of(
     tensors: Iterable[TensorMeta], *, split: Callable[[str], list[str]] = components, folds_roots: bool = False
 ) -> tuple[Node, ...]:
@@ -114,7 +116,7 @@ class _Folder:
         names = list(branch.below)
         alike: dict[tuple[str, int], list[int]] = {}
         for place, (name, below) in enumerate(branch.below.items()):
-            found = _NUMBERED.fullmatch(name)
+            found = _NUMBERED.fullmatch(name) if name[-1:].isdigit() else None  # most names end in a letter
             stem = "" if folds_any else found[1] if found else f"{name}."
             alike.setdefault((stem, self._content(below)), []).append(place)
         shown: list[tuple[int, str, int, int]] = []
@@ -130,7 +132,7 @@ class _Folder:
 
     def _content(self, branch: _Branch) -> int:
         """The number of a branch's content; its node, without a label, is in ``_nodes``."""
-        shown = self._shown(branch)
+        shown = self._shown(branch) if branch.below else []
         meta = branch.meta
         signature = (None if meta is None else (meta.dtype, meta.shape), tuple(shown))
         number = self._number_of.setdefault(signature, len(self._nodes))

@@ -24,6 +24,7 @@ from core.layout_state import texts_of
 from core.objects import loaded
 from core.optim_format import TITLES, optim_format_of, role_of
 from core.quantize_schemes import quantized_weights
+from core.safe_pickle import gc_paused
 from core.source_files import config_of_source
 from core.store import files_below
 from core.transform import without_optimizer
@@ -127,6 +128,7 @@ class Summary:
         return None if self.optimizer is None else TITLES[self.optimizer]
 
 
+@gc_paused()
 def summarized(checkpoint: Checkpoint) -> Summary:
     """Everything that ``ckpt inspect`` shows, save for single tensors."""
     catalog = checkpoint.catalog

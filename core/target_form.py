@@ -51,7 +51,15 @@ def vetted_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     Raises:
         CheckpointingException: the job cannot be done.
     """
-    form = global_form(job, source, format)
+    return vetted_of(global_form(job, source, format), job, source, format)
+
+
+def vetted_of(form: GlobalForm, job: Job, source: Checkpoint, format: Format) -> GlobalForm:
+    """Return a source's global form without the objects that must not be carried; the arguments as ``vetted_form``'s.
+
+    Raises:
+        CheckpointingException: there are objects that must not be passed over.
+    """
     _check_text(form.catalog)
     if not (format.nests or format.partition == "ranks" or "family" in form.catalog.attrs):
         _check_keys(form.catalog, only_tensors=format.is_mcore, file=source.store.label)
