@@ -34,9 +34,13 @@ _GROUPS = re.compile(r".*(key_value_heads|kv_heads)")
 _HEAD_WIDTH = re.compile(r".*(head_dim|head_size|d_kv|kv_channels)")
 _INNER = re.compile(r".*(intermediate|ffn|mlp|inner).*")
 _PROJECTION = re.compile(
-    r"(?:(?:model\.)?language_model\.(?:model\.)?|model\.)?layers\.\d{1,6}\."
-    r"(?:self_attn\.([qkv]_proj)|mlp\.(gate_proj|up_proj))\.weight"
+    r"((?:model\.)?language_model\.(?:model\.)?layers|(?:model\.)?layers)\.\d{1,6}\."
+    r"(?:self_attn\.([qkv]_proj|qkv_proj)|mlp\.(gate_proj|up_proj|gate_up_proj))\.weight"
 )
+_INNER_PROJECTION = re.compile(r"(.*\.layers?)\.\d{1,6}\.(?:(?:mlp\.)?(fc1)|intermediate\.(dense))\.weight")
+_MOST_SIZES = 32
+"""Different sizes of one kind; of more, what follows from each with each is not compared."""
+_MOST_NAMED = 6
 _COUNTS_LAYERS = re.compile(r".*(layer|depth|block|mtp|nextn).*", re.IGNORECASE)
 
 
@@ -147,7 +151,7 @@ def _of_experts(tensors: Mapping[str, TensorMeta], config: Mapping[str, object])
                 is_lack=True,
             )
     others = {number for name, number in _numbers(config) if "expert" in name.lower()}
-    others |= {number + other for number in stated for other in others}  # shared ones may be among them
+    others |= {number + other for number in stated[:_MOST_SIZES] for other in others}  # shared ones may be among them
     if stated and len(counts) == 1 and max(counts) not in others:
         yield Problem(
             kind="experts",
@@ -164,29 +168,41 @@ def _of_projections(tensors: Mapping[str, TensorMeta], config: Mapping[str, obje
 
     Layers with others than their sisters have kinds of which the configuration may say nothing.
     """
+    # what is stated
     numbers = list(_numbers(config))
     is_latent = any("lora_rank" in name for name, _ in numbers)  # heads have parts of several widths
     heads = {number for name, number in numbers if _HEADS.fullmatch(name) and number > 0 and not is_latent}
     groups = {number for name, number in numbers if _GROUPS.fullmatch(name)}
     widths = set(_head_widths(config))
+    if max(len(heads), len(groups), len(widths)) > _MOST_SIZES:
+        return
     rows_of_groups = {n * width for n in groups for width in widths if heads}
     rows_of_mlp = {number for name, number in numbers if _INNER.fullmatch(name)}
-    metas_of: dict[str, list[TensorMeta]] = {}
+    # the matrices of each stack, by name
+    has_one_part = not any(isinstance(part, Mapping) and "model_type" in part for part in config.values())
+    metas_of: dict[tuple[str, str], list[TensorMeta]] = {}
     for meta in tensors.values():
-        match = _PROJECTION.fullmatch(meta.key)
+        match = _PROJECTION.fullmatch(meta.key) or (has_one_part and _INNER_PROJECTION.fullmatch(meta.key)) or None
         is_wide = len(meta.shape) == 2 and dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1
         if match is not None and is_wide:
-            metas_of.setdefault(match[1] or match[2], []).append(meta)
-    for name, metas in metas_of.items():
+            metas_of.setdefault((match[1], match[2] or match[3]), []).append(meta)
+    # their rows
+    for (_, name), metas in metas_of.items():
         first = metas[0]
         if name == "q_proj":
             output = tensors.get(first.key.replace("q_proj", "o_proj"))
             is_plain = output is not None and output.shape[-1:] == first.shape[:1]  # otherwise there is a gate as well
             stated = {n * width * times for n in heads for width in widths for times in ((1,) if is_plain else (1, 2))}
+        elif name == "qkv_proj":
+            stated = {(n + 2 * m) * width for n in heads for m in (*groups, n) for width in widths if groups}
+        elif name in ("k_proj", "v_proj"):
+            stated = rows_of_groups
         else:
-            stated = rows_of_groups if name in ("k_proj", "v_proj") else rows_of_mlp
+            times = {"gate_up_proj": (2,), "fc1": (1, 2)}.get(name, (1,))  # a gate may lie in the same matrix
+            stated = {number * n for number in rows_of_mlp for n in times}
         if stated and {meta.shape[0] for meta in metas} == {first.shape[0]} and first.shape[0] not in stated:
-            text = " or ".join(f"{number:,}" for number in sorted(stated))
+            some = [f"{number:,}" for number in sorted(stated)]
+            text = " or ".join([*some[:_MOST_NAMED], *(["…"] if some[_MOST_NAMED:] else [])])
             yield Problem(
                 kind="shape",
                 message=f"{first.shape[0]:,} rows in every layer, but config.json makes it {text}",

@@ -174,6 +174,14 @@ def test_a_tensor_that_one_layer_lost_is_found(name: str, tmp_path: Path) -> Non
         ("mistral", {"intermediate_size": 64}, ("shape", "model.layers.0.mlp.gate_proj.weight")),
         ("mistral", {"num_key_value_heads": 4}, ("shape", "model.layers.0.self_attn.k_proj.weight")),
         ("mistral", {"num_attention_heads": 8, "head_dim": 8}, ("shape", "model.layers.0.self_attn.q_proj.weight")),
+        ("phi3", {"intermediate_size": 64}, ("shape", "model.layers.0.mlp.gate_up_proj.weight")),
+        ("phi3", {"num_key_value_heads": 4}, ("shape", "model.layers.0.self_attn.qkv_proj.weight")),
+        ("bert", {"intermediate_size": 64}, ("shape", "bert.encoder.layer.0.intermediate.dense.weight")),
+        (
+            "whisper",
+            dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size"), 64),
+            ("shape", "model.decoder.layers.0.fc1.weight"),
+        ),
         ("gpt_oss", {"num_local_experts": 8}, ("experts", "model.layers.0.mlp.experts.down_proj")),
         ("qwen2_moe", {"num_experts": 3}, ("experts", "model.layers.1.mlp.experts.3")),
         ("deepseek_v2", {"n_routed_experts": 6}, ("experts", "model.layers.1.mlp.experts.3")),
@@ -266,6 +274,8 @@ def test_a_configuration_with_absurd_lists_is_answered_at_once(tmp_path: Path) -
     metas = {name: TensorMeta(name, "float32", (2,)) for name in names}
     config = {"model_type": "new", "layer_types": [["x"] * 3] * 2000, "indexes": list(range(100_000))}
     assert compared(metas, config) == ()
+    sizes = {"num_attention_heads": list(range(1, 50_000)), "head_dim": list(range(1, 50_000)), "vocab_size": 9}
+    assert compared(metas, config | sizes | {"num_experts": list(range(50_000))}) == ()
 
 
 def test_a_model_without_a_vocabulary_is_not_judged_by_its_heads() -> None:
