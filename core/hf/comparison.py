@@ -36,8 +36,8 @@ _EXPERT = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(\d{1,6})\.")
 _STACKED = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(gate_up_proj|down_proj)")
 _ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|block_sparse_moe)\.gate\.weight")
 _BODY_PARTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
-_BODIES = (BODY, "transformer.", "")
-"""What may stand in front of them: in most classes, in those that answer questions, in a model without a head."""
+_BODY_OF_ANSWERS = "transformer."
+"""What most classes that answer questions have in place of ``model.``."""
 
 
 def compared(
@@ -111,7 +111,7 @@ class _Case:
 
 
 def _case_of(tensors: Mapping[str, TensorMeta], config: Mapping[str, object], model: Described) -> _Case:
-    body, scheme = _body_of(tensors), scheme_of(config)
+    body, scheme = _body_of(tensors, model), scheme_of(config)
     stored = {_as_language_model(key, body): meta for key, meta in tensors.items()}
     counts = _counts(stored, config, model.family)
     routed = {meta.shape[0] for key, meta in stored.items() if _ROUTER.fullmatch(key) and meta.shape}
@@ -303,9 +303,10 @@ def _unexpected(case: _Case) -> Iterator[Problem]:
         )
 
 
-def _body_of(tensors: Mapping[str, TensorMeta]) -> str:
-    """Return what stands in front of the names of a model's body; ``model.`` where nothing tells."""
-    return next((body for body in _BODIES if any(key.startswith(_starts(body)) for key in tensors)), BODY)
+def _body_of(tensors: Mapping[str, TensorMeta], model: Described) -> str:
+    """Return what stands in front of the names of a model's body; nothing does without a head."""
+    bodies = (BODY, _BODY_OF_ANSWERS, "") if "qa_outputs.weight" in model.head else (BODY, "")
+    return next((body for body in bodies if any(key.startswith(_starts(body)) for key in tensors)), BODY)
 
 
 def _starts(body: str) -> tuple[str, ...]:
@@ -335,7 +336,7 @@ def _counts(stored: Mapping[str, TensorMeta], config: Mapping[str, object], fami
         n_stored -= n_mtp
     n_experts = stated_experts(config, family)
     if n_experts and len(dense_layers(config, family, n_layers=n_stored)) == n_stored > 0:
-        n_experts = 0
+        n_experts = 0  # no layer has any, whatever number is stated
     experts = [int(match[1]) + 1 for name in stored if (match := _EXPERT.match(name)) is not None]
     experts += [meta.shape[0] for name, meta in stored.items() if _STACKED.fullmatch(name) and len(meta.shape) == 3]
     return _Counts(n_layers, n_experts, n_stored, max(experts, default=0) if n_experts else 0, n_mtp)

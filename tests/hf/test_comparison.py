@@ -151,6 +151,13 @@ def test_another_head_that_transformers_saves_fits_and_its_labels_are_counted(
         assert kinds(compared(changed(metas, x=wide), stated)) == ["shape"]
 
 
+def test_only_a_model_that_answers_questions_may_be_called_a_transformer(llama: tuple[Tensors, dict[str, Any]]) -> None:
+    """Of a language model, transformers reads no such names and starts from random weights."""
+    metas, config = llama
+    renamed = {key.replace("model.", "transformer.", 1): meta for key, meta in metas.items()}
+    assert kinds(compared(renamed, config)) == ["missing"]
+
+
 @pytest.mark.parametrize("name", families())
 def test_what_a_configuration_leaves_out_is_what_transformers_takes_for_it(name: str) -> None:
     import transformers
