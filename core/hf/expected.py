@@ -105,7 +105,7 @@ def unchecked_text(config: Mapping[str, object]) -> str | None:
         return None
     name = str(stated[0]) if isinstance(stated, list) and stated else f"a {model_type} model"
     return (
-        f"which tensors {name[:80]} has: ckpt has no table of its names, so only stated sizes were compared, and "
+        f"which tensors {name[:80]} has: there is no table of its names, so only stated sizes were compared, and "
         "layers with each other"
     )
 
