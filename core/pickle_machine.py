@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from core.errors import CorruptError, UnsafeError
 from core.inert import NO_STATE, Global, Inert, Persistent
-from core.pickle_reduce import GETATTR, MAX_NAME, KeyGuard, Name, normal_forms
+from core.pickle_reduce import GETATTR, MAX_NAME, PARTIAL, SCRIPT_OBJECT, KeyGuard, Name, normal_forms
 from core.pickle_table import handed
 from core.pickle_text import LINES, SIZED, two_lines
 from core.pickle_uses import (
@@ -22,6 +22,7 @@ from core.pickle_uses import (
     Use,
     use_of_extension,
     use_of_late_append,
+    uses_by_state,
     uses_of_call,
     uses_of_persistent,
     uses_of_state,
@@ -72,6 +73,7 @@ class Machine:
     """
 
     __slots__ = (
+        "_acting",
         "_actions",
         "_called",
         "_folds",
@@ -109,6 +111,8 @@ class Machine:
         self._called: set[int] = set()
         self._made_of: set[int] = set()
         """ids of the Globals that REDUCE calls, save in forms that are understood, and that NEWOBJ instantiates."""
+        self._acting: list[Inert] = []
+        """Objects whose class acts on their state (``uses_by_state``), also those that the pickle drops again."""
         self._uses: set[Use] = set()
         """Whatever else is done with names."""
 
@@ -478,7 +482,7 @@ class Machine:
 
         ``getattr`` only where it was called for something else than a longer name, or not called at all.
         """
-        uses = set(self._uses)
+        uses = self._uses.union(*map(uses_by_state, self._acting))
         for name in self._names.values():
             if name == GETATTR and self._folds == {True}:
                 continue
@@ -597,9 +601,24 @@ class Machine:
             action = hook or self._forms.get((module, name)) or self._copyreg(module, name)
             if found == LOAD_FROM_BYTES or handed(module, name):
                 action = self._noted(found, action)
+            if found == PARTIAL and action is not None:
+                action = self._watched(action)
+            if found == SCRIPT_OBJECT:
+                self._makers[id(found)] = self._watched(lambda *args: Inert("newobj", found, args))
             if action is not None:
                 self._actions[id(found)] = action
         return found
+
+    def _watched(self, action: Hook) -> Hook:
+        """Return the action that makes objects whose state is to be judged when the pickle ends."""
+
+        def watched(*args: object) -> object:
+            value = action(*args)
+            if type(value) is Inert:
+                self._acting.append(value)
+            return value
+
+        return watched
 
     def _noted(self, fn: Global, action: Hook | None) -> Hook:
         """Return the action of a function that calls its arguments: it notes those as well."""

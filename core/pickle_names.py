@@ -27,7 +27,7 @@ Verdict = Literal["known", "unknown", "dangerous"]
 
 _SCRIPT = "__torch__"
 """The module of TorchScript's own classes, which no Python imports."""
-_ALLOWED = {"name": ("named",), "make": ("named", "made"), "call": ("named", "made", "called")}
+_ALLOWED = {"name": ("named",), "make": ("named", "made"), "call": ("named", "made", "called", "bound")}
 """What a row of the table allows."""
 
 
@@ -48,7 +48,7 @@ def classify(name: Global, how: How = "named") -> Verdict:
     if name.module == _SCRIPT or name.module.startswith(f"{_SCRIPT}."):
         return "unknown"
     row = constructor(name.module, name.name)
-    if row is not None and how in _ALLOWED[row.may]:
+    if row is not None and (how in _ALLOWED[row.may] or (how == "bound" and row.may_be_bound)):
         return "known" if row.is_data else "unknown"
     head, _, attribute = name.name.partition(".")
     if how == "named" and attribute.isupper() and "." not in attribute and _is_enum(name.module, head):

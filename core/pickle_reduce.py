@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from core.errors import CorruptError, UnsafeError
-from core.inert import Global, Inert, ObjectLeaf, Size, TensorLeaf
+from core.inert import NO_STATE, Global, Inert, ObjectLeaf, Size, TensorLeaf
 
 MAX_KEY_DEPTH = 8
 MAX_KEY_ELEMENTS = 4096
@@ -122,16 +122,64 @@ def _complex(*args: object) -> object:
     return NotImplemented
 
 
-def is_type_with_arguments(fn: object, args: tuple[object, ...]) -> bool:
-    """Return whether a call is ``typing.List[int]`` or its like, which makes a type."""
-    return fn == _GETITEM and len(args) == 2 and type(args[0]) is Global and args[0].module == "typing"
+def is_harmless_form(fn: object, args: tuple[object, ...]) -> bool:
+    """Return whether a call of a function that must not be called with any arguments has a form that does no harm.
+
+    ``typing.List[int]`` and ``int | None`` make types, ``iter([1, 2])`` an iterator over a plain container, and
+    ``functools.partial(f)`` calls nothing; what it binds is judged by ``core.pickle_uses.uses_by_state``.
+    """
+    form = _FORMS.get(fn) if type(fn) is Global else None
+    return form is not None and form(args)
 
 
-def _type_with_arguments(*args: object) -> object:
-    return Inert("reduce", _GETITEM, args) if is_type_with_arguments(_GETITEM, args) else NotImplemented
+def is_partial(value: object) -> bool:
+    """Return whether a value is a ``functools.partial`` as Python pickles it."""
+    return type(value) is Inert and value.fn == PARTIAL and value.how == "reduce" and _is_of_function(value.args)
 
 
+def is_plain_iterator(value: object) -> bool:
+    """Return whether a value is an iterator over a plain container."""
+    return type(value) is Inert and value.fn in _ITERATORS and _is_of_container(value.args)
+
+
+def _is_of_type(args: tuple[object, ...]) -> bool:
+    return len(args) == 2 and type(args[0]) is Global and args[0].module in ("typing", "typing_extensions")
+
+
+def _is_union(args: tuple[object, ...]) -> bool:
+    return len(args) == 2 and args[0] == _OR and type(args[1]) is tuple and all(map(_is_type, args[1]))
+
+
+def _is_type(value: object) -> bool:
+    if type(value) is Inert:
+        return value.fn == _ALIAS or (value.how == "reduce" and value.fn == _GETITEM and _is_of_type(value.args))
+    return type(value) is Global or value is None
+
+
+def _is_of_function(args: tuple[object, ...]) -> bool:
+    return len(args) == 1 and type(args[0]) in (Global, Inert)
+
+
+def _is_of_container(args: tuple[object, ...]) -> bool:
+    if len(args) != 1:
+        return False
+    return type(args[0]) in _PLAIN or (type(args[0]) is Inert and args[0].fn == _RANGE and args[0].state is NO_STATE)
+
+
+_PLAIN = (list, tuple, Size, dict, set, frozenset, str, bytes, bytearray)
 _GETITEM = Global("_operator", "getitem")
+_OR = Global("_operator", "or_")
+_ALIAS = Global("types", "GenericAlias")
+_RANGE = Global("builtins", "range")
+_ITERATORS = (Global("builtins", "iter"), Global("builtins", "reversed"))
+PARTIAL = Global("functools", "partial")
+SCRIPT_OBJECT = Global("torch", "ScriptObject")
+_FORMS: dict[Global, Callable[[tuple[object, ...]], bool]] = {
+    _GETITEM: _is_of_type,
+    Global("functools", "reduce"): _is_union,
+    PARTIAL: _is_of_function,
+    **dict.fromkeys(_ITERATORS, _is_of_container),
+}
 
 
 def normal_forms(
@@ -171,6 +219,9 @@ def normal_forms(
         """``type(None)``, as pickles of annotations have it."""
         return named("types", "NoneType") if args == (None,) else NotImplemented
 
+    def a_harmless_form(fn: Global) -> Callable[..., object]:
+        return lambda *args: Inert("reduce", fn, args) if is_harmless_form(fn, args) else NotImplemented
+
     def an_ordered_dict(*args: object) -> object:
         """An empty inert OrderedDict, or one of a list of pairs (as Python 2 wrote it)."""
         made = Inert("reduce", Global("collections", "OrderedDict"))
@@ -193,7 +244,7 @@ def normal_forms(
         ("builtins", "frozenset"): a_frozenset,
         ("builtins", "getattr"): an_attribute,
         ("builtins", "type"): a_type,
-        ("_operator", "getitem"): _type_with_arguments,
+        **{(fn.module, fn.name): a_harmless_form(fn) for fn in _FORMS},
         ("collections", "OrderedDict"): an_ordered_dict,
     }
 

@@ -24,11 +24,13 @@ class Constructor:
         is_data: conversions keep such objects.
         may: what a pickle may do with it: ``name`` it, also ``make`` it without ``__init__``, or even ``call`` it.
         is_enum: its members may be named as attributes.
+        may_be_bound: ``functools.partial`` may bind arguments to it, though a pickle may not call it.
     """
 
     is_data: bool
     may: Literal["name", "make", "call"]
     is_enum: bool = False
+    may_be_bound: bool = False
 
 
 _Pattern = tuple[re.Pattern[str], re.Pattern[str], Constructor]
@@ -77,7 +79,7 @@ def _table() -> _Table:
     handed_of: dict[Name, tuple[Handed, ...]] = {}
     for kind in ("data", "framework"):
         for line in parsed[kind]:
-            row = Constructor(kind == "data", line["may"], line.get("enum", False))
+            row = Constructor(kind == "data", line["may"], line.get("enum", False), line.get("bind", False))
             for name in line["names"].split():
                 key = line["module"], name
                 if "*" in line["module"] or "*" in name:

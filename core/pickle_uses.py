@@ -10,25 +10,39 @@ Source: CPython 3.11 ``pickle.py``, ``Modules/_pickle.c``; the rows of ``layouts
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from core.inert import NO_STATE, Global, Inert, Persistent, walk
-from core.pickle_reduce import is_type_with_arguments
+from core.pickle_reduce import PARTIAL, SCRIPT_OBJECT, is_harmless_form, is_partial, is_plain_iterator
 from core.pickle_table import handed
 
-How = Literal["named", "made", "called", "changed", "unread"]
-"""``named``: a value. ``made``: instantiated without ``__init__``. ``called``: with any arguments. ``changed``: the
-class, function or container itself gets items or attributes. ``unread``: called on bytes that were not looked into."""
+How = Literal["named", "bound", "made", "called", "changed", "unread"]
+"""``named``: a value. ``bound``: a function to which ``functools.partial`` binds arguments. ``made``: instantiated
+without ``__init__``. ``called``: with any arguments. ``changed``: the class, function or container itself gets items or
+attributes. ``unread``: called on bytes that were not looked into."""
 
 LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 _EXTENSION = Global("copyreg", "extension code")
 _HOOKS = frozenset({"append", "extend", "__setstate__"})
 """Attributes of an instance that the opcodes APPEND, APPENDS and BUILD call."""
 _MAX_NESTING = 100
-_CONTAINERS = ("builtins", "collections")
+_CONTAINERS = ("builtins", "collections", "itertools")
 """Modules whose constructors take anything that looks like a mapping or can be iterated over."""
+_DEFAULTDICT = Global("collections", "defaultdict")
+_LAZY = frozenset(
+    Global(module, name)
+    for module, names in {
+        "builtins": ("enumerate", "zip"),
+        "itertools": ("chain", "count", "cycle", "islice", "repeat", "zip_longest"),
+    }.items()
+    for name in names
+)
+"""Iterators, which fetch nothing from the iterators that they are made of until somebody asks them."""
+_SCRIPT_OBJECTS = re.compile(r"__torch__\.torch\.classes\.(quantized|sparse|rnn)\.\w+", re.ASCII)
+"""Classes of torch's C++ part whose ``__setstate__`` packs tensors: the weights of quantized modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +67,48 @@ def uses_of_call(how: str, fn: object, args: tuple[object, ...], kwargs: Mapping
     if type(fn) is not Global:
         yield from _uses_of_value(fn, "called")
         return
-    if is_type_with_arguments(fn, args):
+    if how == "reduce" and is_harmless_form(fn, args):
         return
-    yield Use(fn, "called" if how == "reduce" else "made")
+    yield Use(fn, "called" if how == "reduce" or (how == "newobj_ex" and fn == SCRIPT_OBJECT) else "made")
     if fn == LOAD_FROM_BYTES:
         for arg in (*args, *(kwargs or {}).values()):
             yield Use(fn, "called", bytes(arg)) if isinstance(arg, (bytes, bytearray)) else Use(fn, "unread")
     # A mapping or iterable protocol is looked up on what is handed over: ``dict`` calls ``keys`` of an instance.
-    if fn.module in _CONTAINERS and any(type(arg) is Inert and arg.state is not NO_STATE for arg in args):
+    looked_into = args[1:] if fn == _DEFAULTDICT else args  # the factory is only kept
+    if fn.module in _CONTAINERS and any(_is_iterated(fn, arg) for arg in looked_into if type(arg) is Inert):
         yield Use(fn, "changed")
     for position, handed_how in handed(fn.module, fn.name):
         values = (args[position],) if position < len(args) else tuple((kwargs or {}).values())
         for value in values:
             yield from _uses_of_value(value, handed_how)
+
+
+def _is_iterated(fn: Global, arg: Inert) -> bool:
+    """Return whether a container's constructor would look into an object, by methods that its state may hold."""
+    if is_plain_iterator(arg) or arg.fn in _LAZY:
+        return fn not in _LAZY  # a list of an endless iterator
+    return arg.state is not NO_STATE
+
+
+def uses_by_state(node: Inert) -> Iterator[Use]:
+    """Yield what an object uses whose class acts on its state, once it has that; nothing for any other object.
+
+    ``functools.partial`` takes function and arguments from it, ``torch.ScriptObject`` the name of a class in C++.
+    """
+    if is_partial(node):
+        functions: tuple[object, ...] = node.args
+        if node.state is not NO_STATE:
+            is_usual = type(node.state) is tuple and len(node.state) == 4
+            functions += node.state[:1] if is_usual else (PARTIAL,)  # type: ignore[index]
+        for function in functions:
+            if type(function) is Global:
+                yield Use(function, "bound")
+            elif not is_partial(function):  # which yields its own
+                yield Use(_called_instance(function) if type(function) is Inert else PARTIAL, "called")
+    elif node.fn == SCRIPT_OBJECT and node.state is not NO_STATE:
+        name = node.state[-1] if type(node.state) is tuple and node.state else None
+        if type(name) is not str or _SCRIPT_OBJECTS.fullmatch(name) is None:
+            yield Use(Global(SCRIPT_OBJECT.module, f"{SCRIPT_OBJECT.name}.__setstate__"), "called")
 
 
 def uses_of_state(state: object) -> Iterator[Use]:
@@ -100,6 +143,7 @@ def uses_of_node(node: object) -> Iterator[Use]:
         yield Use(node)
     elif type(node) is Inert:
         yield from uses_of_call(node.how, node.fn, node.args, node.kwargs)
+        yield from uses_by_state(node)
         if node.items and node.state is not NO_STATE:
             yield from uses_of_state(node.state)
     elif type(node) is Persistent:
@@ -123,7 +167,7 @@ def names_of(uses: Iterable[Use]) -> set[Global]:
 def _uses_of_value(value: object, how: Literal["made", "called"]) -> Iterator[Use]:
     """Yield the use of what stands where a class or function is called."""
     if type(value) is Global:
-        yield Use(value, how)
+        yield Use(value, "called" if value == SCRIPT_OBJECT else how)  # its state would be seen by nobody
     elif type(value) is Inert:
         yield Use(_called_instance(value), "called")
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import logging
 import pickle
 import re
 import sys
 import tomllib
 import types
-from collections.abc import Iterator
+import typing
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal, Optional, Union
 
 import numpy as np
 import pytest
 import torch
 
 from core.checks import Level
+from core.convert import Job, run
 from core.dtypes import BY_STORAGE
 from core.finding import Severity
 from core.formats.torch_nested import uses_of_stream
@@ -110,9 +117,30 @@ def test_no_callable_of_torch_numpy_and_python_passes_that_is_not_on_the_list() 
     assert passing - storages - numpys == set()
 
 
+def test_partial_binds_arguments_to_no_callable_that_is_not_on_the_list() -> None:
+    names = {name for name in callables_in_memory() if "\n" not in name[1]}
+    passing = {name for name in names if classify(Global(*name), "bound") != "dangerous"}
+    called = {name for name in names if may_be_called(*name)}
+    bindable = {(module, name) for module, name in names if (row := constructor(module, name)) and row.may_be_bound}
+    assert len(bindable) > 100
+    assert passing == called | bindable
+    assert {module for module, name in bindable if not constructor_is_exact(module, name)} <= {
+        module for module in sys.modules if module.startswith(("torch.nn.modules.", "torch.optim."))
+    }
+
+
+def constructor_is_exact(module: str, name: str) -> bool:
+    return any(row["module"] == module and name in str(row["names"]).split() for row in rows())
+
+
 LOOKED_AT = frozenset(
     [
         "torch.Size.__new__",
+        "torch.ScriptObject.__setstate__",
+        "torch.ao.nn.quantized.modules.conv._ConvNd.__setstate__",
+        "torch.ao.nn.sparse.quantized.linear.LinearPackedParams.__setstate__",
+        "torch.ao.quantization.qconfig.QConfig.__new__",
+        "torch.ao.quantization.qconfig.QConfigDynamic.__new__",
         "torch._C._FunctionBase.__new__",
         "torch.amp.grad_scaler.GradScaler.__setstate__",
         "torch.distributed._shard.sharded_tensor.api.ShardedTensor.__del__",
@@ -235,6 +263,26 @@ CALLS = {
     "what cannot be made": b"cmmap\nmmap\n)\x81",
     "a frozen class": b"ctransformers.training_args\nTrainingArguments\n)R",
     "bytes that torch loads and nobody sees": b"ctorch.storage\n_load_from_bytes\n]\x85R",
+    "a partial that is called": b"cfunctools\npartial\n" + RUN + b"\x85R" + ARGUMENT + b"\x85R",
+    "a partial": b"cfunctools\npartial\n" + RUN + b"\x85R",
+    "a partial by its state": b"cfunctools\npartial\nc__builtin__\nint\n\x85R(" + RUN + ARGUMENT + b"\x85}NtbK\x010",
+    "a partial by another state": b"cfunctools\npartial\nc__builtin__\nint\n\x85R}b",
+    "a partial in a partial": b"cfunctools\npartial\ncfunctools\npartial\n" + RUN + b"\x85R\x85R",
+    "a partial of more": b"cfunctools\npartial\nc__builtin__\nint\n" + ARGUMENT + b"\x86R",
+    "a partial that is made": b"cfunctools\npartial\n" + RUN + ARGUMENT + b"\x86\x81",
+    "a partial among entries": b"c__builtin__\ndict\ncfunctools\npartial\nc__builtin__\nint\n\x85R"
+    b"(c__builtin__\nint\n)}}" + text("keys") + RUN + b"stb\x85R",
+    "a script object": b"ctorch\nScriptObject\n)\x81N" + text("__torch__.torch.classes.tensorrt.Engine") + b"\x86b",
+    "a script object by its keywords": b"ctorch\nScriptObject\n)}\x92",
+    "a script object by copyreg": b"ccopy_reg\n__newobj_ex__\n(ctorch\nScriptObject\n)}tR",
+    "a data loader": b"ctorch.utils.data.dataloader\nDataLoader\n)\x81",
+    "iter of a function": b"c__builtin__\niter\n" + RUN + b"N\x86R",
+    "iter of an object": b"c__builtin__\niter\n" + NAMESPACE + b"\x85R",
+    "a list of an endless iterator": b"c__builtin__\nlist\ncitertools\ncount\nK\x00\x85R\x85R",
+    "map": b"c__builtin__\nmap\n" + RUN + b"]" + ARGUMENT + b"a\x86R",
+    "reduce": b"cfunctools\nreduce\n" + RUN + b"(" + ARGUMENT + ARGUMENT + b"t\x86R",
+    "reduce of objects": b"cfunctools\nreduce\ncoperator\nor_\n(" + NAMESPACE + NAMESPACE + b"t\x86R",
+    "attrgetter": b"coperator\nattrgetter\n" + text("__globals__") + b"\x85R",
     "a graph": b"ctorch.fx.graph_module\nreduce_graph_module\n)R",
 }
 
@@ -376,6 +424,129 @@ def test_a_model_that_was_pickled_whole_and_random_states_have_no_finding(tmp_pa
     data = (tmp_path / "state.pkl").read_bytes()
     assert not dangerous_uses(uses_of(data))
     assert not any(is_foreign(use) for use in uses_of(data))
+
+
+def prepared_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+
+
+def quantized_model() -> torch.nn.Module:
+    """A model whose convolution and linear layer torch.ao quantized, their weights packed in C++."""
+    from torch.ao import quantization
+
+    layers = (torch.nn.Conv2d(1, 1, 1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(4, 4))
+    model = torch.nn.Sequential(quantization.QuantStub(), *layers, quantization.DeQuantStub()).eval()
+    model.qconfig = quantization.get_default_qconfig("fbgemm")  # type: ignore[assignment]
+    quantization.prepare(model, inplace=True)
+    model(torch.randn(1, 1, 2, 2))
+    quantization.convert(model, inplace=True)
+    return model
+
+
+def schedulers() -> list[object]:
+    from transformers import get_scheduler
+    from transformers.trainer_utils import SchedulerType
+
+    kinds = [kind for kind in SchedulerType if not {"restart", "min_lr", "stable"} & set(kind.value.split("_"))]
+    return [get_scheduler(kind, prepared_optimizer(), 1, 4) for kind in kinds if "min_lr" not in kind.value]
+
+
+def cache() -> object:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), 0)
+    return cache
+
+
+def advanced(iterator: Iterator[object]) -> Iterator[object]:
+    next(iterator)
+    return iterator
+
+
+SAVED: dict[str, Callable[[], object]] = {
+    "partials": lambda: [
+        partial(torch.nn.functional.gelu, approximate="tanh"),
+        partial(torch.nn.LayerNorm, eps=1e-6),
+        partial(torch.optim.AdamW, lr=0.1),
+        partial(torch.nn.init.trunc_normal_, std=0.02),
+        partial(torch.sum, dim=1),
+        partial(dict, a=1),
+        partial(partial(round, ndigits=1), 2),
+        defaultdict(partial(defaultdict, int)),
+    ],
+    "loggers": lambda: [
+        logging.getLogger("a.b"),
+        logging.getLogger(),
+        logging.LoggerAdapter(logging.getLogger("x"), {}),
+    ],
+    "a quantized model": quantized_model,
+    "a dynamically quantized model": lambda: torch.ao.quantization.quantize_dynamic(
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LSTM(2, 2)), dtype=torch.qint8
+    ),
+    "a cache": cache,
+    "schedulers of transformers": schedulers,
+    "a scheduler": lambda: torch.optim.lr_scheduler.LambdaLR(prepared_optimizer(), partial(pow, 0.5)),
+    "polynomials": lambda: [
+        np.polynomial.Polynomial([1, 2]),
+        np.polynomial.Chebyshev([1, 2]),
+        np.polynomial.HermiteE([1, 2]),
+        np.poly1d([1, 2]),
+    ],
+    "iterators": lambda: [
+        iter([1, 2]),
+        advanced(iter((1, 2))),
+        iter({1: 2}),
+        iter(range(3)),
+        reversed([1, 2]),
+        enumerate(["a"]),
+        zip([1], "a", strict=False),
+        itertools.count(1, 2),
+        advanced(itertools.cycle([1, 2])),
+        itertools.chain([1], [2]),
+        advanced(itertools.islice([1, 2], 2)),
+        itertools.repeat(1),
+        iter(deque([1])),
+    ],
+    "annotations": lambda: [
+        Optional[int],  # noqa: UP045
+        Union[int, str],  # noqa: UP007
+        int | None,
+        list[int] | None,
+        torch.Tensor | None,
+        Callable[[int], str],
+        Literal["a"],
+        typing.Callable[[int], str],
+        typing.Dict[str, typing.Any],  # noqa: UP006
+    ],
+    "exceptions": lambda: [OSError(2, "x"), FileNotFoundError("x")],
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao.quantization
+@pytest.mark.parametrize("name", SAVED)
+def test_what_people_save_beside_weights_calls_nothing_dangerous(name: str, tmp_path: Path) -> None:
+    torch.save({"saved": SAVED[name](), "w": torch.zeros(2)}, tmp_path / "x.pt")
+    uses = uses_of((tmp_path / "x.pt").read_bytes())
+    assert dangerous_uses(uses) == set()
+    assert not any(is_foreign(use) for use in uses)
+    if "quantized" not in name:  # tensors of that kind in an object are not copied, which is an error of its own
+        run(Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch"))
+        assert dangerous_uses(uses_of((tmp_path / "y.pt").read_bytes())) == set()
+
+
+def test_a_graph_that_torch_would_compile_is_dangerous(tmp_path: Path) -> None:
+    graph = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    torch.save({"graph": graph, "w": torch.zeros(2)}, tmp_path / "x.pt")
+    assert Global("torch.fx.graph_module", "reduce_graph_module") in {
+        use.name for use in dangerous_uses(uses_of((tmp_path / "x.pt").read_bytes()))
+    }
+
+
+def test_a_partial_of_the_users_own_function_is_for_the_user_to_judge() -> None:
+    uses = uses_of(b"\x80\x02cfunctools\npartial\ncmy_project\nloss\n\x85R.")
+    assert not dangerous_uses(uses)
+    assert {use.name.module for use in uses if is_foreign(use)} == {"my_project"}
 
 
 def test_no_container_around_a_pickle_hides_a_call() -> None:

@@ -83,6 +83,7 @@ def pickled_names(subject: Subject) -> Iterator[Finding]:
 
 _DONE: dict[How, str] = {
     "named": "is named, which would run code in software that unpickles it",
+    "bound": "gets arguments bound by functools.partial, and is none of the functions that are known to be harmless",
     "made": "is instantiated, and is none of the classes that are known to be harmless",
     "called": "is called, and is none of the functions that are known to be harmless",
     "changed": "gets attributes or items, which changes it for the whole program that unpickles it",
