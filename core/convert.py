@@ -221,7 +221,7 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
             f"format {format.name} can be read, but not written",
             hint=f"say --to with one of: {', '.join(known.name for known in formats() if known.lay_out is not None)}",
         )
-    source = with_objects_loaded(source)
+    source = with_objects_loaded(source, exclude=job.exclude)
     if job.metadata_only:
         return _linked(job, opened, format)
     if job.replicas != "error" and job.tie:

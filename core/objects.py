@@ -8,7 +8,8 @@ must say ``drop_unknown``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,7 +23,9 @@ from core.optim_entries import object_entry
 from core.optimizer import Optimizer, state_of
 from core.pickle_names import dangerous_uses
 from core.pickle_uses import Use
+from core.pickled_places import places_of
 from core.safe_pickle import judge
+from core.select import matcher
 from core.skeleton import REMOVED, Entry, entries, joined, mapped
 from core.store import ReadStore
 
@@ -58,28 +61,55 @@ def loaded(catalog: Catalog, store: ReadStore, load: Loader) -> Catalog:
     return replace(catalog, objects=objects, hidden=hidden).with_hidden(arrays)
 
 
-def refuse_hidden(uses: Iterable[Use], catalog: Catalog) -> None:
-    """Returns unless a pickle does something dangerous that none of the objects holds.
+def refuse_hidden(uses: Iterable[Use], store: ReadStore, catalog: Catalog, *, exclude: Sequence[str] = ()) -> None:
+    """Raise if a pickle does something dangerous that none of the objects holds.
 
-    Such a name was dropped by the pickle itself (popped from its stack, given to a tensor as a hook), or is the key of
-    a mapping: what is written would not have it, but whoever made that file meant to hide it.
+    Such a name is an attribute of a tensor, the key of a mapping or the state of a container, or the pickle itself
+    drops it again: what is written may not have it, but other readers would run it.
 
     Args:
         uses: what the pickles do with names (``core.safe_pickle.noting_uses``).
+        store: where the pickles lie.
         catalog: what was read from them, its objects ``loaded``.
+        exclude: patterns of entries that are left out, and with them what belongs to these entries.
 
     Raises:
-        UnsafeError: names it.
+        UnsafeError: names it, the file and the entry, and how to leave that out.
     """
     dangerous = dangerous_uses(with_nested(uses))
-    if dangerous:
-        shown = uses_in([[item.value for item in catalog.objects.values()], catalog.attrs.get("common")])
-        hidden = sorted({str(use.name) for use in dangerous - shown})
-        if hidden:
-            raise UnsafeError(
-                f"a pickle names {hidden[0]}, which would run code when it is loaded, where it makes no object of it",
-                hint="do not load this checkpoint with anything else, and find out who wrote it",
-            )
+    if not dangerous:
+        return
+    shown = uses_in([[item.value for item in catalog.objects.values()], catalog.attrs.get("common")])
+    hidden = {use.name for use in dangerous - shown}
+    if not hidden:
+        return
+    is_excluded = [matcher(pattern) for pattern in exclude]
+    places = places_of(hidden, store, catalog)
+    open_places = []
+    for place in places:
+        entries = place.entries_at(catalog)
+        if not entries or not all(any(matches(key) for matches in is_excluded) for key in entries):
+            open_places.append((place, entries))
+    if places and not open_places:
+        return
+    name = min(map(str, hidden))
+    if not open_places:
+        raise UnsafeError(
+            f"a pickle calls {name}, which would run code when it is loaded, and drops the result",
+            file=store.label,
+            hint="do not load this checkpoint with anything else, and find out who wrote it",
+        )
+    place, entries = open_places[0]
+    others = len(open_places) - 1
+    left_out = " ".join(f"--exclude {shlex.quote(key)}" for key in dict.fromkeys(e[0] for _, e in open_places if e))
+    raise UnsafeError(
+        f"{place.path or 'the root'} names {name}, which would run code when it is loaded"
+        + (f"; so do {others} other places" if others else ""),
+        file=place.file,
+        key=entries[0] if entries else None,
+        hint=(f"leave the entry out with {left_out}, " if left_out else "save the checkpoint again without it, ")
+        + "and find out who wrote this checkpoint",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +145,7 @@ def vetted(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Vett
             raise UnsafeError(
                 f"the object names {dangerous[0]}, which would run code when it is loaded",
                 key=item.key,
-                hint="leave it out with --exclude, and find out who wrote this checkpoint",
+                hint=f"leave it out with --exclude {shlex.quote(item.key)}, and find out who wrote this checkpoint",
             )
     for item, uses in uses_of:
         unknown = sorted(str(use.name) for use in uses if judge(use) == "unknown")

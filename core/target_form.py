@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from core.catalog import Catalog
@@ -27,8 +28,11 @@ from core.skeleton import entries, joined
 from core.target import partitioned, source_and_target
 
 
-def with_objects_loaded(source: Checkpoint) -> Checkpoint:
+def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> Checkpoint:
     """Return the checkpoint with the value of every object that has a stream of its own.
+
+    Args:
+        exclude: patterns of entries that are left out afterwards.
 
     Raises:
         CheckpointingException: a stream is damaged.
@@ -36,7 +40,7 @@ def with_objects_loaded(source: Checkpoint) -> Checkpoint:
     """
     with noting_uses() as uses:
         source = replace(source, catalog=loaded(source.catalog, source.store, load_object))
-    refuse_hidden(source.uses | uses, source.catalog)
+    refuse_hidden(source.uses | uses, source.store, source.catalog, exclude=exclude)
     return source
 
 

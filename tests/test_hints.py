@@ -241,6 +241,8 @@ REFUSALS = (
     Refusal("convert SRC DST --to dcp --tp-new 2", "--to megatron", "mcore_legacy/dense_gqa/tp2_pp2", "--to dcp"),
     Refusal("convert SRC DST --to dcp", "--drop-unknown", "unknown class"),
     Refusal("convert SRC DST --to dcp", "--exclude", "sparse"),
+    Refusal("convert SRC DST --to torch", "--exclude s", "an object that calls"),
+    Refusal("convert SRC DST --to torch", "--exclude s", "a tensor's attribute that calls"),
     Refusal("convert SRC DST --to megatron", "--dequantize bf16", "float8"),
     Refusal("convert SRC DST --to dcp", "FOLDER/last.ckpt", "loose", "SRC"),
     Refusal("inspect SRC", "FOLDER/last.ckpt", "loose", "SRC"),
@@ -267,6 +269,11 @@ def made(golden: Path, tmp_path: Path) -> Callable[[str], Path]:
             path = tmp_path / "x.pt"
             more = {"o": Thing()} if name == "unknown class" else {"s": torch.eye(3).to_sparse()}
             torch.save({"w": torch.ones(2), **more}, path)
+        elif name in ("an object that calls", "a tensor's attribute that calls"):
+            path = tmp_path / "x.pt"
+            noted = torch.nn.Parameter(torch.ones(2))
+            noted.calls = map(len, [[1]])  # type: ignore[attr-defined]
+            torch.save({"w": torch.ones(2), "s": noted if "attribute" in name else noted.calls}, path)
         elif name == "loose":
             path.mkdir()
             torch.save({"w": torch.ones(2)}, path / "last.ckpt")

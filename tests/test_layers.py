@@ -58,7 +58,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("core.placement", "core.layout", "core.formats", "core.formats.*", "core.layout_*"),
-        *("core.objects", "core.transform", "core.target", "core.optim_*", "core.fold", "core.peek"),
+        *("core.objects", "core.pickled_places", "core.transform", "core.target"),
+        *("core.optim_*", "core.fold", "core.peek"),
         *("core.hf", "core.hf.*", "core.quantize", "core.quantize_*", "core.restack", "core.renaming", "core.tying"),
         *("core.nesting", "core.mapping_attributes"),
         "core.job",

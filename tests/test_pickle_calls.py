@@ -7,12 +7,14 @@ import itertools
 import logging
 import pickle
 import re
+import shlex
 import sys
 import tomllib
 import types
 import typing
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +27,7 @@ import torch
 from core.checks import Level
 from core.convert import Job, run
 from core.dtypes import BY_STORAGE
+from core.errors import UnsafeError
 from core.finding import Severity
 from core.formats.torch_nested import uses_of_stream
 from core.inert import Global
@@ -541,6 +544,44 @@ def test_a_graph_that_torch_would_compile_is_dangerous(tmp_path: Path) -> None:
     assert Global("torch.fx.graph_module", "reduce_graph_module") in {
         use.name for use in dangerous_uses(uses_of((tmp_path / "x.pt").read_bytes()))
     }
+
+
+def calling_places() -> dict[str, tuple[object, str]]:
+    """Trees in which something is called where the reader makes no object of it → where, by file and key."""
+    noted = torch.nn.Parameter(torch.zeros(2))
+    noted.calls = map(len, [[1]])  # type: ignore[attr-defined]
+    with_state = OrderedDict(w=torch.zeros(2))
+    with_state._metadata = {"": map(len, [[1]])}  # type: ignore[attr-defined]
+    return {
+        "an attribute of a tensor": ({"a": {"p": noted}, "w": torch.zeros(2)}, "a.p"),
+        "a key": ({"b": {map(len, [[1]]): 1}, "w": torch.zeros(2)}, "b.<inert builtins.map>"),
+        "the state of a container": (with_state, ""),
+    }
+
+
+@pytest.mark.parametrize("name", calling_places())
+def test_what_is_called_beside_the_entries_is_refused_by_its_place_and_can_be_left_out(
+    name: str, tmp_path: Path
+) -> None:
+    tree, key = calling_places()[name]
+    torch.save(tree, tmp_path / "x.pt")
+    job = Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch")
+    with pytest.raises(UnsafeError, match="builtins.map") as caught:
+        run(job)
+    assert caught.value.file == "x.pt"
+    assert caught.value.key == (key or None)
+    if key:
+        assert f"--exclude {shlex.quote(key)}" in str(caught.value)
+        run(replace(job, exclude=(key,)))
+        assert dangerous_uses(uses_of((tmp_path / "y.pt").read_bytes())) == set()
+    else:
+        assert "_metadata" in str(caught.value)
+
+
+def test_what_a_pickle_calls_and_drops_is_refused_whatever_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(torch_zip(b"\x80\x02" + CALLS["REDUCE"] + b"0}" + text("s") + b"K\x01s."))
+    with pytest.raises(UnsafeError, match="drops the result"):
+        run(Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch", exclude=("s",)))
 
 
 def test_a_partial_of_the_users_own_function_is_for_the_user_to_judge() -> None:

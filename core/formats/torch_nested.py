@@ -56,6 +56,12 @@ def uses_of_stream(store: ReadStore, file: str, start: int, n_bytes: int) -> set
     return uses | {Use(_LOADS, "unread")} if reading.is_refused else uses
 
 
+def trees_of_stream(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[object, ...]:
+    """Return what the pickles of a stream hold, as far as they are sound; nothing is noted of them."""
+    with noting_uses(passes_on=False):
+        return _read(store, file, start, n_bytes).trees
+
+
 def uses_in(value: object) -> set[Use]:
     """Return what an inert value does with names, and the streams inside it; the value is walked once."""
     return _collected([value], ())
