@@ -83,9 +83,71 @@ EXAMPLES: dict[str, tuple[str, str | None, Spec]] = {
     ),
     "mxfp4": ("MXFP4", "mxfp4", {"_blocks": (U8, (2, 16, 1, 16)), "_scales": (U8, (2, 16, 1))}),
     "hqq": (
-        "HQQ",
+        "HQQ (or SINQ)",
         "hqq",
         {".W_q": (U8, (8, 8)), ".scale": (F16, (16, 1)), ".zero": (F16, (16, 1)), ".nbits": (I32, ())},
+    ),
+    "hqq of before 0.2": (
+        "HQQ (or SINQ)",
+        None,
+        {".W_q": (U8, (8, 8)), ".meta.scale": (F16, (16, 1)), ".meta.zero": (F16, (16, 1))},
+    ),
+    "sinq": (
+        "HQQ (or SINQ)",
+        "sinq",
+        {
+            ".W_q": (U8, (8, 8)),
+            ".meta.scale": (F16, (16, 1)),
+            ".meta.scale2": (F16, (8,)),
+            ".meta.zero": (F16, (16, 1)),
+        },
+    ),
+    "sinq without a config": (
+        "HQQ (or SINQ)",
+        None,
+        {".W_q": (U8, (8, 8)), ".scale": (F16, (16, 1)), ".scale2": (F16, (8,)), ".zero": (F16, (16, 1))},
+    ),
+    "sinq with quantized scales": (
+        "HQQ (or SINQ)",
+        None,
+        {
+            ".W_q": (U8, (8, 8)),
+            ".meta.scale.x": (U8, (16, 1)),
+            ".meta.scale.s": (F16, (1,)),
+            ".meta.scale.m": (F16, (1,)),
+            ".meta.scale2.x": (U8, (8,)),
+            ".meta.scale2.s": (F16, (1,)),
+            ".meta.scale2.m": (F16, (1,)),
+            ".meta.zero": (F16, (16, 1)),
+        },
+    ),
+    "marlin": ("Marlin", None, {".B": (I32, (4, 32)), ".s": (F16, (1, 16))}),
+    "marlin with a config": (
+        "Marlin",
+        "marlin",
+        {".B": (I32, (4, 32)), ".s": (F16, (1, 16)), ".workspace": (I32, (8,))},
+    ),
+    "marlin 2:4": (
+        "Marlin 2:4",
+        None,
+        {".B_24": (I32, (2, 32)), ".B_meta": (torch.int16, (2, 32)), ".s": (F16, (1, 16)), ".workspace": (I32, (8,))},
+    ),
+    "qqq": ("QQQ", None, {".B": (I32, (4, 32)), ".s_channel": (F32, (1, 16)), ".s_group": (F16, (1, 16))}),
+    "exl2": (
+        "EXL2",
+        None,
+        {".q_weight": (I32, (8, 16)), ".q_scale": (I32, (1, 2)), ".q_scale_max": (F16, (1,)), ".q_groups": (I32, (2,))},
+    ),
+    "exl3": ("EXL3", None, {".trellis": (torch.int16, (4, 1, 16)), ".suh": (F16, (64,)), ".svh": (F16, (16,))}),
+    "quip": (
+        "QuIP#",
+        None,
+        {".Qidxs": (torch.int64, (16, 1)), ".SU": (F16, (8,)), ".SV": (F16, (16,)), ".Wscale": (F32, ())},
+    ),
+    "llm-awq": (
+        "AWQ (or GPTQ without g_idx)",
+        None,
+        {".qweight": (torch.int16, (4, 16)), ".scales": (F16, (1, 16)), ".scaled_zeros": (F16, (1, 16))},
     ),
     "quanto": (
         "quanto",
@@ -200,7 +262,24 @@ def test_every_row_of_the_table_has_an_example() -> None:
 
 
 def test_plain_models_have_no_quantized_weights() -> None:
-    floats = (".weight", ".scale", "_scale", ".scales", ".W_q", ".codes", ".codebooks", ".indices", ".tables2", ".zero")
+    floats = (
+        ".weight",
+        ".scale",
+        "_scale",
+        ".scales",
+        ".s",
+        ".B",
+        ".scale2",
+        ".SU",
+        ".trellis",
+        ".svh",
+        ".W_q",
+        ".codes",
+        ".codebooks",
+        ".indices",
+        ".tables2",
+        ".zero",
+    )
     tensors = model(dict.fromkeys(floats, (BF16, (16, 8))))
     assert quantized_weights(metas(tensors)) == ()
     assert quantized_weights(metas(tensors), config_of("gptq")) == ()
