@@ -251,7 +251,7 @@ class Machine:
                     if type(target) is Inert and target.state is NO_STATE:
                         target.state = state
                     else:
-                        self._build(target, state)
+                        i = self._build(target, state, data, i)
                 elif op == 0x7D:  # EMPTY_DICT
                     left -= 1
                     if left < 0:
@@ -535,18 +535,20 @@ class Machine:
             self._uses.add(Use(target, "changed"))
         _not_a(wanted, target)
 
-    def _build(self, target: object, state: object) -> None:
-        """BUILD of something that is not a fresh record."""
+    def _build(self, target: object, state: object, data: bytes, i: int) -> int:
+        """BUILD of something that is not a fresh record; returns where the next opcode is."""
         build = getattr(type(target), "build", None)
         if build is not None:
             build(target, state)
-            return
+            bytes_behind = getattr(type(target), "bytes_behind", None)
+            return i if bytes_behind is None else bytes_behind(target, data, i)  # type: ignore[no-any-return]
         if not isinstance(target, Inert):
             self._change("record", target)
         self._note_hooks(target)
         if type(target.state) is not dict or type(state) is not dict:
             raise CorruptError(f"malformed pickle: the state of a {target.class_name} is set twice")
         target.state = {**target.state, **state}
+        return i
 
     def _refuse(self, op: int) -> NoReturn:
         name = _REFUSED.get(op)

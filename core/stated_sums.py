@@ -11,9 +11,10 @@ from contextlib import closing
 from functools import cache
 from typing import TYPE_CHECKING
 
-from core.errors import CheckpointingException, Report
+from core.errors import CheckpointingException, CorruptError, Report
 from core.formats import dcp
 from core.formats.torch_sums import is_zip, stated_in_zip
+from core.other_pickles import damaged_member, is_checkpoint_file, is_torch_zip
 from core.stated import Stated
 from core.store import LocalStore
 
@@ -49,7 +50,13 @@ class StatedSums:
             folder, _, name = file.rpartition("/")
             items = self._items_below(folder).get(name, ()) if folder else ()
         if items is None:
-            if is_zip(self._store, file, 0, n_bytes):
+            if not is_zip(self._store, file, 0, n_bytes):
+                return
+            if not is_checkpoint_file(file) and not is_torch_zip(self._store, file, n_bytes):
+                damage = damaged_member(self._store, file, n_bytes)
+                if damage is not None:
+                    report(CorruptError(damage, file=file))
+            else:
                 yield from stated_in_zip(self._store, file, report=report)
             return
         for start, length in items:

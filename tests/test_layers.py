@@ -58,7 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("core.placement", "core.layout", "core.formats", "core.formats.*", "core.layout_*"),
-        *("core.objects", "core.pickled_places", "core.transform", "core.target"),
+        *("core.objects", "core.pickled_places", "core.other_pickles", "core.transform", "core.target"),
         *("core.optim_*", "core.fold", "core.peek"),
         *("core.hf", "core.hf.*", "core.quantize", "core.quantize_*", "core.restack", "core.renaming", "core.tying"),
         *("core.nesting", "core.mapping_attributes"),

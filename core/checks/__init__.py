@@ -111,7 +111,7 @@ class Check:
 _MODULES = (
     *("files", "tracker", "torch_zips", "safetensors_headers", "zarr_chunks", "dcp_files", "rank_files", "index"),
     "hf_model",
-    "unsafe",
+    *("unsafe", "other_files"),
     "extents",
     *("geometry", "items", "layout", "named_states", "optimizer", "common_state", "rank_numbers"),
     *("crcs", "values", "replicas"),

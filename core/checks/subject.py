@@ -22,6 +22,7 @@ from core.finding import Finding, Severity
 from core.formats import Format
 from core.layout_rules import Rules
 from core.open import FILL, Checkpoint
+from core.other_pickles import Looked, is_checkpoint_file, look_into
 from core.pickle_uses import Use
 from core.recorded import Recorded, recorded
 from core.safe_pickle import noting_uses
@@ -142,6 +143,16 @@ class Subject:
     def files(self) -> Mapping[str, int]:
         """Every regular file of the checkpoint with its size, by relative path; the one file, if it is one."""
         return self.tree.files
+
+    @cached_property
+    def other_files(self) -> Mapping[str, Looked]:
+        """What files beside the checkpoint's own hold that Python would unpickle; those without a pickle are absent."""
+        looked = {
+            name: look_into(self.store, name, size)
+            for name, size in self.files.items()
+            if size and not is_checkpoint_file(name) and name not in self.hollow
+        }
+        return {name: it for name, it in looked.items() if it.uses or it.unread}
 
     @cached_property
     def hollow(self) -> Set[str]:
