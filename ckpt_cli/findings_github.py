@@ -38,6 +38,8 @@ def github_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
             data = "%0A".join(_data(part) for part in text if part)
             place = f"file={_property(verdict.path_of(one.first))},title={_property(title + times)}"
             yield f"::{_COMMANDS[one.first.severity]} {place}::{data}"
+        for note in verdict.validation.notes:
+            yield f"::notice file={_property(verdict.validation.path)},title=ckpt validate::{_data(note)}"
         mark = "✓" if verdict.judgement.is_valid else "✗"
         size = n_text(verdict.validation.n_files, "file")
         yield f"{mark} {verdict.counts_text} in {_inert(verdict.validation.path)} ({size})"

@@ -9,9 +9,10 @@ findings are ignored or known is skipped.
     testsuites [name tests failures errors skipped time]
     └── testsuite [name tests failures errors skipped time]
         ├── properties / property [name value]
-        └── testcase [classname name]
-            ├── skipped [message]  or  failure [message type], text
-            └── system-out, text
+        ├── testcase [classname name]
+        │   ├── skipped [message]  or  failure [message type], text
+        │   └── system-out, text
+        └── system-out, text: which checkpoint was taken, and what was not looked at
 
 Source: the elements and attributes that the schemas of Jenkins' xUnit plugin, Ant and pytest have in common. There are
 no time stamps and host names in it.
@@ -82,6 +83,9 @@ class _Suite:
         yield "    </properties>"
         for _, lines in self.cases:
             yield from lines
+        if validation.notes:
+            notes = "\n".join(f"note: {note}" for note in validation.notes)
+            yield f"    <system-out>{_text(notes, keeps_lines=True)}</system-out>"
         yield "  </testsuite>"
 
     def _case(self, code: str, known: Code | None) -> tuple[str, list[str]]:

@@ -4,8 +4,8 @@ One run for all checkpoints. Every code that exists is a rule; a finding is a re
 (``artifactLocation``), at a tensor (``logicalLocations``), or at bytes (``region``). What ``--ignore`` and
 ``--baseline`` leave out is there as well, with a suppression, and with ``baselineState`` where a baseline was given.
 
-Source: OASIS, Static Analysis Results Interchange Format 2.1.0, §3.14 (runs), §3.27 (results), §3.11 (messages), §3.30
-(regions); URIs are RFC 3986.
+Source: OASIS, Static Analysis Results Interchange Format 2.1.0, §3.14 (runs), §3.20 (invocations), §3.27 (results),
+§3.11 (messages), §3.30 (regions); URIs are RFC 3986.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sarif_lines(verdicts: Sequence[Verdict], *, has_baseline: bool) -> Iterator[
     driver = {"name": "ckpt", "version": __version__, "rules": [_rule(name) for name in names]}
     run = {
         "tool": {"driver": driver},
-        "invocations": [{"executionSuccessful": True}],
+        "invocations": [_invocation(verdicts)],
         "results": [
             result
             for verdict in verdicts
@@ -50,6 +50,23 @@ def sarif_lines(verdicts: Sequence[Verdict], *, has_baseline: bool) -> Iterator[
         ],
     }
     yield json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1)
+
+
+def _invocation(verdicts: Sequence[Verdict]) -> dict[str, object]:
+    """The run: which checkpoints were taken, and what was not looked at, are notifications of it."""
+    notifications = [
+        {
+            "level": "note",
+            "message": {"text": _message(_sentence(note))},
+            "locations": [{"physicalLocation": {"artifactLocation": {"uri": uri_of(verdict.validation.path)}}}],
+        }
+        for verdict in verdicts
+        for note in verdict.validation.notes
+    ]
+    invocation: dict[str, object] = {"executionSuccessful": True}
+    if notifications:
+        invocation["toolExecutionNotifications"] = notifications
+    return invocation
 
 
 def _rule(code: str) -> dict[str, object]:

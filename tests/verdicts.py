@@ -26,6 +26,7 @@ def verdict(
     path: str = "runs/iter_0000010",
     level: Level = Level.METADATA,
     acceptance: Acceptance | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Verdict:
     found: Sequence[Finding] = tuple(findings)
     validation = Validation(
@@ -38,5 +39,6 @@ def verdict(
         n_tensors=7,
         n_checks=5,
         seconds=0.25,
+        notes=notes,
     )
     return Verdict(validation, (acceptance or Acceptance()).judged(found))

@@ -27,7 +27,11 @@ FINDINGS = [
     finding("CK300", Severity.NOTE, message="worth knowing"),
     finding(message=HOSTILE, file=HOSTILE, key=HOSTILE, rank=HOSTILE, expected=HOSTILE, found=HOSTILE, hint=HOSTILE),
 ]
-VERDICTS = [verdict(FINDINGS), verdict(path="/data/whole", level=Level.HEADERS), verdict(FINDINGS[2:4], path=HOSTILE)]
+VERDICTS = [
+    verdict(FINDINGS, notes=(HOSTILE,)),
+    verdict(path="/data/whole", level=Level.HEADERS),
+    verdict(FINDINGS[2:4], path=HOSTILE),
+]
 
 
 def test_json_holds_every_finding_with_all_its_parts() -> None:
@@ -64,7 +68,7 @@ def test_json_holds_every_finding_with_all_its_parts() -> None:
 # Ant's asks of a suite beside: time stamp, host name and an empty system-out.
 CHILDREN = {
     "testsuites": ["testsuite*"],
-    "testsuite": ["properties?", "testcase*"],
+    "testsuite": ["properties?", "testcase*", "system-out?"],
     "properties": ["property*"],
     "property": [],
     "testcase": ["skipped?", "failure?", "system-out?"],
@@ -159,7 +163,14 @@ def check_sarif(log: dict[str, Any]) -> None:
             assert len(set(rule.get("properties", {"tags": []})["tags"])) == len(
                 rule.get("properties", {"tags": []})["tags"]
             )
-        assert [set(one) for one in run["invocations"]] == [{"executionSuccessful"}]
+        (invocation,) = run["invocations"]
+        assert {"executionSuccessful"} <= set(invocation) <= {"executionSuccessful", "toolExecutionNotifications"}
+        for notification in invocation.get("toolExecutionNotifications", []):
+            assert set(notification) == {"level", "message", "locations"}
+            assert notification["level"] in LEVELS
+            check_message(notification["message"])
+            for location in notification["locations"]:
+                check_location(location)
         for result in run["results"]:
             assert set(result) <= RESULT
             assert {"ruleId", "ruleIndex", "message", "locations", "partialFingerprints"} <= set(result)
@@ -295,6 +306,19 @@ def test_github_gets_one_annotation_for_findings_that_are_alike() -> None:
         "→ copy it again",
     ]
     assert {kind for kind, _, _ in found} == {"error", "warning", "notice"}
+
+
+def test_every_format_has_the_notes_on_what_was_taken_and_not_looked_at() -> None:
+    note = "3 other iterations were not looked at (--all-iterations): iter_0000001, 2 more"
+    noted = verdict(FINDINGS, notes=(note, HOSTILE))
+    (suite,) = junit(noted)
+    assert note in (suite.findtext("system-out") or "")
+    (run,) = sarif(noted)["runs"]
+    texts = [one["message"]["text"] for one in run["invocations"][0]["toolExecutionNotifications"]]
+    assert texts[0] == f"{note}."
+    assert len(texts) == 2
+    place = {"file": "runs/iter_0000010", "title": "ckpt validate"}
+    assert ("notice", place, note) in list(commands(noted))
 
 
 def test_every_format_bears_hostile_names() -> None:
