@@ -26,11 +26,11 @@ CODES = (NOT_LOOKED_INTO,)
 
 def not_looked_into(subject: Subject) -> Iterator[Finding]:
     """CK607: what holds a pickle, or may hold one, and is too large or packed in a way that is not handled."""
-    for file, looked in subject.other_files.items():
+    for (file, key), looked in subject.other_pickles.items():
         for reason in looked.unread[:1]:
             others = len(looked.unread) - 1
             message = f"not looked into: {reason[:200]}" + (f"; {others} other parts are not either" if others else "")
-            yield NOT_LOOKED_INTO.finding(message, file=file)
+            yield NOT_LOOKED_INTO.finding(message, file=file, key=key)
 
 
 CHECKS = (Check(not_looked_into, Level.DEEP),)

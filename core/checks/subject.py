@@ -13,6 +13,7 @@ from core.canonical import Canonical, canonical
 from core.catalog import Catalog
 from core.checks import Level
 from core.checks.model_view import ModelView, model_view
+from core.checks.pickled_tensors import pickled_tensors
 from core.checks.tensor_names import TensorNames
 from core.checks.tree import Tree, hollow_files, walked
 from core.deep import Deep, examined
@@ -145,14 +146,16 @@ class Subject:
         return self.tree.files
 
     @cached_property
-    def other_files(self) -> Mapping[str, Looked]:
-        """What files beside the checkpoint's own hold that Python would unpickle; those without a pickle are absent."""
-        looked = {
-            name: look_into(self.store, name, size)
+    def other_pickles(self) -> Mapping[tuple[str, str | None], Looked]:
+        """What Python would unpickle beside the checkpoint's own pickles, by file and tensor of bytes."""
+        looked: dict[tuple[str, str | None], Looked] = {
+            (name, None): look_into(self.store, name, size)
             for name, size in self.files.items()
             if size and not is_checkpoint_file(name) and name not in self.hollow
         }
-        return {name: it for name, it in looked.items() if it.uses or it.unread}
+        if self.catalog is not None:
+            looked |= {(file, key): found for file, key, found in pickled_tensors(self.catalog, self.store)}
+        return {place: found for place, found in looked.items() if found.uses or found.unread}
 
     @cached_property
     def hollow(self) -> Set[str]:

@@ -104,9 +104,9 @@ def _used(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
             uses = {use for use in uses if use.how != "unread"}
         seen |= uses
         yield (file, key), uses
-    for file, looked in subject.other_files.items() if subject.level >= Level.DEEP else ():
+    for place, looked in subject.other_pickles.items() if subject.level >= Level.DEEP else ():
         seen |= looked.uses
-        yield (file, None), {*looked.uses}
+        yield place, {*looked.uses}
     catalog = subject.catalog
     if catalog is not None:
         common = catalog.attrs.get("common")
