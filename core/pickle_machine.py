@@ -541,7 +541,7 @@ class Machine:
         if build is not None:
             build(target, state)
             bytes_behind = getattr(type(target), "bytes_behind", None)
-            return i if bytes_behind is None else bytes_behind(target, data, i)  # type: ignore[no-any-return]
+            return i if bytes_behind is None else bytes_behind(target, data, i)
         if not isinstance(target, Inert):
             self._change("record", target)
         self._note_hooks(target)
