@@ -96,12 +96,10 @@ class Looked:
     Args:
         uses: what its pickles do with names.
         unread: why some of it was not looked into.
-        damage: why it is no sound zip.
     """
 
     uses: frozenset[Use] = frozenset()
     unread: tuple[str, ...] = ()
-    damage: CheckpointingException | None = None
 
 
 def is_checkpoint_file(name: str) -> bool:
@@ -120,8 +118,8 @@ def look_into(store: ReadStore, file: str, n_bytes: int) -> Looked:
         return _looked(store, file, n_bytes, depth=0, name=file)
     except UnsafeError as err:
         return Looked(unread=(err.message,))
-    except CheckpointingException as err:
-        return Looked(damage=err)
+    except CheckpointingException:  # what is damaged is found where bytes are checked
+        return Looked()
 
 
 def _looked(store: ReadStore, file: str, n_bytes: int, *, depth: int, name: str) -> Looked:
@@ -158,10 +156,19 @@ def _start_of_objects(head: bytes) -> int | None:
     text = head[begin : begin + size].decode("latin-1")
     try:
         header = ast.literal_eval(text.strip())
-        described = header["descr"]
-    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
-        return None if "O" not in text else begin + size
-    return begin + size if "O" in re.sub(r"datetime|[a-z_]{2,}", "", str(described)) else None
+        has_objects = _has_objects(header["descr"])
+    except (ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError):
+        has_objects = "O" in text or "object" in text
+    return begin + size if has_objects else None
+
+
+def _has_objects(described: object) -> bool:
+    """Return whether a dtype, as a header describes it, has elements that are objects."""
+    if isinstance(described, list):
+        return any(_has_objects(field[1]) for field in described)
+    if isinstance(described, tuple):
+        return _has_objects(described[0])
+    return "O" in str(described) or "object" in str(described)
 
 
 def _of_pickle(store: ReadStore, file: str, start: int, n_bytes: int, name: str) -> Looked:

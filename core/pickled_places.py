@@ -77,11 +77,12 @@ def _names_in(tree: object) -> Iterator[tuple[str, Global]]:
         elif isinstance(node, Persistent):
             stack.append((path, node.value))
         else:
-            # what an object is made of has no key of its own
+            # what an object is made of has no key of its own, and in a container is no part of what it holds
             stack += [(_below(path, number), item) for number, item in reversed(list(enumerate(node.items)))]
             stack += _entries(path, node.entries)
             parts = (node.fn, *node.args, node.kwargs, None if node.state is NO_STATE else node.state)
-            stack += [(path, part) for part in reversed(parts)]
+            place = _below(path, "<state>") if node.entries or node.items else path
+            stack += [(place, part) for part in reversed(parts)]
 
 
 def _entries(path: str, pairs: Collection[tuple[object, object]]) -> list[tuple[str, object]]:

@@ -356,7 +356,7 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
     values = [item.value for item in checkpoint.catalog.objects.values()]  # walked as one: ranks share most of theirs
     uses = with_nested(checkpoint.uses) | uses_in(values) | _used_by_streams(checkpoint)
     looked = _other_files(checkpoint)
-    uses = uses.union(*(one.uses for one in looked.values()))
+    uses = uses.union(*(item.uses for item in looked.values()))
     dangerous = {str(use.name) for use in uses if judge(use) == "dangerous"}
     foreign = {str(use.name) for use in uses if is_foreign(use)}
     warnings = []
@@ -368,7 +368,7 @@ def _warnings(checkpoint: Checkpoint) -> list[str]:
         warnings.append(
             f"WARNING: it needs {_some(foreign)}, code of unknown modules that torch.load would run; ckpt runs nothing"
         )
-    unread = {file for file, one in looked.items() if one.unread}
+    unread = {file for file, item in looked.items() if item.unread}
     if unread:
         warnings.append(f"not looked into: {_some(unread)}, which may hold a pickle; load it only if you trust it")
     return warnings
@@ -383,7 +383,7 @@ def _other_files(checkpoint: Checkpoint) -> dict[str, Looked]:
     sizes = checkpoint.store.sizes()
     names = [name for name, size in sizes.items() if 0 < size <= _MAX_STREAM_BYTES and has_pickled_name(name)]
     looked = {name: look_into(checkpoint.store, name, sizes[name]) for name in names[:_MOST_STREAMS]}
-    return {name: one for name, one in looked.items() if one.uses or one.unread}
+    return {name: item for name, item in looked.items() if item.uses or item.unread}
 
 
 def _some(names: set[str]) -> str:

@@ -546,7 +546,7 @@ def test_a_graph_that_torch_would_compile_is_dangerous(tmp_path: Path) -> None:
     }
 
 
-def calling_places() -> dict[str, tuple[object, str]]:
+def calling_places() -> dict[str, tuple[dict[str, object], str]]:
     """Trees in which something is called where the reader makes no object of it → where, by file and key."""
     noted = torch.nn.Parameter(torch.zeros(2))
     noted.calls = map(len, [[1]])  # type: ignore[attr-defined]
@@ -556,6 +556,7 @@ def calling_places() -> dict[str, tuple[object, str]]:
         "an attribute of a tensor": ({"a": {"p": noted}, "w": torch.zeros(2)}, "a.p"),
         "a key": ({"b": {map(len, [[1]]): 1}, "w": torch.zeros(2)}, "b.<inert builtins.map>"),
         "the state of a container": (with_state, ""),
+        "the state of a container below": ({"model": with_state, "v": torch.zeros(2)}, ""),
     }
 
 
@@ -576,6 +577,8 @@ def test_what_is_called_beside_the_entries_is_refused_by_its_place_and_can_be_le
         assert dangerous_uses(uses_of((tmp_path / "y.pt").read_bytes())) == set()
     else:
         assert "_metadata" in str(caught.value)
+        with pytest.raises(UnsafeError, match="builtins.map"):  # the container stays when its entries go
+            run(replace(job, exclude=("model" if "model" in tree else "w",)))
 
 
 def test_what_a_pickle_calls_and_drops_is_refused_whatever_is_left_out(tmp_path: Path) -> None:

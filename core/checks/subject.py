@@ -154,8 +154,8 @@ class Subject:
             if size and not is_checkpoint_file(name) and name not in self.hollow
         }
         if self.catalog is not None:
-            looked |= {(file, key): found for file, key, found in pickled_tensors(self.catalog, self.store)}
-        return {place: found for place, found in looked.items() if found.uses or found.unread}
+            looked |= {(file, key): tensor for file, key, tensor in pickled_tensors(self.catalog, self.store)}
+        return {place: item for place, item in looked.items() if item.uses or item.unread}
 
     @cached_property
     def hollow(self) -> Set[str]:

@@ -136,11 +136,11 @@ def weights(tmp_path: Path) -> Path:
     return folder
 
 
-def found(folder: Path, least: Severity = Severity.WARNING) -> list[Finding]:
+def findings_of(folder: Path, least: Severity = Severity.WARNING) -> list[Finding]:
     return [
-        one
-        for one in validate(folder, level=Level.DEEP).findings
-        if one.severity >= least and one.code not in ("CK527", "CK704")
+        finding
+        for finding in validate(folder, level=Level.DEEP).findings
+        if finding.severity >= least and finding.code not in ("CK527", "CK704")
     ]
 
 
@@ -149,7 +149,9 @@ def test_a_call_in_a_file_beside_the_weights_is_found(
     name: str, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (weights / name).write_bytes(CONTAINERS[name]({**ARRAYS, "last": Call()}, monkeypatch))
-    assert [(one.code, one.file, one.found) for one in found(weights)] == [("CK601", name, "builtins.eval")]
+    assert [(finding.code, finding.file, finding.found) for finding in findings_of(weights)] == [
+        ("CK601", name, "builtins.eval")
+    ]
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
@@ -157,17 +159,17 @@ def test_files_beside_the_weights_that_call_nothing_have_no_findings(
     name: str, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (weights / name).write_bytes(CONTAINERS[name](ARRAYS, monkeypatch))
-    assert found(weights, Severity.NOTE) == []
+    assert findings_of(weights, Severity.NOTE) == []
 
 
 def test_plain_files_of_numpy_and_others_have_no_findings(weights: Path) -> None:
     np.savez(weights / "ema.npz", a=np.arange(1000.0), b=np.ones((2, 2)))
     np.savez_compressed(weights / "small.npz", a=np.arange(1000.0))
-    np.save(weights / "record.npy", np.zeros(3, dtype=[("when", "<M8[s]"), ("Old", "f4")]))
+    np.save(weights / "record.npy", np.zeros(3, dtype=[("when", "<M8[s]"), ("Old", "f4", (2,))]))
     (weights / "train.log.gz").write_bytes(gzip.compress(b"loss 1.0\n" * 1000))
     (weights / "x.zip").write_bytes(zipped(b"no pickle"))
     (weights / "notes.txt").write_text("xylophone")
-    assert found(weights, Severity.NOTE) == []
+    assert findings_of(weights, Severity.NOTE) == []
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
@@ -176,9 +178,9 @@ def test_a_damaged_archive_of_numpy_is_found(save: Callable[..., None], weights:
     data = bytearray((weights / "ema.npz").read_bytes())
     data[len(data) // 2] ^= 1
     (weights / "ema.npz").write_bytes(data)
-    assert [(one.code, one.file) for one in found(weights)] == [("CK703", "ema.npz")]
+    assert [(finding.code, finding.file) for finding in findings_of(weights)] == [("CK703", "ema.npz")]
     (weights / "ema.npz").write_bytes(data[:-30])
-    assert [(one.code, one.file) for one in found(weights)] == [("CK703", "ema.npz")]
+    assert [(finding.code, finding.file) for finding in findings_of(weights)] == [("CK703", "ema.npz")]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_a_damaged_archive_of_numpy_is_found(save: Callable[..., None], weights:
 )
 def test_what_is_not_looked_into_is_said(name: str, data: bytes, weights: Path) -> None:
     (weights / name).write_bytes(data)
-    (finding,) = found(weights, Severity.NOTE)
+    (finding,) = findings_of(weights, Severity.NOTE)
     assert (finding.code, finding.severity, finding.file) == ("CK607", Severity.NOTE, name)
 
 

@@ -73,8 +73,8 @@ def test_a_call_in_a_tensor_of_bytes_is_found(
     folder.mkdir()
     data = STREAMS[stream]({"filler": list(range(100)), "call": Call()})
     write(folder, {KEY: tensor_of(data), "w": torch.arange(3.0)})
-    findings = [one for one in validate(folder, level=Level.DEEP).findings if one.severity > Severity.NOTE]
-    assert [(one.code, one.key, one.found) for one in findings] == [("CK601", KEY, findings[0].found)]
+    findings = [finding for finding in validate(folder, level=Level.DEEP).findings if finding.severity > Severity.NOTE]
+    assert [(finding.code, finding.key, finding.found) for finding in findings] == [("CK601", KEY, findings[0].found)]
     assert str(findings[0].found).endswith(".eval")
 
 
@@ -94,5 +94,5 @@ def test_states_of_transformer_engine_in_tensors_have_no_findings(
     if write in (safetensors_file, zarr_group):
         del tensors["empty._extra_state"]
     write(folder, tensors)
-    findings = [one for one in validate(folder, level=Level.DEEP).findings if one.severity > Severity.NOTE]
+    findings = [finding for finding in validate(folder, level=Level.DEEP).findings if finding.severity > Severity.NOTE]
     assert findings == []
