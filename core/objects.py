@@ -87,9 +87,9 @@ def refuse_hidden(uses: Iterable[Use], store: ReadStore, catalog: Catalog, *, ex
     places = places_of(hidden, store, catalog)
     open_places = []
     for place in places:
-        entries = place.entries_at(catalog)
-        if not entries or not all(any(matches(key) for matches in is_excluded) for key in entries):
-            open_places.append((place, entries))
+        keys = place.entries_at(catalog)
+        if not keys or not all(any(matches(key) for matches in is_excluded) for key in keys):
+            open_places.append((place, keys))
     if places and not open_places:
         return
     name = min(map(str, hidden))
@@ -99,14 +99,16 @@ def refuse_hidden(uses: Iterable[Use], store: ReadStore, catalog: Catalog, *, ex
             file=store.label,
             hint="do not load this checkpoint with anything else, and find out who wrote it",
         )
-    place, entries = open_places[0]
+    place, keys = open_places[0]
     others = len(open_places) - 1
-    left_out = " ".join(f"--exclude {shlex.quote(key)}" for key in dict.fromkeys(e[0] for _, e in open_places if e))
+    left_out = " ".join(
+        f"--exclude {shlex.quote(key)}" for key in dict.fromkeys(below[0] for _, below in open_places if below)
+    )
     raise UnsafeError(
         f"{place.path or 'the root'} names {name}, which would run code when it is loaded"
         + (f"; so do {others} other places" if others else ""),
         file=place.file,
-        key=entries[0] if entries else None,
+        key=keys[0] if keys else None,
         hint=(f"leave the entry out with {left_out}, " if left_out else "save the checkpoint again without it, ")
         + "and find out who wrote this checkpoint",
     )

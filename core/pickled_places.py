@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from core.catalog import Catalog
 from core.formats.torch_nested import trees_of_stream
 from core.inert import NO_STATE, Global, Inert, Persistent
+from core.key_text import text_of
 from core.store import ReadStore
 
 _MOST_PLACES = 100
@@ -90,4 +91,4 @@ def _entries(path: str, pairs: Collection[tuple[object, object]]) -> list[tuple[
 
 
 def _below(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+    return f"{path}.{text_of(key)}" if path else text_of(key)

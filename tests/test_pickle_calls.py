@@ -554,7 +554,7 @@ def calling_places() -> dict[str, tuple[dict[str, object], str]]:
     with_state._metadata = {"": map(len, [[1]])}  # type: ignore[attr-defined]
     return {
         "an attribute of a tensor": ({"a": {"p": noted}, "w": torch.zeros(2)}, "a.p"),
-        "a key": ({"b": {map(len, [[1]]): 1}, "w": torch.zeros(2)}, "b.<inert builtins.map>"),
+        "a key": ({"b": {map(len, [[1]]): 1}, "w": torch.zeros(2)}, "b.<builtins.map>"),
         "the state of a container": (with_state, ""),
         "the state of a container below": ({"model": with_state, "v": torch.zeros(2)}, ""),
     }
