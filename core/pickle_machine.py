@@ -42,6 +42,9 @@ class Limits:
         max_int_bytes: bytes of one integer; Python refuses to print much longer ones.
         max_string_bytes: bytes of one string.
         max_marks: open MARKs.
+        max_names: distinct names of classes and functions. A whole model pickled by its classes has some hundred.
+        max_streams: calls of ``torch.storage._load_from_bytes``, a tensor each where a model was pickled without
+            ``torch.save``.
     """
 
     max_objects: int = 50_000_000
@@ -50,13 +53,24 @@ class Limits:
     max_int_bytes: int = 4096
     max_string_bytes: int = 1 << 32
     max_marks: int = 100_000
+    max_names: int = 10_000
+    max_streams: int = 10_000
 
     def objects_of(self, n_bytes: int) -> int:
         """Objects that a pickle of that length may make."""
         return min(self.max_objects, _FREE_OBJECTS + int(self.objects_per_byte * n_bytes))
 
+    def copies_of(self, n_bytes: int) -> int:
+        """Return how many elements of containers a pickle of that length may have copied.
+
+        A pickle that Python writes spells out every element that it hands over to a constructor, or sets as state.
+        """
+        return _FREE_OBJECTS + 2 * n_bytes
+
 
 _FREE_OBJECTS = 1_000_000
+_MAX_ARGS = 16
+"""Arguments of a call that are not counted as copies."""
 _MISSING = object()
 _float = struct.Struct(">d").unpack_from
 _int4 = struct.Struct("<i").unpack_from
@@ -76,6 +90,7 @@ class Machine:
         "_acting",
         "_actions",
         "_called",
+        "_copies_left",
         "_folds",
         "_forms",
         "_guard",
@@ -83,6 +98,8 @@ class Machine:
         "_limits",
         "_made_of",
         "_makers",
+        "_merged",
+        "_n_streams",
         "_names",
         "_persistent_load",
         "_proto",
@@ -102,7 +119,7 @@ class Machine:
         self._hooks = hooks
         self._guard = KeyGuard()
         self._folds: set[bool] = set()
-        self._forms = normal_forms(self._guard, self._named, self._folds)
+        self._forms = normal_forms(self._guard, self._named, self._folds, self._count_copies)
         self._names: dict[Name, Global] = {}
         self._actions: dict[int, Hook] = {}
         """id of a Global (kept alive by _names) → what a REDUCE of it does."""
@@ -115,6 +132,10 @@ class Machine:
         """Objects whose class acts on their state (``uses_by_state``), also those that the pickle drops again."""
         self._uses: set[Use] = set()
         """Whatever else is done with names."""
+        self._merged: dict[int, dict[object, object]] = {}
+        """id → a state that was merged of several, which is nobody else's."""
+        self._copies_left = 0
+        self._n_streams = 0
 
     def run(self, data: bytes, i: int) -> tuple[object, int]:
         """Runs from byte ``i`` to STOP. The loop is one function because a call per opcode doubles its time.
@@ -130,6 +151,7 @@ class Machine:
         sparse: dict[int, Any] = {}
         limits = self._limits
         most = left = limits.objects_of(len(data))
+        self._copies_left = limits.copies_of(len(data))
         max_marks = limits.max_marks
         # without a MARK, every opcode takes at most three values off the stack, and puts one around them
         max_open = sys.maxsize if limits.max_depth is None else 3 * limits.max_depth
@@ -213,6 +235,8 @@ class Machine:
                     action = actions.get(id(fn))
                     if type(args) is not tuple:
                         _not_a("tuple of arguments", args)
+                    if len(args) > _MAX_ARGS:
+                        self._count_copies(len(args))
                     if action is None:
                         if type(fn) is Global and not (args and type(args[0]) is Inert):
                             called.add(id(fn))
@@ -234,6 +258,8 @@ class Machine:
                     action = self._makers.get(id(fn))
                     if type(args) is not tuple:
                         _not_a("tuple of arguments", args)
+                    if len(args) > _MAX_ARGS:
+                        self._count_copies(len(args))
                     if type(fn) is Global:
                         made_of.add(id(fn))
                     else:
@@ -444,6 +470,7 @@ class Machine:
                     args = stack.pop()
                     if type(kwargs) is not dict or type(args) is not tuple:
                         _not_a("tuple and dict of arguments", args)
+                    self._count_copies(len(args) + len(kwargs))
                     self._check_callable("newobj_ex", stack[-1], args, kwargs)
                     stack[-1] = Inert("newobj_ex", stack[-1], args, kwargs=kwargs)
                 elif op == 0x69 or op == 0x6F:  # INST, OBJ
@@ -475,6 +502,10 @@ class Machine:
         finally:
             self.at = i
             self.n_objects = most - left
+            # Their functions refer to the machine: thousands of small pickles would wait for the garbage collector.
+            self._forms.clear()
+            self._actions.clear()
+            self._makers.clear()
 
     @property
     def uses(self) -> set[Use]:
@@ -547,8 +578,23 @@ class Machine:
         self._note_hooks(target)
         if type(target.state) is not dict or type(state) is not dict:
             raise CorruptError(f"malformed pickle: the state of a {target.class_name} is set twice")
-        target.state = {**target.state, **state}
+        self._count_copies(len(state))
+        if id(target.state) not in self._merged:  # the first state may also stand elsewhere in the tree
+            self._count_copies(len(target.state))
+            target.state = dict(target.state)
+            self._merged[id(target.state)] = target.state
+        target.state.update(state)
         return i
+
+    def _count_copies(self, n_elements: int) -> None:
+        """Count elements that are copied from one container into another.
+
+        Raises:
+            UnsafeError: there are more than the pickle can have spelled out, so it has the same ones copied for ever.
+        """
+        self._copies_left -= n_elements
+        if self._copies_left < 0:
+            self._too_many()
 
     def _refuse(self, op: int) -> NoReturn:
         name = _REFUSED.get(op)
@@ -596,6 +642,11 @@ class Machine:
         if found is None:
             if len(module) + len(name) > MAX_NAME:
                 raise UnsafeError(f"the name of a global is longer than {MAX_NAME} characters")
+            if len(self._names) >= self._limits.max_names:
+                raise UnsafeError(
+                    f"the pickle names more than {self._limits.max_names:,} classes and functions, the limit",
+                    hint="do not trust this file; real ones name some hundred",
+                )
             found = self._names[module, name] = Global(module, name)
             hook = self._hooks.get((module, name))
             if hook is not None:
@@ -625,7 +676,16 @@ class Machine:
     def _noted(self, fn: Global, action: Hook | None) -> Hook:
         """Return the action of a function that calls its arguments: it notes those as well."""
 
+        is_loading = fn == LOAD_FROM_BYTES
+
         def noted(*args: object) -> object:
+            self._n_streams += is_loading
+            if self._n_streams > self._limits.max_streams:
+                raise UnsafeError(
+                    f"the pickle loads more than {self._limits.max_streams:,} streams inside it, the limit",
+                    hint="save it with torch.save, which keeps the tensors beside the pickle",
+                )
+            self._count_copies(sum(len(arg) for arg in args if type(arg) is bytearray))
             self._uses.update(uses_of_call("reduce", fn, args, None))
             return NotImplemented if action is None else action(*args)
 

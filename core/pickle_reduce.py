@@ -87,33 +87,8 @@ PLAIN_KEYS = frozenset({str, bool, float, bytes, type(None), Inert, Global, Tens
 """Types of keys that need no look at the value. (``str`` and ``bytes`` hash with a secret seed.)"""
 
 
-def _size(*args: object) -> object:
-    if len(args) == 1 and type(args[0]) is tuple:
-        return args[0]
-    if len(args) == 1 and type(args[0]) is list:
-        return tuple(args[0])
-    return () if not args else NotImplemented
-
-
-def _encode(*args: object) -> object:
-    """Bytes, as protocols 0 to 2 spell them."""
-    if len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1", "iso-8859-1"):
-        return args[0].encode("latin-1")
-    return NotImplemented
-
-
 def _bytes(*args: object) -> object:
     return b"" if not args else NotImplemented
-
-
-def _bytearray(*args: object) -> object:
-    if not args:
-        return bytearray()
-    if len(args) == 1 and type(args[0]) is bytes:
-        return bytearray(args[0])
-    if len(args) == 2 and type(args[0]) is str and args[1] in ("latin-1", "latin1"):
-        return bytearray(args[0].encode("latin-1"))
-    return NotImplemented
 
 
 def _complex(*args: object) -> object:
@@ -183,7 +158,7 @@ _FORMS: dict[Global, Callable[[tuple[object, ...]], bool]] = {
 
 
 def normal_forms(
-    guard: KeyGuard, named: Callable[[str, str], Global], folds: set[bool]
+    guard: KeyGuard, named: Callable[[str, str], Global], folds: set[bool], count_copies: Callable[[int], None]
 ) -> dict[Name, Callable[..., object]]:
     """The table of normalisations for one load.
 
@@ -191,12 +166,40 @@ def normal_forms(
         guard: checks set members.
         named: the load's one ``Global`` of a module and a name.
         folds: gets True when ``getattr`` makes a longer name, False when it is called in another way.
+        count_copies: told how many elements of an argument are copied; it refuses too many.
     """
+
+    def a_size(*args: object) -> object:
+        if len(args) == 1 and type(args[0]) is tuple:
+            return args[0]
+        if len(args) == 1 and type(args[0]) is list:
+            count_copies(len(args[0]))
+            return tuple(args[0])
+        return () if not args else NotImplemented
+
+    def encoded(*args: object) -> object:
+        """Bytes, as protocols 0 to 2 spell them."""
+        if len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1", "iso-8859-1"):
+            count_copies(len(args[0]))
+            return args[0].encode("latin-1")
+        return NotImplemented
+
+    def a_bytearray(*args: object) -> object:
+        if not args:
+            return bytearray()
+        if len(args) == 1 and type(args[0]) is bytes:
+            count_copies(len(args[0]))
+            return bytearray(args[0])
+        if len(args) == 2 and type(args[0]) is str and args[1] in ("latin-1", "latin1"):
+            count_copies(len(args[0]))
+            return bytearray(args[0].encode("latin-1"))
+        return NotImplemented
 
     def a_set(*args: object) -> object:
         if len(args) > 1 or (args and type(args[0]) not in (list, tuple)):
             return NotImplemented
         members: list[object] = list(args[0]) if args else []  # type: ignore[call-overload]
+        count_copies(len(members))
         for member in members:
             guard.check(member)
         return set(members)
@@ -224,10 +227,11 @@ def normal_forms(
 
     def an_ordered_dict(*args: object) -> object:
         """An empty inert OrderedDict, or one of a list of pairs (as Python 2 wrote it)."""
-        made = Inert("reduce", Global("collections", "OrderedDict"))
+        made = Inert("reduce", named("collections", "OrderedDict"))
         if not args:
             return made
         if len(args) == 1 and type(args[0]) is list and all(type(p) in (list, tuple) and len(p) == 2 for p in args[0]):
+            count_copies(len(args[0]))
             for pair in args[0]:
                 guard.check(pair[0])
             made.entries = [(pair[0], pair[1]) for pair in args[0]]
@@ -235,10 +239,10 @@ def normal_forms(
         return NotImplemented
 
     return {
-        ("torch", "Size"): _size,
-        ("_codecs", "encode"): _encode,
+        ("torch", "Size"): a_size,
+        ("_codecs", "encode"): encoded,
         ("builtins", "bytes"): _bytes,
-        ("builtins", "bytearray"): _bytearray,
+        ("builtins", "bytearray"): a_bytearray,
         ("builtins", "complex"): _complex,
         ("builtins", "set"): a_set,
         ("builtins", "frozenset"): a_frozenset,

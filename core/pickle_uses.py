@@ -43,6 +43,8 @@ _LAZY = frozenset(
 """Iterators, which fetch nothing from the iterators that they are made of until somebody asks them."""
 _SCRIPT_OBJECTS = re.compile(r"__torch__\.torch\.classes\.(quantized|sparse|rnn)\.\w+", re.ASCII)
 """Classes of torch's C++ part whose ``__setstate__`` packs tensors: the weights of quantized modules."""
+_TAKE_ANYTHING = (*_CONTAINERS, "_operator")
+"""Those, and the one that makes types of arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,23 @@ def uses_by_state(node: Inert) -> Iterator[Use]:
             yield Use(Global(SCRIPT_OBJECT.module, f"{SCRIPT_OBJECT.name}.__setstate__"), "called")
 
 
+def is_plain_call(node: Inert) -> bool:
+    """Return whether a call uses what every other call of the same function does, whatever its arguments are."""
+    fn = node.fn
+    if type(fn) is not Global or node.kwargs or (node.items and node.state is not NO_STATE):
+        return False
+    if not node.args:
+        return True
+    return fn != LOAD_FROM_BYTES and fn.module not in _TAKE_ANYTHING and not handed(fn.module, fn.name)
+
+
 def uses_of_state(state: object) -> Iterator[Use]:
     """Yield what is called if an object with this state gets another one, or is appended to."""
     for part in state if type(state) is tuple else (state,):
         if type(part) is dict:
-            for name in _HOOKS.intersection(key for key in part if type(key) is str):
-                yield from _uses_of_value(part[name], "called")
+            for name in _HOOKS:
+                if name in part:
+                    yield from _uses_of_value(part[name], "called")
 
 
 def uses_of_persistent(value: object) -> Iterator[Use]:

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import gc
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from traceback import clear_frames
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
@@ -36,10 +37,13 @@ from core.pickle_uses import Use
 __all__ = [
     "DEFAULT_LIMITS",
     "Limits",
+    "ReadPickle",
+    "ReadPickles",
     "classify",
     "gc_paused",
     "globals_of",
     "judge",
+    "keeping_pickles",
     "load",
     "load_next",
     "note_uses",
@@ -49,6 +53,46 @@ __all__ = [
 DEFAULT_LIMITS = Limits()
 
 _noted: ContextVar[set[Use] | None] = ContextVar("uses of names in the pickles that are read", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPickle:
+    """A pickle that was read to its end.
+
+    Args:
+        uses: what it does with names.
+        tree: what it holds, as ``load`` returned it.
+    """
+
+    uses: frozenset[Use]
+    tree: object
+
+
+class ReadPickles:
+    """The pickles that were read of some files, so that what needs them again does not read them again.
+
+    Args:
+        files: which ones are kept.
+    """
+
+    def __init__(self, files: Container[str]) -> None:
+        self._files = files
+        self._read: dict[str, list[ReadPickle]] = {}
+        self._failed: set[str] = set()
+
+    def add(self, file: str, pickle: ReadPickle | None) -> None:
+        """Keep a pickle of a file, or None for one that could not be read."""
+        if pickle is None:
+            self._failed.add(file)
+        elif file in self._files:
+            self._read.setdefault(file, []).append(pickle)
+
+    def of(self, file: str) -> tuple[ReadPickle, ...]:
+        """Return the pickles of a file; () if it was not read, or not without an error."""
+        return () if file in self._failed else tuple(self._read.get(file, ()))
+
+
+_kept: ContextVar[ReadPickles | None] = ContextVar("pickles that are kept", default=None)
 
 
 def load(
@@ -95,11 +139,13 @@ def load_next(
     """
     machine = Machine(persistent_load, hooks or {}, limits)
     value: object = None
+    is_read = False
     try:
         with gc_paused():
             value, stop = machine.run(data if type(data) is bytes else bytes(data), start)
             if limits.max_depth is not None and machine.n_objects > limits.max_depth:
                 _check_depth(value, limits.max_depth)
+        is_read = True
         return value, stop
     except CheckpointingException as err:
         value = None
@@ -116,7 +162,11 @@ def load_next(
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, LookupError) as err:
         raise _malformed(label, machine.at, err) from err
     finally:
-        note_uses(machine.uses)
+        uses = machine.uses
+        note_uses(uses)
+        kept = _kept.get()
+        if kept is not None:
+            kept.add(label, ReadPickle(frozenset(uses), value) if is_read else None)
 
 
 @contextmanager
@@ -137,6 +187,17 @@ def noting_uses(*, passes_on: bool = True) -> Iterator[set[Use]]:
         _noted.reset(token)
         if passes_on:
             note_uses(uses)
+
+
+@contextmanager
+def keeping_pickles(files: Container[str]) -> Iterator[ReadPickles]:
+    """Keep the pickles of these files that this thread reads in the block."""
+    kept = ReadPickles(files)
+    token = _kept.set(kept)
+    try:
+        yield kept
+    finally:
+        _kept.reset(token)
 
 
 def note_uses(uses: Iterable[Use]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,12 +21,13 @@ from core.device import Device
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 from core.formats import Format
+from core.formats.torch_file import SUFFIXES
 from core.layout_rules import Rules
 from core.open import FILL, Checkpoint
 from core.other_pickles import Looked, is_checkpoint_file, look_into
 from core.pickle_uses import Use
 from core.recorded import Recorded, recorded
-from core.safe_pickle import noting_uses
+from core.safe_pickle import ReadPickle, ReadPickles, keeping_pickles, noting_uses
 from core.scan import DEFAULT_MEMORY_BYTES, Progress
 from core.store import LocalStore
 from core.team import ALONE, Team
@@ -108,6 +109,7 @@ class Subject:
         return recorded(self.store.root, entry=self.store.entry)
 
     _uses: set[Use] = field(default_factory=set)
+    _read: ReadPickles = field(default_factory=lambda: ReadPickles(()))
 
     @property
     def deep(self) -> Deep:
@@ -168,10 +170,12 @@ class Subject:
         if self.format is None:
             return None
         is_sample = self.level == Level.METADATA and self.format.sample is not None
-        with noting_uses() as uses:
+        with noting_uses() as uses, keeping_pickles(self._torch_files) as pickles:
             try:
                 read = self.format.sample if is_sample and self.format.sample else self.format.read
-                return read(self.store)
+                catalog = read(self.store)
+                self._read = pickles
+                return catalog
             except CheckpointingException as err:
                 self.failure = self.failure or err
                 return None
@@ -183,6 +187,15 @@ class Subject:
         """What the pickles that were read for the metadata do with names."""
         _ = self.catalog
         return self._uses
+
+    @property
+    def _torch_files(self) -> Set[str]:
+        """Names of the files that ``torch.save`` may have written."""
+        return {name for name in self.files if name == self.store.entry or name.endswith((*SUFFIXES, ".pkl"))}
+
+    def read_pickles(self, file: str) -> Sequence[ReadPickle]:
+        """Return the pickles of a file that were read for the metadata; () if they have to be read."""
+        return () if self.catalog is None else self._read.of(file)
 
     @cached_property
     def salvaged(self) -> Salvaged:

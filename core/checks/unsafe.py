@@ -97,7 +97,8 @@ def _used(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
     seen: set[Use] = set()
     for file, start, n_bytes, key in _streams(subject):
         try:
-            uses = uses_of_stream(subject.store, file, start, n_bytes)
+            read = () if key is not None else subject.read_pickles(file)
+            uses = uses_of_stream(subject.store, file, start, n_bytes, read=read)
         except CheckpointingException:  # other checks say it
             continue
         if subject.is_explained(file):

@@ -16,7 +16,7 @@ from typing import Any
 
 from core import safe_pickle
 from core.dtypes import DTYPES
-from core.errors import CorruptError
+from core.errors import CorruptError, UnsafeError
 from core.inert import Global
 
 
@@ -181,6 +181,8 @@ class _Unpickler(pickle.Unpickler):
             return found
         if (module, name) == ("builtins", "getattr"):
             return _Member
+        if len(self.others) > safe_pickle.DEFAULT_LIMITS.max_names:
+            raise UnsafeError("the metadata name too many classes and functions")
         self.others.add((module, name))
         return Other
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 
 from core.box import Shape, is_c_contiguous
@@ -33,6 +34,8 @@ from core.errors import CorruptError
 from core.inert import Global, Inert, Persistent, Size, TensorLeaf
 
 MAX_RANK = 64  # torch's own limit is lower
+_MAX_ATTRIBUTES = 16
+"""Names of a tensor's Python attributes that are noted."""
 MAX_EXPANDED_BYTES = 1 << 32
 
 Hook = Callable[..., object]
@@ -159,7 +162,13 @@ class TensorReader:
 
     def _note_attributes(self, leaf: TensorLeaf, state: object) -> None:
         parts = state if isinstance(state, tuple) else (state,)
-        names = [name for part in parts if isinstance(part, dict) for name in part if isinstance(name, str)]
+        names = [
+            name
+            for part in parts[:_MAX_ATTRIBUTES]
+            if isinstance(part, dict)
+            for name in islice(part, _MAX_ATTRIBUTES)
+            if isinstance(name, str)
+        ]
         if names:
             self.attributes[leaf.key] = tuple(names)
 
@@ -173,7 +182,9 @@ class TensorReader:
 def _size(*args: object) -> object:
     """A ``torch.Size``, which the reader of pickles alone would make a plain tuple."""
     extents = args[0] if len(args) == 1 else () if not args else None
-    if not isinstance(extents, (tuple, list)) or any(type(extent) is not int for extent in extents):
+    if not isinstance(extents, (tuple, list)) or len(extents) > MAX_RANK:
+        return NotImplemented
+    if any(type(extent) is not int for extent in extents):
         return NotImplemented
     return Size(extents)
 
