@@ -101,6 +101,8 @@ def _folded(texts: Sequence[str], rows: list[tuple[list[str], Finding]]) -> Iter
         alike: dict[tuple[str, ...], list[tuple[str, list[Finding]]]] = {}
         for numbers, found in merged:
             alike.setdefault((*numbers[:at], *numbers[at + 1 :]), []).append((numbers[at], found))
+        if len(alike) == len(merged):
+            continue  # no two differ in this number alone
         merged = [
             (
                 [*others[:at], _joined([number for number, _ in values]), *others[at:]],

@@ -23,6 +23,7 @@ from core.errors import CheckpointingException
 from core.formats import Format, formats
 from core.formats.torch_nested import uses_in
 from core.global_form import GlobalForm, global_form, is_mcore
+from core.inert import Inert, walk
 from core.job import Job, TopologyChange
 from core.job_checks import is_cut
 from core.open import Checkpoint
@@ -40,6 +41,8 @@ LARGE = 400
 """Of a model that is cut by a layout, more tensors than so many are not placed in files: the layout has judged them."""
 HUGE = 60_000
 """Of a model with a layout and more arrays than so many nothing is tried: one plan takes longer than all else."""
+MANY_VALUES = 100_000
+"""Nor if its objects hold more values than so many, as they would be written for every format."""
 _DIGITS = re.compile(r"\d+")
 _HF = "hf"
 """As ``--to`` takes it: the format safetensors, with Hugging Face's names."""
@@ -110,7 +113,7 @@ def capabilities_of(checkpoint: Checkpoint, model: Model) -> tuple[Capability, .
 
     Formats under one condition, or with one reason, share an entry.
     """
-    if model.has_layout and len(checkpoint.catalog.tensors) > HUGE:
+    if (model.has_layout and len(checkpoint.catalog.tensors) > HUGE) or _has_many_values(checkpoint.catalog):
         return None
     possible: dict[str | None, list[str]] = {}
     impossible: dict[str | None, list[str]] = {}
@@ -259,6 +262,19 @@ class _Trials:
     def _has_unknown_classes(self) -> bool:
         objects = self._source.catalog.objects.values()
         return any(judge(use) == "unknown" for item in objects for use in uses_in(item.value))
+
+
+def _has_many_values(catalog: Catalog) -> bool:
+    """Return whether the objects that were read with the metadata hold more values than are written for trial."""
+    n_values = 0
+    for node in walk([item.value for item in catalog.objects.values() if item.raw_key is None]):
+        if isinstance(node, (list, tuple, dict, set, frozenset)):
+            n_values += len(node)
+        elif isinstance(node, Inert):
+            n_values += len(node.items) + len(node.entries)
+        if n_values > MANY_VALUES:
+            return True
+    return False
 
 
 def _thinned(catalog: Catalog) -> Catalog:

@@ -235,7 +235,7 @@ def _held_box(shape: Shape, fragment: Fragment, array: StoredArray) -> Box | Non
     return Box(offset, extents) if fits else None
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StoredObject:
     """A non-tensor entry: optimizer settings, random states, arguments, extra states.
 

@@ -9,7 +9,7 @@ Leaves: where a tensor or a separately stored object was, the tree holds ``Tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from core.value import value
@@ -160,11 +160,19 @@ def as_mapping(value: object) -> dict[object, object] | None:
 _DICT_LIKE = {"collections.OrderedDict", "collections.defaultdict", "collections.Counter", "builtins.dict"}
 
 
-_LEAVES = frozenset((str, int, float, bool, bytes, type(None), Global))
+PLAIN = frozenset((str, int, float, bool, type(None)))
+"""Types of what neither holds nor names anything."""
+
+
+def is_flat(items: Iterable[object]) -> bool:
+    """Return whether only strings, numbers and None stand in a container; quick for lists of millions."""
+    return PLAIN.issuperset(map(type, items))
 
 
 def walk(value: object, seen: set[int] | None = None) -> Iterator[object]:
     """Every object of an inert tree once, containers first, without recursion; shared and cyclic parts are safe.
+
+    Strings, numbers and None are left out.
 
     Args:
         seen: ids of containers that are left out; those of the tree are added.
@@ -173,8 +181,18 @@ def walk(value: object, seen: set[int] | None = None) -> Iterator[object]:
     stack = [value]
     while stack:
         node = stack.pop()
-        if type(node) in _LEAVES:  # most are
+        kind = type(node)
+        if kind in PLAIN:
+            continue
+        if kind is bytes or kind is Global:
             yield node
+            continue
+        if kind is list or kind is tuple:  # most others are
+            if id(node) not in seen:
+                seen.add(id(node))
+                yield node
+                if node and not is_flat(node):  # type: ignore[arg-type]
+                    stack += [item for item in reversed(node) if type(item) not in PLAIN]  # type: ignore[call-overload]
             continue
         if isinstance(node, (dict, list, tuple, set, frozenset, Inert)):
             if id(node) in seen:
@@ -182,10 +200,12 @@ def walk(value: object, seen: set[int] | None = None) -> Iterator[object]:
             seen.add(id(node))
         yield node
         if isinstance(node, dict):
-            for key, item in reversed(node.items()):
-                stack += (item, key)
+            if not (is_flat(node) and is_flat(node.values())):
+                for key, item in reversed(node.items()):
+                    stack += (item, key)
         elif isinstance(node, (list, tuple, set, frozenset)):
-            stack += reversed(list(node))
+            if not is_flat(node):
+                stack += [item for item in reversed(list(node)) if type(item) not in PLAIN]
         elif isinstance(node, Inert):
             for key, item in reversed(node.entries):
                 stack += (item, key)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from traceback import clear_frames
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
-from core.inert import NO_STATE, Inert
+from core.inert import NO_STATE, PLAIN, Inert, is_flat
 from core.pickle_machine import Hook, Limits, Machine
 from core.pickle_names import classify, globals_of, judge
 from core.pickle_reduce import Name
@@ -79,13 +79,20 @@ class ReadPickles:
         self._files = files
         self._read: dict[str, list[ReadPickle]] = {}
         self._failed: set[str] = set()
+        self._has_others = False
 
     def add(self, file: str, pickle: ReadPickle | None) -> None:
         """Keep a pickle of a file, or None for one that could not be read."""
         if pickle is None:
             self._failed.add(file)
-        elif file in self._files:
+        elif file not in self._files:
+            self._has_others = True
+        else:
             self._read.setdefault(file, []).append(pickle)
+
+    def are_all_of(self, files: Container[str]) -> bool:
+        """Return whether every pickle that was read is one of these files, and was read without an error."""
+        return not self._failed and not self._has_others and all(file in files for file in self._read)
 
     def of(self, file: str) -> tuple[ReadPickle, ...]:
         """Return the pickles of a file; () if it was not read, or not without an error."""
@@ -231,13 +238,14 @@ def _check_depth(value: object, max_depth: int) -> None:
     while path:
         for node in path[-1]:
             kind = type(node)
-            if kind is str or kind is int or id(node) in seen:
+            if kind in PLAIN or id(node) in seen:
                 continue
             children: Iterator[object]
             if kind is dict:
-                children = iter([*node, *node.values()])  # type: ignore[misc, attr-defined]
+                keys: Iterable[object] = () if is_flat(node) else node  # type: ignore[arg-type, assignment]
+                children = iter([*keys, *node.values()])  # type: ignore[attr-defined]
             elif kind is list or kind is tuple or kind is set or kind is frozenset:
-                children = iter(node)  # type: ignore[call-overload]
+                children = iter(() if is_flat(node) else node)  # type: ignore[call-overload, arg-type]
             elif kind is Inert:
                 children = iter(_parts(node))  # type: ignore[arg-type]
             else:

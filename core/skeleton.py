@@ -10,11 +10,11 @@ Source: torch 2.13 ``torch/distributed/checkpoint/_traverse.py``, checked agains
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from core.errors import CorruptError
-from core.inert import Inert, ObjectLeaf, TensorLeaf, as_mapping
+from core.inert import PLAIN, Inert, ObjectLeaf, TensorLeaf, as_mapping, is_flat
 from core.key_text import text_of
+from core.value import value
 
 MAX_DEPTH = 100
 
@@ -31,7 +31,7 @@ def joined(path: Path) -> str:
     return ".".join(map(text_of, path))
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Entry:
     """One leaf of a skeleton.
 
@@ -66,12 +66,24 @@ def _entries(node: object, path: Path) -> Iterator[Entry]:
     mapping = as_mapping(node)
     if mapping is not None and (mapping or not path):
         for name, item in mapping.items():
-            yield from _entries(item, (*path, name))
+            if _is_leaf(item):
+                yield Entry((*path, name), item)
+            else:
+                yield from _entries(item, (*path, name))
     elif isinstance(node, (list, tuple)) and _is_descended(node, len(path)):
         for index, item in enumerate(node):
-            yield from _entries(item, (*path, Index(index)))
+            if _is_leaf(item):
+                yield Entry((*path, Index(index)), item)
+            else:
+                yield from _entries(item, (*path, Index(index)))
     else:
         yield Entry(path, node)
+
+
+def _is_leaf(node: object) -> bool:
+    """Return whether a value is a leaf at first sight, as most are; others may be leaves as well."""
+    kind = type(node)
+    return kind in PLAIN or kind is TensorLeaf or (kind is Inert and not node.entries)  # type: ignore[attr-defined]
 
 
 def containers(skeleton: object, *, once: bool = False) -> Iterator[tuple[Path, object]]:
@@ -110,7 +122,12 @@ def _is_descended(items: list[object] | tuple[object, ...], depth: int) -> bool:
     """Whether a sequence holds a tensor or a mapping at any depth."""
     if depth > MAX_DEPTH:
         raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels")
+    if is_flat(items):
+        return False
     for item in items:
+        kind = type(item)
+        if kind in PLAIN or ((kind is list or kind is tuple) and not item):
+            continue
         if isinstance(item, (TensorLeaf, ObjectLeaf)) or as_mapping(item) is not None:
             return True
         if isinstance(item, (list, tuple)) and _is_descended(item, depth + 1):
@@ -127,6 +144,8 @@ def mapped(node: object, change: Callable[[Entry], object]) -> object:
 
 
 def _mapped(node: object, path: Path, change: Callable[[Entry], object]) -> object:
+    if path and _is_leaf(node):
+        return change(Entry(path, node))
     if len(path) > MAX_DEPTH:
         raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels", key=joined(path[:8]))
     mapping = as_mapping(node)

@@ -30,6 +30,7 @@ from core.errors import (
 MAX_OPEN_FILES = 128
 MAX_LINKED_FOLDERS = 10_000
 _IOV_MAX = 1024
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class ReadStore(Protocol):
@@ -251,9 +252,9 @@ class LocalStore:
     def exists(self, name: str) -> bool:
         """See ReadStore."""
         try:
-            return self.path(name).is_file()
+            return stat.S_ISREG(os.stat(os.path.join(self.root, checked_name(name))).st_mode)
         except OSError as err:
-            if err.errno == errno.ENAMETOOLONG:  # no file can have such a name
+            if err.errno in _NO_SUCH_FILE:
                 return False
             raise
 

@@ -19,7 +19,7 @@ from core.finding import Finding, Severity
 from core.formats.torch_file import load_object
 from core.formats.torch_item import item_location, stored_tensor
 from core.formats.torch_tensor import unknown_storage
-from core.inert import walk
+from core.inert import PLAIN, walk
 
 DIFFERS = Code(
     "CK207",
@@ -110,7 +110,7 @@ def storages(subject: Subject) -> Iterator[Finding]:
     """Find tensors whose storage has an element type that is not known; torch could not make them either."""
     catalog = subject.catalog
     for key, item in {} if catalog is None else catalog.objects.items():
-        if item.raw_key is None:
+        if item.raw_key is None and type(item.value) not in PLAIN:
             yield from _unknown_storages(item.value, key=key, file=None)
 
 

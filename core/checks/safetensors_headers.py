@@ -9,13 +9,14 @@ Source: ``core.formats.safetensors_header``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from core.checks import Check, Level
 from core.checks.file_codes import ST_HEADER
 from core.checks.problems import findings_of, problems_of
 from core.checks.subject import Subject
 from core.finding import Finding
+from core.formats.safetensors_files import INDEX_SUFFIX, files_of
 from core.formats.safetensors_header import read_header
 from core.store import ReadStore
 
@@ -28,12 +29,26 @@ def headers(subject: Subject) -> Iterator[Finding]:
     """CK130–CK135, for every file that is called so."""
     if subject.catalog is not None and subject.level < Level.HEADERS:
         return
+    is_read = subject.catalog is not None and _is_safetensors(subject)
+    whole = set(_read_files(subject)) if is_read else set()
     for name, size in subject.files.items():
-        if size == 0 or not (name.endswith(_SUFFIX) or (name == subject.store.entry and _is_safetensors(subject))):
+        if (
+            size == 0
+            or name in whole
+            or not (name.endswith(_SUFFIX) or (name == subject.store.entry and _is_safetensors(subject)))
+        ):
             continue
         if any(finding.file == name for finding in subject.findings):
             continue  # a pointer or a page, not the file
         yield from header(subject.store, name)
+
+
+def _read_files(subject: Subject) -> Sequence[str]:
+    """Return the files whose headers were read for the catalog, so that nothing is wrong with them."""
+    entry = subject.store.entry
+    if entry is not None and not entry.endswith(INDEX_SUFFIX):
+        return (entry,)
+    return files_of(subject.store).names
 
 
 def header(store: ReadStore, name: str) -> Iterator[Finding]:

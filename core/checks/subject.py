@@ -197,6 +197,10 @@ class Subject:
         """Return the pickles of a file that were read for the metadata; () if they have to be read."""
         return () if self.catalog is None else self._read.of(file)
 
+    def has_read_only(self, files: Set[str]) -> bool:
+        """Return whether no other pickles than those of these files were read for the metadata."""
+        return self.catalog is not None and self._read.are_all_of(files)
+
     @cached_property
     def salvaged(self) -> Salvaged:
         """The metadata, or what of it makes sense where reading it fails."""

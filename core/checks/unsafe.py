@@ -95,10 +95,13 @@ _HOW: dict[How, int] = {how: number for number, how in enumerate(_DONE)}
 def _used(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
     """What each stream does with names, and last what only the reader of the metadata saw."""
     seen: set[Use] = set()
+    whole: set[str] = set()
+    """Files of which every pickle that the metadata are read from was looked at."""
     for file, start, n_bytes, key in _streams(subject):
         try:
             read = () if key is not None else subject.read_pickles(file)
             uses = uses_of_stream(subject.store, file, start, n_bytes, read=read)
+            whole.update([file] if read else ())
         except CheckpointingException:  # other checks say it
             continue
         if subject.is_explained(file):
@@ -109,7 +112,7 @@ def _used(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
         seen |= looked.uses
         yield place, {*looked.uses}
     catalog = subject.catalog
-    if catalog is not None:
+    if catalog is not None and not subject.has_read_only(whole):
         common = catalog.attrs.get("common")
         objects = {item.key: item.value for item in catalog.objects.values()}
         rest = uses_in([*objects.values(), common]) - seen  # walked as one: ranks share much

@@ -38,6 +38,7 @@ from core.formats.safetensors_text import METADATA, Fields, scanned
 from core.image import CrcOf, FileImage, Literal, PlacedArray
 from core.select import rename_hint
 from core.substitute import substitute_in
+from core.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -137,7 +138,7 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
     return Header(file, _placed(entries, start=start, size=size, file=file, report=report, lacks=n_refused), metadata)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class _Entry:
     """A tensor as the header has it, its dtype and shape already torch's; begin and end in bytes of the data."""
 

@@ -23,6 +23,12 @@ _OPEN = re.compile(rb"\{" + _SPACE + rb"(\})?")
 _NAME = re.compile(_SPACE + rb"(" + _STRING + rb")" + _SPACE + rb":" + _SPACE)
 _TEXT = re.compile(_STRING)
 _FLAT = re.compile(rb"\{[^{}]{0,%d}+\}" % MAX_ENTRY_BYTES)
+_NUMBER = rb"(?:0|[1-9][0-9]{0,18}+)"
+_USUAL = re.compile(
+    rb'\{"dtype":"([A-Z0-9_]{1,16}+)","shape":\[((?:%b(?:,%b){0,15}+)?+)\],"data_offsets":\[(%b),(%b)\]\}'
+    % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
+)
+"""An entry as safetensors itself writes it; others go the slower way."""
 _NEXT = re.compile(_SPACE + rb"([,}])")
 _REST = re.compile(_SPACE + rb"\Z")
 _PAIRS = json.JSONDecoder(object_pairs_hook=list)
@@ -129,6 +135,12 @@ class _Scan:
 
     def _fields(self, name: str) -> Fields | None:
         """What an entry says; None if it is no JSON, or says it twice, which was reported."""
+        usual = _USUAL.match(self._data, self._at)
+        if usual is not None:
+            self._at = usual.end()
+            dtype, shape, begin, end = usual.groups()
+            extents = [int(extent) for extent in shape.split(b",")] if shape else []
+            return {"dtype": dtype.decode(), "shape": extents, "data_offsets": [int(begin), int(end)]}
         found = _FLAT.match(self._data, self._at)
         if found is None:
             raise CorruptError(

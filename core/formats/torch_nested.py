@@ -183,8 +183,6 @@ def _scan_pickles(trees: Iterable[object], noted: Iterable[Use]) -> _Scan:
         """ids of the names in this tree, and of the functions of plain calls: most nodes repeat what others do."""
         for node in walk(tree):
             kind = type(node)
-            if kind is str or kind is int:
-                continue
             if kind is Global:
                 if id(node) not in names:
                     names.add(id(node))

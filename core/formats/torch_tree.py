@@ -22,7 +22,7 @@ from core.formats.torch_record import encoded, is_big_endian, pickle_limits, rea
 from core.formats.torch_stream import stream_kind as stream_kind
 from core.formats.torch_tensor import Hook, Location, TensorReader, unsupported_kind
 from core.formats.torch_zip import Record, check_kind, read_archive
-from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.inert import PLAIN, ObjectLeaf, TensorLeaf, as_mapping, is_flat, walk
 from core.key_text import text_of
 from core.pickle_names import dangerous_uses
 from core.pickle_reduce import Name
@@ -446,6 +446,8 @@ def _check_unfolded_size(root: object) -> bool:
     def size(node: object, depth: int) -> int:
         nonlocal is_endless
         children: list[object] | tuple[object, ...]
+        if type(node) in PLAIN or type(node) is TensorLeaf or not node:
+            return 1
         if isinstance(node, (list, tuple)):
             children = node
         else:
@@ -458,7 +460,7 @@ def _check_unfolded_size(root: object) -> bool:
             if depth > MAX_DEPTH:
                 raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels")
             sizes[id(node)] = _OPEN
-            known = 1 + sum(size(child, depth + 1) for child in children)
+            known = 1 + (len(children) if is_flat(children) else sum(size(child, depth + 1) for child in children))
             sizes[id(node)] = known
         is_endless |= known == _OPEN
         return known
@@ -466,7 +468,7 @@ def _check_unfolded_size(root: object) -> bool:
     n_paths = size(root, 0)
     if is_endless:
         return True
-    if n_paths > 1_000_000 and n_paths > 16 * sum(len(n) for n in _containers(root)):
+    if n_paths > 1_000_000 and n_paths > 16 * sum(_lengths(root)):
         raise UnsafeError(f"containers are shared so often that they unfold to {n_paths} entries")
     return False
 
@@ -475,11 +477,11 @@ _OPEN = 0
 """The size of a container whose children are being counted; that of any other is more."""
 
 
-def _containers(root: object) -> Iterator[list[object]]:
-    """The elements of every container below ``root``, each container once."""
+def _lengths(root: object) -> Iterator[int]:
+    """The number of elements of every container below ``root``, each container once."""
     for node in walk(root):
         mapping = as_mapping(node)
         if mapping is not None:
-            yield list(mapping)
+            yield len(mapping)
         elif isinstance(node, (list, tuple)):
-            yield list(node)
+            yield len(node)
