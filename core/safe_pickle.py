@@ -92,7 +92,8 @@ class ReadPickles:
 
     def are_all_of(self, files: Container[str]) -> bool:
         """Return whether every pickle that was read is one of these files, and was read without an error."""
-        return not self._failed and not self._has_others and all(file in files for file in self._read)
+        is_complete = bool(self._read) and not self._failed and not self._has_others
+        return is_complete and all(file in files for file in self._read)
 
     def of(self, file: str) -> tuple[ReadPickle, ...]:
         """Return the pickles of a file; () if it was not read, or not without an error."""
@@ -184,13 +185,15 @@ def noting_uses(*, passes_on: bool = True) -> Iterator[set[Use]]:
     keep it, would run in another reader all the same.
 
     Args:
-        passes_on: to the block around this one.
+        passes_on: to the block around this one; if not, the pickles are not kept either.
     """
     uses: set[Use] = set()
     token = _noted.set(uses)
+    kept_token = _kept.set(_kept.get() if passes_on else None)
     try:
         yield uses
     finally:
+        _kept.reset(kept_token)
         _noted.reset(token)
         if passes_on:
             note_uses(uses)

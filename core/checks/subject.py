@@ -198,8 +198,11 @@ class Subject:
         return () if self.catalog is None else self._read.of(file)
 
     def has_read_only(self, files: Set[str]) -> bool:
-        """Return whether no other pickles than those of these files were read for the metadata."""
-        return self.catalog is not None and self._read.are_all_of(files)
+        """Return whether the checkpoint is one file, and no other pickles than those of these files were read for it.
+
+        In a directory, objects may also be made of what stands in files that are no pickles, or that are like others.
+        """
+        return self.store.entry is not None and self.catalog is not None and self._read.are_all_of(files)
 
     @cached_property
     def salvaged(self) -> Salvaged:
