@@ -61,14 +61,15 @@ class Limits:
         return min(self.max_objects, _FREE_OBJECTS + int(self.objects_per_byte * n_bytes))
 
     def copies_of(self, n_bytes: int) -> int:
-        """Return how many elements of containers a pickle of that length may have copied.
+        """Return how much a pickle of that length may have copied, counted in the bytes that would spell it out.
 
         A pickle that Python writes spells out every element that it hands over to a constructor, or sets as state.
         """
-        return _FREE_OBJECTS + 2 * n_bytes
+        return _FREE_COPIES + n_bytes
 
 
 _FREE_OBJECTS = 1_000_000
+_FREE_COPIES = 250_000
 _MAX_ARGS = 16
 """Arguments of a call that are not counted as copies."""
 _MISSING = object()
@@ -578,21 +579,24 @@ class Machine:
         self._note_hooks(target)
         if type(target.state) is not dict or type(state) is not dict:
             raise CorruptError(f"malformed pickle: the state of a {target.class_name} is set twice")
-        self._count_copies(len(state))
+        self._count_copies(2 * len(state))
         if id(target.state) not in self._merged:  # the first state may also stand elsewhere in the tree
-            self._count_copies(len(target.state))
+            self._count_copies(2 * len(target.state))
             target.state = dict(target.state)
             self._merged[id(target.state)] = target.state
         target.state.update(state)
         return i
 
-    def _count_copies(self, n_elements: int) -> None:
-        """Count elements that are copied from one container into another.
+    def _count_copies(self, n_bytes: int) -> None:
+        """Count what is copied from one container into another.
+
+        Args:
+            n_bytes: the least that a pickle needs to spell it out.
 
         Raises:
             UnsafeError: there are more than the pickle can have spelled out, so it has the same ones copied for ever.
         """
-        self._copies_left -= n_elements
+        self._copies_left -= n_bytes
         if self._copies_left < 0:
             self._too_many()
 

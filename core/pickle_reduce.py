@@ -166,7 +166,7 @@ def normal_forms(
         guard: checks set members.
         named: the load's one ``Global`` of a module and a name.
         folds: gets True when ``getattr`` makes a longer name, False when it is called in another way.
-        count_copies: told how many elements of an argument are copied; it refuses too many.
+        count_copies: told how many bytes at least would spell out the argument that is copied; it refuses too many.
     """
 
     def a_size(*args: object) -> object:
@@ -199,7 +199,7 @@ def normal_forms(
         if len(args) > 1 or (args and type(args[0]) not in (list, tuple)):
             return NotImplemented
         members: list[object] = list(args[0]) if args else []  # type: ignore[call-overload]
-        count_copies(len(members))
+        count_copies(2 * len(members))
         for member in members:
             guard.check(member)
         return set(members)
@@ -231,7 +231,7 @@ def normal_forms(
         if not args:
             return made
         if len(args) == 1 and type(args[0]) is list and all(type(p) in (list, tuple) and len(p) == 2 for p in args[0]):
-            count_copies(len(args[0]))
+            count_copies(4 * len(args[0]))
             for pair in args[0]:
                 guard.check(pair[0])
             made.entries = [(pair[0], pair[1]) for pair in args[0]]
