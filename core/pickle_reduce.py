@@ -107,6 +107,11 @@ def is_harmless_form(fn: object, args: tuple[object, ...]) -> bool:
     return form is not None and form(args)
 
 
+def has_harmless_forms(fn: Global) -> bool:
+    """Return whether a function does harm or none depending on how it is called."""
+    return fn in _FORMS
+
+
 def is_partial(value: object) -> bool:
     """Return whether a value is a ``functools.partial`` as Python pickles it."""
     return type(value) is Inert and value.fn == PARTIAL and value.how == "reduce" and _is_of_function(value.args)

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from core.inert import NO_STATE, Global, Inert, Persistent, walk
-from core.pickle_reduce import PARTIAL, SCRIPT_OBJECT, is_harmless_form, is_partial, is_plain_iterator
+from core.pickle_reduce import (
+    PARTIAL,
+    SCRIPT_OBJECT,
+    has_harmless_forms,
+    is_harmless_form,
+    is_partial,
+    is_plain_iterator,
+)
 from core.pickle_table import handed
 
 How = Literal["named", "bound", "made", "called", "changed", "unread"]
@@ -117,6 +124,8 @@ def is_plain_call(node: Inert) -> bool:
     """Return whether a call uses what every other call of the same function does, whatever its arguments are."""
     fn = node.fn
     if type(fn) is not Global or node.kwargs or (node.items and node.state is not NO_STATE):
+        return False
+    if has_harmless_forms(fn) or fn in (PARTIAL, SCRIPT_OBJECT):  # judged by arguments, or by their state
         return False
     if not node.args:
         return True

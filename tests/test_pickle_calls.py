@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import itertools
 import logging
+import operator
+import os
 import pickle
 import re
 import shlex
@@ -295,6 +298,32 @@ CALLS = {
 def test_every_way_to_call_is_noticed(name: str, is_dropped: bool) -> None:
     data = b"\x80\x02" + CALLS[name] + (b"0N." if is_dropped else b".")
     assert dangerous_uses(uses_of(data)), name
+
+
+class Reduced:
+    """Pickled as a call."""
+
+    def __init__(self, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("harmless", "harmful"),
+    [
+        (partial(dict), partial(os.system, "id")),
+        (Reduced(operator.getitem, (Union, (int, str))), Reduced(operator.getitem, ({}, 1))),
+        (iter([1]), Reduced(iter, (Reduced(os.getcwd, ()),))),
+    ],
+    ids=["partial", "getitem", "iter"],
+)
+def test_what_one_call_does_is_not_taken_for_what_the_next_does(harmless: object, harmful: object) -> None:
+    for values in ([harmless, harmful], [harmful, harmless]):
+        stream = io.BytesIO()
+        torch.save({"w": torch.ones(2), "values": values}, stream)
+        assert dangerous_uses(uses_of(stream.getvalue()))
 
 
 def test_bytes_that_torch_loads_and_that_are_not_read_to_their_end_are_dangerous() -> None:
