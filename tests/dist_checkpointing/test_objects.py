@@ -455,7 +455,7 @@ def in_a_file(value: object) -> bytes:
         Attack(torch.load, "file"),
         Attack(torch.hub.load, "a", "b"),
         Attack(np.load, "file"),
-        Attack(__import__("functools").partial, call, 1),
+        Attack(__import__("functools").partial, __import__("os").system, "touch /tmp/x"),
         Attack(__import__("importlib").import_module, "antigravity"),
         eval,
         __import__("subprocess").Popen,
@@ -468,7 +468,16 @@ def test_names_that_run_code_are_refused(attack: object):
             load_stream(in_a_file(value))
 
 
-@pytest.mark.parametrize("value", [Attack(call, 1), Caller(), Attack(Caller, 2), Attack(Attack, call, 3)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        Attack(call, 1),
+        Caller(),
+        Attack(Caller, 2),
+        Attack(Attack, call, 3),
+        Attack(__import__("functools").partial, call, 1),
+    ],
+)
 def test_nothing_that_a_file_names_is_called(value: object):
     data = in_a_file(value)
     found = load_stream(data)
