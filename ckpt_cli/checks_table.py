@@ -14,7 +14,7 @@ from ckpt_cli.findings_text import STYLES
 from ckpt_cli.render import Cell, table
 from ckpt_cli.terminal import Screen, screen_of
 from ckpt_cli.verdict import LEVELS
-from core.checks import codes
+from core.checks.registry import codes
 
 
 def print_checks(*, is_json: bool) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.alike import alike
 from ckpt_cli.render import n_text
 from ckpt_cli.terminal import escaped
-from core.checks import codes
+from core.checks.registry import codes
 from core.finding import Severity
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.teamwork import launch_of
 from ckpt_cli.verdict import LEVELS
-from core.checks import Level, codes
+from core.checks.level import Level
+from core.checks.registry import codes
 from core.finding import Finding, Severity
 from core.worker_figures import added_up
 

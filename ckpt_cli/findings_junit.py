@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 from ckpt_cli.alike import alike
 from ckpt_cli.render import n_text
 from ckpt_cli.terminal import escaped
-from core.checks import Code, codes
+from core.checks.check import Code
+from core.checks.registry import codes
 from core.finding import Finding, Severity
 
 if TYPE_CHECKING:

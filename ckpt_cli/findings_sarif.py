@@ -21,7 +21,7 @@ from urllib.parse import quote
 from ckpt_cli.alike import sentence
 from ckpt_cli.terminal import escaped
 from core import __version__
-from core.checks import codes
+from core.checks.registry import codes
 
 if TYPE_CHECKING:
     from ckpt_cli.verdict import Verdict

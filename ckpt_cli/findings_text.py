@@ -10,7 +10,8 @@ from ckpt_cli.alike import Alike, alike
 from ckpt_cli.render import Cell, bytes_text, facts, n_text, seconds_text
 from ckpt_cli.terminal import Screen, columns_of, escaped
 from ckpt_cli.verdict import Verdict
-from core.checks import Level, codes
+from core.checks.level import Level
+from core.checks.registry import codes
 from core.finding import Finding, Severity
 
 LIMIT = 8

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt_cli.examine import acceptance_of, examine, level_of
 from ckpt_cli.teamwork import launch_of, team
 from ckpt_cli.terminal import escaped, screen_of
-from ckpt_cli.validate import acceptance_of, examine, level_of
 from ckpt_cli.verdict import LEVELS
 from core.errors import UsageError
 from core.newest import Newest

@@ -10,9 +10,10 @@ from ckpt_cli.terminal import Screen, columns_of, escaped
 from core.team import summary_of
 
 if TYPE_CHECKING:
-    from core.convert import Prepared, Report
+    from core.convert import Report
     from core.explain import Explained
     from core.plan import Plan
+    from core.prepare import Prepared
     from core.team import Figures
 
 LISTED = 12

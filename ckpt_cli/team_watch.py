@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from threading import Lock
 from time import monotonic
 
-from ckpt_cli.scoped_store import ScopedStore
-from ckpt_cli.store_line import GoneError
+from ckpt_cli.store_line import GoneError, ScopedStore
 
 _BEAT = struct.Struct("<qqqq")
 _ENDED = b"ended"

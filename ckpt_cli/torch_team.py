@@ -24,8 +24,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_cli.rendezvous import Meeting, interface_of
-from ckpt_cli.scoped_store import ScopedStore
-from ckpt_cli.store_line import POLL_S, GoneError
+from ckpt_cli.store_line import POLL_S, GoneError, ScopedStore
 from ckpt_cli.team_watch import TeamWatch
 from core.errors import WorkerError
 from core.team import StoppedError

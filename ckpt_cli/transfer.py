@@ -47,10 +47,11 @@ from ckpt_cli.published import recalled, remember, tidied
 from ckpt_cli.report import explain_lines, plan_lines, report_lines
 from ckpt_cli.teamwork import device, launch_of, team, worker_threads
 from ckpt_cli.terminal import say_note, screen_of
-from core.convert import Job, TopologyChange, prepare, run
+from core.convert import Job, TopologyChange, run
 from core.errors import ReplicaMismatchError, UsageError
 from core.megatron_version import parse_version
 from core.pipeline import Pipeline, parse_layout
+from core.prepare import prepare
 from core.team import collected, is_lead, told
 
 if TYPE_CHECKING:

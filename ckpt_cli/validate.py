@@ -16,25 +16,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.option_values import check_rules, size_in_bytes
+from ckpt_cli.examine import acceptance_of, examine, level_of, plan_request
+from ckpt_cli.option_values import check_rules
 from ckpt_cli.output_file import check_place, write_lines
-from ckpt_cli.progress import progress_bar
 from ckpt_cli.render import n_text
-from ckpt_cli.teamwork import device, team, worker_threads
+from ckpt_cli.teamwork import team
 from ckpt_cli.terminal import Screen, escaped, screen_of
 from ckpt_cli.verdict import Verdict, exit_code_of
-from core.accepted import Acceptance, baseline_text, patterns_of, read_baseline
-from core.checks import Level, codes
+from core.accepted import baseline_text
 from core.errors import UsageError
-from core.job import DEFAULT_MEMORY_BYTES
-from core.open import FILL
 from core.team import is_lead, told
-from core.validate import Validation, distinct_paths, refused
-from core.validate import validate as examined
+from core.validate import distinct_paths, refused
 
 if TYPE_CHECKING:
     from ckpt_cli.validate_options import ValidateOptions
-    from core.plan_for import Request
 
 _SUFFIXES = {".json": "json", ".xml": "junit", ".sarif": "sarif", ".txt": "text"}
 """What ``--report`` writes, and ``-o`` where ``--format`` does not say it."""
@@ -106,7 +101,7 @@ def _check(options: ValidateOptions) -> None:
         raise UsageError("--newest-valid looks at all iterations anyway", hint="leave --all-iterations out")
     if options.baseline is not None and options.write_baseline is not None:
         raise UsageError("--baseline and --write-baseline exclude each other", hint="give one")
-    _request(options)
+    plan_request(options)
     for path in options.report or ():
         if path.suffix.lower() not in _SUFFIXES:
             raise UsageError(
@@ -117,66 +112,6 @@ def _check(options: ValidateOptions) -> None:
         if path is not None:
             check_place(path)
     check_rules(options.rules)
-
-
-def level_of(options: ValidateOptions) -> Level:
-    """How much is to be read."""
-    if options.deep:
-        return Level.DEEP
-    is_to_be_sure = options.newest_valid  # a job resumes from it: a sample of the files is not enough
-    return Level.HEADERS if options.headers or is_to_be_sure else Level.METADATA
-
-
-def acceptance_of(options: ValidateOptions) -> Acceptance:
-    """What does not count.
-
-    Raises:
-        UsageError: a pattern or the baseline makes no sense.
-    """
-    return Acceptance(
-        ignored=patterns_of(options.ignore or (), known=codes()),
-        known=None if options.baseline is None else read_baseline(options.baseline),
-        is_strict=options.strict,
-    )
-
-
-def examine(path: Path, options: ValidateOptions) -> Validation:
-    """Looks at one checkpoint, with a progress bar where bytes are read."""
-    level = level_of(options)
-    us = team()
-    with progress_bar(is_wanted=level == Level.DEEP and not options.quiet) as progress:
-        return examined(
-            path,
-            level=level,
-            iteration=options.iteration,
-            rules=options.rules,
-            threads=options.threads or worker_threads() or _cores(),
-            memory_bytes=_memory_bytes(options),
-            progress=progress,
-            plan_for=_request(options),
-            against=options.against,
-            missing_chunks=options.missing_chunks or FILL,
-            team=us,
-            device=device(),
-        )
-
-
-def _request(options: ValidateOptions) -> Request | None:
-    if options.plan_for is None:
-        return None
-    from core.plan_for import request_of
-
-    return request_of(options.plan_for, rules=options.rules, memory_bytes=_memory_bytes(options))
-
-
-def _memory_bytes(options: ValidateOptions) -> int:
-    return DEFAULT_MEMORY_BYTES if options.memory is None else size_in_bytes(options.memory)
-
-
-def _cores() -> int:
-    import os
-
-    return min(len(os.sched_getaffinity(0)), 64)
 
 
 def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckpt_cli.render import n_text
 from core.accepted import Judgement
-from core.checks import Level
+from core.checks.level import Level
 from core.finding import Finding, Severity
 from core.validate import Validation
 

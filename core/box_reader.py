@@ -18,10 +18,11 @@ from itertools import product
 from math import prod
 
 from core.box import Box, Shape
-from core.catalog import Catalog, Fragment, StoredArray, catalog_of_arrays
+from core.catalog import Catalog, Fragment, catalog_of_arrays
 from core.coverage import BoxIndex
 from core.decoded import DEFAULT_CACHE_BYTES, DecodedStore
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.ends import Source, source_in
 from core.errors import in_checkpoint
 from core.gather import Layout, copy_box, dense, inner_run, read_box, starts

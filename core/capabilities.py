@@ -20,7 +20,8 @@ from itertools import combinations
 
 from core.catalog import Catalog
 from core.errors import CheckpointingException
-from core.formats import Format, formats
+from core.formats.format import Format
+from core.formats.registry import formats
 from core.formats.torch_nested import uses_in
 from core.global_form import GlobalForm, global_form, is_mcore
 from core.inert import Inert, walk

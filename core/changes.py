@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from core.catalog import Catalog
 from core.dtypes import dtype_of
 from core.errors import CorruptError, UsageError
-from core.formats.hf_files import CONFIG, carried_of, documents_of, with_documents
+from core.files_beside import carried_of, documents_of, with_documents
+from core.formats.hf_files import CONFIG
 from core.job import Job
 from core.json_object import object_of
 from core.mapping_attributes import attributes_of, without_tensors_of

@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from core.catalog import Catalog, Extent, StoredArray, StoredObject, catalog_of_arrays
+from core.catalog import Catalog, StoredObject, catalog_of_arrays
 from core.copy import execute
 from core.dtypes import DTYPES, itemsize
+from core.encoding import Extent, StoredArray
 from core.errors import CheckpointingException, UnsupportedError
-from core.formats import Format
+from core.formats.format import Format
 from core.image import FileImage, PlacedArray
 from core.manifest import finish_files
 from core.match import match

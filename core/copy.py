@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.bands import ITEM_BYTES, Item, ItemNumber, Portion, items_of_portion
-from core.catalog import StoredArray
 from core.checksum import BLOCK_BYTES, RunSum
 from core.copier import Copier, band_bytes_of
 from core.crew import Crew
 from core.decoded import DecodedStore
 from core.device import DEQUANTIZE, QUANTIZE, Device
+from core.encoding import StoredArray
 from core.image import FileImage
 from core.ledger import ItemRecord, Ledger
 from core.output import Stage, Watch

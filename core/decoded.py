@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog import Extent, Fragment, StoredArray
+from core.catalog import Fragment
 from core.device import Device
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError
 
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ from typing import Any
 
 from core.box import Shape, whole
 from core.cast import cast_of
-from core.catalog import Extent, Fragment, StoredArray, bind_nothing
+from core.catalog import Fragment, bind_nothing
 from core.decoded import DecodedStore
 from core.device import CAST, COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device
 from core.device_cast import cast_on
 from core.device_compare import differing, is_equal
 from core.dtypes import dtype_of, itemsize
+from core.encoding import Extent, StoredArray
 from core.fingerprint import TABLE, form_of
 from core.fingerprint_kernel import kernel, products_in_numpy, products_on
 from core.fingerprint_sums import FormSum

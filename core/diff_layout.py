@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from core.diff_entries import EntryDiff
 from core.diff_sides import Side
-from core.formats.hf_files import carried_of
+from core.files_beside import carried_of
 from core.layout_state import CONTENT, RERUN, RNG
 
 _SIZES = frozenset({

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from core.canonical import canonical
 from core.catalog import Catalog
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
-from core.formats.hf_files import CONFIG, carried_of, config_of
+from core.files_beside import carried_of
+from core.formats.hf_files import CONFIG, config_of
 from core.formats.torch_file import load_object
 from core.inert import TensorLeaf
 from core.json_object import parsed_object

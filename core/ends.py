@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from core.box import Box, Shape, c_strides
-from core.catalog import Fragment, StoredArray
+from core.catalog import Fragment
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.errors import CorruptError
 from core.match import Match
 from core.places import Places

@@ -15,16 +15,17 @@ from functools import lru_cache
 from pathlib import Path
 
 from core.canonical import canonical, canonical_of
-from core.catalog import Catalog, Extent, Fragment, StoredArray
+from core.catalog import Catalog, Fragment
 from core.device import FINGERPRINT, Device
 from core.device_choice import settled
 from core.dtypes import itemsize
+from core.encoding import Extent, StoredArray
 from core.errors import CheckpointingException
 from core.fingerprint import Fingerprint
 from core.fingerprint_feeds import Feeds
 from core.fingerprint_kernel import Products, kernel
 from core.fingerprint_read import read_fingerprints
-from core.formats import sniffed
+from core.formats.registry import sniffed
 from core.image import FileImage
 from core.layout import Rules
 from core.open import TRACKER, open_checkpoint

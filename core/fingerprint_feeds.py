@@ -2,7 +2,7 @@
 
 Whoever has a checkpoint's bytes in his hands anyway (a scan, a copy) feeds them here, array by array, in any order and
 from any thread. A canonical tensor lies in (parts of) arrays; a canonical array may itself be a part of a stored one
-(``core.catalog.part_of``). Tensors whose arrays are none of the stored ones, such as those computed from others, are
+(``core.encoding.part_of``). Tensors whose arrays are none of the stored ones, such as those computed from others, are
 left to whoever reads them through the engine (``core.fingerprint_read``).
 """
 
@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from math import prod
 
 from core.box import Box, Shape, boxes_of_flat_range, is_c_contiguous
-from core.catalog import Catalog, StoredArray
+from core.catalog import Catalog
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.errors import CheckpointingException
 from core.fingerprint import LANES, Fingerprint, Form, added, form_of, text_of
 from core.fingerprint_kernel import Products

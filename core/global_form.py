@@ -22,8 +22,9 @@ from typing import NoReturn
 from core.catalog import Catalog
 from core.changes import Changed, changed
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
-from core.formats import Format
-from core.formats.hf_files import CONFIG, carried_of, documents_of, with_documents
+from core.files_beside import carried_of, documents_of, with_documents
+from core.formats.format import Format
+from core.formats.hf_files import CONFIG
 from core.formats.torch_file import load_object, refuse_unsupported
 from core.inert import as_mapping
 from core.job import Job

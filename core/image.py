@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from core.catalog import StoredArray
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.value import value
 
 Literal = tuple[int, bytes]

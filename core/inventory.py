@@ -20,11 +20,11 @@ from pathlib import Path
 from core import __version__
 from core.agreement import agreed, sight_of_files
 from core.canonical import Canonical, canonical
-from core.catalog import StoredArray
 from core.checks.tree import hollow_files, walked
 from core.checksum import ALGORITHM
 from core.device import FINGERPRINT, Device
 from core.device_choice import settled
+from core.encoding import StoredArray
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.fingerprint import Fingerprint
 from core.fingerprint_feeds import ArrayFeeds, Feeds, is_dense_in_file

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from core.catalog import Catalog
 from core.errors import UsageError
-from core.formats import Format
+from core.formats.format import Format
 from core.formats.hf_files import CONFIG
 from core.job import Job
 from core.layout_experts import OPTION as EXPERTS

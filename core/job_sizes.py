@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from core.catalog import Catalog
 from core.errors import UsageError
-from core.formats import Format
+from core.formats.format import Format
 from core.job import Job
 from core.layout_args import topology_of
 from core.topology import Topology

@@ -15,9 +15,9 @@ from core.manifest import FileSum, finish_files, manifest_name, write_manifest
 from core.team import Figures
 
 if TYPE_CHECKING:
-    from core.convert import Prepared
     from core.copy import CopyResult
     from core.fingerprint import Fingerprint
+    from core.prepare import Prepared
 
 
 def stage_of(prepared: Prepared, *, identity: str, is_shared: bool = False) -> Stage:

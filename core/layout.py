@@ -20,7 +20,7 @@ from core.layout_rules import UNKNOWN_SOURCE, Rules
 from core.layout_shard import shard
 from core.layout_stack import Stacked, stack
 from core.layout_unshard import unshard_ranks
-from core.optim_named_proof import strange_masters
+from core.optim_proof import strange_masters
 from core.optimizer import state_of
 from core.store import ReadStore
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from core.catalog import StoredArray, part_of
+from core.encoding import StoredArray, part_of
 from core.errors import CorruptError, MissingShardError
 from core.inert import as_mapping
 from core.layout_experts import Expert, unpacked

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.box import Box, Shape
-from core.catalog import Catalog, Coords, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta
+from core.encoding import Coords, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.image import JoinedArray
 from core.layout_experts import packed

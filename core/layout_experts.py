@@ -27,8 +27,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from core.box import Box, c_strides
-from core.catalog import Catalog, Fragment, StoredArray, swapped
+from core.catalog import Catalog, Fragment, swapped
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.image import JoinedArray
 from core.value import value

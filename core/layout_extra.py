@@ -26,7 +26,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from core.catalog import Catalog, StoredArray, StoredObject
+from core.catalog import Catalog, StoredObject
+from core.encoding import StoredArray
 from core.inert import TensorLeaf, walk
 from core.layout_facts import Facts
 from core.layout_rules import Rules

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.box import Box, Shape
-from core.catalog import Catalog, Fragment, TensorMeta, array_name
+from core.catalog import Catalog, Fragment, TensorMeta
+from core.encoding import array_name
 from core.errors import CorruptError, MissingShardError
 from core.layout_facts import Facts
 from core.layout_parts import parts_of

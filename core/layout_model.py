@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from core.catalog import Catalog, Coords, StoredArray
+from core.catalog import Catalog
+from core.encoding import Coords, StoredArray
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -26,7 +27,7 @@ from core.layout_nested import flattened
 from core.layout_rules import Rule, Rules
 from core.layout_state import EXTRA_STATE, same
 from core.layout_versions import OldRows
-from core.optim_ranks import Param, RankFile
+from core.optim_rank_state import Param, RankFile
 from core.stages import Stages
 from core.topology import Rank, Topology
 from core.value import value

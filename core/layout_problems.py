@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.box import Shape
-from core.catalog import Catalog, Coords, TensorMeta
+from core.catalog import Catalog, TensorMeta
+from core.encoding import Coords
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report
 from core.inert import TensorLeaf, walk
 from core.layout_args import facts_of
@@ -26,7 +27,7 @@ from core.layout_parts import check_parts, with_sizes
 from core.layout_rules import Rule, Rules
 from core.layout_state import OPTIMIZER
 from core.layout_unshard import checked_shape, local_names, ranks_of, settle_rules
-from core.optim_ranks import RankFile
+from core.optim_rank_state import RankFile
 from core.transform import is_optimizer_key
 
 

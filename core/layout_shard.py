@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from core.box import Shape, whole
-from core.catalog import Catalog, Coords, Fragment, StoredArray, TensorMeta, bind_nothing
+from core.catalog import Catalog, Fragment, TensorMeta, bind_nothing
+from core.encoding import Coords, StoredArray
 from core.errors import UnsupportedError, UsageError
 from core.image import JoinedArray
 from core.inert import TensorLeaf, Weights, as_mapping
@@ -48,7 +49,8 @@ from core.layout_state import (
 )
 from core.layout_vocab import rows_of
 from core.megatron_version import MegatronVersion
-from core.optim_files import HeldParam, optimizer_files
+from core.optim_rank_state import HeldParam
+from core.optim_ranks import optimizer_files
 from core.optimizer import Optimizer, param_of, state_of
 from core.topology import Rank, Topology, check_rank_files, rank_dir
 

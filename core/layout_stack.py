@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from core.box import Box, whole
-from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, array_name, bind_nothing
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta, bind_nothing
+from core.encoding import Coords, StoredArray, array_name
 from core.errors import UnsupportedError, UsageError
 from core.inert import TensorLeaf, walk
 from core.layout_args import facts_of, replaced

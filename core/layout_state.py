@@ -29,7 +29,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from core.catalog import Catalog, Coords, StoredArray, StoredObject
+from core.catalog import Catalog, StoredObject
+from core.encoding import Coords, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.inert import NO_STATE, Global, Inert, TensorLeaf, Weights, as_mapping, attributes, walk
 from core.skeleton import MAX_DEPTH, joined

@@ -40,7 +40,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from core.box import Shape
-from core.catalog import Catalog, Coords, Fragment, StoredArray, StoredObject, TensorMeta, metas_of, whole_fragment
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta, metas_of, whole_fragment
+from core.encoding import Coords, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.inert import TensorLeaf, as_mapping, walk
 from core.layout_args import facts_of
@@ -67,7 +68,8 @@ from core.layout_state import (
 )
 from core.layout_versions import CURRENT, old_rows
 from core.layout_vocab import cut_vocab, vocab_rows
-from core.optim_ranks import ParamState, RankStates, read_states
+from core.optim_rank_state import ParamState, RankStates
+from core.optim_ranks import read_states
 from core.optimizer import STEP, param_of, state_key
 from core.placement import Piece, global_shape, replicated, split, trimmed
 from core.store import ReadStore

@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from core.box import Box, c_strides
-from core.catalog import Fragment, StoredArray
+from core.catalog import Fragment
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.layout_facts import Facts
 

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from core.box import Box, Shape, boxes_of_flat_range, is_c_contiguous
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta
 from core.dtypes import itemsize
+from core.encoding import Extent, StoredArray
 from core.errors import UsageError
 from core.image import FileImage, PlacedArray
 from core.store import MemoryStore

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from core.box import Box, whole
-from core.catalog import Catalog, Fragment, StoredArray, StoredObject, TensorMeta, array_name
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.checksum import BLOCK_BYTES, crc32
 from core.copy import execute
+from core.encoding import StoredArray, array_name
 from core.errors import UsageError
 from core.folders import sync_folders
-from core.formats import Format
+from core.formats.format import Format
 from core.image import FileImage
 from core.live import Chunk, LiveTensor, live_source, metas_of_chunks
 from core.manifest import finish_files

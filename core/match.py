@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from core.box import Box, whole
 from core.cast import check_cast
-from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta
 from core.coverage import BoxIndex, first_hole, first_overlap, is_tiled
+from core.encoding import StoredArray
 from core.errors import CorruptError, MissingShardError
 from core.places import described, region_shape
 from core.value import value

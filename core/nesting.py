@@ -21,7 +21,8 @@ from core.select import listed_keys
 from core.skeleton import Index, Path, containers, entries, joined
 
 if TYPE_CHECKING:
-    from core.catalog import Catalog, StoredArray
+    from core.catalog import Catalog
+    from core.encoding import StoredArray
 
 _SEPARATE = "objects that several places share become separate copies"
 

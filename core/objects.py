@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from core.catalog import Catalog, Fragment, StoredArray, StoredObject
+from core.catalog import Catalog, Fragment, StoredObject
+from core.encoding import StoredArray
 from core.errors import UnsafeError, UnsupportedError
 from core.formats.torch_nested import uses_in, with_nested
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from core.errors import CheckpointingException, UsageError
-from core.formats import sniffed
+from core.formats.registry import sniffed
 from core.manifest import manifest_name
 from core.open import ITERATION_DIR, store_of_file
 from core.store import LocalStore

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from core.catalog import Catalog
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
-from core.formats import Format, sniffed
 from core.formats.deepspeed_files import is_rank_file
+from core.formats.format import Format
+from core.formats.registry import sniffed
 from core.formats.zarr_fill import missing_chunk, unstored
 from core.pickle_uses import Use
 from core.safe_pickle import gc_paused, noting_uses

@@ -13,7 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from core.catalog import Catalog, StoredArray, part_of
+from core.catalog import Catalog
+from core.encoding import StoredArray, part_of
 from core.errors import CorruptError
 from core.inert import TensorLeaf, as_mapping
 from core.layout_state import sharded_object

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from core.box import Box, Shape, c_strides
-from core.catalog import Catalog, Fragment, StoredArray, part_of
+from core.catalog import Catalog, Fragment
+from core.encoding import StoredArray, part_of
 from core.optim_bucket_keys import Stored
 from core.optim_flat_boxes import runs_in
 from core.optim_proof import RUN, rounds_to, sample

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from core.catalog import Catalog, StoredArray, part_of
+from core.catalog import Catalog
+from core.encoding import StoredArray, part_of
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, raising
 from core.inert import TensorLeaf
 from core.layout_args import fields_of
@@ -27,7 +28,7 @@ from core.optim_flat_groups import shared_groups
 from core.optim_flat_layout import FlatParam, FlatSpace, starts_in
 from core.optim_flat_params import is_distributed_expert, is_shared_embedding, members_of_file
 from core.optim_proof import are_masters, is_master
-from core.optim_ranks import Param, ParamState, RankFile, RankStates
+from core.optim_rank_state import Param, ParamState, RankFile, RankStates
 from core.optimizer import MASTER
 from core.store import ReadStore
 

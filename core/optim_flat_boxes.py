@@ -8,7 +8,7 @@ the elements of the rank's shard, in C order. A run is at most a few boxes::
                                                 10 11 12 13 14
                                                 15 16 . . .    tail of a row
 
-each of which is consecutive in the array too, and so a ``core.catalog.part_of`` it with the box's shape.
+each of which is consecutive in the array too, and so a ``core.encoding.part_of`` it with the box's shape.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from core.box import Box, Shape, boxes_of_flat_range, c_strides
-from core.catalog import Fragment, StoredArray, part_of
+from core.catalog import Fragment
+from core.encoding import StoredArray, part_of
 from core.placement import Piece
 
 
@@ -55,7 +56,7 @@ def fragments_of_run(key: str, run: Run, pieces: Sequence[Piece], *, shape: Shap
 
     Raises:
         ValueError: the run does not lie in the shard.
-        CorruptError, UnsupportedError: as for ``core.catalog.part_of``.
+        CorruptError, UnsupportedError: as for ``core.encoding.part_of``.
     """
     strides = c_strides(shape)
     for local in boxes_of_flat_range(shape, run.start, run.start + run.n):

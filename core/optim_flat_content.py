@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from core.catalog import StoredArray
 from core.dtypes import DTYPES
+from core.encoding import StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.image import JoinedArray
 from core.inert import Global, TensorLeaf, as_mapping

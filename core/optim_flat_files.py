@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import lcm, prod
 
-from core.catalog import Catalog, Coords, Fragment, StoredArray
+from core.catalog import Catalog, Fragment
 from core.dtypes import DTYPES
+from core.encoding import Coords, StoredArray
 from core.errors import MissingShardError, UnsupportedError
 from core.image import JoinedArray
 from core.inert import Global, TensorLeaf
@@ -24,10 +25,10 @@ from core.layout_rules import Rules
 from core.layout_state import with_arrays
 from core.megatron_version import MegatronVersion
 from core.optim_buffers import Layout, bucketing_of, lay_out_buffer
-from core.optim_files import HeldParam
 from core.optim_flat_content import COALESCED, N_ELEMENTS, PARAM, OptimFile
 from core.optim_flat_groups import GROUPS
 from core.optim_flat_params import Member, is_distributed_expert, is_shared_embedding, members_at
+from core.optim_rank_state import HeldParam
 from core.optim_target_groups import target_groups
 from core.optimizer import MASTER, Optimizer, state_key, state_of, trained
 from core.topology import Rank, Topology

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from core.catalog import Catalog, StoredArray
+from core.catalog import Catalog
+from core.encoding import StoredArray
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -27,7 +28,7 @@ from core.optim_groups import Assignment, Policy, Slots, Trained, assign, master
 from core.optim_merged_groups import MergedGroups
 from core.optim_numbered_file import STEP_NAME, StoredGroup, StoredOptimizer, stored_optimizer
 from core.optim_proof import is_master
-from core.optim_ranks import Param, ParamState, RankFile, RankStates
+from core.optim_rank_state import Param, ParamState, RankFile, RankStates
 from core.optimizer import MASTER, STEP, Optimizer
 from core.store import ReadStore
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from core.catalog import Catalog, Coords, Fragment, StoredArray
+from core.catalog import Catalog, Fragment
+from core.encoding import Coords, StoredArray
 from core.errors import MissingShardError, UnsupportedError
 from core.image import JoinedArray
 from core.inert import TensorLeaf
@@ -16,9 +17,9 @@ from core.layout_facts import Facts
 from core.layout_rules import Rules
 from core.layout_state import with_arrays
 from core.megatron_version import MegatronVersion
-from core.optim_files import HeldParam
 from core.optim_groups import HALF
 from core.optim_numbered_file import INNER, MASTERS, STEP_NAME
+from core.optim_rank_state import HeldParam
 from core.optim_target_groups import target_groups
 from core.optimizer import MASTER, Optimizer, state_key, trained
 from core.topology import Rank, Topology

@@ -10,16 +10,17 @@ Source: Megatron-LM d98e8a64 ``core/optimizer/optimizer.py`` ``_copy_main_params
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
 from core.cast import cast_of
-from core.catalog import StoredArray, bind_nothing
+from core.catalog import Catalog, bind_nothing
 from core.decoded import DecodedStore
 from core.dtypes import dtype_of, itemsize
+from core.encoding import StoredArray
 from core.errors import MissingShardError
-from core.optim_rounding import MOST, is_nan, rounding_of
+from core.optimizer import MASTER, state_key
 from core.store import ReadStore
 
 RUN = 16
@@ -170,3 +171,97 @@ def _is_nan(data: bytes, dtype: str) -> bool:
     cast_of(dtype, "float64")(memoryview(data), memoryview(wide))
     value: float = struct.unpack("<d", wide)[0]
     return value != value
+
+
+MOST = 4096
+"""Elements beyond which numpy is faster, its import included."""
+
+
+_INFINITIES = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000}
+"""Bits of infinity; greater ones, without the sign, are NaNs."""
+
+
+_CODES = {"float16": "H", "bfloat16": "H", "float32": "I"}
+
+
+def rounding_of(source: str, target: str) -> Callable[[bytes], bytes] | None:
+    """The function that rounds dense little-endian elements to nearest even; None where only numpy does.
+
+    NaNs stay NaNs, with bits of their own.
+    """
+    return {("float32", "bfloat16"): _to_bfloat16, ("float32", "float16"): _to_float16}.get((source, target))
+
+
+def is_nan(data: bytes, dtype: str) -> bool | None:
+    """Whether one element is no number; None if the dtype is not known here."""
+    if dtype not in _INFINITIES:
+        return None
+    (bits,) = struct.unpack(f"<{_CODES[dtype]}", data)
+    return bool(bits & (1 << 8 * len(data) - 1) - 1 > _INFINITIES[dtype])
+
+
+def _to_bfloat16(data: bytes) -> bytes:
+    n = len(data) // 4
+    return struct.pack(f"<{n}H", *map(_bfloat16_bits, struct.unpack(f"<{n}I", data)))
+
+
+def _bfloat16_bits(bits: int) -> int:
+    if bits & 0x7FFF_FFFF > _INFINITIES["float32"]:
+        return bits >> 16 | 0x40
+    return bits + 0x7FFF + (bits >> 16 & 1) >> 16  # ties to even; a carry leads on to infinity
+
+
+def _to_float16(data: bytes) -> bytes:
+    return b"".join(map(_float16, struct.unpack(f"<{len(data) // 4}f", data)))
+
+
+def _float16(value: float) -> bytes:
+    try:
+        return struct.pack("<e", value)
+    except OverflowError:
+        return struct.pack("<e", float("inf") if value > 0 else float("-inf"))
+
+
+MOST = 64
+"""Parameters that are looked at, evenly spread."""
+
+
+def strange_masters(catalog: Catalog, store: ReadStore) -> list[str]:
+    """Parameters whose masters do not round to their weights, among a few that are sampled.
+
+    Names say what belongs to what, so that this is no proof of a mapping; but weights that were edited, or taken from
+    another step than the optimizer, show themselves.
+
+    Args:
+        catalog: the global per-layer form, of a checkpoint that stores states by name.
+    """
+    named = [key for key in catalog.tensors if state_key(MASTER, key) in catalog.tensors]
+    found = []
+    for key in named[:: max(1, len(named) // MOST)]:
+        pair = _same_part(catalog, key, state_key(MASTER, key))
+        if pair is not None and not is_master(store, pair[1], pair[0], bind=catalog.bind):
+            found.append(key)
+    return found
+
+
+def pairs_of_masters(catalog: Catalog) -> Iterator[tuple[str, StoredArray, StoredArray]]:
+    """(parameter, array of weights, array of masters) of arrays that hold the same part of their tensors."""
+    for key in catalog.tensors:
+        if state_key(MASTER, key) in catalog.tensors:
+            pair = _same_part(catalog, key, state_key(MASTER, key))
+            if pair is not None:
+                yield key, *pair
+
+
+def _same_part(catalog: Catalog, key: str, master: str) -> tuple[StoredArray, StoredArray] | None:
+    """A weight's array and a master's that hold the same box of their tensors, and nothing else."""
+    boxes = {
+        piece.box: piece.array
+        for piece in catalog.fragments(key)
+        if piece.array is not None and prod(piece.array.shape) == piece.box.n_elements
+    }
+    for piece in catalog.fragments(master):
+        weight = boxes.get(piece.box)
+        if weight is not None and piece.array is not None and prod(piece.array.shape) == piece.box.n_elements:
+            return weight, piece.array
+    return None

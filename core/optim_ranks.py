@@ -7,78 +7,18 @@ model_optim_rng.pt) or ``core.optim_flat`` (the distributed optimizer's distrib_
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-from core.catalog import Catalog, StoredArray
+from core.catalog import Catalog
 from core.errors import Report, UnsupportedError, raising
-from core.layout_chunk import Chunk
+from core.layout_cut import Cut
+from core.layout_experts import OPTION
 from core.layout_facts import Facts
 from core.layout_rules import Rules
+from core.megatron_version import MegatronVersion
+from core.optim_rank_state import OptimizerFiles, RankFile, RankStates
 from core.optimizer import Optimizer
 from core.store import ReadStore
-from core.topology import Rank
-from core.value import value
-
-
-@value(frozen=True, slots=True)
-class Param:
-    """A tensor in a rank's state dict.
-
-    Args:
-        chunk: its model chunk; ``chunk.arrays(name, array)`` tells what it is called in the whole model, and takes its
-            optimizer's states as well, whose shape is the same.
-        name: in the chunk, without ``model.``; local numbers.
-        array: its weights.
-    """
-
-    chunk: Chunk
-    name: str
-    array: StoredArray
-
-
-@dataclass(frozen=True, slots=True)
-class RankFile:
-    """What a rank's model_optim_rng.pt holds.
-
-    Args:
-        folder: the rank's directory.
-        root: the file's content.
-        params: the tensors of all its chunks, in their order; buffers are among them.
-    """
-
-    rank: Rank
-    folder: str
-    root: Mapping[object, object]
-    params: Sequence[Param]
-
-
-@value(frozen=True, slots=True)
-class ParamState:
-    """One state of one parameter on one rank; ``array`` has the parameter's shape."""
-
-    param: Param
-    state: str
-    array: StoredArray
-
-
-@dataclass(frozen=True, slots=True)
-class RankStates:
-    """The optimizer of all ranks.
-
-    Args:
-        optimizer: what is not a tensor; its groups name global parameters.
-        states: in the order of ranks and files.
-        steps: arrays of one element that all hold the number of steps; () where it is no tensor.
-        beside: key of another hidden tensor, in ``optimizer.entries`` → its equal copies.
-        notes, dropped: as in the catalog's attrs.
-    """
-
-    optimizer: Optimizer
-    states: Sequence[ParamState]
-    steps: Sequence[StoredArray] = ()
-    beside: Mapping[str, Sequence[StoredArray]] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    dropped: Sequence[str] = ()
+from core.topology import Topology
 
 
 def read_states(
@@ -117,3 +57,39 @@ def read_states(
     from core.optim_numbered import read_numbered
 
     return read_numbered(catalog, files, facts, rules, store=store, report=report)
+
+
+def optimizer_files(
+    catalog: Catalog,
+    optimizer: Optimizer,
+    topology: Topology,
+    facts: Facts,
+    rules: Rules,
+    cuts: Mapping[str, Cut],
+    *,
+    version: MegatronVersion | None = None,
+) -> OptimizerFiles:
+    """What will hold an optimizer at a destination of rank files.
+
+    Args:
+        catalog: the global per-layer form, with the optimizer's states among its tensors.
+        topology: sizes of the destination.
+        facts: of the source.
+        cuts: how every tensor is cut, states included.
+        version: the megatron-core that is to load the files; None for the one that wrote the source.
+
+    Raises:
+        UnsupportedError: the destination's form of it is not determined.
+    """
+    from core.optim_flat_files import FlatFiles
+    from core.optim_numbered_files import NumberedFiles
+
+    if optimizer.kind == "distributed":
+        if any(cut.is_transposed for cut in cuts.values()):
+            raise UnsupportedError(
+                "the distributed optimizer's buffers of GroupedMLP are not written",
+                hint=f"leave the optimizer out with --no-optim, or write one module for each expert with {OPTION} "
+                "sequential",
+            )
+        return FlatFiles(catalog, optimizer, topology, facts, rules, cuts, version=version)
+    return NumberedFiles(catalog, optimizer, topology, facts, rules, cuts, version=version)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.box import Box, Shape, boxes_of_flat_range, c_strides
-from core.catalog import Catalog, Coords, Fragment, StoredArray
+from core.catalog import Catalog, Fragment
 from core.decoded import DecodedStore
 from core.dtypes import DTYPES
-from core.encoding import stored_bytes_of
+from core.encoding import Coords, StoredArray, stored_bytes_of
 from core.errors import MissingShardError, UnsupportedError
 
 if TYPE_CHECKING:

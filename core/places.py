@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from core.box import Box, Shape, whole
-from core.catalog import Fragment, StoredArray
+from core.catalog import Fragment
 from core.coverage import first_hole, first_overlap
+from core.encoding import StoredArray
 from core.errors import CorruptError
 from core.image import FileImage
 from core.store import checked_name

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 
 from core.bands import Portion
 from core.box import Box
-from core.catalog import Catalog, StoredArray
+from core.catalog import Catalog
 from core.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.errors import CapacityError
 from core.image import FileImage
 from core.match import Match, match, matched

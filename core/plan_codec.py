@@ -13,7 +13,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from core.box import Box, whole
-from core.catalog import Extent, Fragment, StoredArray, TensorMeta, bind_nothing
+from core.catalog import Fragment, TensorMeta, bind_nothing
+from core.encoding import Extent, StoredArray
 from core.errors import UnsupportedError
 from core.formats.dcp_streams import StreamItem
 from core.formats.deepspeed_widened import Widened

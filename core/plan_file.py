@@ -28,10 +28,10 @@ from typing import IO, Any
 
 from core.bands import ITEM_BYTES, Portion
 from core.box import Box
-from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta
 from core.division import Division, KeyWork
 from core.dtypes import itemsize
-from core.encoding import files_read
+from core.encoding import StoredArray, files_read
 from core.errors import CorruptError
 from core.image import FileImage
 from core.match import Match, is_all, match

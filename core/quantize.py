@@ -32,8 +32,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from core.box import Shape
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta, whole_fragment
+from core.catalog import Catalog, Fragment, TensorMeta, whole_fragment
 from core.dtypes import dtype_of, itemsize
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, UsageError
 from core.inert import TensorLeaf
 from core.quantize_blocks import BLOCK, Quantized, Scales, Weight

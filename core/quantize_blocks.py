@@ -30,7 +30,7 @@ from core.quantize_part import LARGEST, Part, part_of
 from core.quantize_source import SourceTensor
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.store import ReadStore
 
 BLOCK = 128

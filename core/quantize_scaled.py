@@ -28,7 +28,7 @@ from core.errors import UnsupportedError
 from core.quantize_source import SourceTensor, number_type
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.store import ReadStore
 
 UNIT_BYTES = 4 << 20

@@ -12,10 +12,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from core.box import Box, Shape, c_strides, whole
-from core.catalog import Catalog, Fragment, StoredArray
+from core.catalog import Catalog, Fragment
 from core.coverage import first_hole
 from core.decoded import DecodedStore, decoding_bytes
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError
 from core.gather import Layout, copy_box, dense, is_dense, read_box
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from core.agreement import agreed
-from core.catalog import StoredArray
 from core.crew import Crew
 from core.device import Device
 from core.device_lane import host_buffer, showing
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.errors import CheckpointingException, MissingShardError
 from core.scan_apart import ApartReader, Budget, is_checked
 from core.scan_observer import FileObserver, Observer
@@ -40,7 +40,7 @@ from core.team import ALONE, Figures, StoppedError, Team, collected, is_lead, to
 if TYPE_CHECKING:
     from core.catalog import Catalog
     from core.errors import Report
-    from core.stated import Stated
+    from core.scan_plan import Stated
     from core.store import ReadStore
 
 DEFAULT_MEMORY_BYTES = 512 << 20

@@ -24,7 +24,7 @@ from core.scan_sums import Sum, Wanted
 
 if TYPE_CHECKING:
     from core.box import Shape
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.store import ReadStore
 
 BAND_BYTES = 4 << 20

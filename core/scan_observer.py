@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from core.catalog import StoredArray
+from core.encoding import StoredArray
 
 
 class Observer(Protocol):

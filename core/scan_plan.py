@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from core.box import is_c_contiguous
-from core.catalog import StoredArray
 from core.checksum import BLOCK_BYTES
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.errors import CapacityError, CheckpointingException, CorruptError, TruncatedError
-from core.stated import Stated
 
 WINDOW_BYTES = BLOCK_BYTES
 """Most bytes of a file that a thread holds at once, and the blocks in which large arrays are handed out."""
@@ -216,3 +215,19 @@ def _too_many(bound: StoredArray, total_bytes: int, n_bytes: int) -> CapacityErr
     return CapacityError(
         f"the arrays up to this one have {total_bytes} bytes in a file of {n_bytes}", file=extent.file, key=bound.name
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """Bytes of a file of which the checkpoint states the CRC-32.
+
+    Args:
+        start, stop: byte addresses in the file.
+        crc: as stated.
+        name: what they are, for people: ``record data/0``.
+    """
+
+    start: int
+    stop: int
+    crc: int
+    name: str

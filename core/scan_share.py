@@ -21,7 +21,7 @@ from core.scan_plan import SEGMENT_BYTES, WINDOW_BYTES
 from core.team import ALONE, Team
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.scan_sums import FilePart, Scanned
     from core.team import Figures
 

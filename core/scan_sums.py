@@ -10,10 +10,9 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from core.catalog import StoredArray
 from core.checksum import ArrayPart, ArraySum, RunSum, crc32, crc32_combine, digest_of
-from core.scan_plan import FilePlan, Line
-from core.stated import Stated
+from core.encoding import StoredArray
+from core.scan_plan import FilePlan, Line, Stated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -5,7 +5,7 @@
     lead      prepare, make the files, write the plan ─┬─ check ─┬─ share ─┬─ literals, manifest ─┬─ commit
     others                                             └─ check ─┴─ share ─┘                      └─ done
 
-The lead decides and proves everything, as a single process does (``core.convert.prepare``), and writes the proven plan
+The lead decides and proves everything, as a single process does (``core.prepare.prepare``), and writes the proven plan
 into the stage. All agree on its hash before a byte is written; then each copies its share (``core.shared_copy``). The
 lead joins their books, so literals, manifest and every other byte are those of a single process. Only it publishes,
 and only once every worker has said that its part is on the disk. The stage is always kept when something fails: the
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
 from core.bands import ITEM_BYTES
-from core.convert import Prepared, prepare
 from core.copy import CopyResult
 from core.device import Device
 from core.division import Division, divided, divided_by_hosts
@@ -39,6 +38,7 @@ from core.layout import load_rules
 from core.ledger import Ledger
 from core.occupied import check_replaceable
 from core.plan_file import Written, file_digest, finish_plan, write_plan
+from core.prepare import Prepared, prepare
 from core.shared_copy import Done, Order, Share
 from core.store import LocalStore, translated
 from core.team import Figures, Team, collected, is_lead, told

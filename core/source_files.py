@@ -14,7 +14,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from core.formats.hf_files import CONFIG, carried_files, carried_of, config_of, documents_of
+from core.files_beside import carried_of, documents_of
+from core.formats.hf_files import CONFIG, carried_files, config_of
 from core.json_object import object_of
 from core.open import ITERATION_DIR, NAMING_TRACKERS, RELEASE, TRACKER, iteration_dirs
 from core.store import LocalStore, files_below

@@ -2,7 +2,7 @@
 
 A target catalog is an ordinary catalog whose arrays have no extent yet. A format's ``lay_out`` places them.
 
-Source of the partition names: ``core.formats.Format.partition``.
+Source of the partition names: ``core.formats.format.Format.partition``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from core.box import Box
-from core.catalog import Catalog, Fragment, StoredArray, TensorMeta, array_name, bind_nothing, catalog_of_arrays
-from core.formats import Format
-from core.formats.hf_files import carried_of, without_carried
+from core.catalog import Catalog, Fragment, TensorMeta, bind_nothing, catalog_of_arrays
+from core.encoding import StoredArray, array_name
+from core.files_beside import carried_of, without_carried
+from core.formats.format import Format
 from core.mapping_attributes import without_attributes
 from core.objects import inlined, state_dict, with_common, with_mapping_root, with_objects
 

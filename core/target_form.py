@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from core.catalog import Catalog
 from core.errors import UnsupportedError
-from core.formats import Format
+from core.formats.format import Format
 from core.formats.torch_file import load_object
 from core.formats.torch_refused import names_importable
 from core.global_form import GlobalForm, global_form

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from math import lcm
 
-from core.catalog import Coords
+from core.encoding import Coords
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.pipeline import Pipeline
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.agreement import agreed, sight_of_files
-from core.checks import Check, Level, checks
+from core.checks.check import Check
 from core.checks.hf_model import unchecked
+from core.checks.level import Level
 from core.checks.opening import UNREADABLE, is_explained
+from core.checks.registry import checks
 from core.checks.subject import Subject
 from core.device import Device
 from core.errors import CheckpointingException, UsageError, WorkerError

@@ -16,7 +16,7 @@ from core.device_values import counts, extremes
 from core.number_kinds import KINDS, NumberKind
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
 
 
 @dataclass(slots=True)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.box import c_strides
-from core.catalog import Catalog, Fragment, StoredArray, bind_nothing
+from core.catalog import Catalog, Fragment, bind_nothing
 from core.copy import Progress, execute
 from core.device import Device
+from core.encoding import StoredArray
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.image import FileImage, PlacedArray
 from core.layout import Rules, unshard

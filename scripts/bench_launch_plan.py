@@ -18,11 +18,12 @@ from bisect import bisect_right
 from pathlib import Path
 
 from core.bands import items_of, weight_of
-from core.convert import Job, prepare
+from core.convert import Job
 from core.division import Division, divided
 from core.job import TopologyChange
 from core.plan import Plan
 from core.plan_file import finish_plan, write_plan
+from core.prepare import prepare
 
 
 def loads_of(plan: Plan, divisions: list[Division], *, band_bytes: int) -> list[list[int]]:

@@ -22,13 +22,13 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
-from core.catalog import StoredArray
-from core.convert import prepare
+from core.encoding import StoredArray
 from core.formats.torch_file import TreePlan, parse, plan_tree
 from core.image import FileImage, Literal
 from core.inert import Global, Inert, TensorLeaf, as_mapping, ordered_dict
 from core.job import Job
 from core.layout_args import facts_of, fields_of, topology_of
+from core.prepare import prepare
 from core.stages import Stages
 from core.store import LocalStore
 from core.topology import Rank, Topology, rank_dir

@@ -9,8 +9,9 @@ from math import prod
 import numpy as np
 
 from core.box import Box, c_strides, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta
 from core.dtypes import itemsize
+from core.encoding import Extent, StoredArray
 from core.image import FileImage, PlacedArray
 from core.store import MemoryStore
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from core.checks import Level
+from core.checks.level import Level
 from core.formats.dcp_metadata import ObjectRow
 from core.formats.zarr_crc32c import crc32c
 from tests import broken as b

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from core.checks import Level
+from core.checks.level import Level
 from core.finding import Finding, Severity
 from core.formats.dcp_metadata import ChunkRow, ObjectRow, TensorRow, read_metadata, write_metadata
 from core.validate import validate

@@ -18,9 +18,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from core.box import Box, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta
 from core.commit import Stage
 from core.copy import execute
+from core.encoding import Extent, StoredArray
 from core.errors import CheckpointingException, StorageError
 from core.image import FileImage, PlacedArray, literal_file
 from core.manifest import finish_files, manifest_name, write_manifest

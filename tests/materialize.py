@@ -16,7 +16,8 @@ from core.decoded import DecodedStore
 from core.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from core.catalog import Catalog, StoredArray
+    from core.catalog import Catalog
+    from core.encoding import StoredArray
     from core.image import FileImage
     from core.store import ReadStore
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.convert import Job, prepare, run
+from core.convert import Job, run
 from core.decoded import DecodedStore
 from core.errors import CheckpointingException, UnsupportedError
-from core.formats import formats
+from core.formats.registry import formats
+from core.prepare import prepare
 from tests.materialize import tensor_bytes
 from tests.real_readers import READERS, Tensors, of_tensor
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from core.box import Box, whole
 from core.box_reader import BoxReader, bands
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta
 from core.dtypes import itemsize
+from core.encoding import Extent, StoredArray
 from core.errors import MissingShardError
 from core.formats.torch_file import load_object
 from core.layout import load_rules, unshard

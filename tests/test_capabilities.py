@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from core import capabilities
 from core.capabilities import Capability
-from core.convert import Job, TopologyChange, prepare
+from core.convert import Job, TopologyChange
 from core.convert import run as run_job
 from core.errors import CheckpointingException
-from core.formats import formats
+from core.formats.registry import formats
 from core.open import open_checkpoint
+from core.prepare import prepare
 from core.summary import summarized
 from tests.damages import tensors_changed
 from tests.edited import edit_rank

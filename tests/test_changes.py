@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from core.box import Box, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta, catalog_of_arrays
+from core.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
 from core.changes import changed
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, UsageError
 from core.job import Job
 from core.store import MemoryStore

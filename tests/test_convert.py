@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from core.convert import Job, TopologyChange, prepare, run
+from core.convert import Job, TopologyChange, run
 from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.open import open_checkpoint
+from core.prepare import prepare
 from tests.rank_files import assert_same_bits
 
 FORMATS = ("torch", "dcp", "torch_dist", "megatron")

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.box import Box, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta
 from core.checksum import digest_of
 from core.copy import CopyResult, execute
+from core.encoding import Extent, StoredArray
 from core.errors import CapacityError, CorruptError, ReplicaMismatchError, TruncatedError
 from core.image import FileImage
 from core.plan import make_plan

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run
 from core.cycles import cut
 from core.errors import CorruptError, UnsupportedError
@@ -111,7 +111,7 @@ def test_a_namespace_that_contains_itself_is_refused_by_name_where_no_pickle_kee
 
 
 def test_an_object_with_a_stream_of_its_own_is_refused_by_name() -> None:
-    from core.catalog import Extent, StoredArray
+    from core.encoding import Extent, StoredArray
     from core.store import MemoryStore
 
     data = saved_bytes(in_a_dict()[0])

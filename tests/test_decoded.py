@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from core.box import Box, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta
 from core.copy import execute
 from core.decoded import DecodedStore, decoding_bytes
+from core.encoding import Extent, StoredArray
 from core.errors import CapacityError, CorruptError
 from core.image import FileImage, PlacedArray
 from core.plan import MIB, make_plan

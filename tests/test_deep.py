@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.catalog import Catalog, StoredArray
-from core.checks import Level
+from core.catalog import Catalog
+from core.checks.level import Level
+from core.encoding import StoredArray
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 from core.inventory import inventory, write_inventory

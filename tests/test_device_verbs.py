@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run, within_memory
 from core.device import COMPARE, FINGERPRINT, VALUES, Device
 from core.device_choice import decisions

@@ -17,7 +17,7 @@ import torch
 
 from core.box import whole
 from core.cast import cast_of, check_cast
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta, catalog_of_arrays
+from core.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
 from core.copy import execute
 from core.decoded import DecodedStore
 from core.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device, cast_work
@@ -27,6 +27,7 @@ from core.device_compare import differing
 from core.device_lane import LANE_BYTES, PIECE_BYTES, Lane, host_buffer, host_bytes, lane_of
 from core.device_trials import patterns, trial_of, typical_numbers
 from core.dtypes import DTYPES, itemsize
+from core.encoding import Extent, StoredArray
 from core.errors import ReplicaMismatchError, UnsupportedError
 from core.fingerprint_kernel import kernel, products_in_numpy
 from core.image import FileImage, PlacedArray

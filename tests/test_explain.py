@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from core.convert import Job, TopologyChange, prepare
+from core.convert import Job, TopologyChange
 from core.errors import UsageError
+from core.prepare import prepare
 
 
 def _lines(golden: Path, case: str, **options: object) -> dict[str, tuple[str, str, str]]:

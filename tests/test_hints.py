@@ -24,7 +24,7 @@ from ckpt_cli.app import app, main, work_of
 from ckpt_cli.command import Group
 from ckpt_cli.worker_options import USAGE
 from core.dtypes import dtype_of
-from core.formats import format_called
+from core.formats.registry import format_called
 from core.quantize import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.convert import Job, prepare, run
+from core.convert import Job, run
 from core.plan_file import identity_of
+from core.prepare import prepare
 
 
 def identity(src: Path, dst: Path, **options: object) -> str:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from core.convert import Job, run
 from core.errors import UnsupportedError
-from core.formats import formats
+from core.formats.registry import formats
 from core.formats.torch_aside import ASIDE_KEY
 from core.formats.torch_tree import parse
 from core.inert import Inert

@@ -10,7 +10,7 @@ import pytest
 
 from core.box import Box, whole
 from core.errors import CorruptError, MissingShardError, UsageError
-from core.formats import format_called
+from core.formats.registry import format_called
 from core.live import Chunk, LiveTensor
 from core.live_load import fill
 from core.live_save import Held, LiveSave

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import main
-from core.checks import Level
+from core.checks.level import Level
 from core.errors import UsageError
 from core.finding import Severity
 from core.inventory import usual_path

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.checks import Level
+from core.checks.level import Level
 from core.errors import UsageError
 from core.newest import Newest, iteration_paths, newest_valid
 from core.validate import Validation, validate

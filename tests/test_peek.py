@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from core.box import Box
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta, catalog_of_arrays
+from core.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.peek import first_values, places_of
 from core.quantize import dequantized

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run
 from core.dtypes import BY_STORAGE
 from core.errors import UnsafeError

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from core.box import Box, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta, whole_fragment
+from core.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.encoding import Extent, StoredArray
 from core.errors import (
     CapacityError,
     CheckpointingException,

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from core.bands import items_of_portion
-from core.catalog import Extent, StoredArray, TensorMeta, whole_fragment
-from core.convert import Job, TopologyChange, prepare
+from core.catalog import TensorMeta, whole_fragment
+from core.convert import Job, TopologyChange
 from core.division import divided
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError
 from core.job_stage import identity_text
 from core.plan_codec import CLASSES, Decoder, Encoder
 from core.plan_file import StoredPlan, file_digest, finish_plan, identity_of, write_plan
+from core.prepare import prepare
 
 JOBS = {
     "reshard": ("mcore_legacy/dense_gqa/tp2_pp2", {"topology": TopologyChange(tp=4, pp=1), "keeps_layout": True}),

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from core.box import Box, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
 from core.decoded import DecodedStore
+from core.encoding import Extent, StoredArray
 from core.errors import (
     CorruptError,
     MissingShardError,

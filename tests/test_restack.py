@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from core.box import Box
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.encoding import Extent, StoredArray
 from core.errors import UsageError
 from core.inert import TensorLeaf
 from core.restack import MAX_LAYERS, stack_layers, unstack_layers

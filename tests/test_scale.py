@@ -15,9 +15,8 @@ from types import ModuleType
 
 import pytest
 
-from core.catalog import StoredArray
-from core.convert import prepare
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.formats import megatron
 from core.formats.torch_alike import AlikeFiles
 from core.formats.torch_file import parse
@@ -26,6 +25,7 @@ from core.formats.torch_tree_plans import TreePlans
 from core.inert import TensorLeaf, as_mapping
 from core.job import Job, TopologyChange
 from core.layout_state import same
+from core.prepare import prepare
 from core.store import LocalStore
 
 N_FILES = 64

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.box import c_strides
-from core.catalog import Catalog, Extent, StoredArray, catalog_of_arrays
+from core.catalog import Catalog, catalog_of_arrays
 from core.checksum import crc32, digest_of
 from core.decoded import DecodedStore
 from core.dtypes import itemsize
+from core.encoding import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, Report
 from core.open import open_checkpoint
 from core.scan import scan
-from core.scan_plan import MAX_SHARING, SEGMENT_BYTES, WINDOW_BYTES, plan_file
+from core.scan_plan import MAX_SHARING, SEGMENT_BYTES, WINDOW_BYTES, Stated, plan_file
 from core.scan_sums import Wanted
-from core.stated import Stated
 from core.store import MemoryStore, ReadStore, files_below
 
 ALL = Wanted(array_digests=True, file_digests=True)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from core.catalog import StoredArray
-from core.checks import Level
+from core.checks.level import Level
+from core.encoding import StoredArray
 from core.errors import CheckpointingException, WorkerError
 from core.fingerprint import Fingerprint
 from core.fingerprint_share import fingerprints_of_directory

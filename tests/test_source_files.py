@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from core.convert import Job, Prepared, prepare
+from core.convert import Job
+from core.prepare import Prepared, prepare
 from core.store import files_below
 
 FOLDERS = {

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog import Catalog, Extent, StoredArray, StoredObject, catalog_of_arrays
-from core.formats import Format
+from core.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.encoding import Extent, StoredArray
+from core.formats.format import Format
 from core.inert import Global, Inert, namespace
 from core.open import Checkpoint
 from core.store import LocalStore

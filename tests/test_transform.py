@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from core.box import whole
-from core.catalog import Catalog, Extent, StoredArray, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog import Catalog, StoredObject, TensorMeta, catalog_of_arrays
+from core.encoding import Extent, StoredArray
 from core.errors import ReplicaMismatchError, UsageError
 from core.inert import TensorLeaf
 from core.store import MemoryStore

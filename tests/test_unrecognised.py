@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_cli.app import main
-from core.checks import Level
+from core.checks.level import Level
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.formats.bin_shards import read as read_bin_shards
 from core.open import open_checkpoint

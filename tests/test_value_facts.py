@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.catalog import StoredArray
 from core.dtypes import DTYPES
+from core.encoding import StoredArray
 from core.number_kinds import KINDS
 from core.value_facts import Facts, ValueObserver
 

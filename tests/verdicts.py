@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ckpt_cli.verdict import Verdict
 from core.accepted import Acceptance
-from core.checks import Level
+from core.checks.level import Level
 from core.finding import Finding, Severity
 from core.validate import Validation
 

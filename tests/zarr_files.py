@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from core.box import Box
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.copy import execute
 from core.dtypes import DTYPES
-from core.formats import Format
+from core.encoding import Extent, StoredArray
+from core.formats.format import Format
 from core.formats.torch_file import load_object
 from core.manifest import finish_files
 from core.objects import loaded

@@ -16,9 +16,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
-from core.checks import Check, checks, tracker
+from core.checks import tracker
+from core.checks.check import Check
 from core.checks.file_codes import MALFORMED
 from core.checks.problems import finding_of
+from core.checks.registry import checks
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.finding import Finding

@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 
 from core.catalog import Catalog
-from core.checks import Check, Code
+from core.checks.check import Check, Code
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity

@@ -12,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from core.catalog import n_stored_bytes
-from core.checks import Check, Code, Level
+from core.checks.check import Check, Code
 from core.checks.integrity_json import sha256_names
+from core.checks.level import Level
 from core.checks.subject import Subject
+from core.encoding import n_stored_bytes
 from core.errors import TruncatedError
 from core.finding import Finding, Severity
 from core.formats.zarr_fill import fill_of
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.scan_sums import Problem
 
 _AGAIN = "copy the checkpoint again, or use an older one"

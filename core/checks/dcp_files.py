@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 
-from core.checks import Check, Level
+from core.checks.check import Check
 from core.checks.file_codes import DCP_ITEM, DCP_METADATA, DCP_ORPHAN, DCP_OVERLAP, EXTRA
+from core.checks.level import Level
 from core.checks.problems import finding_of, problems_of
 from core.checks.subject import Subject
 from core.checks.torch_zips import check_records, descriptors, opened

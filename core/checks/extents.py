@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from core.catalog import Catalog, n_stored_bytes
-from core.checks import Check, Level
+from core.catalog import Catalog
+from core.checks.check import Check
 from core.checks.file_codes import MALFORMED, MISSING, TRUNCATED
+from core.checks.level import Level
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
+from core.encoding import n_stored_bytes
 from core.errors import CheckpointingException
 from core.finding import Finding
 

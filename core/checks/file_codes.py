@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from core.checks import Code, Level
+from core.checks.check import Code
+from core.checks.level import Level
 from core.finding import Severity
 
 _AGAIN = "copy the checkpoint again, or use an older one"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from core.checks import Check
+from core.checks.check import Check
 from core.checks.file_codes import ALL, EMPTY, IRREGULAR, LEFT_OVER, NOT_ITS_KIND, UNREADABLE_FILE
 from core.checks.subject import Subject
 from core.checks.tree import AGAIN, NOWHERE

@@ -11,7 +11,8 @@ from contextlib import ExitStack
 
 from core.agreement import agreed
 from core.canonical import Canonical, canonical_of
-from core.checks import Check, Code, Level
+from core.checks.check import Check, Code
+from core.checks.level import Level
 from core.checks.subject import Subject
 from core.deep import Watch
 from core.errors import CheckpointingException, WorkerError

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from core.box import Box, whole
 from core.catalog import Fragment, TensorMeta
-from core.checks import Check, Code
+from core.checks.check import Check, Code
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.coverage import first_hole, first_overlap, is_tiled

@@ -13,10 +13,11 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from core.catalog import StoredArray
-from core.checks import Check, Code, Level
+from core.checks.check import Check, Code
+from core.checks.level import Level
 from core.checks.subject import Subject
 from core.deep import Watch
+from core.encoding import StoredArray
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 from core.formats.hf_files import CONFIG, config_of

@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from core.checks import Check, Code, Level
+from core.checks.check import Check, Code
 from core.checks.file_codes import EXTRA, MISSING, PIECES
+from core.checks.level import Level
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException

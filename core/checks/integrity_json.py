@@ -14,7 +14,8 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from threading import Lock
 
-from core.checks import Check, Code, Level
+from core.checks.check import Check, Code
+from core.checks.level import Level
 from core.checks.subject import Subject
 from core.deep import Watch
 from core.errors import CheckpointingException, CorruptError

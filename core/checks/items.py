@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from core.catalog import StoredArray
-from core.checks import Check, Code, Level
+from core.checks.check import Check, Code
 from core.checks.file_codes import NOT_HANDLED
+from core.checks.level import Level
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
+from core.encoding import StoredArray
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
 from core.formats.torch_file import load_object

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from core.checks import Check, Code
+from core.checks.check import Check, Code
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, UnknownTensorError, UnsupportedError
 from core.finding import Finding, Severity

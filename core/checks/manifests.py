@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from core.checks import Check, Code, Level
+from core.checks.check import Check, Code
+from core.checks.level import Level
 from core.checks.subject import Subject
 from core.checksum import ALGORITHM, BLOCK_BYTES, RunSum, digest_of_blocks
 from core.deep import Watch

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from core.catalog import Catalog, TensorMeta
-from core.checks import Check, Code
+from core.checks.check import Check, Code
 from core.checks.optimizer import SHAPE, STATES
 from core.checks.subject import Subject
 from core.errors import CheckpointingException

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from core.checks import Check, Code
+from core.checks.check import Check, Code
 from core.checks.file_codes import NOT_HANDLED
 from core.checks.problems import finding_of
 from core.checks.subject import Subject

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
-from core.catalog import Catalog, StoredArray
-from core.checks import Check, Code, Level
+from core.catalog import Catalog
+from core.checks.check import Check, Code
+from core.checks.level import Level
 from core.checks.subject import Subject
+from core.encoding import StoredArray
 from core.errors import CheckpointingException, UnsupportedError
 from core.finding import Finding, Severity
 from core.layout import unshard
 from core.layout_problems import Understood
 from core.layout_state import OPTIMIZER
-from core.optim_named_proof import pairs_of_masters
-from core.optim_proof import is_master
-from core.optim_ranks import ParamState, read_states
+from core.optim_proof import is_master, pairs_of_masters
+from core.optim_rank_state import ParamState
+from core.optim_ranks import read_states
 from core.optimizer import MASTER
 
 _WITHOUT = "use an older checkpoint, or start with a fresh optimizer (convert with --no-optim)"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from core.checks import Code, file_codes
+from core.checks import file_codes
+from core.checks.check import Code
 from core.errors import (
     CheckpointingException,
     MissingShardError,

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from core.checks import Check
+from core.checks.check import Check
 from core.checks.file_codes import MISSING, RANK_EXTRA, RANK_MISSING
 from core.checks.subject import Subject
 from core.errors import CheckpointingException

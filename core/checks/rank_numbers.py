@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from core.checks import Check, Code, Level
+from core.checks.check import Check, Code
+from core.checks.level import Level
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity

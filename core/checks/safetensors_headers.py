@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from core.checks import Check, Level
+from core.checks.check import Check
 from core.checks.file_codes import ST_HEADER
+from core.checks.level import Level
 from core.checks.problems import findings_of, problems_of
 from core.checks.subject import Subject
 from core.finding import Finding

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.agreement import agreed
 from core.canonical import Canonical, canonical
 from core.catalog import Catalog
-from core.checks import Level
+from core.checks.level import Level
 from core.checks.model_view import ModelView, model_view
 from core.checks.pickled_tensors import pickled_tensors
 from core.checks.tensor_names import TensorNames
 from core.checks.tree import Tree, hollow_files, walked
-from core.deep import Deep, examined
-from core.device import Device
+from core.deep import Deep, Watch
+from core.device import FINGERPRINT, VALUES, Device
+from core.device_choice import settled
 from core.errors import CheckpointingException
 from core.finding import Finding, Severity
-from core.formats import Format
+from core.formats.format import Format
 from core.formats.torch_file import SUFFIXES
+from core.formats.zarr_fill import fill_of
 from core.layout_rules import Rules
 from core.open import FILL, Checkpoint
 from core.other_pickles import Looked, is_checkpoint_file, look_into
 from core.pickle_uses import Use
 from core.recorded import Recorded, recorded
 from core.safe_pickle import ReadPickle, ReadPickles, keeping_pickles, noting_uses
-from core.scan import DEFAULT_MEMORY_BYTES, Progress
+from core.scan import DEFAULT_MEMORY_BYTES, Progress, scan
+from core.scan_sums import Wanted
+from core.stated_sums import StatedSums
 from core.store import LocalStore
 from core.team import ALONE, Team
 
 if TYPE_CHECKING:
     from core.against import Against
+    from core.encoding import StoredArray
     from core.fingerprint import Fingerprint
     from core.plan_for import Request
 
@@ -116,7 +125,7 @@ class Subject:
         """What reading every byte gave; at the deepest level only.
 
         Raises:
-            CheckpointingException: see ``core.deep.examined``; it is not tried again.
+            CheckpointingException: see ``core.checks.subject.examined``; it is not tried again.
         """
         if isinstance(self._deep, CheckpointingException):
             raise self._deep
@@ -224,7 +233,7 @@ class Subject:
     @cached_property
     def tensor_names(self) -> TensorNames:
         """The names of the tensors at any bytes of its files."""
-        return TensorNames(self)
+        return TensorNames(self.salvaged.catalog, self.store, self.rules)
 
     def is_explained(self, file: str | None, span: tuple[int, int] | None = None) -> bool:
         """Whether an error was found in a file, or in a part of it, so that what follows from it is not said again.
@@ -246,3 +255,63 @@ class Subject:
             return None
         opened = Checkpoint(self.path, self.store, self.format, catalog, self.iteration)
         return canonical(opened, rules=self.rules)
+
+
+_WATCHERS: tuple[str, ...] = ("values", "replicas", "hf_model", "manifests", "integrity_json", "fingerprints")
+"""Modules of ``core.checks`` with a function ``watch(subject) -> Watch``."""
+
+
+def examined(subject: Subject) -> Deep:
+    """Scans a checkpoint for every module that watches; the ranks of a team together, and what is found is the lead's.
+
+    Raises:
+        CheckpointingException: a module cannot say what it wants to see.
+        WorkerError: a rank of the team failed.
+    """
+    team = subject.team
+    if subject.device is not None:
+        subject.device = settled(
+            subject.device, _device_works(subject), threads=subject.threads or len(os.sched_getaffinity(0))
+        )
+    watches = agreed(team, lambda: _watches(subject), lambda found: [*found], what=str(subject.path))
+    catalog = subject.salvaged.catalog
+    stored = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
+    more = chain.from_iterable(watch.arrays for watch in watches.values())
+    digests = any(watch.digests for watch in watches.values())
+    scanned = scan(
+        catalog,
+        subject.store,
+        [one for watch in watches.values() for one in watch.observers],
+        files={name: size for name, size in subject.files.items() if name not in subject.hollow},
+        file_observers=[one for watch in watches.values() for one in watch.file_observers],
+        wanted=Wanted(
+            array_digests=digests,
+            file_digests=digests,
+            digests_of=frozenset(chain.from_iterable(watch.digests_of for watch in watches.values())),
+        ),
+        stated_in=StatedSums(subject.store, None if subject.format is None else subject.format.name),
+        arrays=(
+            array
+            for array in chain(stored, more)
+            if array is not None and _file(array) not in subject.hollow and fill_of(array) is None
+        ),
+        threads=subject.threads,
+        memory_bytes=subject.memory_bytes,
+        progress=subject.progress,
+        team=team,
+        device=subject.device,
+    )
+    return Deep(scanned, watches)
+
+
+def _device_works(subject: Subject) -> tuple[str, ...]:
+    """The kinds of work of the scan that a device may do."""
+    return (VALUES,) if subject.against is None else (VALUES, FINGERPRINT)
+
+
+def _watches(subject: Subject) -> dict[str, Watch]:
+    return {name: import_module(f"core.checks.{name}").watch(subject) for name in _WATCHERS}
+
+
+def _file(array: StoredArray) -> str | None:
+    return None if array.extent is None else array.extent.file

@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from core.catalog import n_stored_bytes
+from core.encoding import n_stored_bytes
 from core.errors import CheckpointingException
 from core.formats.torch_file import load_object
 from core.formats.torch_tree import parse
@@ -21,20 +21,24 @@ from core.layout import unshard
 from core.objects import loaded
 
 if TYPE_CHECKING:
-    from core.catalog import Catalog, StoredArray
-    from core.checks.subject import Subject
+    from core.catalog import Catalog
+    from core.encoding import StoredArray
+    from core.layout_rules import Rules
+    from core.store import LocalStore
 
 
 class TensorNames:
     """Answers for one checkpoint; made from its catalogs when it is first asked.
 
     Args:
-        subject: the checkpoint.
+        stored: the catalog of its files, as far as they can be read; None if nothing can.
+        store: its files.
+        rules: the layout's table.
     """
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._spaces = [_Space(_places(catalog)) for catalog in _catalogs(subject)]
+    def __init__(self, stored: Catalog | None, store: LocalStore, rules: Rules) -> None:
+        self._store = store
+        self._spaces = [_Space(_places(catalog)) for catalog in _catalogs(stored, store, rules)]
 
     def at(self, file: str, start: int, stop: int) -> tuple[str, ...]:
         """Return the names of the tensors that have bytes in ``[start, stop)`` of a file, in the order of the file."""
@@ -46,20 +50,19 @@ class TensorNames:
             return ()
         # The metadata as a whole cannot be read, because of another file or of a small record; the file's own may do.
         with suppress(CheckpointingException):
-            tree = parse(self._subject.store, file)
+            tree = parse(self._store, file)
             arrays = [*tree.arrays.items(), *tree.hidden.items()]
             return _Space((key, array) for key, array in arrays).names(file, start, stop)
         return ()
 
 
-def _catalogs(subject: Subject) -> Iterator[Catalog]:
+def _catalogs(stored: Catalog | None, store: LocalStore, rules: Rules) -> Iterator[Catalog]:
     """Yield the catalogs that have names, the best ones first."""
-    stored = subject.salvaged.catalog
     if stored is None:
         return
     with suppress(CheckpointingException):
         if stored.attrs.get("is_rank_local"):
-            yield unshard(loaded(stored, subject.store, load_object), rules=subject.rules, optim="carry", store=None)
+            yield unshard(loaded(stored, store, load_object), rules=rules, optim="carry", store=None)
     yield stored
 
 

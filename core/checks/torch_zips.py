@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from core.checks import Check, Level
+from core.checks.check import Check
 from core.checks.file_codes import MALFORMED, NOT_ITS_KIND, ZIP_DESCRIPTOR
+from core.checks.level import Level
 from core.checks.problems import finding_of, findings_of, problems_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, Report

@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from core.checks import Check, Code
+from core.checks.check import Check, Code
 from core.checks.file_codes import MISSING
 from core.checks.problems import finding_of
 from core.checks.subject import Subject

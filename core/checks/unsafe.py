@@ -14,7 +14,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from core.checks import Check, Code, Level
+from core.checks.check import Check, Code
+from core.checks.level import Level
 from core.checks.subject import Subject
 from core.checks.torch_zips import torch_files
 from core.errors import CheckpointingException

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.box import Box
-from core.checks import Check, Code, Level
+from core.checks.check import Check, Code
+from core.checks.level import Level
 from core.checks.subject import Subject
 from core.deep import Watch
 from core.dtypes import itemsize
@@ -26,7 +27,8 @@ from core.value_facts import Count, Facts, ValueObserver
 
 if TYPE_CHECKING:
     from core.box import Shape
-    from core.catalog import Catalog, Fragment, StoredArray, TensorMeta
+    from core.catalog import Catalog, Fragment, TensorMeta
+    from core.encoding import StoredArray
 
 NAN = Code(
     "CK710",

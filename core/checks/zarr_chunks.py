@@ -15,8 +15,9 @@ from functools import cache, partial
 from itertools import islice
 from math import prod
 
-from core.checks import Check, Level
+from core.checks.check import Check
 from core.checks.file_codes import OBJECT_SHARD, ZARR_METADATA, ZARR_SEPARATOR, ZARR_TWO, ZARR_UNSTORED
+from core.checks.level import Level
 from core.checks.problems import finding_of, problems_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
@@ -24,9 +25,9 @@ from core.finding import Finding
 from core.formats import zarr, zarr3
 from core.formats.mcore_objects import shard_grids
 from core.formats.zarr_array import PICKLED, ZarrArray
-from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
 from core.formats.zarr_chunks import Chunks, folder_chunks, fragments_of_chunks
 from core.formats.zarr_fill import lost_files, missing_chunk, unstored
+from core.formats.zarr_grid import ChunkNames, is_like_a_chunk
 from core.formats.zarr_tree import ROOT_KEY, folders_of
 from core.formats.zarr_v2 import ARRAY_FILE, parse_zarray
 from core.formats.zarr_v3 import METADATA_FILE, node_of, parse_array

@@ -28,7 +28,7 @@ from core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedT
 from core.dist_checkpointing.objects import live_object, load_stream
 from core.dist_checkpointing.torch_dtypes import dtype_name, torch_dtype
 from core.errors import MissingShardError, UnsupportedError, UsageError
-from core.formats import sniffed
+from core.formats.registry import sniffed
 from core.formats.zarr_fill import missing_chunk, unstored
 from core.live import Chunk, LiveTensor
 from core.live_load import fill

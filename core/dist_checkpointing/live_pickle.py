@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from core import safe_pickle
-from core.catalog import StoredArray
 from core.dist_checkpointing.stand_in import inert_again, stood_in
 from core.dist_checkpointing.torch_dtypes import dtype_name, is_stored
+from core.encoding import StoredArray
 from core.errors import CheckpointingException, UnsupportedError
 from core.inert import TensorLeaf
 from core.pickle_machine import Hook

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.catalog import Extent, StoredArray
 from core.checksum import crc32
 from core.dist_checkpointing.live_pickle import LivePickle
 from core.dist_checkpointing.live_tree import LiveTree
 from core.dist_checkpointing.stored_tensors import StoredTensors
+from core.encoding import Extent, StoredArray
 from core.formats.torch_tree import load_shared
 from core.formats.torch_tree_plan import TreePlan, plan_tree
 from core.store import MemoryStore

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from core.box import Box, whole
-from core.catalog import Catalog, Extent, StoredArray, StoredObject
+from core.catalog import Catalog, StoredObject
 from core.copy import execute
 from core.dist_checkpointing import bridge
 from core.dist_checkpointing.batches import batches
@@ -25,9 +25,10 @@ from core.dist_checkpointing.planned_save import (
     is_tensor,
     lay_out,
 )
+from core.encoding import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, UsageError
-from core.formats import Format
 from core.formats.dcp_items import BEHIND
+from core.formats.format import Format
 from core.formats.torch_file import load_object
 from core.image import FileImage
 from core.live import LiveTensor, live_source

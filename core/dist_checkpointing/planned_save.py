@@ -21,17 +21,18 @@ from typing import TYPE_CHECKING
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from core.box import Box, whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta, array_name
-from core.convert import is_file_of
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.coverage import first_hole, first_overlap, is_tiled
 from core.dist_checkpointing.torch_dtypes import dtype_name
+from core.encoding import Extent, StoredArray, array_name
 from core.errors import MissingShardError, UnsupportedError, UsageError
-from core.formats import Format
+from core.formats.format import Format
 from core.image import FileImage, PlacedArray, no_literals
 from core.inert import ObjectLeaf, TensorLeaf
 from core.live import Chunk, metas_of_chunks
 from core.places import described
 from core.plan import make_plan
+from core.prepare import is_file_of
 from core.share import HOLDER, filled, is_own
 from core.skeleton import Index, nested
 from core.target import source_and_target, tensors_only

@@ -22,9 +22,10 @@ from core.dist_checkpointing import bridge, comm
 from core.dist_checkpointing.objects import stream_of
 from core.dist_checkpointing.staging import POOL
 from core.errors import UsageError
-from core.formats import Format, format_called
+from core.formats.format import Format
 from core.formats.mcore_common import COMMON_FILE
 from core.formats.mcore_config import CONFIG
+from core.formats.registry import format_called
 from core.live_save import Held, LiveSave
 from core.plan import DEFAULT_THREADS
 

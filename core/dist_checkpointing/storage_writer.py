@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from core.commit import Stage, stage_dir_of
-from core.convert import is_file_of, run
+from core.convert import run
 from core.dist_checkpointing.planned_files import write_part, write_rest
 from core.dist_checkpointing.planned_save import (
     Layout,
@@ -53,10 +53,13 @@ from core.dist_checkpointing.planned_save import (
     planned,
 )
 from core.errors import StorageError, UnsupportedError, UsageError
-from core.formats import Format, dcp, format_called
+from core.formats import dcp
+from core.formats.format import Format
+from core.formats.registry import format_called
 from core.image import FileImage
 from core.job import Job
 from core.occupied import check_replaceable
+from core.prepare import is_file_of
 from core.stage_store import StageStore
 from core.url import refuse_url
 

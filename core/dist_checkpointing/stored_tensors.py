@@ -19,7 +19,7 @@ from core.dtypes import itemsize
 from core.errors import CorruptError
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.store import ReadStore
 
 

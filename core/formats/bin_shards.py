@@ -34,9 +34,10 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, StoredArray, StoredObject, catalog_of_arrays
+from core.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.encoding import StoredArray
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.formats import Format, no_folders
+from core.formats.format import Format, no_folders
 from core.formats.hf_files import with_carried
 from core.formats.hf_index import Index, read_index
 from core.formats.torch_file import SUFFIXES, TorchTree, catalog_of, parse

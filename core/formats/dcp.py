@@ -46,17 +46,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog import (
-    Catalog,
-    Extent,
-    Fragment,
-    StoredArray,
-    StoredObject,
-    TensorMeta,
-    array_name,
-    metas_of,
-    whole_fragment,
-)
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta, metas_of, whole_fragment
+from core.encoding import Extent, StoredArray, array_name
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -66,7 +57,6 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
-from core.formats import Format
 from core.formats.dcp_facts import stated_facts
 from core.formats.dcp_folders import dcp_folders, joined
 from core.formats.dcp_items import Item, ItemLayout, lay_out_items
@@ -76,6 +66,7 @@ from core.formats.dcp_metadata_writer import ChunkRow, ObjectRow, TensorRow, wri
 from core.formats.dcp_ranks import RANK_METADATA, merged, rank_files
 from core.formats.dcp_safetensors import with_raw_files
 from core.formats.dcp_streams import StreamItem, inflated_object
+from core.formats.format import Format
 from core.formats.mcore_config import CONFIG
 from core.formats.mcore_objects import COMMON_OBJECT
 from core.formats.torch_file import item_location

@@ -26,7 +26,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, overload
 
 from core.box import Box, Shape
-from core.catalog import Coords, StoredArray, held_boxes
+from core.catalog import held_boxes
+from core.encoding import Coords, StoredArray
 from core.errors import UnsupportedError
 from core.formats.torch_file import TreePlan, plan_tree
 from core.image import CrcOf, FileImage, Literal, PlacedArray

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from core.catalog import Extent, StoredArray
+from core.encoding import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsupportedError
 from core.formats.torch_file import item_location, load_object
 from core.store import MemoryStore

@@ -35,7 +35,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, MissingShardError
-from core.formats import Format, no_folders
 from core.formats.deepspeed_files import is_rank_file, missing_rank, rank_files
 from core.formats.deepspeed_model import iteration_of, model_states, version_of
 from core.formats.deepspeed_moments import states_by_parameter
@@ -45,6 +44,7 @@ from core.formats.deepspeed_piece import held_in_groups, held_whole
 from core.formats.deepspeed_state import read_state_file
 from core.formats.deepspeed_tree import OPTIMIZER, assembled, group_trees, spread, tree_of
 from core.formats.deepspeed_weights import buffers, frozen, unlisted, with_shared
+from core.formats.format import Format, no_folders
 
 if TYPE_CHECKING:
     from core.catalog import Catalog

@@ -15,7 +15,7 @@ from core.formats.deepspeed_files import way_out
 from core.inert import TensorLeaf, as_mapping
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.formats.deepspeed_partition import Shapes
     from core.formats.deepspeed_state import StateFile
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from core.catalog import StoredArray
+from core.encoding import StoredArray
 from core.errors import ReplicaMismatchError
 from core.formats.deepspeed_piece import held_in_groups, held_whole
 from core.formats.deepspeed_tree import Whole

@@ -24,7 +24,7 @@ from core.formats.deepspeed_state import shown, type_of
 from core.inert import Inert, TensorLeaf, as_mapping, attributes
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.formats.deepspeed_state import StateFile
 
 OPTIMIZER_STATE = "optimizer_state_dict"

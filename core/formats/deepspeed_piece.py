@@ -12,8 +12,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.box import Shape, boxes_of_flat_range, whole
-from core.catalog import Extent, Fragment, StoredArray
+from core.catalog import Fragment
 from core.dtypes import itemsize
+from core.encoding import Extent, StoredArray
 
 if TYPE_CHECKING:
     from core.formats.deepspeed_partition import Partition

@@ -19,7 +19,7 @@ from core.skeleton import mapped
 
 if TYPE_CHECKING:
     from core.box import Shape
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.formats.deepspeed_partition import Shapes
     from core.store import ReadStore
 

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.encoding import StoredArray
 from core.errors import CorruptError
 from core.formats.deepspeed_piece import Held, held_whole
 from core.inert import ObjectLeaf, TensorLeaf, as_mapping, walk

@@ -43,7 +43,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError
-from core.formats import Format
 from core.formats.deepspeed_model import ModelStates, iteration_of, model_states, version_of
 from core.formats.deepspeed_optim import CONSUMED_OPTIM, OPTIMIZER_STATE, enum_number
 from core.formats.deepspeed_piece import held_whole
@@ -64,6 +63,7 @@ from core.formats.deepspeed_universal_names import (
 from core.formats.deepspeed_universal_parameter import Parameter, lacking_files, read_parameter
 from core.formats.deepspeed_universal_source import for_universal
 from core.formats.deepspeed_weights import buffers, frozen, with_shared
+from core.formats.format import Format
 from core.formats.torch_refused import aside_notes
 from core.inert import TensorLeaf, as_mapping
 from core.store import checked_name

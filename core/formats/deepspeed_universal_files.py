@@ -42,7 +42,8 @@ from core.select import listed_keys, rename_hint
 from core.store import checked_name
 
 if TYPE_CHECKING:
-    from core.catalog import Catalog, StoredArray, TensorMeta
+    from core.catalog import Catalog, TensorMeta
+    from core.encoding import StoredArray
 
 UCP_VERSION = 0.4
 _RESERVED = frozenset({

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.catalog import StoredArray
+from core.encoding import StoredArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError
 from core.formats.deepspeed_piece import Held, held_whole, reshaped
 from core.formats.deepspeed_state import read_value, type_of

@@ -12,7 +12,7 @@ from core.formats.deepspeed_widened import as_float32
 
 if TYPE_CHECKING:
     from core.box import Shape
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.formats.deepspeed_model import ModelStates
 
 

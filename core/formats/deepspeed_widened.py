@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from core.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.store import ReadStore
 
 _UNIT_ELEMENTS = 1 << 20

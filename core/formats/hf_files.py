@@ -20,12 +20,13 @@ know); hf/* in tests/golden.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, Extent, StoredArray
+from core.catalog import Catalog
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
+from core.files_beside import carried_of, documents_of
 from core.image import FileImage, PlacedArray, literal_file
 from core.json_object import parsed_object
 
@@ -67,35 +68,6 @@ def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
         carried[path] = key
         arrays[key] = StoredArray(key, "uint8", (n_bytes,), Extent(path, 0))
     return catalog.with_hidden(arrays).with_attrs(carried={**carried_of(catalog), **carried})
-
-
-def carried_of(catalog: Catalog) -> dict[str, str]:
-    """attrs["carried"]: path → key of a hidden tensor; those without one are left out."""
-    found = catalog.attrs.get("carried")
-    if not isinstance(found, Mapping):
-        return {}
-    return {str(path): str(key) for path, key in found.items() if key in catalog.hidden}
-
-
-def documents_of(catalog: Catalog) -> dict[str, bytes]:
-    """attrs["documents"]: path → bytes."""
-    found = catalog.attrs.get("documents")
-    return {str(path): bytes(data) for path, data in found.items()} if isinstance(found, Mapping) else {}
-
-
-def with_documents(catalog: Catalog, documents: Mapping[str, bytes]) -> Catalog:
-    """A catalog with small files of our own; one takes the place of a carried file of the same path."""
-    return without_carried(catalog, documents).with_attrs(documents={**documents_of(catalog), **documents})
-
-
-def without_carried(catalog: Catalog, paths: Iterable[str]) -> Catalog:
-    """A catalog that does not carry the files of those paths."""
-    carried = carried_of(catalog)
-    gone = {carried.pop(path) for path in list(paths) if path in carried}
-    if not gone:
-        return catalog
-    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in gone}
-    return replace(catalog, hidden=hidden).with_attrs(carried=carried)
 
 
 def file_images(target: Catalog) -> list[FileImage]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from core.catalog import Extent, StoredArray
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.formats.mcore_objects import is_sharded_object
 from core.formats.torch_file import load_object, plan_tree

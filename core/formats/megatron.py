@@ -35,9 +35,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, Coords, StoredArray, StoredObject, catalog_of_arrays
+from core.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.encoding import Coords, StoredArray
 from core.errors import CheckpointingException, MissingShardError, Report, UnsupportedError, raising
-from core.formats import Format
+from core.formats.format import Format
 from core.formats.megatron_ranks import RankFiles
 from core.formats.torch_tree_plans import TreePlans
 from core.image import FileImage, literal_file

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.catalog import Coords, Extent, StoredArray, StoredObject
+from core.catalog import StoredObject
+from core.encoding import Coords, Extent, StoredArray
 from core.errors import CorruptError
 from core.formats.torch_alike import Alike, AlikeFiles, Pattern
 from core.formats.torch_tree import TorchTree

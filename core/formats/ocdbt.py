@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.dtypes import dtype_of
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
-from core.formats import Format
+from core.formats.format import Format
 from core.formats.ocdbt_arrays import OrbaxArray, arrays_in
 from core.formats.ocdbt_entries import MANIFEST
 from core.formats.ocdbt_tree import TREE, leaves_of

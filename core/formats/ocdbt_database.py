@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from core.catalog import Extent, Fragment, StoredArray
+from core.catalog import Fragment
+from core.encoding import Extent, StoredArray
 from core.errors import MissingShardError, TruncatedError
 from core.formats.ocdbt_entries import MANIFEST, entries_of
 from core.formats.ocdbt_nodes import Place

@@ -28,9 +28,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, StoredArray, catalog_of_arrays
+from core.catalog import Catalog, catalog_of_arrays
+from core.encoding import StoredArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
-from core.formats import Format
+from core.formats.format import Format
 from core.formats.hf_files import config_of, with_carried
 from core.formats.hf_index import Index
 from core.formats.safetensors_dcp import SHARDING_INFO, VERSION, check_sizes, has_pieces, pieces_of

@@ -24,9 +24,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from core.box import Box, Shape, whole
-from core.catalog import Fragment, StoredArray, TensorMeta
+from core.catalog import Fragment, TensorMeta
 from core.coverage import first_hole, first_overlap
 from core.dtypes import DTYPES
+from core.encoding import StoredArray
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.hf_files import config_number
 from core.formats.safetensors_header import Header

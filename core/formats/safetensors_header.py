@@ -31,8 +31,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.box import Shape
-from core.catalog import Extent, StoredArray
 from core.dtypes import DTYPES, DType
+from core.encoding import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, Report, TruncatedError, UnsupportedError, raising
 from core.formats.safetensors_text import METADATA, Fields, scanned
 from core.image import CrcOf, FileImage, Literal, PlacedArray

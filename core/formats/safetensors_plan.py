@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from core.catalog import Catalog, StoredArray
+from core.catalog import Catalog
+from core.encoding import StoredArray
 from core.errors import UnsupportedError
 from core.formats.hf_files import file_images
 from core.formats.safetensors_files import INDEX_SUFFIX, STEMS, SUFFIX

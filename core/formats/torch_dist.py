@@ -36,10 +36,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, StoredArray, StoredObject
+from core.catalog import Catalog, StoredObject
+from core.encoding import StoredArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
-from core.formats import Format, dcp
+from core.formats import dcp
 from core.formats.dcp_items import lay_out_items
+from core.formats.format import Format
 from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
 from core.formats.mcore_config import BACKEND_KEY, checked_version, config_image, config_of, names_backend
 from core.formats.mcore_objects import COMMON_OBJECT, is_sharded_object

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from core.catalog import catalog_of_arrays
 from core.cycles import ENDLESS, endless_error
 from core.errors import UnsupportedError
-from core.formats import Format, no_folders
+from core.formats.format import Format, no_folders
 from core.formats.torch_aside import set_aside
 from core.formats.torch_item import item_location as item_location
 from core.formats.torch_refused import refusal_notes

@@ -22,8 +22,9 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 from core.box import Shape, c_strides
-from core.catalog import StoredArray, swapped
+from core.catalog import swapped
 from core.dtypes import itemsize
+from core.encoding import StoredArray
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats.torch_record import read_record, refuse_encoded
 from core.formats.torch_tensor import Location, TensorReader, unsupported_kind

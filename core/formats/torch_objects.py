@@ -23,7 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, Extent, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, StoredObject, TensorMeta
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch_aside import set_aside
 from core.formats.torch_tree import load_object

@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.box import Shape
-from core.catalog import Extent, StoredArray
 from core.dtypes import DTYPES
+from core.encoding import Extent, StoredArray
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.formats.torch_zip import Archive, Record
 from core.safe_pickle import DEFAULT_LIMITS, Limits

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from core.catalog import Extent, StoredArray, StoredObject
+from core.catalog import StoredObject
 from core.cycles import ENDLESS, cut
+from core.encoding import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats.torch_aside import put_back
 from core.formats.torch_legacy import VERSION, read_legacy
@@ -32,7 +33,7 @@ from core.skeleton import MAX_DEPTH, Entry, containers, entries, joined, mapped
 from core.substitute import substitute_in
 
 if TYPE_CHECKING:
-    from core.catalog import Coords
+    from core.encoding import Coords
     from core.skeleton import Path
     from core.store import ReadStore
 

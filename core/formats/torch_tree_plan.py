@@ -21,7 +21,7 @@ from core.pickle_writer import dumps
 from core.safe_pickle import gc_paused
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from core.formats.torch_tree_plan import TreePlan, placed_records, plan_tree
 from core.inert import NO_STATE, Global, Inert, Size, TensorLeaf, Weights
 
 if TYPE_CHECKING:
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.image import JoinedArray
 
 _PLAIN = frozenset({str, int, bool, bytes, type(None), Global})

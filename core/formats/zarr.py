@@ -38,9 +38,10 @@ from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog, Extent, StoredArray, StoredObject
+from core.catalog import Catalog, StoredObject
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
-from core.formats import Format
+from core.formats.format import Format
 from core.formats.mcore_common import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
 from core.formats.mcore_config import (
     BACKEND_KEY,
@@ -52,11 +53,10 @@ from core.formats.mcore_config import (
 )
 from core.formats.mcore_objects import is_sharded_object, shard_grids
 from core.formats.torch_file import load_object, plan_tree
-from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
 from core.formats.zarr_chunks import folder_chunks
 from core.formats.zarr_fill import lost_files
 from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
-from core.formats.zarr_grid import grid_of_pieces
+from core.formats.zarr_grid import ChunkNames, grid_of_pieces, is_like_a_chunk
 from core.formats.zarr_tree import ROOT_KEY, Listing, check_keys, folders_of, has_array_inside
 from core.formats.zarr_v2 import ARRAY_FILE, GROUP_FILE, parse_zarray, zarray
 from core.image import FileImage, PlacedArray

@@ -39,14 +39,13 @@ from typing import TYPE_CHECKING
 from core.catalog import Catalog
 from core.dtypes import itemsize
 from core.errors import MissingShardError, UnsafeError, UnsupportedError
-from core.formats import Format
+from core.formats.format import Format
 from core.formats.torch_objects import OBJECTS_FILE, objects_image, read_objects, with_objects
-from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
 from core.formats.zarr_chunks import folder_chunks
 from core.formats.zarr_dtypes import TENSORSTORE_ONLY
 from core.formats.zarr_fill import lost_files
 from core.formats.zarr_folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
-from core.formats.zarr_grid import ChunkGrid, grid_of_pieces, row_bands
+from core.formats.zarr_grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
 from core.formats.zarr_shards import dense_index, index_bytes
 from core.formats.zarr_tree import ROOT_KEY, Listing, check_keys, folders_of, has_array_inside
 from core.formats.zarr_v3 import METADATA_FILE, array_json, group_json, node_of, parse_array
@@ -56,7 +55,7 @@ from core.select import some_of
 
 if TYPE_CHECKING:
     from core.box import Shape
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.image import CrcOf
     from core.store import ReadStore
 

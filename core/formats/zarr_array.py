@@ -13,8 +13,8 @@ from core.errors import CorruptError, UnsafeError
 from core.formats.zarr_grid import ChunkGrid
 
 if TYPE_CHECKING:
-    from core.formats.zarr_chunk_names import ChunkNames
     from core.formats.zarr_decode import ChunkCoding
+    from core.formats.zarr_grid import ChunkNames
 
 MAX_RANK = 64
 _MAX_BYTES = 1 << 62

@@ -14,12 +14,12 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.box import Box, Shape, boxes_of_flat_range, whole
-from core.catalog import Extent, Fragment, StoredArray, array_name, whole_fragment
+from core.catalog import Fragment, whole_fragment
+from core.encoding import Extent, StoredArray, array_name
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, TruncatedError, raising
-from core.formats.zarr_chunk_names import is_like_a_chunk
 from core.formats.zarr_decode import EncodedChunk
 from core.formats.zarr_fill import MOST_FILLED_BYTES, FillValue
-from core.formats.zarr_grid import ChunkGrid
+from core.formats.zarr_grid import ChunkGrid, is_like_a_chunk
 from core.formats.zarr_shards import ShardIndex, are_bands, index_bytes, read_index
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from core.formats.zarr_crc32c import crc32c
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from core.catalog import StoredArray
+    from core.encoding import StoredArray
     from core.store import ReadStore
 
 _CRC_BYTES = 4

@@ -31,7 +31,8 @@ from core.json_object import object_of, small_file
 from core.store import LocalStore
 
 if TYPE_CHECKING:
-    from core.catalog import Catalog, StoredArray
+    from core.catalog import Catalog
+    from core.encoding import StoredArray
     from core.store import ReadStore
 
 MOST_FILLED_BYTES = 1 << 40

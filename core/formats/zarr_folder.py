@@ -17,10 +17,10 @@ from core.inert import Global, Inert
 
 if TYPE_CHECKING:
     from core.box import Shape
-    from core.catalog import Fragment, StoredArray
+    from core.catalog import Fragment
+    from core.encoding import StoredArray
     from core.formats.zarr_array import ZarrArray
-    from core.formats.zarr_chunk_names import ChunkNames
-    from core.formats.zarr_grid import ChunkGrid
+    from core.formats.zarr_grid import ChunkGrid, ChunkNames
     from core.store import ReadStore
 
 

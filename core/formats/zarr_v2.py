@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, UnsupportedError
 from core.formats.zarr_array import PICKLE_CODECS, ZarrArray, checked_grid, checked_shape, pickled_array, required
-from core.formats.zarr_chunk_names import ChunkNames
 from core.formats.zarr_decode import ChunkCoding
 from core.formats.zarr_dtypes import v2_dtype, v2_spelling
 from core.formats.zarr_fill import fill_bytes
+from core.formats.zarr_grid import ChunkNames
 from core.json_object import object_of
 
 if TYPE_CHECKING:

@@ -37,10 +37,10 @@ from core.formats.zarr_array import (
     pickled_array,
     required,
 )
-from core.formats.zarr_chunk_names import ChunkNames
 from core.formats.zarr_decode import ChunkCoding
 from core.formats.zarr_dtypes import v3_dtype, v3_fill_value, v3_spelling
 from core.formats.zarr_fill import fill_bytes
+from core.formats.zarr_grid import ChunkNames
 from core.json_object import object_of
 
 if TYPE_CHECKING:

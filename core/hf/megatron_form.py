@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from core.box import Shape
 from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError, UsageError
-from core.formats.hf_files import carried_of, documents_of
+from core.files_beside import carried_of, documents_of
 from core.hf import fuse
 from core.hf.config import CONFIG, arguments_of
 from core.hf.model import model_of

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from core.checks import Level
+from core.checks.level import Level
 from core.finding import Severity
 from core.validate import validate
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from core.checks import Level
+from core.checks.level import Level
 from core.errors import CheckpointingException
 from core.open import open_checkpoint
 from tests.edited import Rows, copied, counted, edit_rank, edit_rows, found_in

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from core.box import Box
-from core.checks import Level, common_state, dcp_files, file_codes, index, items, tracker, unsafe
+from core.checks import common_state, dcp_files, file_codes, index, items, tracker, unsafe
+from core.checks.level import Level
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import StorageError

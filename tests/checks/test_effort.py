@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from core.checks import Level
+from core.checks.level import Level
 from core.formats import dcp_metadata
 from core.formats.dcp_metadata import ChunkRow, TensorRow, write_metadata
 from core.validate import validate

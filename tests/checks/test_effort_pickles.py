@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run
 from core.errors import UnsafeError
 from core.formats.torch_nested import uses_of_stream

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.checks import Level
+from core.checks.level import Level
 from tests.edited import Rows, chunks_of, copied, counted, edit_pickle, edit_rows, found_in
 
 DIST = "mcore_torch_dist/dense_gqa/tp2_pp2_optim"

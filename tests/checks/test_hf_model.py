@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.checks import Level, hf_model
+from core.checks import hf_model
+from core.checks.level import Level
 from core.convert import Job, run
 from core.errors import CheckpointingException, CorruptError, UnknownTensorError, UnsupportedError
 from core.finding import Finding, Severity

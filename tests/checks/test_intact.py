@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-from core.checks import Level
+from core.checks.level import Level
 from core.errors import raising
 from core.finding import Severity
 from core.stated_sums import StatedSums

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run
 from core.finding import Severity
 from tests.edited import Rows, chunks_of, copied, counted, edit_rank, edit_rows, found_in, nothing

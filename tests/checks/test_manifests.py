@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run
 from core.errors import CorruptError, UsageError
 from core.finding import Finding

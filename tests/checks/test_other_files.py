@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.checks import Level
+from core.checks.level import Level
 from core.finding import Finding, Severity
 from core.open import open_checkpoint
 from core.other_pickles import MAX_BYTES

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from safetensors.torch import save_file
 
-from core.checks import Level
+from core.checks.level import Level
 from core.finding import Severity
 from core.validate import validate
 from tests.checks.test_other_files import Call

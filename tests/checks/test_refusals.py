@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run
 from core.errors import CheckpointingException
 from core.finding import Severity

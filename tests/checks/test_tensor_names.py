@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_cli.findings_text import LIMIT, text_lines
 from ckpt_cli.terminal import Screen
-from core.checks import Level
+from core.checks.level import Level
 from core.finding import Finding
 from core.validate import validate
 from tests.broken import archive_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run
 from core.errors import CorruptError, UnsafeError
 from core.finding import Finding

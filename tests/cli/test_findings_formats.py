@@ -16,7 +16,8 @@ from ckpt_cli.findings_json import json_lines
 from ckpt_cli.findings_junit import junit_lines
 from ckpt_cli.findings_sarif import sarif_lines, uri_of
 from core.accepted import Acceptance, patterns_of
-from core.checks import Level, codes
+from core.checks.level import Level
+from core.checks.registry import codes
 from core.finding import Finding, Severity
 from tests.verdicts import HOSTILE, finding, verdict
 

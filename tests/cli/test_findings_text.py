@@ -9,7 +9,8 @@ from ckpt_cli.findings_text import text_lines
 from ckpt_cli.terminal import Screen, columns_of
 from ckpt_cli.verdict import Verdict
 from core.accepted import Acceptance, patterns_of
-from core.checks import Level, codes
+from core.checks.level import Level
+from core.checks.registry import codes
 from core.finding import Severity
 from tests.verdicts import HOSTILE, finding, verdict
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ckpt_cli.inspect_object import MAX_NODES, plain
 from core.catalog import Catalog, StoredObject
-from core.formats import Format
+from core.formats.format import Format
 from core.inert import Global, Inert, ObjectLeaf, TensorLeaf, namespace, ordered_dict
 from core.open import Checkpoint
 from core.store import LocalStore

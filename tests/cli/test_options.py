@@ -16,7 +16,7 @@ from ckpt_cli.options import TARGETS, InspectOptions, TransferOptions
 from ckpt_cli.other_tools import INSTEAD, OF_TORCHRUN
 from ckpt_cli.transfer import job_of
 from core.errors import UsageError
-from core.formats import formats
+from core.formats.registry import formats
 
 
 def parsed(*arguments: str) -> Any:

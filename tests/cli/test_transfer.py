@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt_cli.app import main
-from core.catalog import StoredArray
+from core.encoding import StoredArray
 from core.formats.torch_tree_plan import plan_tree
 from core.inert import TensorLeaf
 

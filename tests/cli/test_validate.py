@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_cli.app import main
 from ckpt_cli.checks_table import markdown_lines
-from core.checks import codes
+from core.checks.registry import codes
 
 DCP = "torch_dcp/tp2_only"
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from core.checks import Level
+from core.checks.level import Level
 from core.dist_checkpointing.serialization import save
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.finding import Severity

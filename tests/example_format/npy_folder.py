@@ -17,10 +17,11 @@ import ast
 import json
 from math import prod
 
-from core.catalog import Catalog, Extent, StoredArray, catalog_of_arrays
+from core.catalog import Catalog, catalog_of_arrays
 from core.dtypes import DTYPES
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
-from core.formats import Format
+from core.formats.format import Format
 from core.image import FileImage, PlacedArray, literal_file
 from core.store import ReadStore, checked_name
 

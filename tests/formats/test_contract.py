@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from core.contract import CHECKS, SAMPLE, Sample, check_reading
-from core.formats import Format, formats
+from core.formats.format import Format
+from core.formats.registry import formats
 
 FORMATS = formats()
 SAMPLES = {

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from core.box import Box
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.encoding import Extent, StoredArray
 from core.errors import (
     CheckpointingException,
     CorruptError,

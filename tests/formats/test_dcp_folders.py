@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dist_cp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_cli.app import main
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run
 from core.errors import MissingShardError, UnsupportedError
 from core.finding import Severity

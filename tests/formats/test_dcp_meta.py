@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run
 from core.errors import TruncatedError, UnsafeError, UsageError
 from core.finding import Severity

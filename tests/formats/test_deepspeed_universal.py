@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from core.catalog import Catalog, Extent, StoredArray, StoredObject, catalog_of_arrays
+from core.catalog import Catalog, StoredObject, catalog_of_arrays
 from core.contract import CHECKS, SAMPLE, Sample, check_reading
 from core.dtypes import DTYPES
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats import deepspeed, deepspeed_universal
 from core.formats.deepspeed_universal import for_universal

@@ -10,17 +10,8 @@ import pytest
 
 from core.catalog import Catalog, TensorMeta
 from core.errors import CorruptError, UnsupportedError
-from core.formats.hf_files import (
-    carried_files,
-    carried_of,
-    config_number,
-    config_of,
-    documents_of,
-    file_images,
-    with_carried,
-    with_documents,
-    without_carried,
-)
+from core.files_beside import carried_of, documents_of, with_documents, without_carried
+from core.formats.hf_files import carried_files, config_number, config_of, file_images, with_carried
 from core.json_object import MAX_VALUES
 from core.store import LocalStore, MemoryStore
 from core.target import partitioned

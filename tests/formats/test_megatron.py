@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from core.errors import CheckpointingException, CorruptError, MissingShardError, TruncatedError, UnsupportedError
-from core.formats import megatron, sniffed
+from core.formats import megatron
+from core.formats.registry import sniffed
 from core.inert import TensorLeaf, as_mapping, walk
 from core.layout import load_rules, shard, unshard
 from core.open import open_checkpoint

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from core.catalog import Catalog
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run
 from core.decoded import DecodedStore
 from core.errors import (

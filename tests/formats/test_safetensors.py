@@ -21,7 +21,7 @@ from core.catalog import Catalog, StoredObject
 from core.copy import execute
 from core.dtypes import DTYPES
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsafeError, UnsupportedError
-from core.formats.hf_files import with_documents
+from core.files_beside import with_documents
 from core.formats.safetensors import lay_out, read, sniff
 from core.formats.torch_objects import OBJECTS_FILE
 from core.inert import namespace

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from core.catalog import StoredArray
 from core.dtypes import DTYPES
+from core.encoding import StoredArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.formats.safetensors_header import (
     MAX_HEADER_BYTES,

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from core.contract import CHECKS, Sample
-from core.formats import Format
+from core.formats.format import Format
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "example_format" / "npy_folder.py"
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from core.catalog import Catalog, StoredArray, StoredObject, catalog_of_arrays
+from core.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.encoding import StoredArray
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats import dcp, torch_dist
 from core.formats.mcore_objects import is_sharded_object

@@ -21,7 +21,8 @@ import torch
 import torch.distributed.checkpoint
 from torch.utils.serialization import config
 
-from core.catalog import Extent, StoredArray, StoredObject
+from core.catalog import StoredObject
+from core.encoding import Extent, StoredArray
 from core.errors import UnsupportedError
 from core.formats.torch_aside import ASIDE_KEY
 from core.formats.torch_file import FORMAT, lay_out, parse, plan_tree, read

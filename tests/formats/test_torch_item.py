@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint
 
 from core.box import Shape, c_strides
-from core.catalog import Extent, StoredArray
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch_file import item_location, load_object
 from core.store import LocalStore, MemoryStore

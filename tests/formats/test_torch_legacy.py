@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.catalog import Catalog, Extent, StoredArray
+from core.catalog import Catalog
+from core.encoding import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsupportedError
 from core.formats import megatron, torch_legacy
 from core.formats.torch_file import FORMAT, load_object, parse

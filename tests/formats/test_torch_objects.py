@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from core.box import whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.encoding import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats.torch_file import FORMAT as TORCH
 from core.formats.torch_objects import OBJECTS_FILE, ObjectsBeside, objects_image, read_objects, with_objects

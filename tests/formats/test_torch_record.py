@@ -16,9 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.catalog import Catalog, Extent, StoredArray
+from core.catalog import Catalog
 from core.copy import execute
 from core.decoded import DecodedStore
+from core.encoding import Extent, StoredArray
 from core.errors import CapacityError, CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.formats import torch_record
 from core.formats.torch_file import FORMAT, item_location, lay_out, load_object

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.catalog import Extent, StoredArray
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, TruncatedError, UnsafeError, UnsupportedError
 from core.formats.torch_file import FORMAT, load_object
 from core.inert import Inert

@@ -17,10 +17,11 @@ import torch
 import zarr as zarr_python
 from safetensors.torch import load_file
 
-from core.catalog import Catalog, StoredArray, catalog_of_arrays
-from core.checks import Level
+from core.catalog import Catalog, catalog_of_arrays
+from core.checks.level import Level
 from core.convert import Job, run
 from core.dtypes import DTYPES
+from core.encoding import StoredArray
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsafeError, UnsupportedError
 from core.finding import Severity
 from core.formats import torch_dist, zarr

@@ -15,9 +15,10 @@ import tensorstore as ts
 import torch
 import zarr as zarr_python
 
-from core.catalog import Catalog, StoredArray, catalog_of_arrays
+from core.catalog import Catalog, catalog_of_arrays
 from core.convert import Job, run
 from core.dtypes import DTYPES
+from core.encoding import StoredArray
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.formats import torch_dist, zarr3
 from core.formats.zarr_array import ZarrArray

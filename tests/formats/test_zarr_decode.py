@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from core.catalog import Extent, StoredArray
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, TruncatedError, UnsupportedError
 from core.formats.zarr_crc32c import crc32c
 from core.formats.zarr_decode import ChunkCoding, EncodedChunk

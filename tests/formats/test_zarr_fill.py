@@ -22,7 +22,8 @@ from core.catalog import Catalog
 from core.convert import Job, run
 from core.dtypes import DTYPES
 from core.errors import CorruptError, MissingShardError
-from core.formats import sniffed, zarr, zarr3
+from core.formats import zarr, zarr3
+from core.formats.registry import sniffed
 from core.formats.zarr_fill import fill_bytes, unstored
 from core.open import open_checkpoint
 from core.store import LocalStore, MemoryStore

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.box import Box
-from core.catalog import Fragment, StoredArray
+from core.catalog import Fragment
 from core.coverage import first_hole, first_overlap
+from core.encoding import StoredArray
 from core.errors import UnsupportedError
-from core.formats.zarr_chunk_names import ChunkNames, is_like_a_chunk
-from core.formats.zarr_grid import ChunkGrid, grid_of_pieces, row_bands
+from core.formats.zarr_grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
 from core.formats.zarr_shards import are_bands
 
 AXES = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), max_size=4)

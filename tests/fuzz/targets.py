@@ -18,7 +18,8 @@ from core import journal
 from core.catalog import Catalog
 from core.decoded import DecodedStore
 from core.errors import CheckpointingException
-from core.formats import Format, dcp, dcp_metadata, ocdbt_nodes, safetensors, torch_file, torch_legacy, zarr, zarr3
+from core.formats import dcp, dcp_metadata, ocdbt_nodes, safetensors, torch_file, torch_legacy, zarr, zarr3
+from core.formats.format import Format
 from core.formats.hf_index import read_index
 from core.formats.mcore_config import config_of
 from core.formats.ocdbt_nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, Place
@@ -101,7 +102,7 @@ def _legacy(data: bytes) -> None:
 
 def _item(data: bytes) -> None:
     """A DCP item, taken for tensors of several shapes."""
-    from core.catalog import Extent, StoredArray
+    from core.encoding import Extent, StoredArray
 
     store = MemoryStore({"__0_0.distcp": data})
     for dtype, shape in (("float32", (4,)), ("bfloat16", (8, 32)), ("bfloat16", (32,)), ("float32", (64, 32))):
@@ -162,7 +163,7 @@ def _sharded(content: bytes) -> dict[str, bytes]:
 
 def _chunk(data: bytes) -> None:
     """The stored bytes of a compressed chunk; the first byte chooses the codecs."""
-    from core.catalog import Extent, StoredArray
+    from core.encoding import Extent, StoredArray
     from core.formats.zarr_decode import ChunkCoding, EncodedChunk
 
     chains = (("gzip",), ("zlib",), ("bz2",), ("zstd",), ("zstd", "crc32c"), ("gzip", "zstd"), ())

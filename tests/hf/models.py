@@ -14,8 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from core.catalog import Catalog, Extent, StoredArray, catalog_of_arrays
+from core.catalog import Catalog, catalog_of_arrays
 from core.dtypes import DTYPES
+from core.encoding import Extent, StoredArray
 from core.inert import attributes
 from core.store import LocalStore
 from tests.materialize import Bytes, tensor_bytes

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_cli.app import main
 from core.catalog import TensorMeta
-from core.checks import Level
+from core.checks.level import Level
 from core.convert import Job, run
 from core.errors import MissingShardError
 from core.finding import Severity

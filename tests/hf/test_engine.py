@@ -12,7 +12,8 @@ from core.catalog import Catalog
 from core.commit import Stage
 from core.copy import execute
 from core.errors import ReplicaMismatchError
-from core.formats import Format, megatron, safetensors
+from core.formats import megatron, safetensors
+from core.formats.format import Format
 from core.hf import to_hf, to_megatron
 from core.layout import shard, unshard
 from core.manifest import finish_files

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.box import Box, whole
-from core.catalog import Extent, Fragment, StoredArray
+from core.catalog import Fragment
+from core.encoding import Extent, StoredArray
 from core.hf import fuse
 
 Sizes = tuple[int, list[int], int, list[int]]

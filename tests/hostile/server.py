@@ -31,8 +31,8 @@ def serve() -> None:
     """Answers every line of stdin."""
     for name in _PRELOADED:
         import_module(name)
-    from core.checks import codes
-    from core.formats import formats
+    from core.checks.registry import codes
+    from core.formats.registry import formats
 
     codes()
     formats()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckpt_cli import team_watch
-from ckpt_cli.scoped_store import ScopedStore
+from ckpt_cli.store_line import ScopedStore
 from ckpt_cli.team_watch import TeamWatch
 from core.errors import CorruptError
 

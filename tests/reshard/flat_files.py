@@ -12,7 +12,8 @@ from math import lcm
 
 import numpy as np
 
-from core.catalog import Catalog, Coords, Extent, StoredArray, catalog_of_arrays
+from core.catalog import Catalog, catalog_of_arrays
+from core.encoding import Coords, Extent, StoredArray
 from core.inert import Global, TensorLeaf, namespace, ordered_dict
 from core.store import MemoryStore
 from core.topology import Rank, Topology, rank_dir

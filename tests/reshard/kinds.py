@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from core.box import whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta
+from core.encoding import Extent, StoredArray
 from core.inert import TensorLeaf, namespace, ordered_dict
 from core.pipeline import Pipeline, parse_layout
 from core.store import MemoryStore

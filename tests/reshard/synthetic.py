@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from core.box import whole
-from core.catalog import Catalog, Extent, Fragment, StoredArray, TensorMeta
+from core.catalog import Catalog, Fragment, TensorMeta
+from core.encoding import Extent, StoredArray
 from core.inert import TensorLeaf, namespace, ordered_dict
 from core.store import MemoryStore
 from core.topology import Rank, Topology, rank_dir

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from core.box import Box
-from core.catalog import Catalog, Extent, Fragment, StoredArray, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.encoding import Extent, StoredArray
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.inert import Global, TensorLeaf, as_mapping, namespace
 from core.layout import unshard

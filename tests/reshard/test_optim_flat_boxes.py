@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.box import Shape
-from core.catalog import Extent, Fragment, StoredArray
+from core.catalog import Fragment
+from core.encoding import Extent, StoredArray
 from core.optim_flat_boxes import Run, fragments_of_run, runs_in
 from core.placement import replicated, split, trimmed
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from core.cast import cast_of
-from core.catalog import Extent, StoredArray
+from core.encoding import Extent, StoredArray
 from core.errors import MissingShardError
-from core.optim_proof import is_master, rounds_to, sample
-from core.optim_rounding import is_nan, rounding_of
+from core.optim_proof import is_master, is_nan, rounding_of, rounds_to, sample
 from core.store import MemoryStore
 
 

@@ -18,9 +18,8 @@ from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.folders import sync_folder
 from core.formats.mcore_objects import is_sharded_object
 from core.formats.zarr_array import ZarrArray
-from core.formats.zarr_chunk_names import is_like_a_chunk
 from core.formats.zarr_chunks import check_chunks
-from core.formats.zarr_grid import ChunkGrid
+from core.formats.zarr_grid import ChunkGrid, is_like_a_chunk
 from core.formats.zarr_tree import folders_of
 from core.formats.zarr_v2 import ARRAY_FILE, parse_zarray, zarray
 from core.json_object import small_file

@@ -1,0 +1,76 @@
+"""A check, and the code of what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core.checks.level import Level
+from core.finding import Finding, Severity
+
+if TYPE_CHECKING:
+    from core.checks.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What a code means.
+
+    Args:
+        code: ``CK`` and three digits.
+        severity: of its findings.
+        title: a few words, for tables.
+        hint: what to do about it.
+        level: from which level on it can be found.
+    """
+
+    code: str
+    severity: Severity
+    title: str
+    hint: str
+    level: Level = Level.METADATA
+
+    def finding(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        key: str | None = None,
+        rank: str | None = None,
+        span: tuple[int, int] | None = None,
+        expected: object = None,
+        found: object = None,
+        hint: str | None = None,
+        severity: Severity | None = None,
+        keys: Sequence[str] = (),
+    ) -> Finding:
+        """A finding of this code; ``keys`` are all its keys where it has no single one."""
+        return Finding(
+            code=self.code,
+            severity=severity or self.severity,
+            message=message,
+            file=file,
+            key=keys[0] if keys and key is None else key,
+            rank=rank,
+            span=span,
+            expected=None if expected is None else str(expected),
+            found=None if found is None else str(found),
+            hint=hint or self.hint,
+            keys=tuple(keys) if len(keys) > 1 else (),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check.
+
+    Args:
+        run: the function.
+        level: from which level on it runs.
+        formats: names of the formats it is for; () for all.
+    """
+
+    run: Callable[[Subject], Iterable[Finding]]
+    level: Level = Level.METADATA
+    formats: tuple[str, ...] = ()

@@ -1,0 +1,92 @@
+"""The formats: found by name, or by looking at the files."""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from core.errors import UnsupportedError
+from core.formats.format import Format
+
+if TYPE_CHECKING:
+    from core.store import ReadStore
+
+
+_BUILT_IN = (
+    *("megatron", "torch_dist", "dcp", "ocdbt", "zarr", "zarr3"),
+    *("deepspeed_universal", "deepspeed", "safetensors", "bin_shards", "torch_file"),
+)
+"""Modules of this package, each with a ``FORMAT``; the order is the order of sniffing."""
+
+
+def formats() -> list[Format]:
+    """Every format, the built-in ones first.
+
+    Raises:
+        UnsupportedError: two formats share a name.
+    """
+    from importlib.metadata import entry_points
+
+    found = list(_built_in())
+    found += [entry.load() for entry in entry_points(group="ckpt.formats")]
+    names: set[str] = set()
+    for format in found:
+        for name in (format.name, *format.aliases):
+            if name in names:
+                raise UnsupportedError(f"two formats are called {name!r}", hint="uninstall one of the plug-ins")
+            names.add(name)
+    return found
+
+
+def _built_in() -> Iterator[Format]:
+    for module in _BUILT_IN:
+        yield import_module(f"core.formats.{module}").FORMAT
+
+
+def format_called(name: str) -> Format:
+    """The format of that name or alias.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    known = formats()
+    plain = name.lower().replace("-", "_")
+    for format in known:
+        if plain in (format.name, *format.aliases):
+            return format
+    from difflib import get_close_matches
+
+    written = [format for format in known if format.lay_out is not None]
+    near = get_close_matches(plain, [name for format in written for name in (format.name, *format.aliases)], n=1)
+    guess = f"did you mean {near[0]}? " if near else ""
+    raise UnsupportedError(
+        f"format {name!r} is not known", hint=f"{guess}Formats that are written: {_names(written)}, hf"
+    )
+
+
+def sniffed(store: ReadStore) -> Format:
+    """The format that a store is in.
+
+    Raises:
+        UnsupportedError: no format recognises it.
+    """
+    for format in _built_in():  # most often enough; looking for plug-ins costs 20 ms
+        if format.sniff(store):
+            return format
+    known = formats()
+    for format in known[len(_BUILT_IN) :]:
+        if format.sniff(store):
+            return format
+    raise UnsupportedError(
+        "not a checkpoint in a known format", file=store.label, hint=f"formats that are recognised: {_names(known)}"
+    )
+
+
+def _names(known: Iterable[Format]) -> str:
+    return ", ".join(format.name for format in known)
+
+
+# A format holds functions, so that another worker is sent its name.
+copyreg.pickle(Format, lambda format: (format_called, (format.name,)))
