@@ -18,14 +18,14 @@ from typing import Annotated
 
 from typer import Exit, Option, Typer
 
-from ckpt_cli.command import Command, Group
-from ckpt_cli.diff_options import DiffOptions
-from ckpt_cli.failure import Failure, end_on_signals, failure_of
-from ckpt_cli.launch_options import LaunchOptions
-from ckpt_cli.manifest_options import ManifestOptions
-from ckpt_cli.options import InspectOptions, TransferOptions, accepts
-from ckpt_cli.terminal import screen_of
-from ckpt_cli.validate_options import ValidateOptions
+from ckpt_cli.options.diff import DiffOptions
+from ckpt_cli.options.launch import LaunchOptions
+from ckpt_cli.options.manifest import ManifestOptions
+from ckpt_cli.options.transfer import InspectOptions, TransferOptions, accepts
+from ckpt_cli.options.typer_command import Command, Group
+from ckpt_cli.options.validate import ValidateOptions
+from ckpt_cli.screen.failure import Failure, end_on_signals, failure_of
+from ckpt_cli.screen.terminal import screen_of
 from core.errors import UsageError
 
 Work = Callable[[], int]
@@ -84,7 +84,7 @@ def _root(
 @accepts(InspectOptions)
 def _inspect(options: InspectOptions) -> Work:
     """Show what a checkpoint holds, how it is laid out and what can be done with it; reads no tensor data."""
-    from ckpt_cli.inspect import inspect
+    from ckpt_cli.commands.inspect import inspect
 
     return partial(inspect, options)
 
@@ -93,7 +93,7 @@ def _inspect(options: InspectOptions) -> Work:
 @accepts(TransferOptions)
 def _convert(options: TransferOptions) -> Work:
     """Write a checkpoint in another format (--to). Bytes are moved, not loaded: memory stays small."""
-    from ckpt_cli.convert import convert
+    from ckpt_cli.commands.convert import convert
 
     return partial(convert, options)
 
@@ -104,7 +104,7 @@ def _convert(options: TransferOptions) -> Work:
 @accepts(TransferOptions)
 def _reshard(options: TransferOptions) -> Work:
     """Write a Megatron checkpoint for other parallel sizes (--tp-new, --pp-new, …)."""
-    from ckpt_cli.reshard import reshard
+    from ckpt_cli.commands.reshard import reshard
 
     return partial(reshard, options)
 
@@ -113,7 +113,7 @@ def _reshard(options: TransferOptions) -> Work:
 @accepts(ManifestOptions)
 def _manifest(options: ManifestOptions) -> Work:
     """Read a checkpoint once and write ckpt-manifest.json: sizes, CRCs, digests, and fingerprints of its tensors."""
-    from ckpt_cli.manifest import manifest
+    from ckpt_cli.commands.manifest import manifest
 
     return partial(manifest, options)
 
@@ -122,7 +122,7 @@ def _manifest(options: ManifestOptions) -> Work:
 @accepts(ValidateOptions)
 def _validate(options: ValidateOptions) -> Work:
     """Say whether checkpoints are whole; exits with 1 if one is not."""
-    from ckpt_cli.validate import validate
+    from ckpt_cli.commands.validate import validate
 
     return partial(validate, options)
 
@@ -131,7 +131,7 @@ def _validate(options: ValidateOptions) -> Work:
 @accepts(DiffOptions)
 def _diff(options: DiffOptions) -> Work:
     """Say whether two checkpoints hold the same, and how they differ; formats and layouts may be different ones."""
-    from ckpt_cli.diff import run_diff
+    from ckpt_cli.commands.diff import run_diff
 
     return partial(run_diff, options)
 
@@ -148,7 +148,7 @@ def _launch(options: LaunchOptions) -> Work:
 
     Options are torchrun's, with - or _ inside, and stand before COMMAND.
     """
-    from ckpt_cli.launch import check_command, launch
+    from ckpt_cli.launch.run import check_command, launch
 
     command = check_command(options.command)
     work = work_of(command)  # a mistake is told before any worker starts
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None, *, heed: Heed | None = None) -> int:
         heed: hears what ended the work, and says what of it this process is to print; None for nothing.
 
     Returns:
-        The exit code; see ``ckpt_cli.failure``.
+        The exit code; see ``ckpt_cli.screen.failure``.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _prepare_streams()

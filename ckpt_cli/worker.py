@@ -24,19 +24,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli import teamwork
-from ckpt_cli.failure import Failure, end_on_signals, failure_of
-from ckpt_cli.launch_results import LAUNCHER_VARIABLE, RESULTS_VARIABLE, VERDICTS, WorkerResult, write_result
-from ckpt_cli.launcher_watch import end_with
-from ckpt_cli.rank_env import Place, place_of
-from ckpt_cli.store_line import GoneError
-from ckpt_cli.terminal import screen_of
-from ckpt_cli.worker_options import USAGE, WorkerOptions, parsed
+from ckpt_cli.host.launcher_watch import end_with
+from ckpt_cli.host.rank_env import Place, place_of
+from ckpt_cli.host.results import LAUNCHER_VARIABLE, RESULTS_VARIABLE, VERDICTS, WorkerResult, write_result
+from ckpt_cli.options.worker import USAGE, WorkerOptions, parsed
+from ckpt_cli.screen.failure import Failure, end_on_signals, failure_of
+from ckpt_cli.screen.terminal import screen_of
+from ckpt_cli.workers import current_team as teamwork
+from ckpt_cli.workers.store import GoneError
 from core.errors import CheckpointingException, WorkerError
-from core.team import ALONE, StoppedError, is_final, worker_of
+from core.team.protocol import ALONE, StoppedError, is_final, worker_of
 
 if TYPE_CHECKING:
-    from ckpt_cli.torch_team import TorchTeam
+    from ckpt_cli.workers.torch_team import TorchTeam
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,15 +82,15 @@ def _joined(place: Place, options: WorkerOptions, command: Sequence[str], starte
     n_cores = _bound(place, options)
     if place.size == 1:
         if options.device != "cpu":
-            from ckpt_cli.worker_device import device_of
+            from ckpt_cli.workers.device import device_of
 
             teamwork.join(ALONE, device_of(options.device, place))
         return None
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it logs are errors that we report
-    from ckpt_cli.begin_check import facts_of, problem_of
-    from ckpt_cli.rendezvous import met
-    from ckpt_cli.torch_team import PART_MEMORY_BYTES, TorchTeam
-    from ckpt_cli.worker_device import backend_of, device_of, use
+    from ckpt_cli.workers.begin_check import facts_of, problem_of
+    from ckpt_cli.workers.device import backend_of, device_of, use
+    from ckpt_cli.workers.rendezvous import met
+    from ckpt_cli.workers.torch_team import PART_MEMORY_BYTES, TorchTeam
 
     try:
         device = device_of(options.device, place)
@@ -115,7 +115,7 @@ def _bound(place: Place, options: WorkerOptions) -> int | None:
     """Keeps the process to its cores, before torch starts threads on them; how many they are, if that is known."""
     if place.local_rank is None or place.local_size is None:
         return None
-    from ckpt_cli.binding import bind
+    from ckpt_cli.host.binding import bind
 
     share = bind(
         options.bind,

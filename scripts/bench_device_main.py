@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from core.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device, cast_work
-from core.device_cast import kernel_of
-from core.device_choice import bytes_per_s
-from core.device_compare import differing_kernel
-from core.device_lane import PIECE_BYTES, Lane, host_buffer, lane_of, shown
-from core.device_trials import trial_of, typical_numbers
-from core.device_values import extremes_kernel
-from core.fingerprint_kernel import factors_on, products_kernel
+from core.calibration.choice import bytes_per_s
+from core.calibration.trials import trial_of, typical_numbers
+from core.device.cast import kernel_of
+from core.device.compare import differing_kernel
+from core.device.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device, cast_work
+from core.device.lane import PIECE_BYTES, Lane, host_buffer, lane_of, shown
+from core.fingerprint.kernel import factors_on, products_kernel
+from core.numbers.facts_on_device import extremes_kernel
 
 CASTS = (
     ("float32", "bfloat16"),

@@ -19,12 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from core.box import Box
-from core.checksum import crc32
-from core.convert import Job, run
-from core.fingerprint import form_of
-from core.fingerprint_kernel import kernel, products_in_numpy
-from core.fingerprint_sums import FormSum
+from core.arrays.box import Box
+from core.arrays.checksum import crc32
+from core.convert.run import Job, run
+from core.fingerprint.definition import form_of
+from core.fingerprint.kernel import kernel, products_in_numpy
+from core.fingerprint.sums import FormSum
 
 MIB = 1 << 20
 SHAPES = (

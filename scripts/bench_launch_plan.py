@@ -17,13 +17,13 @@ import time
 from bisect import bisect_right
 from pathlib import Path
 
-from core.bands import items_of, weight_of
-from core.convert import Job
-from core.division import Division, divided
-from core.job import TopologyChange
-from core.plan import Plan
-from core.plan_file import finish_plan, write_plan
-from core.prepare import prepare
+from core.convert.job import TopologyChange
+from core.convert.prepare import prepare
+from core.convert.run import Job
+from core.convert.stored_plan.division import Division, divided
+from core.convert.stored_plan.file import finish_plan, write_plan
+from core.plan.items import items_of, weight_of
+from core.plan.plan import Plan
 
 
 def loads_of(plan: Plan, divisions: list[Division], *, band_bytes: int) -> list[list[int]]:

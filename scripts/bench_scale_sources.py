@@ -22,16 +22,16 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
-from core.encoding import StoredArray
-from core.formats.torch_file import TreePlan, parse, plan_tree
-from core.image import FileImage, Literal
-from core.inert import Global, Inert, TensorLeaf, as_mapping, ordered_dict
-from core.job import Job
-from core.layout_args import facts_of, fields_of, topology_of
-from core.prepare import prepare
-from core.stages import Stages
-from core.store import LocalStore
-from core.topology import Rank, Topology, rank_dir
+from core.catalog.file_image import FileImage, Literal
+from core.catalog.stored import StoredArray
+from core.convert.job import Job
+from core.convert.prepare import prepare
+from core.files.store import LocalStore
+from core.formats.torch.format import TreePlan, parse, plan_tree
+from core.megatron.model.args import facts_of, fields_of, topology_of
+from core.megatron.model.stages import Stages
+from core.megatron.model.topology import Rank, Topology, rank_dir
+from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, ordered_dict
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "golden.tar.xz"
 GOLDEN_FILE = "mcore_legacy/dense_gqa/tp2_pp1_optim/iter_0000010/mp_rank_00/model_optim_rng.pt"

@@ -49,10 +49,10 @@ threads = [threading.Thread(target=work) for _ in range(len(os.sched_getaffinity
 SCANNER = """
 import json, sys, time
 from pathlib import Path
-from core.open import open_checkpoint
+from core.opening.open import open_checkpoint
 from core.scan import scan
-from core.scan_sums import Wanted
-from core.value_facts import ValueObserver
+from core.scan.sums import Wanted
+from core.numbers.facts import ValueObserver
 import numpy
 opened = open_checkpoint(Path(sys.argv[1]))
 made = {}

@@ -8,12 +8,12 @@ from math import prod
 
 import numpy as np
 
-from core.box import Box, c_strides, whole
-from core.catalog import Catalog, Fragment, TensorMeta
-from core.dtypes import itemsize
-from core.encoding import Extent, StoredArray
-from core.image import FileImage, PlacedArray
-from core.store import MemoryStore
+from core.arrays.box import Box, c_strides, whole
+from core.arrays.dtypes import itemsize
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.file_image import FileImage, PlacedArray
+from core.catalog.stored import Extent, StoredArray
+from core.files.store import MemoryStore
 
 DTYPE = "int32"
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from core.formats.torch_zip import CENTRAL, LOCAL, Archive, read_archive
-from core.store import LocalStore
+from core.files.store import LocalStore
+from core.formats.torch.zip.container import CENTRAL, LOCAL, Archive, read_archive
 
 Change = Callable[[bytearray], None]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from core.checks.level import Level
-from core.formats.dcp_metadata import ObjectRow
-from core.formats.zarr_crc32c import crc32c
+from core.formats.dcp.metadata import ObjectRow
+from core.formats.zarr.crc32c import crc32c
 from tests import broken as b
 from tests.edited import Rows, chunks_of, edit_rows
 from tests.hostile.cases import torch_zip
@@ -858,7 +858,7 @@ MODELS = (
     row(ONE, "no hidden size is stated", "", lambda p: config_changed(p, hidden_size=None), ("CK538", _CONFIG)),
     row(ONE, "a negative size is stated", "", lambda p: config_changed(p, num_attention_heads=-4), ("CK538", _CONFIG)),
 )
-"""Models of transformers whose tensors and configuration do not fit; ``core.checks.hf_model`` looks at them."""
+"""Models of transformers whose tensors and configuration do not fit (``core.checks.metadata.hf_model``)."""
 
 
 def _wide_strides(data: bytes) -> bytes:

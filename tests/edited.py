@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.finding import Finding, Severity
-from core.formats.dcp_metadata import ChunkRow, ObjectRow, TensorRow, read_metadata, write_metadata
-from core.validate import validate
+from core.formats.dcp.metadata import ChunkRow, ObjectRow, TensorRow, read_metadata, write_metadata
+from core.validate.run import validate
 from tests.rank_files import MODEL_FILE, load_rank_file
 from tests.reshard.rewritten import is_plain
 

@@ -17,17 +17,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from core.box import Box, whole
-from core.catalog import Catalog, Fragment, TensorMeta
-from core.commit import Stage
-from core.copy import execute
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box, whole
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.file_image import FileImage, PlacedArray, literal_file
+from core.catalog.stored import Extent, StoredArray
+from core.convert.stored_plan.file import identity_of
+from core.copy.run import execute
 from core.errors import CheckpointingException, StorageError
-from core.image import FileImage, PlacedArray, literal_file
-from core.manifest import finish_files, manifest_name, write_manifest
-from core.plan import make_plan
-from core.plan_file import identity_of
-from core.store import LocalStore
+from core.files.store import LocalStore
+from core.manifest.of_copy import finish_files, manifest_name, write_manifest
+from core.plan.plan import make_plan
+from core.stage.stage import Stage
 
 ROWS, COLUMNS, TENSORS = 1024, 96, 12
 """bf16: 192 KiB a tensor."""

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from core.decoded import DecodedStore
-from core.dtypes import itemsize
+from core.arrays.dtypes import itemsize
+from core.catalog.decoded import DecodedStore
 
 if TYPE_CHECKING:
-    from core.catalog import Catalog
-    from core.encoding import StoredArray
-    from core.image import FileImage
-    from core.store import ReadStore
+    from core.catalog.catalog import Catalog
+    from core.catalog.file_image import FileImage
+    from core.catalog.stored import StoredArray
+    from core.files.store import ReadStore
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 """Elements as bytes: the shape of the tensor, then one axis of itemsize."""

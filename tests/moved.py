@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.copy import execute
-from core.image import FileImage, PlacedArray
-from core.plan import make_plan
-from core.store import MemoryStore
-from core.target import partitioned
+from core.catalog.file_image import FileImage, PlacedArray
+from core.copy.run import execute
+from core.files.store import MemoryStore
+from core.opening.target import partitioned
+from core.plan.plan import make_plan
 
 if TYPE_CHECKING:
-    from core.catalog import Catalog
-    from core.store import ReadStore
+    from core.catalog.catalog import Catalog
+    from core.files.store import ReadStore
 
 
 def moved(catalog: Catalog, store: ReadStore, *, threads: int = 2, compares: bool = True) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from core.errors import WorkerError
-from core.team import StoppedError
+from core.team.protocol import StoppedError
 from tests.dist_checkpointing.ranks import PRELOADED
 
 TIMEOUT_S = 300
@@ -20,7 +20,7 @@ TIMEOUT_S = 300
 
 @dataclass
 class PipeTeam:
-    """See ``core.team.Team``: pipes between the lead and each of the others.
+    """See ``core.team.protocol.Team``: pipes between the lead and each of the others.
 
     Args:
         rank, size: of the team.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from core.accepted import Acceptance, Pattern, baseline_text, patterns_of, read_baseline
+from core.checks.finding import Finding, Severity
 from core.errors import UsageError
-from core.finding import Finding, Severity
+from core.validate.accepted import Acceptance, Pattern, baseline_text, patterns_of, read_baseline
 
 KNOWN = ("CK100", "CK101", "CK201", "CK701")
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.convert import Job, run
-from core.decoded import DecodedStore
+from core.catalog.decoded import DecodedStore
+from core.convert.prepare import prepare
+from core.convert.run import Job, run
 from core.errors import CheckpointingException, UnsupportedError
 from core.formats.registry import formats
-from core.prepare import prepare
 from tests.materialize import tensor_bytes
 from tests.real_readers import READERS, Tensors, of_tensor
 

@@ -1,4 +1,4 @@
-"""core.box: geometry by brute force over element sets."""
+"""core.arrays.box: geometry by brute force over element sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.box import Box, boxes_of_flat_range, c_strides, flat_offset, is_c_contiguous, whole
+from core.arrays.box import Box, boxes_of_flat_range, c_strides, flat_offset, is_c_contiguous, whole
 
 _axes = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=0, max_size=3)
 

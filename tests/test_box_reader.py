@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.box import Box, whole
-from core.box_reader import BoxReader, bands
-from core.catalog import Catalog, Fragment, TensorMeta
-from core.dtypes import itemsize
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box, whole
+from core.arrays.dtypes import itemsize
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.stored import Extent, StoredArray
 from core.errors import MissingShardError
-from core.formats.torch_file import load_object
-from core.layout import load_rules, unshard
-from core.objects import loaded
-from core.open import open_checkpoint
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.formats.torch.format import load_object
+from core.megatron.reshard.reshard import load_rules, unshard
+from core.opening.objects import loaded
+from core.opening.open import open_checkpoint
+from core.plan.box_reader import BoxReader, bands
 from tests.boxes import Model, one, pieces, values
 from tests.materialize import tensor_bytes
 

@@ -18,15 +18,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from core import capabilities
-from core.capabilities import Capability
-from core.convert import Job, TopologyChange
-from core.convert import run as run_job
+from core.convert.prepare import prepare
+from core.convert.run import Job, TopologyChange
+from core.convert.run import run as run_job
 from core.errors import CheckpointingException
 from core.formats.registry import formats
-from core.open import open_checkpoint
-from core.prepare import prepare
-from core.summary import summarized
+from core.inspect import capabilities
+from core.inspect.capabilities import Capability
+from core.inspect.summary import summarized
+from core.opening.open import open_checkpoint
 from tests.damages import tensors_changed
 from tests.edited import edit_rank
 from tests.rank_files import rank_dirs

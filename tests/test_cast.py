@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.cast import cast_of, check_cast
-from core.dtypes import DTYPES, itemsize
+from core.arrays.cast import cast_of, check_cast
+from core.arrays.dtypes import DTYPES, itemsize
 from core.errors import UnsupportedError
 
 FLOATS = (

@@ -1,4 +1,4 @@
-"""core.changes: everything a job changes, in its order, and through the engine."""
+"""core.convert.apply_changes: everything a job changes, in its order, and through the engine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from core.box import Box, whole
-from core.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
-from core.changes import changed
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box, whole
+from core.catalog.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
+from core.catalog.stored import Extent, StoredArray
+from core.convert.apply_changes import changed
+from core.convert.job import Job
 from core.errors import CorruptError, UsageError
-from core.job import Job
-from core.store import MemoryStore
+from core.files.store import MemoryStore
 from tests.moved import moved
 
 E4M3 = torch.float8_e4m3fn

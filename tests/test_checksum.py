@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.checksum import (
+from core.arrays.checksum import (
     BLOCK_BYTES,
     ArraySum,
     RunSum,

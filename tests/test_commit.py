@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from core.commit import Stage, stage_dir_of
+from core.copy.ledger import ItemRecord, WrittenRun
 from core.errors import CapacityError, StorageError, UsageError
-from core.journal import FileJournal
-from core.ledger import ItemRecord, WrittenRun
-from core.manifest import manifest_name, read_manifest
-from core.store import LocalStore
+from core.files.store import LocalStore
+from core.manifest.of_copy import manifest_name, read_manifest
+from core.stage.journal import FileJournal
+from core.stage.stage import Stage, stage_dir_of
 from tests import engine_run
 
 SCRIPT = Path(__file__).with_name("engine_run.py")

@@ -1,4 +1,4 @@
-"""core.contained: the caller survives whatever the contained work does."""
+"""core.files.sandbox: the caller survives whatever the contained work does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from core.contained import run_contained
+from core.files.sandbox import run_contained
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containment is for Linux")
 
@@ -147,7 +147,7 @@ def test_with_another_thread_nothing_is_run() -> None:
 
 INTERRUPTED = """
 import os, signal, sys, time
-from core.contained import run_contained
+from core.files.sandbox import run_contained
 
 def work():
     os.kill(os.getppid(), signal.SIGINT)
@@ -173,7 +173,7 @@ def test_an_interrupt_ends_the_child_and_is_raised(repo_dir: Path) -> None:
 
 HANDLERS = """
 import atexit, os, signal, sys
-from core.contained import run_contained
+from core.files.sandbox import run_contained
 
 signal.signal(signal.SIGTERM, lambda *_: print("handler ran", flush=True))
 atexit.register(print, "exit of", "parent")

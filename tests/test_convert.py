@@ -1,4 +1,4 @@
-"""core.convert end to end: every pair of formats, on checkpoints of other software, read by the real readers."""
+"""core.convert.run end to end: every pair of formats, on checkpoints of other software, read by the real readers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from core.convert import Job, TopologyChange, run
+from core.convert.prepare import prepare
+from core.convert.run import Job, TopologyChange, run
 from core.errors import CheckpointingException, UnsupportedError, UsageError
-from core.open import open_checkpoint
-from core.prepare import prepare
+from core.opening.open import open_checkpoint
 from tests.rank_files import assert_same_bits
 
 FORMATS = ("torch", "dcp", "torch_dist", "megatron")
@@ -404,7 +404,7 @@ def test_a_limit_on_file_sizes_holds_whatever_wrote_the_source(
 
 
 def test_zarr_with_its_optimizer_becomes_torch_dist_as_inspect_says(golden: Path, tmp_path: Path) -> None:
-    from core.summary import summarized
+    from core.inspect.summary import summarized
 
     src = golden / "mcore0121_zarr/dense_gqa/tp2_pp2_optim"
     opened = open_checkpoint(src)

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.box import Box, whole
-from core.catalog import Catalog, Fragment, TensorMeta
-from core.checksum import digest_of
-from core.copy import CopyResult, execute
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box, whole
+from core.arrays.checksum import digest_of
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.file_image import FileImage
+from core.catalog.stored import Extent, StoredArray
+from core.copy.run import CopyResult, execute
 from core.errors import CapacityError, CorruptError, ReplicaMismatchError, TruncatedError
-from core.image import FileImage
-from core.plan import make_plan
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.plan.plan import make_plan
 from tests.boxes import DTYPE, Cut, Model, expected, one, pieces, values, written
 
 SHAPE = (24, 36)

@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.box import Box, whole
-from core.coverage import BoxIndex, first_hole, first_overlap, is_tiled
+from core.arrays.box import Box, whole
+from core.arrays.coverage import BoxIndex, first_hole, first_overlap, is_tiled
 
 
 def boxes(rank: int, *, most: int = 7) -> st.SearchStrategy[list[Box]]:

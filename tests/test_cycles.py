@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from core.checks.level import Level
-from core.convert import Job, run
-from core.cycles import cut
+from core.convert.run import Job, run
 from core.errors import CorruptError, UnsupportedError
-from core.formats.torch_tree import load_object
-from core.inert import ObjectLeaf, TensorLeaf, ordered_dict
-from core.open import open_checkpoint
-from core.validate import validate
+from core.formats.torch.tree import load_object
+from core.opening.open import open_checkpoint
+from core.pickle.cycles import cut
+from core.pickle.inert import ObjectLeaf, TensorLeaf, ordered_dict
+from core.validate.run import validate
 from tests.formats.torch_samples import opened
 from tests.formats.torch_samples import saved as saved_bytes
 
@@ -111,8 +111,8 @@ def test_a_namespace_that_contains_itself_is_refused_by_name_where_no_pickle_kee
 
 
 def test_an_object_with_a_stream_of_its_own_is_refused_by_name() -> None:
-    from core.encoding import Extent, StoredArray
-    from core.store import MemoryStore
+    from core.catalog.stored import Extent, StoredArray
+    from core.files.store import MemoryStore
 
     data = saved_bytes(in_a_dict()[0])
     stream = StoredArray("raw", "uint8", (len(data),), Extent("f", 0))

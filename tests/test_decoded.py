@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.box import Box, whole
-from core.catalog import Catalog, Fragment, TensorMeta
-from core.copy import execute
-from core.decoded import DecodedStore, decoding_bytes
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box, whole
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.decoded import DecodedStore, decoding_bytes
+from core.catalog.file_image import FileImage, PlacedArray
+from core.catalog.stored import Extent, StoredArray
+from core.copy.run import execute
 from core.errors import CapacityError, CorruptError
-from core.image import FileImage, PlacedArray
-from core.plan import MIB, make_plan
-from core.stage_store import StageStore
-from core.store import MemoryStore, ReadStore
+from core.files.store import MemoryStore, ReadStore
+from core.plan.plan import MIB, make_plan
+from core.stage.files import StageStore
 
 
 @dataclass(frozen=True)

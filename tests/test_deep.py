@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.catalog import Catalog
+from core.catalog.catalog import Catalog
+from core.catalog.stored import StoredArray
+from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.encoding import StoredArray
 from core.errors import CheckpointingException
-from core.finding import Finding, Severity
-from core.inventory import inventory, write_inventory
-from core.layout import load_rules, unshard
-from core.open import Checkpoint, open_checkpoint
-from core.stated_sums import StatedSums
-from core.validate import validate
+from core.manifest.inventory import inventory, write_inventory
+from core.manifest.stated_crcs import StatedSums
+from core.megatron.reshard.reshard import load_rules, unshard
+from core.opening.open import Checkpoint, open_checkpoint
+from core.validate.run import validate
 
 
 def deep(path: Path) -> tuple[Finding, ...]:

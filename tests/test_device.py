@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.device import CAST, Device, cast_work, device_errors, device_named, does
+from core.device.device import CAST, Device, cast_work, device_errors, device_named, does
 from core.errors import CapacityError, UsageError, WorkerError
 
 CPU = Device("cpu")

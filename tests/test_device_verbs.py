@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from core.calibration.choice import decisions
 from core.checks.level import Level
-from core.convert import Job, run, within_memory
-from core.device import COMPARE, FINGERPRINT, VALUES, Device
-from core.device_choice import decisions
-from core.device_lane import LANE_BYTES, Lane
+from core.convert.run import Job, run, within_memory
+from core.device.device import COMPARE, FINGERPRINT, VALUES, Device
+from core.device.lane import LANE_BYTES, Lane
 from core.errors import CapacityError
-from core.inventory import inventory
-from core.validate import Validation, validate
+from core.manifest.inventory import inventory
+from core.validate.run import Validation, validate
 from tests.teams import PipeTeam, run_team
 from tests.test_deep import put
 

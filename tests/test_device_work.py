@@ -15,26 +15,26 @@ import numpy as np
 import pytest
 import torch
 
-from core.box import whole
-from core.cast import cast_of, check_cast
-from core.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
-from core.copy import execute
-from core.decoded import DecodedStore
-from core.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device, cast_work
-from core.device_cast import cast_on
-from core.device_choice import decisions, settled
-from core.device_compare import differing
-from core.device_lane import LANE_BYTES, PIECE_BYTES, Lane, host_buffer, host_bytes, lane_of
-from core.device_trials import patterns, trial_of, typical_numbers
-from core.dtypes import DTYPES, itemsize
-from core.encoding import Extent, StoredArray
+from core.arrays.box import whole
+from core.arrays.cast import cast_of, check_cast
+from core.arrays.dtypes import DTYPES, itemsize
+from core.calibration.choice import decisions, settled
+from core.calibration.trials import patterns, trial_of, typical_numbers
+from core.catalog.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
+from core.catalog.decoded import DecodedStore
+from core.catalog.file_image import FileImage, PlacedArray
+from core.catalog.stored import Extent, StoredArray
+from core.changes.quantize import dequantized, quantized
+from core.copy.run import execute
+from core.device.cast import cast_on
+from core.device.compare import differing
+from core.device.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device, cast_work
+from core.device.lane import LANE_BYTES, PIECE_BYTES, Lane, host_buffer, host_bytes, lane_of
 from core.errors import ReplicaMismatchError, UnsupportedError
-from core.fingerprint_kernel import kernel, products_in_numpy
-from core.image import FileImage, PlacedArray
-from core.plan import make_plan
-from core.quantize import dequantized, quantized
-from core.store import MemoryStore
-from core.target import dense_target
+from core.files.store import MemoryStore
+from core.fingerprint.kernel import kernel, products_in_numpy
+from core.opening.target import dense_target
+from core.plan.plan import make_plan
 
 T = TypeVar("T")
 WORKS = (VALUES, FINGERPRINT, COMPARE, QUANTIZE, DEQUANTIZE)

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_cli.app import main
-from core import diff_work
-from core.convert import Job, TopologyChange, run
-from core.diff import DiffJob, diff
-from core.diff_result import Diff, TensorDiff
-from core.diff_values import Tolerance
+from core.convert.run import Job, TopologyChange, run
+from core.diff import tensor_pass as diff_work
+from core.diff.result import Diff, TensorDiff
+from core.diff.run import DiffJob, diff
 from core.errors import CapacityError, CheckpointingException, UnsupportedError, UsageError
-from core.formats.torch_file import load_object
-from core.layout import load_rules, unshard
-from core.objects import loaded
-from core.open import open_checkpoint
+from core.formats.torch.format import load_object
+from core.megatron.reshard.reshard import load_rules, unshard
+from core.numbers.difference import Tolerance
+from core.opening.objects import loaded
+from core.opening.open import open_checkpoint
 
 WEIGHTS = [
     "mcore_legacy/dense_gqa/tp1_pp1",

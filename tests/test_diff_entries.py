@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from core import diff_entries
-from core.diff_entries import EntryDiff, entry_diffs
+from core.diff import entries as diff_entries
+from core.diff.entries import EntryDiff, entry_diffs
 from core.errors import CapacityError
-from core.inert import Global, Inert, TensorLeaf, namespace, ordered_dict
+from core.pickle.inert import Global, Inert, TensorLeaf, namespace, ordered_dict
 
 
 def diffs(a: dict[str, object], b: dict[str, object]) -> list[EntryDiff]:

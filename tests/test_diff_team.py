@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.diff import DiffJob, diff
-from core.diff_result import Diff
-from core.diff_tally import ExactSum
-from core.diff_values import Tolerance
+from core.diff.result import Diff
+from core.diff.run import DiffJob, diff
 from core.errors import CheckpointingException
-from core.team import ALONE, Figures, Team
+from core.numbers.difference import Tolerance
+from core.numbers.tally import ExactSum
+from core.team.protocol import ALONE, Figures, Team
 from tests.teams import PipeTeam, run_team
 
 Said = tuple[object, ...]

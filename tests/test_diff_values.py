@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.diff_tally import Tally
-from core.diff_values import Tolerance, Values, compared, has_numbers, holds_nan, shown, square_sum
+from core.numbers.difference import Tolerance, Values, compared, has_numbers, holds_nan, shown, square_sum
+from core.numbers.tally import Tally
 from tests.formats.torch_samples import DTYPES, bits, filled
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

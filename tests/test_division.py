@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from core.division import Division, KeyWork, divided, divided_by_hosts
+from core.convert.stored_plan.division import Division, KeyWork, divided, divided_by_hosts
 
 
 def owned(division: Division, works: list[KeyWork]) -> list[int]:

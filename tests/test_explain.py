@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from core.convert import Job, TopologyChange
+from core.convert.prepare import prepare
+from core.convert.run import Job, TopologyChange
 from core.errors import UsageError
-from core.prepare import prepare
 
 
 def _lines(golden: Path, case: str, **options: object) -> dict[str, tuple[str, str, str]]:
@@ -28,7 +28,7 @@ def test_alike_tensors_share_a_line_that_names_rule_cut_and_row(golden: Path) ->
     assert len(lines) == 10
     rule, cut, where = lines["decoder.layers.[0-3].mlp.linear_fc1.weight"]
     assert (rule, cut) == ("split", "axis 0 over TP 4, in 2 parts of 96 + 96")
-    assert where.startswith("layouts/megatron.toml [[rule]] ")
+    assert where.startswith("megatron.toml [[rule]] ")
     assert lines["embedding.word_embeddings.weight"][:2] == ("vocab", "axis 0 over TP 4")
     assert lines["decoder.final_layernorm.weight"][:2] == ("replicate", "every rank holds all of it")
 

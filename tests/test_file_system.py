@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core.file_system import file_system_of, is_coherent
+from core.files.network_mounts import file_system_of, is_coherent
 
 
 def test_the_longest_mount_point_above_a_path_counts(tmp_path: Path) -> None:

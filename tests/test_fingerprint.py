@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.box import Box, Shape, c_strides
+from core.arrays.box import Box, Shape, c_strides
 from core.errors import UnsupportedError
-from core.fingerprint import LANES, PRIME, added, factor, form_of, lanes_of, splitmix64, text_of
-from core.fingerprint_kernel import Products, kernel, products_in_numpy, products_in_torch
-from core.fingerprint_sums import FormSum
+from core.fingerprint.definition import LANES, PRIME, added, factor, form_of, lanes_of, splitmix64, text_of
+from core.fingerprint.kernel import Products, kernel, products_in_numpy, products_in_torch
+from core.fingerprint.sums import FormSum
 
 
 def plain(shape: Shape, itemsize: int, data: bytes) -> tuple[int, ...]:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from core.against import against_of
-from core.canonical import canonical
-from core.convert import Job, TopologyChange, run
-from core.fingerprint import Fingerprint
-from core.fingerprint_read import read_fingerprints
-from core.inventory import Inventory, inventory
-from core.layout import load_rules
-from core.manifest import read_manifest
-from core.open import open_checkpoint
-from core.store import LocalStore
+from core.checks.comparison import against_of
+from core.convert.run import Job, TopologyChange, run
+from core.files.store import LocalStore
+from core.fingerprint.definition import Fingerprint
+from core.manifest.fingerprint_read import read_fingerprints
+from core.manifest.inventory import Inventory, inventory
+from core.manifest.of_copy import read_manifest
+from core.megatron.reshard.reshard import load_rules
+from core.opening.canonical import canonical
+from core.opening.open import open_checkpoint
 
 MODELS: dict[str, tuple[str, ...]] = {
     "dense_gqa": (

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from core.catalog import TensorMeta
-from core.fold import MAX_DEPTH, Node, components, tree_of
+from core.catalog.catalog import TensorMeta
+from core.inspect.tree import MAX_DEPTH, Node, components, tree_of
 
 
 def metas(*rows: tuple[str, tuple[int, ...]]) -> list[TensorMeta]:

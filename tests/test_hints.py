@@ -21,11 +21,11 @@ import torch
 from typer.main import get_command
 
 from ckpt_cli.app import app, main, work_of
-from ckpt_cli.command import Group
-from ckpt_cli.worker_options import USAGE
-from core.dtypes import dtype_of
+from ckpt_cli.options.typer_command import Group
+from ckpt_cli.options.worker import USAGE
+from core.arrays.dtypes import dtype_of
+from core.changes.quantize import KINDS
 from core.formats.registry import format_called
-from core.quantize import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLE = "\N{REPLACEMENT CHARACTER}"

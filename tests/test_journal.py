@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.convert import Job, run
-from core.plan_file import identity_of
-from core.prepare import prepare
+from core.convert.prepare import prepare
+from core.convert.run import Job, run
+from core.convert.stored_plan.file import identity_of
 
 
 def identity(src: Path, dst: Path, **options: object) -> str:

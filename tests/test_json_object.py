@@ -1,12 +1,12 @@
-"""core.json_object: what files hold is read within bounds; see also tests/formats/test_hf_files.py."""
+"""core.files.json_object: what files hold is read within bounds; see also tests/formats/test_hf_files.py."""
 
 from __future__ import annotations
 
 import pytest
 
 from core.errors import CorruptError, MissingShardError
-from core.json_object import object_of, parsed_object, small_file
-from core.store import MemoryStore
+from core.files.json_object import object_of, parsed_object, small_file
+from core.files.store import MemoryStore
 
 
 def test_a_large_file_is_refused_before_it_is_read() -> None:

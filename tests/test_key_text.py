@@ -17,15 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.convert import Job, run
+from core.convert.run import Job, run
 from core.errors import UnsupportedError
+from core.files.store import MemoryStore
 from core.formats.registry import formats
-from core.formats.torch_aside import ASIDE_KEY
-from core.formats.torch_tree import parse
-from core.inert import Inert
-from core.key_text import faithful_text, text_of
-from core.safe_pickle import load
-from core.store import MemoryStore
+from core.formats.torch.tree import parse
+from core.formats.torch.weights_only import ASIDE_KEY
+from core.pickle.inert import Inert
+from core.pickle.key_text import faithful_text, text_of
+from core.pickle.reader import load
 from tests.test_diff import compare
 from tests.trees import differences
 

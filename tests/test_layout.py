@@ -1,4 +1,4 @@
-"""core.layout_rules: rules as data."""
+"""core.megatron.rules.rules: rules as data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError, UsageError
-from core.layout import load_rules
+from core.megatron.reshard.reshard import load_rules
 
 RULES = load_rules()
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.box import Box, whole
+from core.arrays.box import Box, whole
 from core.errors import CorruptError, MissingShardError, UsageError
 from core.formats.registry import format_called
-from core.live import Chunk, LiveTensor
-from core.live_load import fill
-from core.live_save import Held, LiveSave
-from core.open import open_checkpoint
+from core.live.load import fill
+from core.live.save import Held, LiveSave
+from core.live.tensors import Chunk, LiveTensor
+from core.opening.open import open_checkpoint
 
 SHAPE = (6, 8)
 VALUES = np.arange(48, dtype="float32").reshape(SHAPE) + 0.5

@@ -7,13 +7,13 @@ import zlib
 
 import pytest
 
-from core.checksum import digest_of
-from core.copy import execute
+from core.arrays.checksum import digest_of
+from core.catalog.file_image import FileImage, literal_file
+from core.copy.run import execute
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.image import FileImage, literal_file
-from core.manifest import MANIFEST, finish_files, read_manifest, write_manifest
-from core.plan import make_plan
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.manifest.of_copy import MANIFEST, finish_files, read_manifest, write_manifest
+from core.plan.plan import make_plan
 from tests.boxes import Model, pieces, written
 
 SHAPE = (12, 8)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert import Job, run
-from core.job import Report
+from core.convert.job import Report
+from core.convert.run import Job, run
 from tests.test_diff import compare
 from tests.trees import differences
 

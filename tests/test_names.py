@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert import Job, TopologyChange, run
+from core.convert.run import Job, TopologyChange, run
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
-from core.formats import torch_file
-from core.store import LocalStore
+from core.files.store import LocalStore
+from core.formats.torch import format as torch_file
 from tests.hf.models import loaded_model, logits
 from tests.materialize import tensor_bytes
 from tests.real_readers import of_tensor, read_safetensors

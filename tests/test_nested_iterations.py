@@ -1,4 +1,4 @@
-"""A training root whose iterations hold DeepSpeed's directory: every verb reads the same checkpoint (core.open)."""
+"""A training root whose iterations hold DeepSpeed's directory: every verb reads the same checkpoint."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import main
+from core.checks.finding import Severity
 from core.checks.level import Level
 from core.errors import UsageError
-from core.finding import Severity
-from core.inventory import usual_path
-from core.newest import newest_valid
-from core.open import open_checkpoint
-from core.validate import Validation, validate
+from core.manifest.inventory import usual_path
+from core.opening.open import open_checkpoint
+from core.validate.newest import newest_valid
+from core.validate.run import Validation, validate
 
 RUNS = ("trainer/zero2_dp2", "trainer/zero3_dp2", "accelerate/zero2_dp2")
 STEP = "checkpoint-2/global_step2"

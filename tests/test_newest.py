@@ -9,8 +9,8 @@ import pytest
 
 from core.checks.level import Level
 from core.errors import UsageError
-from core.newest import Newest, iteration_paths, newest_valid
-from core.validate import Validation, validate
+from core.validate.newest import Newest, iteration_paths, newest_valid
+from core.validate.run import Validation, validate
 
 SOURCE = "mcore_torch_dist/dense_gqa/tp2_pp2/iter_0000010"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -1,4 +1,4 @@
-"""core.open: from what the user points at to a checkpoint."""
+"""core.opening.open: from what the user points at to a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
-from core.open import open_checkpoint
+from core.opening.open import open_checkpoint
 
 
 def test_a_root_an_iteration_a_file_and_a_rank_directory_open(golden: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.optim_format import TITLES, optim_format_of, role_of
+from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
 
 BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
 

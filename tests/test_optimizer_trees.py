@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from core.convert import run
+from core.catalog.optimizer_keys import Optimizer
+from core.convert.job import Job, TopologyChange
+from core.convert.run import run
 from core.errors import UsageError
-from core.formats.torch_file import load_object
-from core.job import Job, TopologyChange
-from core.layout import load_rules, unshard
-from core.objects import loaded
-from core.open import open_checkpoint
-from core.optimizer import Optimizer
+from core.formats.torch.format import load_object
+from core.megatron.reshard.reshard import load_rules, unshard
+from core.opening.objects import loaded
+from core.opening.open import open_checkpoint
 from tests.real_readers import Tensors, read_dcp
 
 FSDP = "torch_dcp/fsdp2_dp2"

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from core.box import Box
-from core.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box
+from core.catalog.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
+from core.catalog.stored import Extent, StoredArray
+from core.changes.quantize import dequantized
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
-from core.peek import first_values, places_of
-from core.quantize import dequantized
-from core.store import MemoryStore, ReadStore
+from core.files.store import MemoryStore, ReadStore
+from core.inspect.preview import first_values, places_of
 
 
 def catalog_of(meta: TensorMeta, fragments: Sequence[Fragment]) -> Catalog:

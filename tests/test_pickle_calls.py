@@ -27,23 +27,23 @@ import numpy as np
 import pytest
 import torch
 
+from core.arrays.dtypes import BY_STORAGE
+from core.checks.finding import Severity
 from core.checks.level import Level
-from core.convert import Job, run
-from core.dtypes import BY_STORAGE
+from core.convert.run import Job, run
 from core.errors import UnsafeError
-from core.finding import Severity
-from core.formats.torch_nested import uses_of_stream
-from core.inert import Global
-from core.known_packages import is_known_package
-from core.pickle_names import classify, dangerous_uses, is_foreign
-from core.pickle_table import constructor, packages
-from core.pickle_uses import Use
-from core.safe_pickle import load, noting_uses
-from core.store import MemoryStore
-from core.validate import validate
+from core.files.store import MemoryStore
+from core.formats.torch.nested_names import uses_of_stream
+from core.pickle.call_table import constructor, packages
+from core.pickle.inert import Global
+from core.pickle.known_packages import is_known_package
+from core.pickle.names import classify, dangerous_uses, is_foreign
+from core.pickle.reader import load, noting_uses
+from core.pickle.uses import Use
+from core.validate.run import validate
 from tests.hostile.cases import text, torch_zip
 
-TABLE = Path(__file__).parent.parent / "core/layouts/pickles.toml"
+TABLE = Path(__file__).parent.parent / "core/pickle/calls.toml"
 
 
 def rows() -> Iterator[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""core.pickle_writer: inert trees become pickles that everybody reads, byte for byte the same each time."""
+"""core.pickle.writer: inert trees become pickles that everybody reads, byte for byte the same each time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.errors import UnsafeError
-from core.inert import Global, Inert, Persistent, TensorLeaf, namespace, ordered_dict
-from core.pickle_writer import BATCH, dumps
-from core.safe_pickle import Limits, load
+from core.pickle.inert import Global, Inert, Persistent, TensorLeaf, namespace, ordered_dict
+from core.pickle.reader import Limits, load
+from core.pickle.writer import BATCH, dumps
 
 WEIGHTS_ONLY = set(
     re.findall(
@@ -216,8 +216,8 @@ def test_equal_strings_are_one_and_equal_lists_are_not() -> None:
 def test_the_bytes_do_not_depend_on_the_hash_seed(repo_dir: Path) -> None:
     code = (
         "import hashlib\n"
-        "from core.inert import *\n"
-        "from core.pickle_writer import dumps\n"
+        "from core.pickle.inert import *\n"
+        "from core.pickle.writer import dumps\n"
         "call = lambda n: Inert('reduce', Global('m', 'E'), (n,))\n"
         "tree = {'s': set('abcdefgh'), 'f': frozenset(map(str, range(50))), 'm': {1, 'a', None, (2, 'x'), 2.5},\n"
         "        'e': {call(i) for i in range(20)}, 'o': ordered_dict({'z': 1, 'a': 2})}\n"

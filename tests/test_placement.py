@@ -1,4 +1,4 @@
-"""core.placement: the geometry of sharding rules."""
+"""core.arrays.sharding: the geometry of sharding rules."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.box import Box
-from core.errors import UnsupportedError
-from core.placement import (
+from core.arrays.box import Box
+from core.arrays.sharding import (
     Piece,
     check_divides,
     check_heads,
@@ -18,6 +17,7 @@ from core.placement import (
     split,
     trimmed,
 )
+from core.errors import UnsupportedError
 
 
 def rows_of(pieces: list[Piece]) -> list[int]:

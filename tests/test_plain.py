@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
-from core.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, namespace, walk
-from core.pickle_writer import dumps
-from core.plain import from_plain, to_plain
-from core.safe_pickle import load
+from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, namespace, walk
+from core.pickle.plain import from_plain, to_plain
+from core.pickle.reader import load
+from core.pickle.writer import dumps
 
 
 def description(value: Any) -> object:

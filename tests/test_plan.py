@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from core.box import Box, whole
-from core.catalog import Catalog, Fragment, TensorMeta, whole_fragment
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box, whole
+from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.file_image import FileImage, PlacedArray
+from core.catalog.stored import Extent, StoredArray
 from core.errors import (
     CapacityError,
     CheckpointingException,
@@ -19,8 +20,7 @@ from core.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from core.image import FileImage, PlacedArray
-from core.plan import make_plan
+from core.plan.plan import make_plan
 from tests.boxes import Cut, Model, one, pieces
 
 SHAPE = (12, 8)

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from core.bands import items_of_portion
-from core.catalog import TensorMeta, whole_fragment
-from core.convert import Job, TopologyChange
-from core.division import divided
-from core.encoding import Extent, StoredArray
+from core.catalog.catalog import TensorMeta, whole_fragment
+from core.catalog.stored import Extent, StoredArray
+from core.convert.prepare import prepare
+from core.convert.run import Job, TopologyChange
+from core.convert.stage import identity_text
+from core.convert.stored_plan.codec import CLASSES, Decoder, Encoder
+from core.convert.stored_plan.division import divided
+from core.convert.stored_plan.file import StoredPlan, file_digest, finish_plan, identity_of, write_plan
 from core.errors import CorruptError
-from core.job_stage import identity_text
-from core.plan_codec import CLASSES, Decoder, Encoder
-from core.plan_file import StoredPlan, file_digest, finish_plan, identity_of, write_plan
-from core.prepare import prepare
+from core.plan.items import items_of_portion
 
 JOBS = {
     "reshard": ("mcore_legacy/dense_gqa/tp2_pp2", {"topology": TopologyChange(tp=4, pp=1), "keeps_layout": True}),
@@ -91,7 +91,7 @@ def test_lines_of_whole_tensors_are_those_of_the_encoder(
             return write_plan(prepared.plan, prepared.source.store, file), file.getvalue()
 
         found = written()
-        monkeypatch.setattr("core.plan_file._PlainLines.line", lambda *_: None)
+        monkeypatch.setattr("core.convert.stored_plan.file._PlainLines.line", lambda *_: None)
         assert written() == found
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from core.convert import Job, TopologyChange, run
+from core.checks.finding import Finding, Severity
+from core.checks.plan_request import Request, request_of
+from core.convert.run import Job, TopologyChange, run
 from core.errors import UsageError
-from core.finding import Finding, Severity
-from core.plan_for import Request, request_of
-from core.validate import validate
+from core.validate.run import validate
 
 
 def asked(path: Path, text: str) -> dict[str, list[Finding]]:

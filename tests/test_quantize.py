@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.box import Box, whole
-from core.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
-from core.decoded import DecodedStore
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box, whole
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.decoded import DecodedStore
+from core.catalog.stored import Extent, StoredArray
+from core.changes.quantize import dequantized, quantized
 from core.errors import (
     CorruptError,
     MissingShardError,
@@ -22,10 +23,9 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
-from core.inert import TensorLeaf
-from core.quantize import dequantized, quantized
-from core.quantize_source import source_of
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.pickle.inert import TensorLeaf
+from core.quantize.source import source_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(1, 1), (128, 128), (129, 127), (5, 300), (300, 5), (257, 384), (128, 1000)]
@@ -80,7 +80,7 @@ def expanded(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int] =
 
 
 def reference_quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of core.quantize_blocks, written in torch."""
+    """The definition of core.quantize.to_float8, written in torch."""
     wide = weight.float()
     rows, columns = (-(-n // 128) for n in weight.shape)
     scale = torch.empty(rows, columns)
@@ -264,7 +264,7 @@ def test_zeros_and_numbers_too_small_for_a_scale_have_scale_one() -> None:
 
 
 def test_a_cast_before_it_counts() -> None:
-    from core.target import retyped
+    from core.opening.target import retyped
 
     weight = weights("w", (130, 140), torch.float32)
     catalog, store = stored({"a.weight": weight})

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.catalog import TensorMeta
-from core.convert import Job, run
+from core.catalog.catalog import TensorMeta
+from core.changes.quantize import dequantized
+from core.convert.run import Job, run
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.hf import to_hf, to_megatron
-from core.quantize import dequantized
-from core.quantize_schemes import quantized_weights, schemes
+from core.quantize.schemes import quantized_weights, schemes
 from tests.test_quantize import content, name_of, raw, stored
 
 F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16

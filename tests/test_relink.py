@@ -11,10 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from core.convert import Job, TopologyChange, run
+from core.convert.prepare import prepare
+from core.convert.run import Job, TopologyChange, run
 from core.errors import CheckpointingException, UnsupportedError, UsageError
-from core.open import open_checkpoint
-from core.prepare import prepare
+from core.opening.open import open_checkpoint
 
 DIST = "mcore_torch_dist/dense_gqa/tp2_pp2_optim"
 DCP = "torch_dcp/fsdp2_dp4"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from core.commit import Stage, stage_dir_of
+from core.copy.ledger import ItemRecord, WrittenRun
 from core.errors import StorageError, UsageError
-from core.folders import make_folders, remove_empty
-from core.journal import FileJournal
-from core.ledger import ItemRecord, WrittenRun
-from core.manifest import manifest_name
-from core.replacement import put_back
+from core.files.folders import make_folders, remove_empty
+from core.manifest.of_copy import manifest_name
+from core.stage.journal import FileJournal
+from core.stage.replacement import put_back
+from core.stage.stage import Stage, stage_dir_of
 
 
 def stage_of(dst: Path, *files: str) -> Path:

@@ -96,5 +96,5 @@ def test_every_dependency_is_pinned_to_a_version_it_allows(repo_dir: Path) -> No
 def test_the_distribution_holds_what_is_no_python_file(repo_dir: Path) -> None:
     project = tomllib.loads((repo_dir / "pyproject.toml").read_text("utf-8"))
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["core", "ckpt_cli"]
-    for name in ("core/py.typed", "ckpt_cli/py.typed", "core/layouts/megatron.toml"):
+    for name in ("core/py.typed", "ckpt_cli/py.typed", "core/megatron/rules/megatron.toml"):
         assert (repo_dir / name).is_file()

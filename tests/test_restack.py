@@ -1,4 +1,4 @@
-"""core.restack: layers along an axis or apart, without data."""
+"""core.changes.restack: layers along an axis or apart, without data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from core.box import Box
-from core.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.stored import Extent, StoredArray
+from core.changes.restack import MAX_LAYERS, stack_layers, unstack_layers
 from core.errors import UsageError
-from core.inert import TensorLeaf
-from core.restack import MAX_LAYERS, stack_layers, unstack_layers
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.pickle.inert import TensorLeaf
 from tests.materialize import tensor_bytes
 
 W, S = "model.layers.{}.mlp.up_proj.weight", "optimizer.state.model.layers.{}.mlp.up_proj.weight.step"

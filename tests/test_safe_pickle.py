@@ -1,4 +1,4 @@
-"""core.safe_pickle: builds inert trees, runs nothing, and fails in one way only."""
+"""core.pickle.reader: builds inert trees, runs nothing, and fails in one way only."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core import safe_pickle
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
-from core.inert import NO_STATE, Global, Inert, Persistent, as_mapping, attributes, walk
-from core.pickle_uses import Use, names_of
-from core.safe_pickle import Limits, classify, globals_of, load, load_next, noting_uses
+from core.pickle import reader as safe_pickle
+from core.pickle.inert import NO_STATE, Global, Inert, Persistent, as_mapping, attributes, walk
+from core.pickle.reader import Limits, classify, globals_of, load, load_next, noting_uses
+from core.pickle.uses import Use, names_of
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -319,8 +319,8 @@ def test_every_pickle_of_the_golden_checkpoints_is_read_without_torch_and_numpy(
             archive.writestr(str(number), data[start:stop])
     code = (
         "import sys, zipfile\n"
-        "from core.pickle_uses import uses_in_tree\n"
-        "from core.safe_pickle import judge, load\n"
+        "from core.pickle.uses import uses_in_tree\n"
+        "from core.pickle.reader import judge, load\n"
         "archive = zipfile.ZipFile(sys.argv[1])\n"
         "trees = [load(archive.read(name), label=name) for name in archive.namelist()]\n"
         "unknown = {str(use) for tree in trees for use in uses_in_tree(tree) if judge(use) != 'known'}\n"

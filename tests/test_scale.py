@@ -15,18 +15,18 @@ from types import ModuleType
 
 import pytest
 
-from core.dtypes import itemsize
-from core.encoding import StoredArray
-from core.formats import megatron
-from core.formats.torch_alike import AlikeFiles
-from core.formats.torch_file import parse
-from core.formats.torch_tree_plan import plan_tree
-from core.formats.torch_tree_plans import TreePlans
-from core.inert import TensorLeaf, as_mapping
-from core.job import Job, TopologyChange
-from core.layout_state import same
-from core.prepare import prepare
-from core.store import LocalStore
+from core.arrays.dtypes import itemsize
+from core.catalog.stored import StoredArray
+from core.convert.job import Job, TopologyChange
+from core.convert.prepare import prepare
+from core.files.store import LocalStore
+from core.formats.megatron import format as megatron
+from core.formats.torch.format import parse
+from core.formats.torch.shared_structure import AlikeFiles
+from core.formats.torch.zip.tree_layout import plan_tree
+from core.formats.torch.zip.tree_layouts import TreePlans
+from core.megatron.extras.common_state import same
+from core.pickle.inert import TensorLeaf, as_mapping
 
 N_FILES = 64
 BYTES_PER_PIECE = 6 << 10

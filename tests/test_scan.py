@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.box import c_strides
-from core.catalog import Catalog, catalog_of_arrays
-from core.checksum import crc32, digest_of
-from core.decoded import DecodedStore
-from core.dtypes import itemsize
-from core.encoding import Extent, StoredArray
+from core.arrays.box import c_strides
+from core.arrays.checksum import crc32, digest_of
+from core.arrays.dtypes import itemsize
+from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.decoded import DecodedStore
+from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, Report
-from core.open import open_checkpoint
-from core.scan import scan
-from core.scan_plan import MAX_SHARING, SEGMENT_BYTES, WINDOW_BYTES, Stated, plan_file
-from core.scan_sums import Wanted
-from core.store import MemoryStore, ReadStore, files_below
+from core.files.store import MemoryStore, ReadStore, files_below
+from core.opening.open import open_checkpoint
+from core.scan.run import scan
+from core.scan.sums import Wanted
+from core.scan.windows import MAX_SHARING, SEGMENT_BYTES, WINDOW_BYTES, Stated, plan_file
 
 ALL = Wanted(array_digests=True, file_digests=True)
 

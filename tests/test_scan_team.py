@@ -14,19 +14,19 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from core.catalog.stored import StoredArray
 from core.checks.level import Level
-from core.encoding import StoredArray
 from core.errors import CheckpointingException, WorkerError
-from core.fingerprint import Fingerprint
-from core.fingerprint_share import fingerprints_of_directory
-from core.layout import load_rules
-from core.open import open_checkpoint
-from core.scan import scan
-from core.scan_sums import Scanned, Wanted
-from core.stated_sums import StatedSums
-from core.team import ALONE, Team
-from core.validate import Validation, validate
-from core.value_facts import Facts, ValueObserver
+from core.fingerprint.definition import Fingerprint
+from core.manifest.fingerprint_share import fingerprints_of_directory
+from core.manifest.stated_crcs import StatedSums
+from core.megatron.reshard.reshard import load_rules
+from core.numbers.facts import Facts, ValueObserver
+from core.opening.open import open_checkpoint
+from core.scan.run import scan
+from core.scan.sums import Scanned, Wanted
+from core.team.protocol import ALONE, Team
+from core.validate.run import Validation, validate
 from tests.teams import PipeTeam, run_team
 
 

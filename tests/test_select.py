@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from core.catalog.key_patterns import folded, matching, ranges
 from core.errors import UsageError
-from core.select import folded, matching, ranges
 
 KEYS = [f"decoder.layers.{i}.mlp.weight" for i in range(12)] + ["embedding.weight", "embedding.weightless", "a[0].b"]
 

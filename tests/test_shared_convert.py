@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from core.convert import Job, TopologyChange, run
+from core.convert.run import Job, TopologyChange, run
+from core.convert.workers.run import Sizes, run_shared
+from core.convert.workers.share import Order, Share
 from core.errors import CorruptError, SourceChangedError, StorageError, UsageError, WorkerError
-from core.shared_convert import Sizes, run_shared
-from core.shared_copy import Order, Share
-from core.team import Team, is_final, summary_of
+from core.team.protocol import Team, is_final, summary_of
 from tests.teams import PipeTeam, run_team
 
 FINE = Sizes(item_bytes=6 << 10, buffer_bytes=24 << 10, batch_bytes=16 << 10)

@@ -1,12 +1,12 @@
-"""core.skeleton: flattening, rebuilding, and agreement with PyTorch's own rule."""
+"""core.pickle.nesting: flattening, rebuilding, and agreement with PyTorch's own rule."""
 
 from __future__ import annotations
 
 import pytest
 
 from core.errors import CorruptError
-from core.inert import TensorLeaf, as_mapping, ordered_dict
-from core.skeleton import REMOVED, Entry, Index, entries, mapped, nested
+from core.pickle.inert import TensorLeaf, as_mapping, ordered_dict
+from core.pickle.nesting import REMOVED, Entry, Index, entries, mapped, nested
 
 
 def test_keys_and_paths_agree_with_torch_flattening() -> None:

@@ -1,4 +1,4 @@
-"""Every file of a source directory is read, carried, or listed under "not carried" (core.source_files)."""
+"""Every file of a source directory is read, carried, or listed under "not carried" (core.opening.source_files)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from core.convert import Job
-from core.prepare import Prepared, prepare
-from core.store import files_below
+from core.convert.prepare import Prepared, prepare
+from core.convert.run import Job
+from core.files.store import files_below
 
 FOLDERS = {
     "mcore_legacy/dense_gqa/*": "torch_dist",

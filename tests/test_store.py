@@ -1,4 +1,4 @@
-"""core.store: names from untrusted files, damaged and hostile directories."""
+"""core.files.store: names from untrusted files, damaged and hostile directories."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import MissingShardError, SourceChangedError, StorageError, TruncatedError, UnsafeError
-from core.store import MAX_OPEN_FILES, LocalStore, MemoryStore, checked_name
+from core.files.store import MAX_OPEN_FILES, LocalStore, MemoryStore, checked_name
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog import Catalog, StoredObject, catalog_of_arrays
-from core.encoding import Extent, StoredArray
+from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.stored import Extent, StoredArray
+from core.files.store import LocalStore
 from core.formats.format import Format
-from core.inert import Global, Inert, namespace
-from core.open import Checkpoint
-from core.store import LocalStore
-from core.summary import groups_of, path_of, summarized
+from core.inspect.summary import groups_of, path_of, summarized
+from core.opening.open import Checkpoint
+from core.pickle.inert import Global, Inert, namespace
 
 FORMAT = Format("test", "a format of this test", lambda store: True, lambda store: catalog_of({}), None)
 

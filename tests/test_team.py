@@ -9,7 +9,7 @@ import time
 import pytest
 
 from core.errors import CorruptError, WorkerError
-from core.team import ALONE, Figures, Team, collected, is_final, summary_of, told, worker_of
+from core.team.protocol import ALONE, Figures, Team, collected, is_final, summary_of, told, worker_of
 from tests.teams import run_team
 
 

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from core.convert import Job, run
-from core.job import Report
+from core.convert.job import Report
+from core.convert.run import Job, run
 
 INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 

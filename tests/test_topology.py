@@ -1,11 +1,11 @@
-"""core.topology: sizes, rank directories, layers of stages."""
+"""core.megatron.model.topology: sizes, rank directories, layers of stages."""
 
 from __future__ import annotations
 
 import pytest
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
-from core.topology import Topology, matched_dirs, rank_dir, rank_dirs
+from core.megatron.model.topology import Topology, matched_dirs, rank_dir, rank_dirs
 
 
 def names(topology: Topology, **options: int) -> list[list[str]]:

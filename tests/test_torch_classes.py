@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from core.convert import Job, run
+from core.convert.job import Report
+from core.convert.run import Job, run
 from core.errors import UnsafeError, UsageError
-from core.formats.torch_aside import ASIDE_KEY
-from core.job import Report
+from core.formats.torch.weights_only import ASIDE_KEY
 
 
 class Config:

@@ -1,4 +1,4 @@
-"""core.transform: choosing, renaming and casting without data."""
+"""core.changes.select: choosing, renaming and casting without data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from core.box import whole
-from core.catalog import Catalog, StoredObject, TensorMeta, catalog_of_arrays
-from core.encoding import Extent, StoredArray
+from core.arrays.box import whole
+from core.catalog.catalog import Catalog, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.stored import Extent, StoredArray
+from core.changes.select import add_prefix, cast_of, is_optimizer_key, rename, select, strip_prefix, tie, untie
 from core.errors import ReplicaMismatchError, UsageError
-from core.inert import TensorLeaf
-from core.store import MemoryStore
-from core.transform import add_prefix, cast_of, is_optimizer_key, rename, select, strip_prefix, tie, untie
+from core.files.store import MemoryStore
+from core.pickle.inert import TensorLeaf
 from tests.moved import moved
 
 

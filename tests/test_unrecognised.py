@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from ckpt_cli.app import main
 from core.checks.level import Level
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
-from core.formats.bin_shards import read as read_bin_shards
-from core.open import open_checkpoint
-from core.store import MemoryStore
-from core.substitute import substitute_of
-from core.validate import validate
+from core.files.store import MemoryStore
+from core.files.substitute import substitute_of
+from core.formats.huggingface.bin_format import read as read_bin_shards
+from core.opening.open import open_checkpoint
+from core.validate.run import validate
 
 PAGE = b"<!DOCTYPE html>\n<html lang='en'><head><title>Sign in</title></head><body></body></html>" * 40
 BODY = b'{"error":"Repository not found","message":"Access to model org/gated is restricted"}'

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from core.dtypes import DTYPES
-from core.encoding import StoredArray
-from core.number_kinds import KINDS
-from core.value_facts import Facts, ValueObserver
+from core.arrays.dtypes import DTYPES
+from core.catalog.stored import StoredArray
+from core.numbers.facts import Facts, ValueObserver
+from core.numbers.kinds import KINDS
 
 HUGE = 2.0**100
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from core.errors import StorageError
-from core.folders import empty_folder
-from core.workers_lock import NAME, claim, hold
+from core.files.folders import empty_folder
+from core.stage.workers_lock import NAME, claim, hold
 
 
 def test_a_new_lead_waits_for_the_workers_of_the_old_one(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ckpt_cli.verdict import Verdict
-from core.accepted import Acceptance
+from ckpt_cli.findings.verdict import Verdict
+from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.finding import Finding, Severity
-from core.validate import Validation
+from core.validate.accepted import Acceptance
+from core.validate.run import Validation
 
 HOSTILE = "a\x1b[2J\n::error::x##[debug]]>&<\"'\u202e\udc80%0A,:[l](http://e){0}"
 """A name that means something to terminals, XML, GitHub's runner and SARIF's viewers."""

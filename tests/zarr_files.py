@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from core.box import Box
-from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
-from core.copy import execute
-from core.dtypes import DTYPES
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box
+from core.arrays.dtypes import DTYPES
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.stored import Extent, StoredArray
+from core.copy.run import execute
+from core.files.store import MemoryStore, ReadStore
 from core.formats.format import Format
-from core.formats.torch_file import load_object
-from core.manifest import finish_files
-from core.objects import loaded
-from core.plan import make_plan
-from core.stage_store import StageStore
-from core.store import MemoryStore, ReadStore
-from core.target import source_and_target
+from core.formats.torch.format import load_object
+from core.manifest.of_copy import finish_files
+from core.opening.objects import loaded
+from core.opening.target import source_and_target
+from core.plan.plan import make_plan
+from core.stage.files import StageStore
 
 
 def element_bytes(key: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:

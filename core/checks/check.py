@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.finding import Finding, Severity
 
 if TYPE_CHECKING:
     from core.checks.subject import Subject

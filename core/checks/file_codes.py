@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from core.checks.check import Code
+from core.checks.finding import Severity
 from core.checks.level import Level
-from core.finding import Severity
 
 _AGAIN = "copy the checkpoint again, or use an older one"
 _ALL_FILES = "copy the checkpoint again, with all its files"

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.catalog import Catalog
+from core.catalog.catalog import Catalog
 from core.errors import CheckpointingException
-from core.formats.megatron import MODEL_FILE
-from core.formats.torch_file import load_object
-from core.layout import is_megatron
-from core.layout_global import common_entries
-from core.layout_problems import Understood, understood
-from core.layout_rules import Rules
-from core.layout_unshard import ranks_of
-from core.objects import loaded
+from core.formats.megatron.format import MODEL_FILE
+from core.formats.torch.format import load_object
+from core.megatron.reshard.from_global import common_entries
+from core.megatron.reshard.from_ranks import ranks_of
+from core.megatron.reshard.problems import Understood, understood
+from core.megatron.reshard.reshard import is_megatron
+from core.megatron.rules.rules import Rules
+from core.opening.objects import loaded
 
 if TYPE_CHECKING:
-    from core.store import ReadStore
+    from core.files.store import ReadStore
 
 
 @dataclass(frozen=True, slots=True)

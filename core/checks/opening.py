@@ -8,11 +8,11 @@ from pathlib import Path
 
 from core.checks.check import Check, Code
 from core.checks.file_codes import NOT_HANDLED
+from core.checks.finding import Finding, Severity
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
-from core.cycles import ENDLESS, endless_error
 from core.errors import CheckpointingException, MissingShardError, TruncatedError
-from core.finding import Finding, Severity
+from core.pickle.cycles import ENDLESS, endless_error
 
 UNREADABLE = Code(
     "CK100",

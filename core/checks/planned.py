@@ -1,6 +1,6 @@
 """CK901–CK903: the answer to ``--plan-for``, whether the checkpoint can be loaded or resharded as asked.
 
-The answer is ``core.plan_for``'s; without a request nothing is said.
+The answer is ``core.checks.plan_request``'s; without a request nothing is said.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.checks.check import Check, Code
+from core.checks.finding import Finding, Severity
+from core.checks.plan_request import SIZES, Request
+from core.convert.job import MIB, Job, TopologyChange
 from core.errors import CapacityError, CheckpointingException
-from core.finding import Finding, Severity
-from core.job import MIB, Job, TopologyChange
-from core.plan_for import SIZES, Request
 
 if TYPE_CHECKING:
+    from core.checks.finding import Finding
     from core.checks.subject import Subject
-    from core.finding import Finding
+    from core.convert.prepare import Prepared
     from core.formats.format import Format
-    from core.prepare import Prepared
 
 IMPOSSIBLE = Code(
     "CK901",
@@ -56,7 +56,7 @@ _TIED = ("dp_reshardable", "dp_zero_gather_scatter")
 
 def answer(subject: Subject, request: Request) -> Iterator[Finding]:
     """CK901 if it cannot be done; otherwise CK902, which says how, and CK903 for what would be missing."""
-    from core.prepare import prepare
+    from core.convert.prepare import prepare
 
     if subject.format is None:
         yield IMPOSSIBLE.finding("nothing can be planned: the checkpoint cannot be read")
@@ -129,7 +129,7 @@ def _possible(subject: Subject, request: Request, prepared: Prepared, *, without
 
 def _loads_as_it_is(prepared: Prepared, request: Request) -> str | None:
     """Why nothing needs to be written; None if something does."""
-    from core.optim_format import optim_format_of
+    from core.megatron.optimizer.form import optim_format_of
 
     source, target = prepared.source, prepared.target_format
     if source.format.name != target.name:
@@ -145,8 +145,8 @@ def _loads_as_it_is(prepared: Prepared, request: Request) -> str | None:
 
 def _sizes_of(prepared: Prepared) -> dict[str, int] | None:
     """The sizes that the checkpoint was saved with; None where nothing says."""
-    from core.layout_args import topology_of
-    from core.topology import Topology
+    from core.megatron.model.args import topology_of
+    from core.megatron.model.topology import Topology
 
     catalog = prepared.source.catalog
     found = catalog.attrs.get("topology")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from core.checks import file_codes
 from core.checks.check import Code
+from core.checks.finding import Finding
 from core.errors import (
     CheckpointingException,
     MissingShardError,
@@ -15,7 +16,6 @@ from core.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from core.finding import Finding
 
 _BY_RULE = {
     "zip.directory": file_codes.ZIP_DIRECTORY,

@@ -12,39 +12,39 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.agreement import agreed
-from core.canonical import Canonical, canonical
-from core.catalog import Catalog
+from core.calibration.choice import settled
+from core.catalog.catalog import Catalog
+from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.model_view import ModelView, model_view
-from core.checks.pickled_tensors import pickled_tensors
 from core.checks.tensor_names import TensorNames
-from core.checks.tree import Tree, hollow_files, walked
-from core.deep import Deep, Watch
-from core.device import FINGERPRINT, VALUES, Device
-from core.device_choice import settled
+from core.checks.watch import Deep, Watch
+from core.device.device import FINGERPRINT, VALUES, Device
 from core.errors import CheckpointingException
-from core.finding import Finding, Severity
+from core.files.store import LocalStore
+from core.files.walk import Tree, hollow_files, walked
 from core.formats.format import Format
-from core.formats.torch_file import SUFFIXES
-from core.formats.zarr_fill import fill_of
-from core.layout_rules import Rules
-from core.open import FILL, Checkpoint
-from core.other_pickles import Looked, is_checkpoint_file, look_into
-from core.pickle_uses import Use
-from core.recorded import Recorded, recorded
-from core.safe_pickle import ReadPickle, ReadPickles, keeping_pickles, noting_uses
-from core.scan import DEFAULT_MEMORY_BYTES, Progress, scan
-from core.scan_sums import Wanted
-from core.stated_sums import StatedSums
-from core.store import LocalStore
-from core.team import ALONE, Team
+from core.formats.torch.format import SUFFIXES
+from core.formats.torch.other_pickles import Looked, is_checkpoint_file, look_into
+from core.formats.zarr.fill import fill_of
+from core.manifest.lookup import Recorded, recorded
+from core.manifest.stated_crcs import StatedSums
+from core.megatron.rules.rules import Rules
+from core.opening.canonical import Canonical, canonical
+from core.opening.open import FILL, Checkpoint
+from core.opening.pickled_tensors import pickled_tensors
+from core.pickle.reader import ReadPickle, ReadPickles, keeping_pickles, noting_uses
+from core.pickle.uses import Use
+from core.scan.run import DEFAULT_MEMORY_BYTES, Progress, scan
+from core.scan.sums import Wanted
+from core.team.agreement import agreed
+from core.team.protocol import ALONE, Team
 
 if TYPE_CHECKING:
-    from core.against import Against
-    from core.encoding import StoredArray
-    from core.fingerprint import Fingerprint
-    from core.plan_for import Request
+    from core.catalog.stored import StoredArray
+    from core.checks.comparison import Against
+    from core.checks.plan_request import Request
+    from core.fingerprint.definition import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ class Subject:
         format: the format it looks like, None if no format recognises it.
         level: how much is to be read.
         rules: the layout's table.
-        iteration: as ``core.open`` found it.
+        iteration: as ``core.opening.open`` found it.
         findings: what has been found so far; checks that come later may look at it.
-        threads, memory_bytes, progress, team: for reading data, see ``core.scan.scan``.
+        threads, memory_bytes, progress, team: for reading data, see ``core.scan.run.scan``.
         plan_for: sizes to plan for, or None.
         against: fingerprints to compare with, or None.
         n_compared: tensors that were compared with them.
@@ -257,7 +257,14 @@ class Subject:
         return canonical(opened, rules=self.rules)
 
 
-_WATCHERS: tuple[str, ...] = ("values", "replicas", "hf_model", "manifests", "integrity_json", "fingerprints")
+_WATCHERS: tuple[str, ...] = (
+    "content.values",
+    "content.replicas",
+    "metadata.hf_model",
+    "content.manifests",
+    "content.integrity_json",
+    "content.fingerprints",
+)
 """Modules of ``core.checks`` with a function ``watch(subject) -> Watch``."""
 
 

@@ -13,18 +13,18 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from core.encoding import n_stored_bytes
+from core.catalog.stored import n_stored_bytes
 from core.errors import CheckpointingException
-from core.formats.torch_file import load_object
-from core.formats.torch_tree import parse
-from core.layout import unshard
-from core.objects import loaded
+from core.formats.torch.format import load_object
+from core.formats.torch.tree import parse
+from core.megatron.reshard.reshard import unshard
+from core.opening.objects import loaded
 
 if TYPE_CHECKING:
-    from core.catalog import Catalog
-    from core.encoding import StoredArray
-    from core.layout_rules import Rules
-    from core.store import LocalStore
+    from core.catalog.catalog import Catalog
+    from core.catalog.stored import StoredArray
+    from core.files.store import LocalStore
+    from core.megatron.rules.rules import Rules
 
 
 class TensorNames:

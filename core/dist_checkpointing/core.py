@@ -1,4 +1,4 @@
-"""``metadata.json``: which backends wrote a checkpoint directory. Its bytes: ``core.formats.mcore_config``."""
+"""``metadata.json``: which backends wrote a checkpoint directory. Its bytes: ``core.formats.mcore.metadata_json``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from core.dist_checkpointing.durable_file import write_file
+from core.dist_checkpointing._directory.durable_file import write_file
 from core.errors import CheckpointingException, CorruptError
-from core.formats.mcore_config import CONFIG, config_of
-from core.store import LocalStore
-from core.url import refuse_url
+from core.files.store import LocalStore
+from core.files.url import refuse_url
+from core.formats.mcore.metadata_json import CONFIG, config_of
 
 __all__ = [
     "CONFIG_FNAME",

@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 
-from core.dist_checkpointing import comm
-from core.dist_checkpointing.float8 import is_float8tensor
-from core.dist_checkpointing.mapping import ShardedTensor
-from core.dist_checkpointing.parcels import Parcel, in_place, pack, parcels_of, row_bytes, unpack
-from core.dist_checkpointing.shard_bytes import (
+from core.dist_checkpointing._engine.float8 import is_float8tensor
+from core.dist_checkpointing._ranks import comm
+from core.dist_checkpointing._ranks.parcels import Parcel, in_place, pack, parcels_of, row_bytes, unpack
+from core.dist_checkpointing._ranks.shard_bytes import (
     buffer,
     copy_bytes,
     destination,
@@ -37,11 +36,12 @@ from core.dist_checkpointing.shard_bytes import (
     n_elements,
     nominal,
 )
-from core.dist_checkpointing.shard_distribution import (
+from core.dist_checkpointing._ranks.shard_distribution import (
     ShardDistribution,
     determine_main_replica_uniform_distribution,
     distribute_shards_to_ranks,
 )
+from core.dist_checkpointing.mapping import ShardedTensor
 from core.dist_checkpointing.utils import _ShardId
 from core.errors import CheckpointingException, CorruptError, MissingShardError
 

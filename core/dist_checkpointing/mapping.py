@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from core.dist_checkpointing._engine.flattened import narrowed_pieces
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from core.dist_checkpointing.flattened import narrowed_pieces
 from core.errors import CheckpointingException, CorruptError
-from core.formats.mcore_objects import parts_of_sharded_object
+from core.formats.mcore.objects import parts_of_sharded_object
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from core.dist_checkpointing import comm
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.dict_utils import nested_values
 from core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from core.dist_checkpointing import comm
+from core.dist_checkpointing._directory.publication import Publication, data_dir_of
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.core import CheckpointingConfig
 from core.dist_checkpointing.dict_utils import extract_matching_values, merge
 from core.dist_checkpointing.mapping import (
@@ -28,7 +29,6 @@ from core.dist_checkpointing.mapping import (
     StateDict,
     apply_factory_merges,
 )
-from core.dist_checkpointing.publication import Publication, data_dir_of
 from core.dist_checkpointing.state_dict_utils import load_preprocess, remaining_factories, save_preprocess
 from core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from core.dist_checkpointing.strategies.base import (
@@ -56,8 +56,8 @@ from core.dist_checkpointing.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from core.errors import UnsupportedError, UsageError
-from core.store import translated
-from core.url import refuse_url
+from core.files.store import translated
+from core.files.url import refuse_url
 
 _CONTENT_METADATA_KEY = "content_metadata"
 T = TypeVar("T")

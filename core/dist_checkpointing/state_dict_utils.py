@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from core.dist_checkpointing import comm
+from core.dist_checkpointing._ranks import comm
+from core.dist_checkpointing._ranks.integrity import check_irregular
 from core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     dict_list_map_outplace,
     extract_matching_values,
     nested_values,
 )
-from core.dist_checkpointing.integrity import check_irregular
 from core.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedStateDict,

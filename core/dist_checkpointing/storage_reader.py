@@ -4,7 +4,7 @@
 
     dcp.load({"model": model.state_dict()}, storage_reader=CkptStorageReader("ckpt/iter_0001000", names="hf"))
 
-    any checkpoint ── core.open, core.global_form ──▶ catalog of global tensors
+    any checkpoint ── core.opening.open, core.convert.global_form ──▶ catalog of global tensors
                       read_metadata ──▶ torch's Metadata: every tensor as one chunk, every other entry as bytes
                       read_data ──▶ the regions that the planner asks for, straight into the tensors of the program
 
@@ -17,9 +17,10 @@ placement and number of ranks can read every checkpoint.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{storage,planner,default_planner,state_dict_loader}.py``.
 
-Objects are made by the safe table of ``core.dist_checkpointing.objects``; what it does not know is a ``StandIn``.
+Objects are made by the safe table of ``core.dist_checkpointing._values.objects``; what it does not know is a
+``StandIn``.
 
-Not supported: casts that would lose integers (``core.cast``).
+Not supported: casts that would lose integers (``core.arrays.cast``).
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from core.box import Box
-from core.catalog import Catalog
-from core.dist_checkpointing import bridge
-from core.dist_checkpointing.torch_dtypes import dtype_name, torch_dtype
+from core.arrays.box import Box
+from core.catalog.catalog import Catalog
+from core.convert.global_form import global_form
+from core.convert.job import Job
+from core.dist_checkpointing._engine import bridge
+from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
 from core.errors import MissingShardError, UnsupportedError, UsageError
-from core.formats import dcp
-from core.global_form import global_form
-from core.job import Job
-from core.live import Chunk
-from core.objects import state_dict
-from core.open import open_checkpoint
-from core.store import LocalStore
-from core.url import refuse_url
+from core.files.store import LocalStore
+from core.files.url import refuse_url
+from core.formats.dcp import format as dcp
+from core.live.tensors import Chunk
+from core.opening.objects import state_dict
+from core.opening.open import open_checkpoint
 
 CheckpointId = str | os.PathLike[str]
 
@@ -88,15 +89,15 @@ class CkptStorageReader(StorageReader):
         path: whatever ``ckpt inspect`` takes: a directory, a file, a training root.
         iteration: which iteration of a training root; None for the one its tracker names, else the newest.
         names: whose names the tensors get: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps those that are stored.
-        rename: (regular expression, replacement) pairs for keys, see ``core.renaming``.
+        rename: (regular expression, replacement) pairs for keys, see ``core.changes.rename``.
         prefix: what the keys of the state dict begin with and those of the checkpoint do not; ``model.`` loads
             ``{"model": model.state_dict()}`` from a file of ``model.state_dict()``.
         root: the entry of the checkpoint whose content is loaded; ``model`` loads ``model.state_dict()`` from a file of
             ``{"model": …, "optimizer": …}``.
         casts: cast to the dtypes that the program's tensors have, rounding as torch does; False refuses.
         checks_crc: compare checksums where the checkpoint states them and whole records are read.
-        changes: further fields of ``core.job.Job`` that change what is read, such as ``exclude``, ``dequantize``,
-            ``config``, ``vocab_size``, ``unstack_layers`` or ``rules``.
+        changes: further fields of ``core.convert.job.Job`` that change what is read, such as ``exclude``,
+            ``dequantize``, ``config``, ``vocab_size``, ``unstack_layers`` or ``rules``.
 
     Raises:
         TypeError: a field that Job does not have.

@@ -17,7 +17,7 @@ writer, or with the next save to the same place.
 
 Where the ranks' regions cannot be the files' (Megatron's rank files, torch files with entries that are no tensors, and
 whatever ``changes`` ask for), ranks write a DCP checkpoint beside the destination, the coordinator converts it by
-``core.convert`` and removes it. That takes the space and the writing twice, and the conversion is the coordinator's
+``core.convert.run`` and removes it. That takes the space and the writing twice, and the conversion is the coordinator's
 alone. Megatron's rank files need Megatron's names in the entry ``model``, and the arguments in ``args``.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{storage,planner,state_dict_saver,default_planner}.py``.
@@ -41,27 +41,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from core.commit import Stage, stage_dir_of
-from core.convert import run
-from core.dist_checkpointing.planned_files import write_part, write_rest
-from core.dist_checkpointing.planned_save import (
-    Layout,
-    Part,
-    Planned,
-    lay_out,
-    parts,
-    planned,
-)
+from core.catalog.file_image import FileImage
+from core.convert.job import Job
+from core.convert.prepare import is_file_of
+from core.convert.run import run
+from core.dist_checkpointing.torch_dcp.planned_files import write_part, write_rest
+from core.dist_checkpointing.torch_dcp.planned_save import Layout, Part, Planned, lay_out, parts, planned
 from core.errors import StorageError, UnsupportedError, UsageError
-from core.formats import dcp
+from core.files.url import refuse_url
+from core.formats.dcp import format as dcp
 from core.formats.format import Format
 from core.formats.registry import format_called
-from core.image import FileImage
-from core.job import Job
-from core.occupied import check_replaceable
-from core.prepare import is_file_of
-from core.stage_store import StageStore
-from core.url import refuse_url
+from core.stage.existing import check_replaceable
+from core.stage.files import StageStore
+from core.stage.stage import Stage, stage_dir_of
 
 CheckpointId = str | os.PathLike[str]
 
@@ -100,8 +93,8 @@ class CkptStorageWriter(StorageWriter):
         max_file_bytes: most bytes of a file with tensors, where the format can split; None for its default.
         fsync: wait until the bytes are on the disk.
         threads: that copy, on each rank.
-        changes: fields of ``core.job.Job`` that change what is written, such as ``names``, ``topology``, ``rename`` or
-            ``dtype``; see above what they cost.
+        changes: fields of ``core.convert.job.Job`` that change what is written, such as ``names``, ``topology``,
+            ``rename`` or ``dtype``; see above what they cost.
 
     Raises:
         UnsupportedError: the format is not known, or not written.

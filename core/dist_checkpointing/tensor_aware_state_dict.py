@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from core.dist_checkpointing import comm
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
 from core.dist_checkpointing.exchange_utils import (
     ShardDistribution,

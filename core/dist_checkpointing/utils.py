@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+from core.dist_checkpointing._engine.float8 import dequantized, is_float8tensor
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, nested_values
-from core.dist_checkpointing.float8 import dequantized, is_float8tensor
 from core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,

@@ -14,21 +14,8 @@ from typing import Any
 
 import torch
 
-from core.dist_checkpointing import comm
-from core.dist_checkpointing.core import maybe_load_config
-from core.dist_checkpointing.dict_utils import dict_list_map_outplace, diff, nested_values
-from core.dist_checkpointing.integrity import check_sharding
-from core.dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
-from core.dist_checkpointing.refusal import refusal_of
-from core.dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    SaveCommonStrategy,
-    SaveShardedStrategy,
-    StrategyAction,
-    get_default_strategy,
-)
-from core.dist_checkpointing.strictness import (
+from core.dist_checkpointing._directory.refusal import refusal_of
+from core.dist_checkpointing._directory.strictness import (
     LOGGING,
     RAISING,
     StrictHandling,
@@ -36,6 +23,19 @@ from core.dist_checkpointing.strictness import (
     maybe_report_missing_and_unexpected_keys,
     missing_and_unexpected_keys,
     parse_strict_flag,
+)
+from core.dist_checkpointing._ranks import comm
+from core.dist_checkpointing._ranks.integrity import check_sharding
+from core.dist_checkpointing.core import maybe_load_config
+from core.dist_checkpointing.dict_utils import dict_list_map_outplace, diff, nested_values
+from core.dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
+from core.dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
 )
 from core.errors import UnsupportedError, UsageError
 

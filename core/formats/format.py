@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from core.errors import Report
 
 if TYPE_CHECKING:
-    from core.catalog import Catalog
-    from core.image import FileImage
-    from core.store import ReadStore
+    from core.catalog.catalog import Catalog
+    from core.catalog.file_image import FileImage
+    from core.files.store import ReadStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from core.errors import UnsupportedError
 from core.formats.format import Format
 
 if TYPE_CHECKING:
-    from core.store import ReadStore
+    from core.files.store import ReadStore
 
 
 _BUILT_IN = (
-    *("megatron", "torch_dist", "dcp", "ocdbt", "zarr", "zarr3"),
-    *("deepspeed_universal", "deepspeed", "safetensors", "bin_shards", "torch_file"),
+    *("megatron.format", "dcp.torch_dist", "dcp.format", "ocdbt.format", "zarr.format", "zarr.format3"),
+    *("deepspeed.universal.format", "deepspeed.format", "safetensors.format", "huggingface.bin_format", "torch.format"),
 )
 """Modules of this package, each with a ``FORMAT``; the order is the order of sniffing."""
 

@@ -5,9 +5,9 @@
     safetensors, .bin ──▶ flat keys + config.json ── to_megatron ──▶ global per-layer form ──▶ shard, stack
                                                   ◀── to_hf ──
 
-The names are data: ``layouts/hf/*.toml``, one file per family (``core.hf.names``). Sizes and features of a model come
-from the training arguments (``core.hf.model``), which ``core.hf.config`` makes of a ``config.json`` and the other way
-round. Fused tensors are boxes (``core.hf.fuse``).
+The names are data: ``hf/tables/*.toml``, one file per family (``core.hf.name_tables``). Sizes and features of a model
+come from the training arguments (``core.hf.traits``), which ``core.hf.config`` makes of a ``config.json`` and the other
+way round. Fused tensors are boxes (``core.hf.fuse``).
 
 Families: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3. Not supported: optimizer state, quantized weights (they
 are dequantised first), LoRA adapters, models with other heads than the language model's.
@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from core.catalog import Catalog
-from core.hf.hf_form import to_hf
-from core.hf.megatron_form import to_megatron
-from core.hf.names import LAYERS, families
-from core.hf.proof import check_model
+from core.catalog.catalog import Catalog
+from core.hf.name_tables import LAYERS, families
+from core.hf.proof.proof import check_model
+from core.hf.to_hf import to_hf
+from core.hf.to_megatron import to_megatron
 
 __all__ = ["check_model", "is_hf", "model_types", "to_hf", "to_megatron"]
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from core.arrays.sharding import padded_vocab_size
 from core.errors import CorruptError, UnsupportedError
-from core.hf.model import Model
-from core.hf.names import Family
+from core.hf.name_tables import Family
 from core.hf.rope import rope_arguments, rope_config
-from core.inert import Global
-from core.placement import padded_vocab_size
+from core.hf.traits import Model
+from core.pickle.inert import Global
 
 CONFIG = "config.json"
 _ALIASES = {"layernorm_epsilon": "norm_epsilon"}
@@ -236,7 +236,7 @@ def config_of(fields: Mapping[str, object], family: Family, model: Model, *, dty
     Args:
         fields: the training arguments by name.
         family: the model's family.
-        model: what ``core.hf.model.model_of`` made of them.
+        model: what ``core.hf.traits.model_of`` made of them.
         dtype: of the weights.
 
     Raises:

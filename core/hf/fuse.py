@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from core.box import Box, Shape
-from core.catalog import Fragment
+from core.arrays.box import Box, Shape
+from core.catalog.catalog import Fragment
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from core.checks.finding import Severity
 from core.checks.level import Level
-from core.finding import Severity
-from core.validate import validate
+from core.validate.run import validate
 
 PATHS = [path for path in os.environ.get("CHECKPOINTS", "").split(os.pathsep) if path]
 

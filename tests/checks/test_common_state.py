@@ -10,7 +10,7 @@ import pytest
 
 from core.checks.level import Level
 from core.errors import CheckpointingException
-from core.open import open_checkpoint
+from core.opening.open import open_checkpoint
 from tests.edited import Rows, copied, counted, edit_rank, edit_rows, found_in
 
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2_optim"

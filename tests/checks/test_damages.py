@@ -11,21 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from core.box import Box
-from core.checks import common_state, dcp_files, file_codes, index, items, tracker, unsafe
+from core.arrays.box import Box
+from core.checks import file_codes
+from core.checks.containers import dcp_files, items
+from core.checks.finding import Finding, Severity
 from core.checks.level import Level
+from core.checks.metadata import common_state, index, tracker, unsafe
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import StorageError
-from core.finding import Finding, Severity
-from core.formats import zarr3
-from core.formats.dcp import stated_metadata
-from core.formats.dcp_columns import DcpItem
-from core.formats.dcp_metadata_writer import ChunkRow, TensorRow, write_metadata
-from core.layout import load_rules
-from core.open import located
-from core.store import LocalStore
-from core.validate import validate
+from core.files.store import LocalStore
+from core.formats.dcp.columns import DcpItem
+from core.formats.dcp.format import stated_metadata
+from core.formats.dcp.metadata_writer import ChunkRow, TensorRow, write_metadata
+from core.formats.zarr import format3 as zarr3
+from core.megatron.reshard.reshard import load_rules
+from core.opening.open import located
+from core.validate.run import validate
 from tests import broken as b
 from tests.damages import FIRST, ITER, RANKS, SECOND, SHARDS, STEP, TABLE, TORCH, ZARR, ZARR3, ZERO, Row
 from tests.zarr_files import source_of, written

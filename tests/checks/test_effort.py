@@ -12,9 +12,9 @@ from types import FrameType
 import pytest
 
 from core.checks.level import Level
-from core.formats import dcp_metadata
-from core.formats.dcp_metadata import ChunkRow, TensorRow, write_metadata
-from core.validate import validate
+from core.formats.dcp import metadata as dcp_metadata
+from core.formats.dcp.metadata import ChunkRow, TensorRow, write_metadata
+from core.validate.run import validate
 from tests.hostile.cases import FOUR, ITEM, torch_zip
 
 MOST_CALLS = 1000

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from core.checks.level import Level
-from core.convert import Job, run
+from core.convert.run import Job, run
 from core.errors import UnsafeError
-from core.formats.torch_nested import uses_of_stream
-from core.open import open_checkpoint
-from core.pickle_machine import Limits, Machine
-from core.safe_pickle import load
-from core.store import MemoryStore
-from core.summary import summarized
-from core.validate import validate
+from core.files.store import MemoryStore
+from core.formats.torch.nested_names import uses_of_stream
+from core.inspect.summary import summarized
+from core.opening.open import open_checkpoint
+from core.pickle.machine import Limits, Machine
+from core.pickle.reader import load
+from core.validate.run import validate
 from tests.checks.test_effort import n_calls
 from tests.hostile.cases import FOUR, torch_zip
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from core.finding import Severity
-from core.validate import validate
+from core.checks.finding import Severity
+from core.validate.run import validate
 
 CHECKPOINTS = (
     *("mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", "mcore_torch_dist/dense_gqa/tp2_pp2"),

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.checks import hf_model
+from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.convert import Job, run
+from core.checks.metadata import hf_model
+from core.convert.run import Job, run
 from core.errors import CheckpointingException, CorruptError, UnknownTensorError, UnsupportedError
-from core.finding import Finding, Severity
-from core.validate import validate
+from core.validate.run import validate
 from tests.damages import MODELS, ONE, TIED, Row, config_changed, prefixed, tensors_changed
 from tests.hf.models import loaded_model
 

@@ -12,12 +12,12 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
+from core.checks.finding import Severity
 from core.checks.level import Level
 from core.errors import raising
-from core.finding import Severity
-from core.stated_sums import StatedSums
-from core.store import LocalStore
-from core.validate import validate
+from core.files.store import LocalStore
+from core.manifest.stated_crcs import StatedSums
+from core.validate.run import validate
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 TRAINERS = ("trainer", "accelerate", "lightning")

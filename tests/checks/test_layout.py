@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from core.checks.finding import Severity
 from core.checks.level import Level
-from core.convert import Job, run
-from core.finding import Severity
+from core.convert.run import Job, run
 from tests.edited import Rows, chunks_of, copied, counted, edit_rank, edit_rows, found_in, nothing
 from tests.rank_files import MODEL_FILE
 

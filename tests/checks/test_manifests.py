@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from core.checks.finding import Finding
 from core.checks.level import Level
-from core.convert import Job, run
+from core.convert.run import Job, run
 from core.errors import CorruptError, UsageError
-from core.finding import Finding
-from core.inventory import inventory, write_inventory
-from core.manifest import MANIFEST, read_manifest
-from core.store import LocalStore
-from core.validate import validate
+from core.files.store import LocalStore
+from core.manifest.inventory import inventory, write_inventory
+from core.manifest.of_copy import MANIFEST, read_manifest
+from core.validate.run import validate
 
 CASE = "mcore_legacy/dense_gelu/tp2_pp2"
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from core.checks.finding import Finding, Severity
 from core.checks.level import Level
-from core.finding import Finding, Severity
-from core.open import open_checkpoint
-from core.other_pickles import MAX_BYTES
-from core.summary import summarized
-from core.validate import validate
+from core.formats.torch.other_pickles import MAX_BYTES
+from core.inspect.summary import summarized
+from core.opening.open import open_checkpoint
+from core.validate.run import validate
 
 
 class Call:

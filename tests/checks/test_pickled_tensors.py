@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from safetensors.torch import save_file
 
+from core.checks.finding import Severity
 from core.checks.level import Level
-from core.finding import Severity
-from core.validate import validate
+from core.validate.run import validate
 from tests.checks.test_other_files import Call
 
 KEY = "decoder.layers.0.linear._extra_state"

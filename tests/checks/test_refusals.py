@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
+from core.checks.finding import Severity
 from core.checks.level import Level
-from core.convert import Job, run
+from core.convert.run import Job, run
 from core.errors import CheckpointingException
-from core.finding import Severity
-from core.validate import validate
+from core.validate.run import validate
 from tests.checks.test_damages import copied, row_id, sharded
 from tests.damages import DCP, LEGACY, ONE, TABLE, TORCH, ZARR3, Row
 from tests.real_readers import read_dcp, read_safetensors, read_torch

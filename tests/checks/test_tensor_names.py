@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli.findings_text import LIMIT, text_lines
-from ckpt_cli.terminal import Screen
+from ckpt_cli.findings.text import LIMIT, text_lines
+from ckpt_cli.screen.terminal import Screen
+from core.checks.finding import Finding
 from core.checks.level import Level
-from core.finding import Finding
-from core.validate import validate
+from core.validate.run import validate
 from tests.broken import archive_of
 from tests.checks.test_damages import copied
 from tests.verdicts import finding, verdict

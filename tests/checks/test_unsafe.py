@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
+from core.checks.finding import Finding
 from core.checks.level import Level
-from core.convert import Job, run
+from core.convert.run import Job, run
 from core.errors import CorruptError, UnsafeError
-from core.finding import Finding
-from core.formats.torch_nested import uses_in
-from core.inert import Global
-from core.inventory import inventory
-from core.pickle_uses import names_of
-from core.safe_pickle import load
-from core.validate import validate
+from core.formats.torch.nested_names import uses_in
+from core.manifest.inventory import inventory
+from core.pickle.inert import Global
+from core.pickle.reader import load
+from core.pickle.uses import names_of
+from core.validate.run import validate
 
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2"
 

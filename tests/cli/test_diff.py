@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_cli.app import main
-from ckpt_cli.diff_page import page_of
-from ckpt_cli.terminal import Screen, columns_of
-from core.diff import DiffJob, diff
+from ckpt_cli.pages.diff_page import page_of
+from ckpt_cli.screen.terminal import Screen, columns_of
+from core.diff.run import DiffJob, diff
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from ckpt_cli.failure import Terminated, failure_of
+from ckpt_cli.screen.failure import Terminated, failure_of
 from core import errors
 
 

@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ckpt_cli.findings_github import github_lines
-from ckpt_cli.findings_json import json_lines
-from ckpt_cli.findings_junit import junit_lines
-from ckpt_cli.findings_sarif import sarif_lines, uri_of
-from core.accepted import Acceptance, patterns_of
+from ckpt_cli.findings.github import github_lines
+from ckpt_cli.findings.json_report import json_lines
+from ckpt_cli.findings.junit import junit_lines
+from ckpt_cli.findings.sarif import sarif_lines, uri_of
+from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.registry import codes
-from core.finding import Finding, Severity
+from core.validate.accepted import Acceptance, patterns_of
 from tests.verdicts import HOSTILE, finding, verdict
 
 FINDINGS = [

@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from ckpt_cli.alike import alike
-from ckpt_cli.findings_text import text_lines
-from ckpt_cli.terminal import Screen, columns_of
-from ckpt_cli.verdict import Verdict
-from core.accepted import Acceptance, patterns_of
+from ckpt_cli.findings.grouping import alike
+from ckpt_cli.findings.text import text_lines
+from ckpt_cli.findings.verdict import Verdict
+from ckpt_cli.screen.terminal import Screen, columns_of
+from core.checks.finding import Severity
 from core.checks.level import Level
 from core.checks.registry import codes
-from core.finding import Severity
+from core.validate.accepted import Acceptance, patterns_of
 from tests.verdicts import HOSTILE, finding, verdict
 
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ckpt_cli.inspect_object import MAX_NODES, plain
-from core.catalog import Catalog, StoredObject
+from ckpt_cli.pages.inspect_object import MAX_NODES, plain
+from core.catalog.catalog import Catalog, StoredObject
+from core.files.store import LocalStore
 from core.formats.format import Format
-from core.inert import Global, Inert, ObjectLeaf, TensorLeaf, namespace, ordered_dict
-from core.open import Checkpoint
-from core.store import LocalStore
+from core.opening.open import Checkpoint
+from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, namespace, ordered_dict
 
 CATALOG = Catalog("test", None, {}, lambda key: ())
 CHECKPOINT = Checkpoint(

@@ -10,11 +10,11 @@ import pytest
 from typer.main import get_command
 
 from ckpt_cli.app import app, main
-from ckpt_cli.command import Group
-from ckpt_cli.option_values import names_of, pairs_of, quantizations_of, size_in_bytes, stacks_of
-from ckpt_cli.options import TARGETS, InspectOptions, TransferOptions
-from ckpt_cli.other_tools import INSTEAD, OF_TORCHRUN
-from ckpt_cli.transfer import job_of
+from ckpt_cli.commands.transfer import job_of
+from ckpt_cli.options.transfer import TARGETS, InspectOptions, TransferOptions
+from ckpt_cli.options.typer_command import Group
+from ckpt_cli.options.values import names_of, pairs_of, quantizations_of, size_in_bytes, stacks_of
+from ckpt_cli.screen.other_tools import INSTEAD, OF_TORCHRUN
 from core.errors import UsageError
 from core.formats.registry import formats
 

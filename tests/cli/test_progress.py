@@ -1,4 +1,4 @@
-"""ckpt_cli.progress: the bar says what it should, and only to a terminal."""
+"""ckpt_cli.workers.progress: the bar says what it should, and only to a terminal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ckpt_cli.progress import display_on, progress_bar
-from ckpt_cli.terminal import Screen
+from ckpt_cli.screen.terminal import Screen
+from ckpt_cli.workers.progress import display_on, progress_bar
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli.launch_results import RESULTS_VARIABLE
-from ckpt_cli.published import recalled, remember, tidied
-from core.commit import stage_dir_of
-from core.job import Report
-from core.team import Figures
+from ckpt_cli.host.results import RESULTS_VARIABLE
+from ckpt_cli.workers.published import recalled, remember, tidied
+from core.convert.job import Report
+from core.stage.stage import stage_dir_of
+from core.team.protocol import Figures
 
 
 def report(dst: Path) -> Report:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_cli.render import (
+from ckpt_cli.screen.blocks import (
     Cell,
     box_text,
     bytes_text,
@@ -14,10 +14,10 @@ from ckpt_cli.render import (
     table,
     tree_rows,
 )
-from ckpt_cli.terminal import Screen
-from core.box import Box
-from core.catalog import TensorMeta
-from core.fold import tree_of
+from ckpt_cli.screen.terminal import Screen
+from core.arrays.box import Box
+from core.catalog.catalog import TensorMeta
+from core.inspect.tree import tree_of
 
 PLAIN = Screen()
 

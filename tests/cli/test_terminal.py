@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 
-from ckpt_cli.terminal import Screen, columns_of, escaped, padded, screen_of
+from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, screen_of
 
 
 class Terminal(io.StringIO):

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from ckpt_cli.app import main
-from core.encoding import StoredArray
-from core.formats.torch_tree_plan import plan_tree
-from core.inert import TensorLeaf
+from core.catalog.stored import StoredArray
+from core.formats.torch.zip.tree_layout import plan_tree
+from core.pickle.inert import TensorLeaf
 
 Run = Callable[..., tuple[int, str, str]]
 

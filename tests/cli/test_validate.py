@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_cli.app import main
-from ckpt_cli.checks_table import markdown_lines
+from ckpt_cli.pages.checks_table import markdown_lines
 from core.checks.registry import codes
 
 DCP = "torch_dcp/tp2_only"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli import teamwork
 from ckpt_cli.app import main
-from core.team import ALONE, Team
+from ckpt_cli.workers import current_team as teamwork
+from core.team.protocol import ALONE, Team
 from tests.teams import run_team
 
 Said = tuple[int, str, str]

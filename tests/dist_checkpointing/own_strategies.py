@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from core.dist_checkpointing import comm
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from core.dist_checkpointing.strategies.async_utils import AsyncRequest

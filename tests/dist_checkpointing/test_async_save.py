@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from core.dist_checkpointing._background.staging import POOL
 from core.dist_checkpointing.dict_utils import nested_values
 from core.dist_checkpointing.mapping import ShardedTensor
 from core.dist_checkpointing.serialization import load, save
-from core.dist_checkpointing.staging import POOL
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from core.errors import CheckpointingException

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.dist_checkpointing import bridge, comm
+from core.dist_checkpointing._engine import bridge
+from core.dist_checkpointing._engine.prepared_save import prepare_save
+from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from core.dist_checkpointing.prepared_save import prepare_save
-from core.dist_checkpointing.torch_dtypes import dtype_name, torch_dtype
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks
 

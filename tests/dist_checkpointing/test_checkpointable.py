@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from core.dist_checkpointing.mapping import ShardedTensor
 from core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from core.errors import CheckpointingException
-from core.open import open_checkpoint
+from core.opening.open import open_checkpoint
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
 from tests.materialize import tensor_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.dist_checkpointing import comm
+from core.dist_checkpointing._ranks import comm
 from core.errors import CheckpointingException, CorruptError, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks
 

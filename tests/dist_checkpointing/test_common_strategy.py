@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from core import convert
-from core.dist_checkpointing import objects
+from core.convert import run as convert
+from core.convert.job import Job
+from core.dist_checkpointing._values import objects
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from core.dist_checkpointing.serialization import save
 from core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
@@ -30,7 +31,6 @@ from core.errors import (
     UsageError,
     WorkerError,
 )
-from core.job import Job
 from tests.dist_checkpointing.live_values import assert_alike
 from tests.dist_checkpointing.ranks import run_ranks
 

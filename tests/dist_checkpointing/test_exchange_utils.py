@@ -13,7 +13,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.dist_checkpointing import comm, exchange_utils
+from core.dist_checkpointing import exchange_utils
+from core.dist_checkpointing._ranks import comm
+from core.dist_checkpointing._ranks.parcels import PARCEL_BYTES
+from core.dist_checkpointing._ranks.shard_bytes import own_bytes
 from core.dist_checkpointing.exchange_utils import (
     determine_main_replica_uniform_distribution,
     distribute_shards_to_ranks,
@@ -21,8 +24,6 @@ from core.dist_checkpointing.exchange_utils import (
     exchange_loaded_objects_gather_object,
 )
 from core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-from core.dist_checkpointing.parcels import PARCEL_BYTES
-from core.dist_checkpointing.shard_bytes import own_bytes
 from core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from core.errors import CheckpointingException
 from tests.dist_checkpointing.ranks import run_ranks

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.dist_checkpointing import comm, mapping, serialization
+from core.dist_checkpointing import mapping, serialization
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from core.dist_checkpointing.strategies.async_utils import AsyncRequest

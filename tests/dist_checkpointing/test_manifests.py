@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
+from core.checks.finding import Severity
 from core.checks.level import Level
 from core.dist_checkpointing.serialization import save
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
-from core.finding import Severity
-from core.fingerprint import form_of, text_of
-from core.fingerprint_kernel import products_in_numpy
-from core.fingerprint_sums import FormSum
-from core.inventory import inventory, write_inventory
-from core.validate import validate
+from core.fingerprint.definition import form_of, text_of
+from core.fingerprint.kernel import products_in_numpy
+from core.fingerprint.sums import FormSum
+from core.manifest.inventory import inventory, write_inventory
+from core.validate.run import validate
 from tests.dist_checkpointing.sharded import part_of
 from tests.dist_checkpointing.test_storage_writer import state_of
 

@@ -28,11 +28,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.dist_checkpointing.bridge import opened
-from core.dist_checkpointing.objects import load_file, load_stream, stream, stream_of
-from core.dist_checkpointing.stand_in import StandIn
+from core.dist_checkpointing._engine.bridge import opened
+from core.dist_checkpointing._values.objects import load_file, load_stream, stream, stream_of
+from core.dist_checkpointing._values.stand_in import StandIn
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError, UnsupportedError
-from core.store import LocalStore
+from core.files.store import LocalStore
 from tests.dist_checkpointing.live_values import assert_alike
 
 

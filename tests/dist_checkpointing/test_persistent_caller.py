@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.dist_checkpointing.staging import POOL
+from core.dist_checkpointing._background.staging import POOL
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest, PersistentAsyncCaller
 from core.errors import CapacityError, CheckpointingException, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import core.dist_checkpointing.publication as publication
+import core.dist_checkpointing._directory.publication as publication
+from core.dist_checkpointing._directory.publication import STAGE, Publication, data_dir_of
 from core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config
-from core.dist_checkpointing.publication import STAGE, Publication, data_dir_of
 from core.errors import CheckpointingException, StorageError, UsageError
 
 CONFIG = CheckpointingConfig("own", 3, "own_common", 5)

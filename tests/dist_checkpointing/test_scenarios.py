@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from core.open import open_checkpoint
+from core.opening.open import open_checkpoint
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.scenarios import SCENARIOS, Layout, api_of
 

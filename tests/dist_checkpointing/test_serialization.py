@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from core.dist_checkpointing import comm
+from core.dist_checkpointing._directory.publication import STAGE
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.core import check_is_distributed_checkpoint, maybe_load_config
 from core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
-from core.dist_checkpointing.publication import STAGE
 from core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_common_strategy,

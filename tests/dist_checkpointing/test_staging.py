@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from core.dist_checkpointing.staging import ALIGNMENT, StagingPool
+from core.dist_checkpointing._background.staging import ALIGNMENT, StagingPool
 
 MIB = 1 << 20
 

@@ -13,7 +13,8 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from core.dist_checkpointing import ShardedObject, ShardedTensor, comm, load, save
+from core.dist_checkpointing import ShardedObject, ShardedTensor, load, save
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from core.dist_checkpointing.strategies.state_dict_saver import (

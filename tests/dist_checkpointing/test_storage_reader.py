@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from core.dist_checkpointing.stand_in import StandIn
+from core.dist_checkpointing._values.stand_in import StandIn
 from core.dist_checkpointing.storage_reader import CkptLoadPlanner, CkptStorageReader
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError, UsageError
 from tests.dist_checkpointing.ranks import run_ranks

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from core.convert.job import TopologyChange
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.errors import MissingShardError, UnsupportedError, UsageError
-from core.job import TopologyChange
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.test_storage_reader import Net, load_all, tensors_of
 from tests.rank_files import assert_same_weights, rank_dirs
@@ -196,7 +196,7 @@ def test_tensors_are_split_into_files_of_a_size(tmp_path: Path):
 
 
 def test_batches_are_written_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("core.dist_checkpointing.batches.BATCH_BYTES", 100)
+    monkeypatch.setattr("core.dist_checkpointing._engine.batches.BATCH_BYTES", 100)
     for format in FORMATS:
         dcp.save(state_of(), storage_writer=CkptStorageWriter(tmp_path / format, format))
         assert READERS[format](tmp_path / format) == flat(state_of())

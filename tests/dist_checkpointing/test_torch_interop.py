@@ -14,15 +14,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from core.convert import run as convert
-from core.dist_checkpointing import bridge, serialization
+from core.convert.job import Job
+from core.convert.run import run as convert
+from core.dist_checkpointing import serialization
+from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
-from core.formats.dcp import metadata_of
-from core.job import Job
-from core.store import LocalStore
+from core.files.store import LocalStore
+from core.formats.dcp.format import metadata_of
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.test_torch_strategy import differences, on_ranks, state_of
 from tests.real_readers import Tensors, of_tensor, read_dcp

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, SavePlan
 
 from core.dist_checkpointing.mapping import ShardedObject
+from core.dist_checkpointing.strategies._torch.state import by_key
 from core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from core.dist_checkpointing.strategies.torch import (
@@ -24,7 +25,6 @@ from core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
     sharded_tensor_to_torch_sharded_tensor,
 )
-from core.dist_checkpointing.strategies.torch_state import by_key
 from core.errors import CheckpointingException
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import global_tensor, part_of

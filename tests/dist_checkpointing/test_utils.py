@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from core.dist_checkpointing import mapping, utils
+from core.dist_checkpointing._engine.float8 import is_float8tensor
 from core.dist_checkpointing.dict_utils import nested_values
-from core.dist_checkpointing.float8 import is_float8tensor
 
 EXTRACTIONS = [
     *("extract_sharded_tensors", "extract_sharded_tensors_and_factories", "extract_sharded_tensors_or_nonpersistent"),

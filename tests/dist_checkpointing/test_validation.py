@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.dist_checkpointing import comm
-from core.dist_checkpointing.integrity import check_irregular, check_sharding
+from core.dist_checkpointing._ranks import comm
+from core.dist_checkpointing._ranks.integrity import check_irregular, check_sharding
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from core.dist_checkpointing.validation import (
     StrictHandling,

@@ -14,11 +14,14 @@ import torch
 import zarr
 from numcodecs import Zlib
 
-from core.convert import run
-from core.dist_checkpointing import bridge, comm, serialization
+from core.convert.job import Job
+from core.convert.run import run
+from core.dist_checkpointing import serialization
+from core.dist_checkpointing._engine import bridge
+from core.dist_checkpointing._engine.prepared_save import prepare_save
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.dict_utils import nested_values
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
-from core.dist_checkpointing.prepared_save import prepare_save
 from core.dist_checkpointing.strategies import zarr as strategy
 from core.dist_checkpointing.strategies import zarr_types
 from core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
@@ -38,7 +41,6 @@ from core.errors import (
     UsageError,
     WorkerError,
 )
-from core.job import Job
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
 from tests.dist_checkpointing.zarr_states import SHAPES, bits, check_loaded, global_bits, save, save_columns, state

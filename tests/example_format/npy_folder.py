@@ -17,13 +17,13 @@ import ast
 import json
 from math import prod
 
-from core.catalog import Catalog, catalog_of_arrays
-from core.dtypes import DTYPES
-from core.encoding import Extent, StoredArray
+from core.arrays.dtypes import DTYPES
+from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.file_image import FileImage, PlacedArray, literal_file
+from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
+from core.files.store import ReadStore, checked_name
 from core.formats.format import Format
-from core.image import FileImage, PlacedArray, literal_file
-from core.store import ReadStore, checked_name
 
 INDEX = "index.json"
 _MAGIC = b"\x93NUMPY\x01\x00"

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from core import linux
+from core.files import syscalls as linux
 
 REAL = {name: getattr(os, name) for name in ("open", "close", "write", "fstat")}
 _IO_OPEN = io.open

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from core.dist_checkpointing._directory.publication import STAGE
 from core.dist_checkpointing.core import CONFIG_FNAME
-from core.dist_checkpointing.publication import STAGE
 from tests.faults.disturb import nothing
 from tests.faults.operations import Disturb
 from tests.faults.process import Ended, run

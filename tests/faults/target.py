@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from core.commit import Stage, stage_dir_of
-from core.manifest import manifest_name
+from core.manifest.of_copy import manifest_name
+from core.stage.stage import Stage, stage_dir_of
 from tests.faults.disturb import nothing
 from tests.faults.operations import Disturb
 from tests.faults.process import Ended, command, run

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from core.convert import Job, run
-from core.manifest import MANIFEST
+from core.convert.run import Job, run
+from core.manifest.of_copy import MANIFEST
 
 SOURCE = "hf/llama/safetensors_sharded"
 SCRIPT = """

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core import workers_lock
-from core.shared_convert import Sizes, run_shared
+from core.convert.workers.run import Sizes, run_shared
+from core.stage import workers_lock
 from tests.faults import disturb as how
 from tests.faults.case import KNOWN_CODES, Case
 from tests.faults.operations import CHANGES, LOOKS, READS, RENAMES, WRITES, Disturb, Operation, is_errno_of

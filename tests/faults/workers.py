@@ -102,7 +102,7 @@ class Workers:
         ]
 
     def _be(self, team: PipeTeam, work: Callable[[], int], root: Path, disturb: Disturb) -> None:
-        from ckpt_cli import teamwork
+        from ckpt_cli.workers import current_team as teamwork
 
         code = 99
         try:

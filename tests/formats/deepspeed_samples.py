@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from core.catalog import Catalog
-from core.formats import deepspeed_universal
-from core.formats.torch_file import load_object
-from core.objects import loaded
-from core.store import ReadStore
-from core.target import source_and_target
+from core.catalog.catalog import Catalog
+from core.files.store import ReadStore
+from core.formats.deepspeed.universal import format as deepspeed_universal
+from core.formats.torch.format import load_object
+from core.opening.objects import loaded
+from core.opening.target import source_and_target
 from tests.materialize import materialized, write_files
 
 STATES = ("exp_avg", "exp_avg_sq")

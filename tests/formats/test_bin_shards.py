@@ -16,15 +16,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.catalog import Catalog
+from core.catalog.catalog import Catalog
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsafeError, UnsupportedError
-from core.formats import torch_file
-from core.formats.bin_shards import FORMAT, read, sniff
-from core.inert import TensorLeaf
-from core.objects import vetted
-from core.open import open_checkpoint
-from core.store import LocalStore, MemoryStore
-from core.target import source_and_target
+from core.files.store import LocalStore, MemoryStore
+from core.formats.huggingface.bin_format import FORMAT, read, sniff
+from core.formats.torch import format as torch_file
+from core.opening.objects import vetted
+from core.opening.open import open_checkpoint
+from core.opening.target import source_and_target
+from core.pickle.inert import TensorLeaf
 from tests.formats.torch_samples import (
     a_tensor,
     as_legacy,

@@ -1,4 +1,4 @@
-"""Every registered format keeps the contract of ``core.contract``."""
+"""Every registered format keeps the contract of ``core.convert.contract``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.contract import CHECKS, SAMPLE, Sample, check_reading
+from core.convert.contract import CHECKS, SAMPLE, Sample, check_reading
 from core.formats.format import Format
 from core.formats.registry import formats
 
@@ -68,7 +68,7 @@ def test_every_format_has_a_checkpoint_of_other_software() -> None:
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))
 def test_a_checkpoint_is_recognised_as_its_own_format_before_any_other(name: str, golden: Path) -> None:
-    from core.open import open_checkpoint
+    from core.opening.open import open_checkpoint
 
     for path in GOLDEN[name]:
         opened = open_checkpoint(golden / path)

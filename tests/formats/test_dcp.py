@@ -19,9 +19,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from core.box import Box
-from core.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.file_image import FileImage
+from core.catalog.stored import Extent, StoredArray
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -30,14 +31,13 @@ from core.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from core.formats import dcp
-from core.formats.dcp_metadata import read_metadata
-from core.formats.torch_file import load_object
-from core.image import FileImage
-from core.inert import Global, Inert, ObjectLeaf, TensorLeaf, attributes, namespace
-from core.objects import loaded
-from core.store import LocalStore, MemoryStore
-from core.target import partitioned
+from core.files.store import LocalStore, MemoryStore
+from core.formats.dcp import format as dcp
+from core.formats.dcp.metadata import read_metadata
+from core.formats.torch.format import load_object
+from core.opening.objects import loaded
+from core.opening.target import partitioned
+from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, attributes, namespace
 from tests.materialize import materialized, tensor_bytes, write_files
 
 GOLD = ("fsdp2_dp2", "fsdp2_dp4", "tp2_only", "tp2_fsdp2_dp2", "bf16_fsdp2_dp2_modelonly")
@@ -259,7 +259,8 @@ def test_torch_is_not_needed_to_read(golden: Path) -> None:
     import sys
 
     code = (
-        "import sys; from pathlib import Path; from core.store import LocalStore; from core.formats import dcp;"
+        "import sys; from pathlib import Path; from core.files.store import LocalStore;"
+        " from core.formats.dcp import format as dcp;"
         "store = LocalStore(Path(sys.argv[1])); catalog = dcp.FORMAT.read(store);"
         "[catalog.bind(store, f.array) for key in catalog.tensors for f in catalog.fragments(key)];"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-from core.catalog import Catalog
-from core.decoded import DecodedStore, decoding_bytes
+from core.catalog.catalog import Catalog
+from core.catalog.decoded import DecodedStore, decoding_bytes
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -26,11 +26,11 @@ from core.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from core.formats import dcp
-from core.formats.dcp_streams import inflated
-from core.inert import TensorLeaf, walk
-from core.skeleton import entries
-from core.store import LocalStore, MemoryStore
+from core.files.store import LocalStore, MemoryStore
+from core.formats.dcp import format as dcp
+from core.formats.dcp.zstd_streams import inflated
+from core.pickle.inert import TensorLeaf, walk
+from core.pickle.nesting import entries
 from tests.formats.test_dcp import counted, plain_bytes, state_dict, torch_objects, torch_tensors
 from tests.materialize import tensor_bytes
 

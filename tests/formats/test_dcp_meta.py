@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from core.checks.finding import Severity
 from core.checks.level import Level
-from core.convert import Job, run
+from core.convert.run import Job, run
 from core.errors import TruncatedError, UnsafeError, UsageError
-from core.finding import Severity
-from core.open import open_checkpoint
-from core.validate import validate
+from core.opening.open import open_checkpoint
+from core.validate.run import validate
 from tests.broken import cut
 
 SOURCE = "lightning/model_parallel_dp2.ckpt"

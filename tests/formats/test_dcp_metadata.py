@@ -1,4 +1,4 @@
-"""core.formats.dcp_metadata: columns of a .metadata, by two readers that agree, and a writer that torch reads."""
+"""core.formats.dcp.metadata: columns of a .metadata, by two readers that agree, and a writer that torch reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.box import Box
+from core.arrays.box import Box
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -24,8 +24,8 @@ from core.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from core.formats import dcp_metadata
-from core.formats.dcp_metadata import (
+from core.formats.dcp import metadata as dcp_metadata
+from core.formats.dcp.metadata import (
     ChunkRow,
     DcpItem,
     DcpMetadata,
@@ -34,10 +34,10 @@ from core.formats.dcp_metadata import (
     read_metadata,
     write_metadata,
 )
-from core.inert import Global, Inert
-from core.pickle_uses import Use
-from core.pickle_writer import dumps
-from core.safe_pickle import load, noting_uses
+from core.pickle.inert import Global, Inert
+from core.pickle.reader import load, noting_uses
+from core.pickle.uses import Use
+from core.pickle.writer import dumps
 
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -499,7 +499,7 @@ ATTACKS = {
 def test_what_kills_the_c_unpickler_kills_only_the_child(attack: str, repo_dir: Path) -> None:
     code = (
         "import sys\n"
-        "from core.formats import dcp_metadata as m\n"
+        "from core.formats.dcp import metadata as m\n"
         "from core.errors import CheckpointingException\n"
         "data = sys.stdin.buffer.read()\n"
         "print(m._parsed_by_c(data, cpu_s=1))\n"
@@ -631,7 +631,7 @@ def test_an_empty_checkpoint_can_be_written() -> None:
 def test_reading_needs_neither_torch_nor_numpy(golden: Path, repo_dir: Path) -> None:
     code = (
         "import sys, pathlib\n"
-        "from core.formats.dcp_metadata import read_metadata\n"
+        "from core.formats.dcp.metadata import read_metadata\n"
         "for path in sys.argv[1:]:\n"
         "    read_metadata(pathlib.Path(path).read_bytes(), label=path)\n"
         "print({'torch', 'numpy', 'megatron'} & set(sys.modules) or 'light')\n"

@@ -14,14 +14,14 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from core.convert import Job, run
-from core.formats import dcp
-from core.formats.dcp_metadata import read_metadata
-from core.inert import attributes
-from core.open import open_checkpoint
-from core.skeleton import entries
-from core.store import LocalStore
-from core.transform import is_optimizer_key
+from core.changes.select import is_optimizer_key
+from core.convert.run import Job, run
+from core.files.store import LocalStore
+from core.formats.dcp import format as dcp
+from core.formats.dcp.metadata import read_metadata
+from core.opening.open import open_checkpoint
+from core.pickle.inert import attributes
+from core.pickle.nesting import entries
 from tests.formats.test_dcp import GOLD, assert_same_tree, counted, torch_objects, torch_tensors
 
 

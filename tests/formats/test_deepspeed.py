@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from core.catalog import Catalog
-from core.contract import check_reading
+from core.catalog.catalog import Catalog
+from core.convert.contract import check_reading
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, TruncatedError, UnsupportedError
-from core.formats import deepspeed
-from core.formats.deepspeed_partition import cut_groups, cut_parameters
-from core.inert import TensorLeaf, attributes
-from core.skeleton import entries
-from core.store import LocalStore, MemoryStore
+from core.files.store import LocalStore, MemoryStore
+from core.formats.deepspeed import format as deepspeed
+from core.formats.deepspeed.partition import cut_groups, cut_parameters
+from core.pickle.inert import TensorLeaf, attributes
+from core.pickle.nesting import entries
 from tests.formats.deepspeed_samples import GROUPS, MODEL, STATES, Zero, values
 from tests.materialize import tensor_bytes
 
@@ -125,7 +125,8 @@ def test_a_damaged_checkpoint_never_crashes(golden: Path, tmp_path: Path, case: 
 
 def test_reading_needs_no_framework(golden: Path, repo_dir: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from core.formats import deepspeed; from core.store import LocalStore\n"
+        "import sys; from pathlib import Path;"
+        " from core.formats.deepspeed import format as deepspeed; from core.files.store import LocalStore\n"
         "catalog = deepspeed.read(LocalStore(Path(sys.argv[1])))\n"
         "[catalog.fragments(key) for key in catalog.tensors]\n"
         "sys.exit(' '.join({'torch', 'numpy', 'deepspeed'} & set(sys.modules)) or 0)"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.formats import deepspeed
-from core.store import LocalStore
-from core.transform import without_optimizer
+from core.changes.select import without_optimizer
+from core.files.store import LocalStore
+from core.formats.deepspeed import format as deepspeed
 from tests.formats.deepspeed_samples import written
 from tests.materialize import tensor_bytes
 

@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from core.catalog import Catalog, StoredObject, catalog_of_arrays
-from core.contract import CHECKS, SAMPLE, Sample, check_reading
-from core.dtypes import DTYPES
-from core.encoding import Extent, StoredArray
+from core.arrays.dtypes import DTYPES
+from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.stored import Extent, StoredArray
+from core.changes.select import without_optimizer
+from core.convert.contract import CHECKS, SAMPLE, Sample, check_reading
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
-from core.formats import deepspeed, deepspeed_universal
-from core.formats.deepspeed_universal import for_universal
-from core.formats.deepspeed_universal_source import NO_STATE
-from core.formats.torch_file import parse
-from core.inert import Global, Inert, TensorLeaf, as_mapping, namespace
-from core.store import LocalStore, MemoryStore, ReadStore
-from core.target import source_and_target
-from core.transform import without_optimizer
+from core.files.store import LocalStore, MemoryStore, ReadStore
+from core.formats.deepspeed import format as deepspeed
+from core.formats.deepspeed.universal import format as deepspeed_universal
+from core.formats.deepspeed.universal.format import for_universal
+from core.formats.deepspeed.universal.source import NO_STATE
+from core.formats.torch.format import parse
+from core.opening.target import source_and_target
+from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, namespace
 from tests.formats.deepspeed_samples import GROUPS, STATES, Zero, values, written
 from tests.materialize import tensor_bytes
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.files_beside import carried_of, documents_of, with_documents, without_carried
 from core.errors import CorruptError, UnsupportedError
-from core.files_beside import carried_of, documents_of, with_documents, without_carried
-from core.formats.hf_files import carried_files, config_number, config_of, file_images, with_carried
-from core.json_object import MAX_VALUES
-from core.store import LocalStore, MemoryStore
-from core.target import partitioned
+from core.files.json_object import MAX_VALUES
+from core.files.store import LocalStore, MemoryStore
+from core.formats.huggingface.files import carried_files, config_number, config_of, file_images, with_carried
+from core.opening.target import partitioned
 from tests.materialize import materialized
 
 CARRIED = (

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.formats.mcore_common import common_attrs
-from core.formats.mcore_config import CONFIG, checked_version, config_image, config_of
-from core.formats.mcore_objects import is_sharded_object
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.formats.mcore.common_state import common_attrs
+from core.formats.mcore.metadata_json import CONFIG, checked_version, config_image, config_of
+from core.formats.mcore.objects import is_sharded_object
 
 
 def store_of(config: object) -> MemoryStore:

@@ -1,4 +1,4 @@
-"""core.formats.megatron: rank files as Megatron wrote them."""
+"""core.formats.megatron.format: rank files as Megatron wrote them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from core.errors import CheckpointingException, CorruptError, MissingShardError, TruncatedError, UnsupportedError
-from core.formats import megatron
+from core.files.store import LocalStore
+from core.formats.megatron import format as megatron
 from core.formats.registry import sniffed
-from core.inert import TensorLeaf, as_mapping, walk
-from core.layout import load_rules, shard, unshard
-from core.open import open_checkpoint
-from core.store import LocalStore
-from core.topology import Topology
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import load_rules, shard, unshard
+from core.opening.open import open_checkpoint
+from core.pickle.inert import TensorLeaf, as_mapping, walk
 
 RULES = load_rules()
 

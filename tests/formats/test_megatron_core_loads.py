@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog import Catalog
-from core.formats import torch_dist
-from core.formats.torch_file import load_object
-from core.objects import loaded
-from core.store import LocalStore
-from core.target import partitioned
+from core.catalog.catalog import Catalog
+from core.files.store import LocalStore
+from core.formats.dcp import torch_dist
+from core.formats.torch.format import load_object
+from core.opening.objects import loaded
+from core.opening.target import partitioned
 from tests.asked import asked
 from tests.materialize import materialized, write_files
 

@@ -19,10 +19,11 @@ import tensorstore as ts
 import torch
 from safetensors import safe_open
 
-from core.catalog import Catalog
+from core.catalog.catalog import Catalog
+from core.catalog.decoded import DecodedStore
+from core.checks.finding import Severity
 from core.checks.level import Level
-from core.convert import Job, run
-from core.decoded import DecodedStore
+from core.convert.run import Job, run
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -31,14 +32,13 @@ from core.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from core.finding import Severity
-from core.formats import ocdbt
-from core.formats.ocdbt_entries import entries_of
-from core.formats.ocdbt_nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, Place, read_manifest, read_node
-from core.formats.zarr_crc32c import crc32c
-from core.skeleton import entries
-from core.store import LocalStore, MemoryStore
-from core.validate import validate
+from core.files.store import LocalStore, MemoryStore
+from core.formats.ocdbt import format as ocdbt
+from core.formats.ocdbt.entries import entries_of
+from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, Place, read_manifest, read_node
+from core.formats.zarr.crc32c import crc32c
+from core.pickle.nesting import entries
+from core.validate.run import validate
 from tests.materialize import tensor_bytes
 
 CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
@@ -249,8 +249,8 @@ def test_reading_imports_nothing_heavy_but_zstandard(tmp_path: Path, repo_dir: P
     folder = save(tmp_path / "db", VALUES, zarr2({"id": "zstd"}))
     code = (
         "import sys, pathlib\n"
-        "from core.store import LocalStore\n"
-        "from core.formats import ocdbt\n"
+        "from core.files.store import LocalStore\n"
+        "from core.formats.ocdbt import format as ocdbt\n"
         "catalog = ocdbt.FORMAT.read(LocalStore(pathlib.Path(sys.argv[1])))\n"
         "assert len(catalog.tensors) == 8\n"
         "assert not {'torch', 'numpy', 'tensorstore', 'zarr'} & set(sys.modules), sys.modules.keys()\n"
@@ -676,7 +676,7 @@ def test_a_node_that_inflates_without_end_is_refused(tmp_path: Path) -> None:
 
 def bodies(folder: Path) -> Iterator[tuple[int, bytes]]:
     """The bodies of a real manifest and of its root node."""
-    from core.formats.ocdbt_nodes import unwrapped
+    from core.formats.ocdbt.nodes import unwrapped
 
     data = (folder / "manifest.ocdbt").read_bytes()
     yield MANIFEST_MAGIC, unwrapped(data, MANIFEST_MAGIC, Budget())

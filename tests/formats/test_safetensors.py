@@ -17,19 +17,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file, save_model
 
-from core.catalog import Catalog, StoredObject
-from core.copy import execute
-from core.dtypes import DTYPES
+from core.arrays.dtypes import DTYPES
+from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.files_beside import with_documents
+from core.copy.run import execute
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsafeError, UnsupportedError
-from core.files_beside import with_documents
-from core.formats.safetensors import lay_out, read, sniff
-from core.formats.torch_objects import OBJECTS_FILE
-from core.inert import namespace
-from core.manifest import finish_files
-from core.plan import make_plan
-from core.stage_store import StageStore
-from core.store import LocalStore, MemoryStore, ReadStore
-from core.target import partitioned, tensors_only
+from core.files.store import LocalStore, MemoryStore, ReadStore
+from core.formats.safetensors.format import lay_out, read, sniff
+from core.formats.torch.side_file import OBJECTS_FILE
+from core.manifest.of_copy import finish_files
+from core.opening.target import partitioned, tensors_only
+from core.pickle.inert import namespace
+from core.plan.plan import make_plan
+from core.stage.files import StageStore
 from tests.materialize import tensor_bytes
 
 State = dict[str, torch.Tensor]
@@ -172,7 +172,7 @@ def test_reading_imports_no_heavy_module(golden: Path, repo_dir: Path) -> None:
 import sys
 from pathlib import Path
 from core.formats.safetensors import FORMAT
-from core.store import LocalStore
+from core.files.store import LocalStore
 for name in sys.argv[1:]:
     store = LocalStore(Path(name))
     assert FORMAT.sniff(store) and FORMAT.read(store).tensors
@@ -548,8 +548,8 @@ def test_two_files_of_one_name_are_refused(golden: Path) -> None:
 
 
 def test_nesting_and_optimizer_of_a_torch_file_survive_a_directory(tmp_path: Path) -> None:
-    from core.formats.torch_file import FORMAT as TORCH
-    from core.objects import inlined
+    from core.formats.torch.format import FORMAT as TORCH
+    from core.opening.objects import inlined
 
     state = {
         "model": {"w": values("w", torch.bfloat16, 3, 4), "b": values("b", torch.float32, 3)},

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from core.catalog import Catalog
+from core.catalog.catalog import Catalog
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
-from core.formats.safetensors import read, sniff
-from core.store import LocalStore, MemoryStore, ReadStore
+from core.files.store import LocalStore, MemoryStore, ReadStore
+from core.formats.safetensors.format import read, sniff
 from tests.materialize import tensor_bytes
 
 Pieces = Mapping[str, tuple[tuple[int, ...], torch.Tensor]]

@@ -16,19 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from core.dtypes import DTYPES
-from core.encoding import StoredArray
+from core.arrays.dtypes import DTYPES
+from core.catalog.stored import StoredArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError, TruncatedError, UnsupportedError
-from core.formats.safetensors_header import (
-    MAX_HEADER_BYTES,
-    ORDER,
-    Header,
-    file_image,
-    looks_like_header,
-    read_header,
-)
-from core.formats.safetensors_text import MAX_ENTRY_BYTES, scanned
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.formats.safetensors.header import MAX_HEADER_BYTES, ORDER, Header, file_image, looks_like_header, read_header
+from core.formats.safetensors.json_text import MAX_ENTRY_BYTES, scanned
 
 W = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
 """A tensor of 8 bytes."""

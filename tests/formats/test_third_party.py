@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from core.contract import CHECKS, Sample
+from core.convert.contract import CHECKS, Sample
 from core.formats.format import Format
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "example_format" / "npy_folder.py"

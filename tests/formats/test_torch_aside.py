@@ -17,10 +17,10 @@ import torch
 import torch.distributed.checkpoint
 
 from core.errors import CorruptError, UnsupportedError
-from core.formats.torch_aside import ASIDE_KEY, ROOT_KEY
-from core.formats.torch_file import lay_out
-from core.inert import Inert
-from core.plain import to_plain
+from core.formats.torch.format import lay_out
+from core.formats.torch.weights_only import ASIDE_KEY, ROOT_KEY
+from core.pickle.inert import Inert
+from core.pickle.plain import to_plain
 from tests.formats.torch_samples import (
     assert_same,
     filled,

@@ -15,16 +15,17 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from core.catalog import Catalog, StoredObject, catalog_of_arrays
-from core.encoding import StoredArray
+from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.stored import StoredArray
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
-from core.formats import dcp, torch_dist
-from core.formats.mcore_objects import is_sharded_object
-from core.formats.torch_file import load_object
-from core.inert import ObjectLeaf, TensorLeaf, attributes, walk
-from core.objects import loaded
-from core.store import LocalStore
-from core.target import partitioned
+from core.files.store import LocalStore
+from core.formats.dcp import format as dcp
+from core.formats.dcp import torch_dist
+from core.formats.mcore.objects import is_sharded_object
+from core.formats.torch.format import load_object
+from core.opening.objects import loaded
+from core.opening.target import partitioned
+from core.pickle.inert import ObjectLeaf, TensorLeaf, attributes, walk
 from tests.materialize import materialized, tensor_bytes, write_files
 
 CASES = {
@@ -158,7 +159,8 @@ def test_torch_is_not_needed_to_read(golden: Path) -> None:
     import sys
 
     code = (
-        "import sys; from pathlib import Path; from core.store import LocalStore; from core.formats import torch_dist;"
+        "import sys; from pathlib import Path; from core.files.store import LocalStore;"
+        " from core.formats.dcp import torch_dist;"
         "torch_dist.FORMAT.read(LocalStore(Path(sys.argv[1])));"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )

@@ -21,16 +21,16 @@ import torch
 import torch.distributed.checkpoint
 from torch.utils.serialization import config
 
-from core.catalog import StoredObject
-from core.encoding import Extent, StoredArray
+from core.catalog.catalog import StoredObject
+from core.catalog.stored import Extent, StoredArray
+from core.changes.select import select
 from core.errors import UnsupportedError
-from core.formats.torch_aside import ASIDE_KEY
-from core.formats.torch_file import FORMAT, lay_out, parse, plan_tree, read
-from core.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes
-from core.plain import to_plain
-from core.store import LocalStore, MemoryStore
-from core.target import partitioned
-from core.transform import select
+from core.files.store import LocalStore, MemoryStore
+from core.formats.torch.format import FORMAT, lay_out, parse, plan_tree, read
+from core.formats.torch.weights_only import ASIDE_KEY
+from core.opening.target import partitioned
+from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes
+from core.pickle.plain import to_plain
 from tests.formats.torch_samples import (
     DTYPES,
     assert_same,

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
-from core.box import Shape, c_strides
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Shape, c_strides
+from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
-from core.formats.torch_file import item_location, load_object
-from core.store import LocalStore, MemoryStore
+from core.files.store import LocalStore, MemoryStore
+from core.formats.torch.format import item_location, load_object
 from tests.formats.torch_samples import (
     DTYPES,
     bits,

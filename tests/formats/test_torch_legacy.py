@@ -15,16 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.catalog import Catalog
-from core.encoding import Extent, StoredArray
+from core.catalog.catalog import Catalog
+from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsupportedError
-from core.formats import megatron, torch_legacy
-from core.formats.torch_file import FORMAT, load_object, parse
-from core.formats.torch_legacy import pickle_end
-from core.inert import Global, Inert, Persistent
-from core.pickle_writer import dumps
-from core.plain import to_plain
-from core.store import LocalStore, MemoryStore
+from core.files.store import LocalStore, MemoryStore
+from core.formats.megatron import format as megatron
+from core.formats.torch import legacy as torch_legacy
+from core.formats.torch.format import FORMAT, load_object, parse
+from core.formats.torch.legacy import pickle_end
+from core.pickle.inert import Global, Inert, Persistent
+from core.pickle.plain import to_plain
+from core.pickle.writer import dumps
 from tests.formats.torch_samples import (
     DTYPES,
     MAGIC,

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.box import whole
-from core.catalog import Catalog, Fragment, StoredObject, TensorMeta
-from core.encoding import Extent, StoredArray
+from core.arrays.box import whole
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
-from core.formats.torch_file import FORMAT as TORCH
-from core.formats.torch_objects import OBJECTS_FILE, ObjectsBeside, objects_image, read_objects, with_objects
-from core.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, namespace
-from core.objects import inlined
-from core.store import LocalStore, MemoryStore
-from core.target import partitioned
+from core.files.store import LocalStore, MemoryStore
+from core.formats.torch.format import FORMAT as TORCH
+from core.formats.torch.side_file import OBJECTS_FILE, ObjectsBeside, objects_image, read_objects, with_objects
+from core.opening.objects import inlined
+from core.opening.target import partitioned
+from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, namespace
 from tests.materialize import materialized, tensor_bytes
 
 

@@ -16,20 +16,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.catalog import Catalog
-from core.copy import execute
-from core.decoded import DecodedStore
-from core.encoding import Extent, StoredArray
+from core.catalog.catalog import Catalog
+from core.catalog.decoded import DecodedStore
+from core.catalog.stored import Extent, StoredArray
+from core.copy.run import execute
 from core.errors import CapacityError, CheckpointingException, CorruptError, UnsafeError, UnsupportedError
-from core.formats import torch_record
-from core.formats.torch_file import FORMAT, item_location, lay_out, load_object
-from core.formats.torch_record import RecordEncoding, number_bytes
-from core.manifest import finish_files
-from core.pickle_writer import dumps
-from core.plain import to_plain
-from core.plan import make_plan
-from core.store import MemoryStore
-from core.target import partitioned
+from core.files.store import MemoryStore
+from core.formats.torch.format import FORMAT, item_location, lay_out, load_object
+from core.formats.torch.zip import records as torch_record
+from core.formats.torch.zip.records import RecordEncoding, number_bytes
+from core.manifest.of_copy import finish_files
+from core.opening.target import partitioned
+from core.pickle.plain import to_plain
+from core.pickle.writer import dumps
+from core.plan.plan import make_plan
 from tests.formats.torch_samples import (
     DTYPES,
     a_tensor,

@@ -18,11 +18,11 @@ import torch.distributed.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.encoding import Extent, StoredArray
+from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, TruncatedError, UnsafeError, UnsupportedError
-from core.formats.torch_file import FORMAT, load_object
-from core.inert import Inert
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.formats.torch.format import FORMAT, load_object
+from core.pickle.inert import Inert
 from tests.formats.torch_samples import (
     a_tensor,
     attempt,

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsupportedError
-from core.formats.torch_record import is_big_endian
-from core.formats.torch_zip import Archive, check_kind, read_archive
-from core.formats.torch_zip_plan import plan_archive
-from core.store import LocalStore, MemoryStore
+from core.files.store import LocalStore, MemoryStore
+from core.formats.torch.zip.container import Archive, check_kind, read_archive
+from core.formats.torch.zip.layout import plan_archive
+from core.formats.torch.zip.records import is_big_endian
 
 U32 = 0xFFFFFFFF
 

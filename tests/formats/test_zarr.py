@@ -17,23 +17,24 @@ import torch
 import zarr as zarr_python
 from safetensors.torch import load_file
 
-from core.catalog import Catalog, catalog_of_arrays
+from core.arrays.dtypes import DTYPES
+from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.stored import StoredArray
+from core.checks.finding import Severity
 from core.checks.level import Level
-from core.convert import Job, run
-from core.dtypes import DTYPES
-from core.encoding import StoredArray
+from core.convert.run import Job, run
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsafeError, UnsupportedError
-from core.finding import Severity
-from core.formats import torch_dist, zarr
-from core.formats.mcore_objects import is_sharded_object
-from core.formats.torch_file import load_object
-from core.formats.zarr_v2 import parse_zarray
-from core.inert import TensorLeaf, attributes, walk
-from core.layout import load_rules, stack, unshard
-from core.objects import loaded
-from core.store import LocalStore, MemoryStore
-from core.topology import Topology
-from core.validate import validate
+from core.files.store import LocalStore, MemoryStore
+from core.formats.dcp import torch_dist
+from core.formats.mcore.objects import is_sharded_object
+from core.formats.torch.format import load_object
+from core.formats.zarr import format as zarr
+from core.formats.zarr.metadata2 import parse_zarray
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import load_rules, stack, unshard
+from core.opening.objects import loaded
+from core.pickle.inert import TensorLeaf, attributes, walk
+from core.validate.run import validate
 from tests.materialize import tensor_bytes
 from tests.zarr_files import as_bytes, by_tensorstore, element_bytes, files_of, filled, source_of, written
 
@@ -168,7 +169,8 @@ def test_locks_that_the_optimizer_left_are_ignored(golden: Path) -> None:
 
 def test_metadata_is_read_without_heavy_modules(golden: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from core.store import LocalStore; from core.formats import zarr;"
+        "import sys; from pathlib import Path; from core.files.store import LocalStore;"
+        " from core.formats.zarr import format as zarr;"
         "catalog = zarr.FORMAT.read(LocalStore(Path(sys.argv[1])));"
         "fragments = [catalog.fragments(key) for key in catalog.tensors];"
         "heavy = {'torch', 'numpy', 'zarr', 'tensorstore', 'numcodecs', 'zstandard'} & set(sys.modules);"

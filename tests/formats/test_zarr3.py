@@ -15,16 +15,17 @@ import tensorstore as ts
 import torch
 import zarr as zarr_python
 
-from core.catalog import Catalog, catalog_of_arrays
-from core.convert import Job, run
-from core.dtypes import DTYPES
-from core.encoding import StoredArray
+from core.arrays.dtypes import DTYPES
+from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.stored import StoredArray
+from core.convert.run import Job, run
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
-from core.formats import torch_dist, zarr3
-from core.formats.zarr_array import ZarrArray
-from core.formats.zarr_crc32c import crc32c
-from core.formats.zarr_v3 import node_of, parse_array
-from core.store import LocalStore, MemoryStore
+from core.files.store import LocalStore, MemoryStore
+from core.formats.dcp import torch_dist
+from core.formats.zarr import format3 as zarr3
+from core.formats.zarr.array import ZarrArray
+from core.formats.zarr.crc32c import crc32c
+from core.formats.zarr.metadata3 import node_of, parse_array
 from tests.materialize import tensor_bytes
 from tests.zarr_files import as_bytes, by_tensorstore, element_bytes, files_of, source_of, written
 
@@ -307,7 +308,8 @@ def test_plain_groups_are_read_without_heavy_modules(tmp_path: Path) -> None:
     source, store = source_of(SHARDED)
     folder = written(source, store, zarr3.FORMAT, tmp_path / "ours", shard_bytes=160)
     code = (
-        "import sys; from pathlib import Path; from core.store import LocalStore; from core.formats import zarr3;"
+        "import sys; from pathlib import Path; from core.files.store import LocalStore;"
+        " from core.formats.zarr import format3 as zarr3;"
         "catalog = zarr3.FORMAT.read(LocalStore(Path(sys.argv[1])));"
         "fragments = [catalog.fragments(key) for key in catalog.tensors];"
         "heavy = {'torch', 'numpy', 'zarr', 'tensorstore', 'numcodecs', 'zstandard'} & set(sys.modules);"

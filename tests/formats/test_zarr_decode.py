@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import zstandard
 
-from core.encoding import Extent, StoredArray
+from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, TruncatedError, UnsupportedError
-from core.formats.zarr_crc32c import crc32c
-from core.formats.zarr_decode import ChunkCoding, EncodedChunk
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.formats.zarr.crc32c import crc32c
+from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 
 SHAPE = (6, 5)
 VALUES = np.arange(30, dtype="<u4").reshape(SHAPE) * 0x01020304

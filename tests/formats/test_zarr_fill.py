@@ -18,15 +18,16 @@ import zarr as zarr_python
 from safetensors import safe_open
 
 from ckpt_cli.app import main
-from core.catalog import Catalog
-from core.convert import Job, run
-from core.dtypes import DTYPES
+from core.arrays.dtypes import DTYPES
+from core.catalog.catalog import Catalog
+from core.convert.run import Job, run
 from core.errors import CorruptError, MissingShardError
-from core.formats import zarr, zarr3
+from core.files.store import LocalStore, MemoryStore
 from core.formats.registry import sniffed
-from core.formats.zarr_fill import fill_bytes, unstored
-from core.open import open_checkpoint
-from core.store import LocalStore, MemoryStore
+from core.formats.zarr import format as zarr
+from core.formats.zarr import format3 as zarr3
+from core.formats.zarr.fill import fill_bytes, unstored
+from core.opening.open import open_checkpoint
 from tests.materialize import tensor_bytes
 from tests.teams import run_team
 from tests.test_shared_convert import convert

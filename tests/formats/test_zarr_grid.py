@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.box import Box
-from core.catalog import Fragment
-from core.coverage import first_hole, first_overlap
-from core.encoding import StoredArray
+from core.arrays.box import Box
+from core.arrays.coverage import first_hole, first_overlap
+from core.catalog.catalog import Fragment
+from core.catalog.stored import StoredArray
 from core.errors import UnsupportedError
-from core.formats.zarr_grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
-from core.formats.zarr_shards import are_bands
+from core.formats.zarr.grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
+from core.formats.zarr.shards import are_bands
 
 AXES = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), max_size=4)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from core.errors import CorruptError, TruncatedError
-from core.formats.zarr_array import Sharding
-from core.formats.zarr_crc32c import crc32c, table_crc32c
-from core.formats.zarr_decode import ChunkCoding
-from core.formats.zarr_shards import ABSENT, ShardIndex, are_bands, dense_index, index_bytes, read_index
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.formats.zarr.array import Sharding
+from core.formats.zarr.crc32c import crc32c, table_crc32c
+from core.formats.zarr.decode import ChunkCoding
+from core.formats.zarr.shards import ABSENT, ShardIndex, are_bands, dense_index, index_bytes, read_index
 
 INNER = ChunkCoding("float32", (2, 2), (0, 1))
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.catalog import Catalog
+from core.catalog.catalog import Catalog
 from core.errors import CheckpointingException
-from core.formats.torch_file import FORMAT, lay_out
-from core.inert import Global, Inert, Persistent, walk
-from core.pickle_writer import dumps
-from core.safe_pickle import load
-from core.store import MemoryStore, ReadStore
-from core.target import partitioned
+from core.files.store import MemoryStore, ReadStore
+from core.formats.torch.format import FORMAT, lay_out
+from core.opening.target import partitioned
+from core.pickle.inert import Global, Inert, Persistent, walk
+from core.pickle.reader import load
+from core.pickle.writer import dumps
 from tests.materialize import materialized, tensor_bytes
 
 DTYPES = (

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core.errors import CheckpointingException
-from core.formats import dcp
-from core.formats.dcp_metadata import ChunkRow, ObjectRow, TensorRow, write_metadata
-from core.formats.ocdbt_nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, unwrapped
-from core.store import LocalStore
+from core.files.store import LocalStore
+from core.formats.dcp import format as dcp
+from core.formats.dcp.metadata import ChunkRow, ObjectRow, TensorRow, write_metadata
+from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, unwrapped
 from tests.fuzz.targets import TARGETS
 
 MAX_BYTES = 16 << 10

@@ -14,27 +14,34 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from core import journal
-from core.catalog import Catalog
-from core.decoded import DecodedStore
+from core.catalog.catalog import Catalog
+from core.catalog.decoded import DecodedStore
 from core.errors import CheckpointingException
-from core.formats import dcp, dcp_metadata, ocdbt_nodes, safetensors, torch_file, torch_legacy, zarr, zarr3
+from core.files.json_object import object_of
+from core.files.store import MemoryStore
+from core.formats.dcp import format as dcp
+from core.formats.dcp import metadata as dcp_metadata
 from core.formats.format import Format
-from core.formats.hf_index import read_index
-from core.formats.mcore_config import config_of
-from core.formats.ocdbt_nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, Place
-from core.formats.ocdbt_tree import TREE, leaves_of
-from core.formats.torch_tensor import TensorReader
-from core.formats.zarr_crc32c import crc32c
-from core.inert import TensorLeaf
-from core.json_object import object_of
-from core.manifest import MANIFEST, read_manifest
-from core.objects import loaded
-from core.peek import first_values
-from core.pickle_writer import dumps
-from core.safe_pickle import classify, globals_of, load
-from core.store import MemoryStore
-from core.summary import groups_of
+from core.formats.huggingface.index import read_index
+from core.formats.mcore.metadata_json import config_of
+from core.formats.ocdbt import nodes as ocdbt_nodes
+from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, Place
+from core.formats.ocdbt.tree import TREE, leaves_of
+from core.formats.safetensors import format as safetensors
+from core.formats.torch import format as torch_file
+from core.formats.torch import legacy as torch_legacy
+from core.formats.torch.tensors import TensorReader
+from core.formats.zarr import format as zarr
+from core.formats.zarr import format3 as zarr3
+from core.formats.zarr.crc32c import crc32c
+from core.inspect.preview import first_values
+from core.inspect.summary import groups_of
+from core.manifest.of_copy import MANIFEST, read_manifest
+from core.opening.objects import loaded
+from core.pickle.inert import TensorLeaf
+from core.pickle.reader import classify, globals_of, load
+from core.pickle.writer import dumps
+from core.stage import journal
 
 _MOST = 24
 """Tensors, and pieces of each, that are looked at."""
@@ -83,7 +90,7 @@ def _torch_pickle(data: bytes) -> None:
 
 
 def _leaves(value: object) -> Iterable[TensorLeaf]:
-    from core.inert import walk
+    from core.pickle.inert import walk
 
     return (node for node in walk(value) if isinstance(node, TensorLeaf))
 
@@ -102,7 +109,7 @@ def _legacy(data: bytes) -> None:
 
 def _item(data: bytes) -> None:
     """A DCP item, taken for tensors of several shapes."""
-    from core.encoding import Extent, StoredArray
+    from core.catalog.stored import Extent, StoredArray
 
     store = MemoryStore({"__0_0.distcp": data})
     for dtype, shape in (("float32", (4,)), ("bfloat16", (8, 32)), ("bfloat16", (32,)), ("float32", (64, 32))):
@@ -125,7 +132,7 @@ def _safetensors(data: bytes) -> None:
     store = MemoryStore({"x.safetensors": data}, entry="x.safetensors")
     if safetensors.FORMAT.sniff(store):
         _explored(safetensors.FORMAT.read(store), store)
-    from core.formats.safetensors_header import read_header
+    from core.formats.safetensors.header import read_header
 
     read_header(store, "x.safetensors")
 
@@ -163,8 +170,8 @@ def _sharded(content: bytes) -> dict[str, bytes]:
 
 def _chunk(data: bytes) -> None:
     """The stored bytes of a compressed chunk; the first byte chooses the codecs."""
-    from core.encoding import Extent, StoredArray
-    from core.formats.zarr_decode import ChunkCoding, EncodedChunk
+    from core.catalog.stored import Extent, StoredArray
+    from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 
     chains = (("gzip",), ("zlib",), ("bz2",), ("zstd",), ("zstd", "crc32c"), ("gzip", "zstd"), ())
     chain = chains[data[0] % len(chains)] if data else ()

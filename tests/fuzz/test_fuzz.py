@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import CheckpointingException
-from core.formats import dcp, dcp_metadata
-from core.formats.dcp_metadata import ChunkRow, TensorRow, write_metadata
-from core.formats.torch_zip import read_archive
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.formats.dcp import format as dcp
+from core.formats.dcp import metadata as dcp_metadata
+from core.formats.dcp.metadata import ChunkRow, TensorRow, write_metadata
+from core.formats.torch.zip.container import read_archive
 from tests.fuzz.seeds import seeds_of
 from tests.fuzz.targets import TARGETS, survives
 

@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from core.catalog import Catalog, catalog_of_arrays
-from core.dtypes import DTYPES
-from core.encoding import Extent, StoredArray
-from core.inert import attributes
-from core.store import LocalStore
+from core.arrays.dtypes import DTYPES
+from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.stored import Extent, StoredArray
+from core.files.store import LocalStore
+from core.pickle.inert import attributes
 from tests.materialize import Bytes, tensor_bytes
 
 COMMON = {

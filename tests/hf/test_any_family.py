@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_cli.app import main
-from core.catalog import TensorMeta
+from core.catalog.catalog import TensorMeta
+from core.checks.finding import Severity
 from core.checks.level import Level
-from core.convert import Job, run
+from core.convert.run import Job, run
 from core.errors import MissingShardError
-from core.finding import Severity
-from core.hf.comparison import compared
-from core.hf.problem import Problem
-from core.validate import validate
+from core.hf.proof.comparison import compared
+from core.hf.proof.problem import Problem
+from core.validate.run import validate
 from tests.hf.models import catalog_of, config_of, quietly
 
 Tensors = dict[str, TensorMeta]

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from core.catalog import TensorMeta
-from core.convert import Job, run
+from core.catalog.catalog import TensorMeta
+from core.convert.run import Job, run
 from core.errors import UnknownTensorError
 from core.hf import to_hf, to_megatron
-from core.hf.comparison import compared
-from core.hf.names import families
-from core.hf.problem import Problem
+from core.hf.name_tables import families
+from core.hf.proof.comparison import compared
+from core.hf.proof.problem import Problem
 from tests.hf.models import (
     COMMON,
     DEEPSEEK,

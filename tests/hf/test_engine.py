@@ -8,19 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.catalog import Catalog
-from core.commit import Stage
-from core.copy import execute
+from core.catalog.catalog import Catalog
+from core.copy.run import execute
 from core.errors import ReplicaMismatchError
-from core.formats import megatron, safetensors
+from core.files.store import LocalStore
 from core.formats.format import Format
+from core.formats.megatron import format as megatron
+from core.formats.safetensors import format as safetensors
 from core.hf import to_hf, to_megatron
-from core.layout import shard, unshard
-from core.manifest import finish_files
-from core.plan import make_plan
-from core.store import LocalStore
-from core.target import partitioned
-from core.topology import Topology
+from core.manifest.of_copy import finish_files
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import shard, unshard
+from core.opening.target import partitioned
+from core.plan.plan import make_plan
+from core.stage.stage import Stage
 from tests.hf.models import assert_same, bytes_of, config_of, contents, loaded_model, logits, saved, tensors
 from tests.reshard.megatron_gold import RULES
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.box import Box, whole
-from core.catalog import Fragment
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box, whole
+from core.catalog.catalog import Fragment
+from core.catalog.stored import Extent, StoredArray
 from core.hf import fuse
 
 Sizes = tuple[int, list[int], int, list[int]]

@@ -10,11 +10,12 @@ import pytest
 from safetensors import safe_open
 
 from core.errors import UnsupportedError
-from core.formats import bin_shards, safetensors
+from core.files.store import LocalStore
+from core.formats.huggingface import bin_format as bin_shards
+from core.formats.safetensors import format as safetensors
 from core.hf import is_hf, to_hf, to_megatron
-from core.layout import shard, unshard
-from core.store import LocalStore
-from core.topology import Topology
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import shard, unshard
 from tests.hf.models import (
     assert_same,
     bytes_of,

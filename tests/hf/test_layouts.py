@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog import Catalog
-from core.formats import megatron, torch_dist
-from core.formats.torch_file import load_object
+from core.catalog.catalog import Catalog
+from core.files.store import LocalStore
+from core.formats.dcp import torch_dist
+from core.formats.megatron import format as megatron
+from core.formats.torch.format import load_object
 from core.hf import to_hf, to_megatron
-from core.layout import shard, stack, unshard
-from core.objects import loaded
-from core.store import LocalStore
-from core.topology import Topology
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import shard, stack, unshard
+from core.opening.objects import loaded
 from tests.hf.models import MODELS, assert_same, catalog_of, config_of, contents, saved, tensors
 from tests.materialize import Bytes, write_files
 from tests.reshard.megatron_gold import RULES, filled

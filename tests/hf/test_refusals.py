@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from core.catalog import Catalog, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject, TensorMeta
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -18,7 +18,7 @@ from core.errors import (
     UsageError,
 )
 from core.hf import is_hf, to_hf, to_megatron
-from core.inert import namespace
+from core.pickle.inert import namespace
 from tests.hf.models import DEEPSEEK, LLAMA3, YARN, arguments, catalog_of, config_of, saved
 
 

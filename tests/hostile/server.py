@@ -20,10 +20,30 @@ WALL_S = 600
 CPU_S = 40
 ADDRESS_BYTES = 2 << 30
 _PRELOADED = (
-    *("ckpt_cli.app", "ckpt_cli.inspect", "ckpt_cli.convert", "ckpt_cli.validate", "core.convert", "core.validate"),
-    *("core.formats", "core.summary", "numpy", "zstandard"),
-    *("ckpt_cli.alike", "ckpt_cli.diff", "ckpt_cli.diff_page", "ckpt_cli.findings_json", "ckpt_cli.findings_text"),
-    *("ckpt_cli.manifest", "core.diff", "core.diff_work", "core.hf.hf_form", "core.hf.megatron_form", "core.inventory"),
+    *(
+        "ckpt_cli.app",
+        "ckpt_cli.commands.inspect",
+        "ckpt_cli.commands.convert",
+        "ckpt_cli.commands.validate",
+        "core.convert.run",
+        "core.validate.run",
+    ),
+    *("core.formats", "core.inspect.summary", "numpy", "zstandard"),
+    *(
+        "ckpt_cli.findings.grouping",
+        "ckpt_cli.commands.diff",
+        "ckpt_cli.pages.diff_page",
+        "ckpt_cli.findings.json_report",
+        "ckpt_cli.findings.text",
+    ),
+    *(
+        "ckpt_cli.commands.manifest",
+        "core.diff.run",
+        "core.diff.tensor_pass",
+        "core.hf.to_hf",
+        "core.hf.to_megatron",
+        "core.manifest.inventory",
+    ),
 )
 
 

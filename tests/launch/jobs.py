@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from core.commit import stage_dir_of
+from core.stage.stage import stage_dir_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120

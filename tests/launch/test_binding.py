@@ -1,4 +1,4 @@
-"""ckpt_cli.binding: which cores a worker gets."""
+"""ckpt_cli.host.binding: which cores a worker gets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli.binding import Share, cores_in, n_cores, node_of_gpu, nodes_of, share_of
+from ckpt_cli.host.binding import Share, cores_in, n_cores, node_of_gpu, nodes_of, share_of
 
 TWO_NODES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -108,7 +108,7 @@ def test_the_node_of_a_gpu_is_found_by_its_bus_address(tmp_path: Path) -> None:
 
 def test_a_bound_process_runs_on_its_cores_only(repo_dir: Path) -> None:
     code = (
-        "import os; from ckpt_cli.binding import bind\n"
+        "import os; from ckpt_cli.host.binding import bind\n"
         "share = bind('cores', local_rank=0, local_size=len(os.sched_getaffinity(0)), is_below_agent=True)\n"
         "assert os.sched_getaffinity(0) == share.cores and len(share.cores) == share.n_threads == 1"
     )

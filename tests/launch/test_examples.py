@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ckpt_cli.app import work_of
-from ckpt_cli.worker_options import parsed
+from ckpt_cli.options.worker import parsed
 
 SCRIPTS = ("launch.sbatch", "launch-mpi.sh")
 

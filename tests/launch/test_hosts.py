@@ -12,8 +12,8 @@ from subprocess import Popen
 
 import pytest
 
-from core import workers_lock
-from core.commit import stage_dir_of
+from core.stage import workers_lock
+from core.stage.stage import stage_dir_of
 from tests.launch.hosts import Host, NotPermittedError, hosts, wait_all
 from tests.launch.jobs import CKPT, LIMIT_S, WORKER, environment, is_copying, tree, wait_for
 

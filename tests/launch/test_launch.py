@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core.commit import stage_dir_of
+from core.stage.stage import stage_dir_of
 from tests.launch.jobs import (
     CKPT,
     WORKER,

@@ -1,4 +1,4 @@
-"""ckpt_cli.launch_failure: the worker that is told about is the one that failed, not those that it took along."""
+"""ckpt_cli.launch.failure: the worker that is told about is the one that failed, not those that it took along."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli.failure import failure_of
-from ckpt_cli.launch_failure import Cause, Ended, LaunchError, cause_of
-from ckpt_cli.launch_results import WorkerResult, results_in, write_result
+from ckpt_cli.host.results import WorkerResult, results_in, write_result
+from ckpt_cli.launch.failure import Cause, Ended, LaunchError, cause_of
+from ckpt_cli.screen.failure import failure_of
 
 
 def said(rank: int, exit_code: int, line: str = "", **more: object) -> WorkerResult:

@@ -1,4 +1,4 @@
-"""ckpt_cli.launch_guard: an agent that comes to no end is not waited for."""
+"""ckpt_cli.launch.guard: an agent that comes to no end is not waited for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckpt_cli.launch_agent import Attempt, Course
-from ckpt_cli.launch_failure import Ended
-from ckpt_cli.launch_guard import Limits, Overdue, Patience
-from ckpt_cli.launch_results import WorkerResult, write_result
+from ckpt_cli.host.results import WorkerResult, write_result
+from ckpt_cli.launch.agent import Attempt, Course
+from ckpt_cli.launch.failure import Ended
+from ckpt_cli.launch.guard import Limits, Overdue, Patience
 
 
 def started(course: Course, tmp_path: Path) -> Path:
@@ -73,9 +73,9 @@ def test_the_guard_ends_a_process_that_is_stuck_and_the_workers_that_are_left(re
     code = """
 import subprocess, sys, time
 from pathlib import Path
-from ckpt_cli.launch_agent import Attempt, Course
-from ckpt_cli.launch_guard import Limits, guarded
-from ckpt_cli.launch_results import WorkerResult, write_result
+from ckpt_cli.launch.agent import Attempt, Course
+from ckpt_cli.launch.guard import Limits, guarded
+from ckpt_cli.host.results import WorkerResult, write_result
 folder = Path(sys.argv[1])
 left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 (folder / "pid").write_text(str(left.pid))
@@ -98,9 +98,9 @@ with guarded(course, Limits(0.1, 30, 1), on_wait=print, end=end):
 def test_a_signal_ends_a_process_that_native_code_keeps_from_hearing_it(repo_dir: Path) -> None:
     code = """
 import ctypes, os, signal, threading
-from ckpt_cli.failure import end_on_signals
-from ckpt_cli.launch_agent import Course
-from ckpt_cli.launch_guard import Limits, guarded
+from ckpt_cli.screen.failure import end_on_signals
+from ckpt_cli.launch.agent import Course
+from ckpt_cli.launch.guard import Limits, guarded
 end_on_signals()
 end = lambda overdue: print(overdue.signal, flush=True) or 130
 with guarded(Course(), Limits(100, 100, 1), on_wait=print, end=end):

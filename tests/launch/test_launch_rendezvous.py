@@ -1,4 +1,4 @@
-"""ckpt_cli.launch_rendezvous: where the hosts meet, and what is said when they cannot."""
+"""ckpt_cli.launch.meeting_place: where the hosts meet, and what is said when they cannot."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from ckpt_cli.launch_options import LaunchOptions
-from ckpt_cli.launch_rendezvous import Rendezvous, endpoint_of, look, rendezvous_of
+from ckpt_cli.launch.meeting_place import Rendezvous, endpoint_of, look, rendezvous_of
+from ckpt_cli.options.launch import LaunchOptions
 from core.errors import UsageError, WorkerError
 
 

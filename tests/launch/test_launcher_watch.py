@@ -1,4 +1,4 @@
-"""ckpt_cli.launcher_watch: a worker ends when its launcher has been killed."""
+"""ckpt_cli.host.launcher_watch: a worker ends when its launcher has been killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ signal.pause()
 WORKER = """
 import os, sys, time
 from ckpt_cli import launcher_watch
-from ckpt_cli.failure import Terminated, end_on_signals
+from ckpt_cli.screen.failure import Terminated, end_on_signals
 launcher_watch._END_S = 1.0 if IS_STUCK else 60.0
 end_on_signals()
 launcher_watch.end_with(int(sys.argv[1]))

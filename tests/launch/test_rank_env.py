@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_cli.rank_env import Place, first_host, place_of
+from ckpt_cli.host.rank_env import Place, first_host, place_of
 from core.errors import UsageError
 
 TORCHRUN = {

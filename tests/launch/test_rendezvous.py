@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_cli.rendezvous import Meeting, interface_of, met
+from ckpt_cli.workers.rendezvous import Meeting, interface_of, met
 from core.errors import CheckpointingException, UsageError, WorkerError
 from tests.launch.torch_teams import free_port, place
 

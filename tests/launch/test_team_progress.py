@@ -1,4 +1,4 @@
-"""ckpt_cli.team_progress: what the display of several workers says."""
+"""ckpt_cli.workers.team_progress: what the display of several workers says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from ckpt_cli.team_progress import clock, state_of, team_display, text_of
-from ckpt_cli.terminal import Screen
+from ckpt_cli.screen.terminal import Screen
+from ckpt_cli.workers.team_progress import clock, state_of, team_display, text_of
 
 GIB = 2**30
 

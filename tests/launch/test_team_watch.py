@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_cli import team_watch
-from ckpt_cli.store_line import ScopedStore
-from ckpt_cli.team_watch import TeamWatch
+from ckpt_cli.workers import team_watch
+from ckpt_cli.workers.store import ScopedStore
+from ckpt_cli.workers.team_watch import TeamWatch
 from core.errors import CorruptError
 
 

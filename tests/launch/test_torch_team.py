@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_cli.store_line import GoneError
-from core.contained import run_contained
+from ckpt_cli.workers.store import GoneError
 from core.errors import CorruptError, StorageError, WorkerError
-from core.team import collected, told, worker_of
+from core.files.sandbox import run_contained
+from core.team.protocol import collected, told, worker_of
 from tests.launch.torch_teams import run_torch_team
 
 pytestmark = pytest.mark.dist
@@ -53,7 +53,7 @@ def test_data_of_any_size_are_gathered_and_shared(monkeypatch: pytest.MonkeyPatc
 
 
 def _in_parts(team: Any) -> Any:
-    from ckpt_cli import torch_team
+    from ckpt_cli.workers import torch_team
 
     torch_team._PART_BYTES = 3 * 4096
     return team.gather(_value(team.rank, 10_000 if team.rank == 1 else 5000)), team.collective_bytes

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_cli.launch_results import RESULTS_VARIABLE
+from ckpt_cli.host.results import RESULTS_VARIABLE
 from tests.dist_checkpointing.ranks import PRELOADED
 from tests.launch.torch_teams import TIMEOUT_S, free_port
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_cli.begin_check import problem_of, record_of
-from ckpt_cli.launch import worker_options_of
-from ckpt_cli.launch_options import LaunchOptions
-from ckpt_cli.worker_options import WorkerOptions, parsed
+from ckpt_cli.launch.run import worker_options_of
+from ckpt_cli.options.launch import LaunchOptions
+from ckpt_cli.options.worker import WorkerOptions, parsed
+from ckpt_cli.workers.begin_check import problem_of, record_of
 from core.errors import UsageError, WorkerError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ckpt_cli.rank_env import Place
+from ckpt_cli.host.rank_env import Place
 from tests.dist_checkpointing.ranks import PRELOADED
 
 TIMEOUT_S = 120
@@ -32,8 +32,8 @@ def place(rank: int, size: int, port: int, *, has_store: bool = False) -> Place:
 
 def joined(where: Place, *, timeout_s: float = 60.0, facts: dict[str, Any] | None = None) -> Any:
     """The ``TorchTeam`` of a place."""
-    from ckpt_cli.rendezvous import met
-    from ckpt_cli.torch_team import TorchTeam
+    from ckpt_cli.workers.rendezvous import met
+    from ckpt_cli.workers.torch_team import TorchTeam
 
     meeting = met(where, facts or {}, lambda members: None, timeout_s=timeout_s, join_timeout_s=TIMEOUT_S)
     return TorchTeam(where, meeting, backend="gloo", device="cpu", data_device="cpu", timeout_s=timeout_s)

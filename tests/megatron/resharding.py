@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from core.convert import run as convert
-from core.job import Job, TopologyChange
-from core.megatron_version import parse_version
-from core.pipeline import Pipeline, parse_layout
+from core.convert.job import Job, TopologyChange
+from core.convert.run import run as convert
+from core.megatron.model.pipeline import Pipeline, parse_layout
+from core.megatron.model.version import parse_version
 from tests.megatron.megatron import Form, Megatron, Result
 from tests.megatron.setting import BATCH, Layout, Run, padded_rows
 

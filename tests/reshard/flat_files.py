@@ -1,7 +1,7 @@
 """A distributed optimizer's flat buffers for the synthetic models, made step by step as a run would.
 
-Shares no code with ``core.optim_buffers``: buffers are laid out in memory, with all padding, and what files leave out
-is then cut away. What stands between parameters is NaN, so that nobody takes it for a value.
+Shares no code with ``core.megatron.optimizer.flat.buffers``: buffers are laid out in memory, with all padding, and what
+files leave out is then cut away. What stands between parameters is NaN, so that nobody takes it for a value.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from math import lcm
 
 import numpy as np
 
-from core.catalog import Catalog, catalog_of_arrays
-from core.encoding import Coords, Extent, StoredArray
-from core.inert import Global, TensorLeaf, namespace, ordered_dict
-from core.store import MemoryStore
-from core.topology import Rank, Topology, rank_dir
+from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.stored import Coords, Extent, StoredArray
+from core.files.store import MemoryStore
+from core.megatron.model.topology import Rank, Topology, rank_dir
+from core.pickle.inert import Global, TensorLeaf, namespace, ordered_dict
 from tests.reshard.synthetic import Model
 
 STATES = {"param": 1.0, "exp_avg": -1.0, "exp_avg_sq": 0.5}

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from core.box import whole
-from core.catalog import Catalog, Fragment, TensorMeta
-from core.encoding import Extent, StoredArray
-from core.inert import TensorLeaf, namespace, ordered_dict
-from core.pipeline import Pipeline, parse_layout
-from core.store import MemoryStore
-from core.topology import Topology, rank_dir
+from core.arrays.box import whole
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.stored import Extent, StoredArray
+from core.files.store import MemoryStore
+from core.megatron.model.pipeline import Pipeline, parse_layout
+from core.megatron.model.topology import Topology, rank_dir
+from core.pickle.inert import TensorLeaf, namespace, ordered_dict
 from tests.asked import told
 
 Arrays = dict[str, np.ndarray]

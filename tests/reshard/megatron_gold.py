@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from core.catalog import Catalog
-from core.formats import megatron, torch_dist
-from core.formats.torch_file import load_object
-from core.layout import load_rules, unshard
-from core.objects import loaded
-from core.store import LocalStore
-from core.topology import Topology
+from core.catalog.catalog import Catalog
+from core.files.store import LocalStore
+from core.formats.dcp import torch_dist
+from core.formats.megatron import format as megatron
+from core.formats.torch.format import load_object
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import load_rules, unshard
+from core.opening.objects import loaded
 from tests.materialize import Bytes, array_bytes, tensor_bytes
 
 RULES = load_rules()

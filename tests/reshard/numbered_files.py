@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.topology import Rank, Topology, rank_dir
+from core.megatron.model.topology import Rank, Topology, rank_dir
 from tests.rank_files import MODEL_FILE, assert_same_bits, load_rank_file, rank_dirs
 from tests.reshard.synthetic import Model
 

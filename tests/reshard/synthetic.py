@@ -1,7 +1,7 @@
 """Small models cut into rank catalogs by plain numpy, for layouts and models that no golden checkpoint has.
 
 Every element has a unique value, so that a shifted or transposed piece cannot pass. The cutting shares no code with
-``core.placement``.
+``core.arrays.sharding``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.box import whole
-from core.catalog import Catalog, Fragment, TensorMeta
-from core.encoding import Extent, StoredArray
-from core.inert import TensorLeaf, namespace, ordered_dict
-from core.store import MemoryStore
-from core.topology import Rank, Topology, rank_dir
+from core.arrays.box import whole
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.stored import Extent, StoredArray
+from core.files.store import MemoryStore
+from core.megatron.model.topology import Rank, Topology, rank_dir
+from core.pickle.inert import TensorLeaf, namespace, ordered_dict
 
 Arrays = dict[str, np.ndarray]
 

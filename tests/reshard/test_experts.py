@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.catalog import Catalog, StoredObject
+from core.catalog.catalog import Catalog, StoredObject
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.inert import as_mapping
-from core.layout import shard, stack, unshard
-from core.layout_args import fields_of, replaced
-from core.objects import state_dict
-from core.store import MemoryStore
-from core.topology import Topology, matched_dirs, rank_dir, rank_dirs
+from core.files.store import MemoryStore
+from core.megatron.model.args import fields_of, replaced
+from core.megatron.model.topology import Topology, matched_dirs, rank_dir, rank_dirs
+from core.megatron.reshard.reshard import shard, stack, unshard
+from core.opening.objects import state_dict
+from core.pickle.inert import as_mapping
 from tests.materialize import tensor_bytes
 from tests.reshard.megatron_gold import RULES, filled
 from tests.reshard.synthetic import Model

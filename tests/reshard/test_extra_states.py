@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert import Job, Report, TopologyChange, run
+from core.convert.run import Job, Report, TopologyChange, run
 from core.errors import CorruptError, UnsupportedError
 from tests.rank_files import rank_dirs
 from tests.reshard.rewritten import model_of, rewritten

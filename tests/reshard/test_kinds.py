@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.catalog import Catalog
-from core.inert import as_mapping
-from core.layout import shard, stack, unshard
-from core.store import MemoryStore
-from core.topology import Topology, rank_dir
+from core.catalog.catalog import Catalog
+from core.files.store import MemoryStore
+from core.megatron.model.topology import Topology, rank_dir
+from core.megatron.reshard.reshard import shard, stack, unshard
+from core.pickle.inert import as_mapping
 from tests.materialize import tensor_bytes
 from tests.reshard.kinds import KINDS, PAIRS, built, catalog_of, dist_catalog, dist_tensors, files, topology_of
 from tests.reshard.megatron_gold import RULES, filled

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.convert import run
-from core.job import Job, TopologyChange
-from core.topology import Rank, Topology, rank_dir
+from core.convert.job import Job, TopologyChange
+from core.convert.run import run
+from core.megatron.model.topology import Rank, Topology, rank_dir
 from tests.reshard.kinds import KINDS, built, files
 from tests.reshard.numbered_files import Style, assert_same_optimizer, save
 

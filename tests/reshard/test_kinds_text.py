@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from core.convert import Job, TopologyChange, run
+from core.convert.run import Job, TopologyChange, run
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.formats import megatron, torch_dist
-from core.layout import load_rules, shard, stack, unshard
-from core.layout_args import facts_of, fields_of, replaced
-from core.store import LocalStore
-from core.topology import Topology
+from core.files.store import LocalStore
+from core.formats.dcp import torch_dist
+from core.formats.megatron import format as megatron
+from core.megatron.model.args import facts_of, fields_of, replaced
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import load_rules, shard, stack, unshard
 from tests.materialize import tensor_bytes
 from tests.rank_files import assert_same_weights
 from tests.reshard.old_names import BERT, T5, assert_same_nested, old_order, rewrite

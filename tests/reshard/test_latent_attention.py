@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from core.errors import CorruptError, UnsupportedError
-from core.inert import as_mapping
-from core.layout import shard, stack, unshard
-from core.layout_args import fields_of, replaced
-from core.topology import Topology, rank_dir
+from core.megatron.model.args import fields_of, replaced
+from core.megatron.model.topology import Topology, rank_dir
+from core.megatron.reshard.reshard import shard, stack, unshard
+from core.pickle.inert import as_mapping
 from tests.materialize import tensor_bytes
 from tests.reshard.megatron_gold import RULES, filled
 from tests.reshard.synthetic import Latent, Model

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.catalog import Catalog
+from core.catalog.catalog import Catalog
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
-from core.inert import namespace
-from core.layout import shard, stack, unshard
-from core.layout_args import fields_of
-from core.objects import state_dict
-from core.store import MemoryStore
-from core.topology import Topology
+from core.files.store import MemoryStore
+from core.megatron.model.args import fields_of
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import shard, stack, unshard
+from core.opening.objects import state_dict
+from core.pickle.inert import namespace
 from tests.materialize import tensor_bytes
 from tests.reshard.megatron_gold import RULES, filled
 from tests.reshard.synthetic import Model
@@ -300,7 +300,7 @@ def test_arguments_are_updated_only_where_they_exist() -> None:
 
 
 def test_namespaces_keep_their_class() -> None:
-    from core.layout_args import replaced
+    from core.megatron.model.args import replaced
 
     args = namespace({"a": 1, "b": 2})
     made = replaced(args, {"b": 3, "c": 4})

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from core.convert import Job, TopologyChange, run
-from core.open import open_checkpoint
+from core.convert.run import Job, TopologyChange, run
+from core.opening.open import open_checkpoint
 from tests.materialize import tensor_bytes
 from tests.rank_files import MODEL_FILE, assert_same_weights, load_rank_file, rank_dirs
 

@@ -1,4 +1,4 @@
-"""core.megatron_version and core.optim_target_groups: files for a megatron-core that is not the source's."""
+"""Optimizer files for a megatron-core that is not the source's."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from core.convert import run
+from core.catalog.optimizer_keys import Optimizer, ParamGroup
+from core.convert.job import Job, TopologyChange
+from core.convert.run import run
 from core.errors import UnsupportedError, UsageError
-from core.job import Job, TopologyChange
-from core.layout_args import facts_of
-from core.megatron_version import parse_version
-from core.optim_target_groups import TargetGroups, target_groups
-from core.optimizer import Optimizer, ParamGroup
-from core.topology import Topology
+from core.megatron.model.args import facts_of
+from core.megatron.model.topology import Topology
+from core.megatron.model.version import parse_version
+from core.megatron.optimizer.target_groups import TargetGroups, target_groups
 from tests.reshard.megatron_gold import RULES
 from tests.reshard.synthetic import Model
 

@@ -23,10 +23,10 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
-from core.inert import as_mapping
-from core.layout import Rules, load_rules, shard, stack, unshard
-from core.layout_args import facts_of, fields_of
-from core.topology import Topology, rank_dir
+from core.megatron.model.args import facts_of, fields_of
+from core.megatron.model.topology import Topology, rank_dir
+from core.megatron.reshard.reshard import Rules, load_rules, shard, stack, unshard
+from core.pickle.inert import as_mapping
 from tests.materialize import tensor_bytes
 from tests.reshard.kinds import catalog_of
 from tests.reshard.megatron_gold import RULES, filled

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import main
-from core.layout_args import fields_of
-from core.open import open_checkpoint
-from core.topology import Rank, Topology, rank_dir, rank_dirs
+from core.megatron.model.args import fields_of
+from core.megatron.model.topology import Rank, Topology, rank_dir, rank_dirs
+from core.opening.open import open_checkpoint
 from tests.asked import asked
 from tests.rank_files import assert_same_weights
 from tests.rank_files import rank_dirs as found_dirs
@@ -163,9 +163,9 @@ def test_a_release_stays_a_release(golden: Path, tmp_path: Path, to: str) -> Non
 
 
 def test_iterations_of_eight_digits_widen_the_name(golden: Path, tmp_path: Path) -> None:
-    from core.catalog import Catalog
-    from core.formats import megatron
-    from core.layout import shard
+    from core.catalog.catalog import Catalog
+    from core.formats.megatron import format as megatron
+    from core.megatron.reshard.reshard import shard
     from tests.reshard.megatron_gold import RULES, global_form
 
     _, source = global_form(golden, "dense_gqa", "tp1_pp1")

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert import Job, TopologyChange, run
-from core.formats import megatron
-from core.store import LocalStore
+from core.convert.run import Job, TopologyChange, run
+from core.files.store import LocalStore
+from core.formats.megatron import format as megatron
 from tests.rank_files import MODEL_FILE, assert_same_bits, rank_dirs
 from tests.reshard.rewritten import model_of, rewritten
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert import Job, TopologyChange, run
+from core.convert.run import Job, TopologyChange, run
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.formats import megatron
-from core.layout import load_rules, unshard
-from core.layout_args import replaced
-from core.store import LocalStore
+from core.files.store import LocalStore
+from core.formats.megatron import format as megatron
+from core.megatron.model.args import replaced
+from core.megatron.reshard.reshard import load_rules, unshard
 from tests.materialize import tensor_bytes
 from tests.rank_files import MODEL_FILE, load_rank_file, rank_dirs
 from tests.reshard.megatron_gold import oracle
@@ -194,7 +194,7 @@ def test_no_other_form_has_these_names(golden: Path, tmp_path: Path) -> None:
 def test_safetensors_has_the_old_names(golden: Path, tmp_path: Path) -> None:
     rewrite(golden / "mcore_legacy/dense_gelu/tp2_pp2", tmp_path / "a", GELU["new"])
     run(Job(src=tmp_path / "a", dst=tmp_path / "safe", to="safetensors", fsync=False))
-    from core.open import open_checkpoint
+    from core.opening.open import open_checkpoint
 
     opened = open_checkpoint(tmp_path / "safe")
     assert "language_model.encoder.layers.3.mlp.dense_h_to_4h.weight" in opened.catalog.tensors

@@ -1,4 +1,4 @@
-"""core.optim_buckets: parameters out of the flat buckets of torch_dist."""
+"""core.megatron.optimizer.sharded.buckets: parameters out of the flat buckets of torch_dist."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.box import Box
-from core.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
-from core.encoding import Extent, StoredArray
+from core.arrays.box import Box
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.inert import Global, TensorLeaf, as_mapping, namespace
-from core.layout import unshard
-from core.layout_args import facts_of
-from core.optim_buckets import BucketStates, has_buckets, read_buckets
-from core.store import LocalStore, MemoryStore
-from core.topology import Rank, Topology
+from core.files.store import LocalStore, MemoryStore
+from core.megatron.model.args import facts_of
+from core.megatron.model.topology import Rank, Topology
+from core.megatron.optimizer.sharded.buckets import BucketStates, has_buckets, read_buckets
+from core.megatron.reshard.reshard import unshard
+from core.pickle.inert import Global, TensorLeaf, as_mapping, namespace
 from tests.reshard.flat_files import GROUP, STATES, Run, members
 from tests.reshard.megatron_gold import RULES, dist_files
 from tests.reshard.synthetic import Model

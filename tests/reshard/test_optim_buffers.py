@@ -1,4 +1,4 @@
-"""core.optim_buffers against megatron-core's own buffers, and buffers that nobody describes."""
+"""core.megatron.optimizer.flat.buffers against megatron-core's own buffers, and buffers that nobody describes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import CorruptError, UnsupportedError
-from core.optim_buffers import Layout, Slot, bucketing_of, discover, fit_buckets, lay_out_buffer
+from core.megatron.optimizer.flat.buffers import Layout, Slot, bucketing_of, discover, fit_buckets, lay_out_buffer
 
 SIZES = [(100, 64), (7,), (64, 65, 3), (40, 30, 200, 1, 129, 64), tuple(range(1, 60))]
 

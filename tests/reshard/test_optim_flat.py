@@ -1,4 +1,4 @@
-"""core.optim_flat: parameters out of the distributed optimizer's flat buffers."""
+"""core.megatron.optimizer.flat.read: parameters out of the distributed optimizer's flat buffers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from core.catalog import Catalog
+from core.catalog.catalog import Catalog
+from core.catalog.optimizer_keys import Optimizer, state_key, state_of
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.inert import Global, as_mapping
-from core.layout import unshard
-from core.layout_args import facts_of
-from core.optim_buffers import bucketing_of
-from core.optim_flat_layout import FlatParam, FlatSpace, starts_in
-from core.optim_flat_params import is_shared_embedding
-from core.optimizer import Optimizer, state_key, state_of
-from core.store import ReadStore
-from core.topology import Topology
+from core.files.store import ReadStore
+from core.megatron.model.args import facts_of
+from core.megatron.model.topology import Topology
+from core.megatron.optimizer.flat.buffers import bucketing_of
+from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, starts_in
+from core.megatron.optimizer.flat.params import is_shared_embedding
+from core.megatron.reshard.reshard import unshard
+from core.pickle.inert import Global, as_mapping
 from tests.materialize import Bytes, tensor_bytes
 from tests.reshard.flat_files import STATES, Run, with_optimizer
 from tests.reshard.megatron_gold import RULES, _bytes, fused, rank_files

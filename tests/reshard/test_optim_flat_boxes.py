@@ -1,4 +1,4 @@
-"""core.optim_flat_boxes: every element of a shard comes from where a flat array has it."""
+"""core.megatron.optimizer.flat.boxes: every element of a shard comes from where a flat array has it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.box import Shape
-from core.catalog import Fragment
-from core.encoding import Extent, StoredArray
-from core.optim_flat_boxes import Run, fragments_of_run, runs_in
-from core.placement import replicated, split, trimmed
+from core.arrays.box import Shape
+from core.arrays.sharding import replicated, split, trimmed
+from core.catalog.catalog import Fragment
+from core.catalog.stored import Extent, StoredArray
+from core.megatron.optimizer.flat.boxes import Run, fragments_of_run, runs_in
 
 
 def _stored(name: str, n: int, offset: int = 0) -> StoredArray:

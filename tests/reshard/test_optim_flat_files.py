@@ -1,4 +1,4 @@
-"""core.optim_flat_files: distrib_optim.pt as Megatron would have saved it."""
+"""core.megatron.optimizer.flat.write: distrib_optim.pt as Megatron would have saved it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from core.catalog import Catalog
-from core.convert import Job, TopologyChange, run
+from core.catalog.catalog import Catalog
+from core.convert.run import Job, TopologyChange, run
 from core.errors import UnsupportedError
-from core.formats import megatron
-from core.inert import as_mapping
-from core.layout import shard, unshard
-from core.layout_args import fields_of
-from core.store import MemoryStore
-from core.topology import Topology, rank_dir
+from core.files.store import MemoryStore
+from core.formats.megatron import format as megatron
+from core.megatron.model.args import fields_of
+from core.megatron.model.topology import Topology, rank_dir
+from core.megatron.reshard.reshard import shard, unshard
+from core.pickle.inert import as_mapping
 from tests.rank_files import MODEL_FILE, assert_same_bits, assert_same_weights, load_rank_file, rank_dirs
 from tests.reshard.flat_files import STATES, Run, members, with_optimizer
 from tests.reshard.megatron_gold import RULES, filled

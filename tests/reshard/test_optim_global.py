@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors import safe_open
 
-from core.convert import run
+from core.catalog.optimizer_keys import STEP, Optimizer, ParamGroup, state_key, state_of
+from core.convert.job import Job, Report, TopologyChange
+from core.convert.run import run
 from core.errors import CorruptError, UnsupportedError
-from core.formats.torch_file import load_object
-from core.inert import TensorLeaf, as_mapping
-from core.job import Job, Report, TopologyChange
-from core.layout import Stacked, stack, unshard
-from core.layout_args import replaced
-from core.layout_state import same
-from core.objects import loaded
-from core.open import open_checkpoint
-from core.optimizer import STEP, Optimizer, ParamGroup, state_key, state_of
-from core.topology import Topology
+from core.formats.torch.format import load_object
+from core.megatron.extras.common_state import same
+from core.megatron.model.args import replaced
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import Stacked, stack, unshard
+from core.opening.objects import loaded
+from core.opening.open import open_checkpoint
+from core.pickle.inert import TensorLeaf, as_mapping
 from tests.materialize import Bytes, tensor_bytes
 from tests.reshard.megatron_gold import RULES, filled, fused, global_form, topology
 
 if TYPE_CHECKING:
-    from core.catalog import Catalog
-    from core.store import LocalStore
+    from core.catalog.catalog import Catalog
+    from core.files.store import LocalStore
 
 PLAIN = (
     "mcore_torch_dist/dense_gqa/tp2_pp2_optim",

@@ -1,4 +1,4 @@
-"""core.optim_groups, core.optim_merged_groups, core.optim_target_groups: which parameters are in which group."""
+"""Which parameters are in which group of the optimizer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from core.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import CorruptError, UnsupportedError
-from core.inert import namespace
-from core.layout_args import facts_of
-from core.optim_groups import Policy, Slots, Trained, assign, by_policy, identity, policies_of
-from core.optim_merged_groups import MergedGroups
-from core.optim_target_groups import TargetGroups, target_groups
-from core.optimizer import Optimizer, ParamGroup
-from core.topology import Topology
+from core.megatron.model.args import facts_of
+from core.megatron.model.topology import Topology
+from core.megatron.optimizer.groups import Policy, Slots, Trained, assign, by_policy, identity, policies_of
+from core.megatron.optimizer.merged_groups import MergedGroups
+from core.megatron.optimizer.target_groups import TargetGroups, target_groups
+from core.pickle.inert import namespace
 from tests.reshard import groups_oracle
 from tests.reshard.megatron_gold import RULES
 from tests.reshard.synthetic import Model

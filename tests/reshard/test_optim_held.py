@@ -1,4 +1,4 @@
-"""core.optim_held: what ranks hold, told from global tensors alone, is what their files list."""
+"""core.megatron.optimizer.sharded.held: what ranks hold, told from global tensors alone, is what their files list."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.catalog import Catalog
-from core.inert import TensorLeaf, as_mapping
-from core.layout import unshard
-from core.layout_args import facts_of
-from core.layout_chunk import chunk_of
-from core.optim_held import Holdings
-from core.topology import Topology, rank_dir
+from core.catalog.catalog import Catalog
+from core.megatron.model.args import facts_of
+from core.megatron.model.topology import Topology, rank_dir
+from core.megatron.optimizer.sharded.held import Holdings
+from core.megatron.placement.chunk import chunk_of
+from core.megatron.reshard.reshard import unshard
+from core.pickle.inert import TensorLeaf, as_mapping
 from tests.reshard.kinds import KINDS, built, dist_catalog, dist_tensors, files, topology_of
 from tests.reshard.megatron_gold import RULES, dist_files, rank_files
 

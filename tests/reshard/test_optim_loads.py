@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from core.convert import run
-from core.job import Job, TopologyChange
+from core.convert.job import Job, TopologyChange
+from core.convert.run import run
 from tests.asked import asked
 from tests.formats.test_megatron_core_loads import SCRIPT, catalog_of
 from tests.real_readers import read_zarr

@@ -1,4 +1,4 @@
-"""core.optim_numbered, core.optim_numbered_files: FP32 and Float16 optimizers in rank files."""
+"""FP32 and Float16 optimizers in rank files, read and written."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert import Job, TopologyChange, run
+from core.catalog.optimizer_keys import Optimizer
+from core.convert.run import Job, TopologyChange, run
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
-from core.layout import unshard
-from core.megatron_version import parse_version
-from core.optimizer import Optimizer
-from core.topology import Topology
+from core.megatron.model.topology import Topology
+from core.megatron.model.version import parse_version
+from core.megatron.reshard.reshard import unshard
 from tests.rank_files import MODEL_FILE, assert_same_weights, load_rank_file, rank_dirs
 from tests.reshard.megatron_gold import RULES, rank_files
 from tests.reshard.numbered_files import Style, assert_same_optimizer, change, save

@@ -1,4 +1,4 @@
-"""core.optim_proof: masters that round to weights."""
+"""core.megatron.optimizer.proof: masters that round to weights."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.cast import cast_of
-from core.encoding import Extent, StoredArray
+from core.arrays.cast import cast_of
+from core.catalog.stored import Extent, StoredArray
 from core.errors import MissingShardError
-from core.optim_proof import is_master, is_nan, rounding_of, rounds_to, sample
-from core.store import MemoryStore
+from core.files.store import MemoryStore
+from core.megatron.optimizer.proof import is_master, is_nan, rounding_of, rounds_to, sample
 
 
 def stored(tensor: torch.Tensor, name: str, strides: tuple[int, ...] | None = None) -> tuple[StoredArray, bytes]:

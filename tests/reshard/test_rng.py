@@ -12,11 +12,11 @@ import torch
 
 from ckpt_cli.app import main
 from core.errors import ReplicaMismatchError, UnsupportedError, UsageError
-from core.inert import as_mapping
-from core.layout import shard, stack, unshard
-from core.layout_rng import with_rng
-from core.open import open_checkpoint
-from core.topology import Rank, Topology
+from core.megatron.extras.random_states import with_rng
+from core.megatron.model.topology import Rank, Topology
+from core.megatron.reshard.reshard import shard, stack, unshard
+from core.opening.open import open_checkpoint
+from core.pickle.inert import as_mapping
 from tests.materialize import tensor_bytes
 from tests.moved import moved
 from tests.rank_files import MODEL_FILE, load_rank_file, rank_dirs

@@ -1,4 +1,4 @@
-"""core.layout.shard: rank files of another topology must equal those that Megatron saved there."""
+"""core.megatron.reshard.reshard.shard: rank files of another topology must equal those that Megatron saved there."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from core.convert import Job, TopologyChange, run
+from core.convert.run import Job, TopologyChange, run
 from core.errors import UnsupportedError
-from core.formats import megatron
-from core.inert import TensorLeaf, as_mapping, attributes
-from core.layout import shard, unshard
-from core.layout_args import fields_of, replaced
-from core.layout_state import same
-from core.store import LocalStore
-from core.topology import Topology
+from core.files.store import LocalStore
+from core.formats.megatron import format as megatron
+from core.megatron.extras.common_state import same
+from core.megatron.model.args import fields_of, replaced
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import shard, unshard
+from core.pickle.inert import TensorLeaf, as_mapping, attributes
 from tests.materialize import write_files
 from tests.rank_files import MODEL_FILE, assert_same_weights, load_rank_file, rank_dirs
 from tests.reshard.megatron_gold import (

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
-from core.layout import shard, stack, unshard
-from core.match import match
-from core.topology import Topology
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import shard, stack, unshard
+from core.plan.match import match
 from tests.reshard.megatron_gold import RULES, filled
 from tests.reshard.synthetic import Arrays, Model
 from tests.reshard.test_layouts import check

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert import Job, TopologyChange, run
+from core.convert.run import Job, TopologyChange, run
 from core.errors import UsageError
-from core.layout import unshard
-from core.layout_spec import with_implementation
-from core.open import open_checkpoint
+from core.megatron.placement.implementation import with_implementation
+from core.megatron.reshard.reshard import unshard
+from core.opening.open import open_checkpoint
 from tests.materialize import tensor_bytes
 from tests.rank_files import MODEL_FILE, assert_same_weights, load_rank_file, rank_dirs
 from tests.reshard.megatron_gold import RULES, global_form

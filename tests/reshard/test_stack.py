@@ -1,4 +1,4 @@
-"""core.layout.stack: a torch_dist checkpoint as Megatron itself would have written it."""
+"""core.megatron.reshard.reshard.stack: a torch_dist checkpoint as Megatron itself would have written it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from core.convert import Job, run
+from core.convert.run import Job, run
 from core.errors import UsageError
-from core.layout import stack, unshard
-from core.layout_args import fields_of
-from core.open import open_checkpoint
-from core.topology import Topology
+from core.megatron.model.args import fields_of
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import stack, unshard
+from core.opening.open import open_checkpoint
 from tests.materialize import tensor_bytes
 from tests.reshard.megatron_gold import RULES, dist_files, filled, global_form, topology
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.inert import Global, Inert
-from core.layout_pipeline import changes_for, layout_of, pipeline_of
-from core.pipeline import LayerSplit, Pipeline, layout_text, parse_layout, split_layers
+from core.megatron.model.pipeline import LayerSplit, Pipeline, layout_text, parse_layout, split_layers
+from core.megatron.model.pipeline_args import changes_for, layout_of, pipeline_of
+from core.pickle.inert import Global, Inert
 from tests.asked import asked
 
 Options = dict[str, object]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ckpt_cli.app import main
-from core.layout_args import facts_of, fields_of
-from core.open import open_checkpoint
+from core.megatron.model.args import facts_of, fields_of
+from core.opening.open import open_checkpoint
 from tests.rank_files import MODEL_FILE, assert_same_bits, assert_same_weights, load_rank_file, rank_dirs
 
 DENSE = Path("mcore_legacy/dense_gqa")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog import Catalog
+from core.catalog.catalog import Catalog
 from core.errors import CorruptError, MissingShardError
-from core.layout import shard, unshard
-from core.layout_args import fields_of
-from core.pipeline import Pipeline, parse_layout
-from core.store import MemoryStore
-from core.topology import Topology
+from core.files.store import MemoryStore
+from core.megatron.model.args import fields_of
+from core.megatron.model.pipeline import Pipeline, parse_layout
+from core.megatron.model.topology import Topology
+from core.megatron.reshard.reshard import shard, unshard
 from tests.reshard.kinds import Kind, built, catalog_of, files
 from tests.reshard.megatron_gold import RULES
 from tests.reshard.test_kinds import check_files

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt_cli.app import main
-from core.convert import Job, Report, TopologyChange, run
+from core.convert.run import Job, Report, TopologyChange, run
 from core.errors import CorruptError, UnknownTensorError, UnsupportedError, UsageError
 from tests.rank_files import rank_dirs
 from tests.reshard.rewritten import model_of, rewritten

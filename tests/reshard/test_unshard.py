@@ -1,4 +1,4 @@
-"""core.layout.unshard on what Megatron wrote, against what it recorded."""
+"""core.megatron.reshard.reshard.unshard on what Megatron wrote, against what it recorded."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from core.box import Box, whole
+from core.arrays.box import Box, whole
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.layout import unshard
+from core.megatron.reshard.reshard import unshard
 from tests.materialize import tensor_bytes
 from tests.reshard.megatron_gold import (
     DENSE,
@@ -227,8 +227,8 @@ def test_what_every_expert_rank_repeats_is_a_replica(golden: Path) -> None:
 
 
 def test_one_rank_of_many_is_refused(golden: Path) -> None:
-    from core.formats import megatron
-    from core.store import LocalStore
+    from core.files.store import LocalStore
+    from core.formats.megatron import format as megatron
 
     folder = golden / "mcore_legacy" / "dense_gqa" / "tp2_pp1" / "iter_0000010" / "mp_rank_01"
     for store in (LocalStore(folder), LocalStore(folder, entry="model_optim_rng.pt")):
@@ -239,7 +239,7 @@ def test_one_rank_of_many_is_refused(golden: Path) -> None:
 
 
 def test_arguments_that_contradict_the_shapes_are_corrupt(golden: Path) -> None:
-    from core.layout_args import replaced
+    from core.megatron.model.args import replaced
 
     _, catalog = rank_files(golden, "dense_gqa", "tp2_pp1")
     for changes, what in (

@@ -10,11 +10,11 @@ from collections import deque
 from functools import partial
 from typing import NamedTuple
 
-from core.dist_checkpointing import comm
-from core.dist_checkpointing.async_caller import AsyncCaller, TemporalAsyncCaller
-from core.dist_checkpointing.async_request import AsyncRequest, abandon_rest, finalize
-from core.dist_checkpointing.persistent_caller import PersistentAsyncCaller
-from core.dist_checkpointing.staging import POOL
+from core.dist_checkpointing._background.caller import AsyncCaller, TemporalAsyncCaller
+from core.dist_checkpointing._background.persistent_caller import PersistentAsyncCaller
+from core.dist_checkpointing._background.request import AsyncRequest, abandon_rest, finalize
+from core.dist_checkpointing._background.staging import POOL
+from core.dist_checkpointing._ranks import comm
 from core.errors import CheckpointingException, UsageError
 
 __all__ = ["AsyncCaller", "AsyncCallsQueue", "AsyncRequest", "PersistentAsyncCaller", "TemporalAsyncCaller"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 
-from core.dist_checkpointing.torch_metadata import read_torch_metadata
+from core.dist_checkpointing.torch_dcp.torch_metadata import read_torch_metadata
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from core.box import Box, boxes_of_flat_range
+from core.arrays.box import Box, boxes_of_flat_range
 from core.dist_checkpointing.mapping import ShardedTensor
 from core.errors import UsageError
 

@@ -5,7 +5,7 @@
     └── rng_state/shard_0.1_2.4.pt            a ShardedObject: its key, offset and shape; its main replica writes it
 
 Backend ``torch``, version 1. The bytes are those that ``ckpt convert`` writes. Nothing that a file names is called when
-it is loaded, see ``core.dist_checkpointing.objects``.
+it is loaded, see ``core.dist_checkpointing._values.objects``.
 
 The first checkpoints of this kind lack the last number of a ShardedObject's shape (``rng_state/shard_0.1_2.pt``);
 they are read.
@@ -21,11 +21,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from core.dist_checkpointing import bridge, comm
+from core.dist_checkpointing._directory.durable_file import write_file
+from core.dist_checkpointing._engine import bridge
+from core.dist_checkpointing._ranks import comm
+from core.dist_checkpointing._values.objects import load_file, stream
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from core.dist_checkpointing.durable_file import write_file
 from core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
-from core.dist_checkpointing.objects import load_file, stream
 from core.dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     SaveCommonStrategy,
@@ -35,10 +36,10 @@ from core.dist_checkpointing.strategies.base import (
     require_version,
 )
 from core.errors import CorruptError, MissingShardError, UsageError
-from core.formats.dcp import METADATA
-from core.formats.mcore_common import COMMON_FILE
-from core.formats.mcore_objects import parts_of_sharded_object
-from core.store import LocalStore
+from core.files.store import LocalStore
+from core.formats.dcp.format import METADATA
+from core.formats.mcore.common_state import COMMON_FILE
+from core.formats.mcore.objects import parts_of_sharded_object
 
 COMMON_STATE_FNAME = COMMON_FILE
 
@@ -114,7 +115,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
 
         Raises:
             MissingShardError: there is neither.
-            CorruptError, UnsupportedError, UnsafeError, StorageError: see ``core.dist_checkpointing.objects``.
+            CorruptError, UnsupportedError, UnsafeError, StorageError: see ``core.dist_checkpointing._values.objects``.
         """
         root = Path(checkpoint_dir)
         if not (root / COMMON_STATE_FNAME).exists() and (root / METADATA).is_file():
@@ -137,7 +138,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         Raises:
             MissingShardError: the file of one is not there; names it, and those of the same key.
             UsageError: a leaf is no ShardedObject.
-            CorruptError, UnsupportedError, UnsafeError, StorageError: see ``core.dist_checkpointing.objects``.
+            CorruptError, UnsupportedError, UnsafeError, StorageError: see ``core.dist_checkpointing._values.objects``.
         """
         with closing(LocalStore(Path(checkpoint_dir))) as store:
             return dict_list_map_inplace(  # type: ignore[no-any-return]

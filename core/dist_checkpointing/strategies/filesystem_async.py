@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from core.dist_checkpointing import comm
-from core.dist_checkpointing.strategies.write_results import WriteResults
+from core.dist_checkpointing._ranks import comm
+from core.dist_checkpointing.strategies._torch.write_results import WriteResults
 from core.errors import UnsupportedError, UsageError, WorkerError
 
 WriteBucket = tuple[str, str, tuple[list[Any], list[Any]]]

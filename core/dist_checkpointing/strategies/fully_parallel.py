@@ -30,7 +30,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core.dist_checkpointing import comm
+from core.dist_checkpointing._ranks import comm
+from core.dist_checkpointing._ranks.kept import Kept
+from core.dist_checkpointing._ranks.shard_bytes import n_elements
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace, dict_list_map_outplace, nested_values
 from core.dist_checkpointing.exchange_utils import (
     ShardDistribution,
@@ -39,7 +41,6 @@ from core.dist_checkpointing.exchange_utils import (
     exchange_by_distribution,
     exchange_objects,
 )
-from core.dist_checkpointing.kept import Kept
 from core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -48,7 +49,6 @@ from core.dist_checkpointing.mapping import (
     StateDict,
     is_main_replica,
 )
-from core.dist_checkpointing.shard_bytes import n_elements
 from core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from core.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper, _get_failure_dict
 
-from core.dist_checkpointing import comm
+from core.dist_checkpointing._ranks import comm
 
 _Planned = tuple[tuple[Any, Metadata | None, Any], SavePlan, SavePlan, bool, bool]
 

@@ -1,6 +1,6 @@
 """Loading of ``zarr`` checkpoints by TensorStore.
 
-TensorStore reads every codec of zarr 2 and every element type of ``core.formats.zarr_dtypes``, bfloat16 included. It
+TensorStore reads every codec of zarr 2 and every element type of ``core.formats.zarr.dtypes``, bfloat16 included. It
 takes a chunk that is absent for one of zeros; here chunks are looked for first, and one that is not there is an error.
 
 The strategies of ``zarr``, which need no TensorStore, are the default ones; ``register_default_tensorstore_strategies``
@@ -18,22 +18,22 @@ from typing import Any
 import tensorstore as ts
 import torch
 
-from core.dist_checkpointing import comm
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from core.dist_checkpointing.strategies.base import LoadShardedStrategy, StrategyAction, register_default_strategy
-from core.dist_checkpointing.strategies.zarr import load_zarr_based_sharded_metadata
-from core.dist_checkpointing.strategies.zarr_arrays import check_region, clipped
-from core.dist_checkpointing.strategies.zarr_checkpoints import (
+from core.dist_checkpointing.strategies._zarr.arrays import check_region, clipped
+from core.dist_checkpointing.strategies._zarr.checkpoints import (
     BACKEND,
     VERSION,
     ZarrCheckpoints,
     tensors_of,
     with_leaves,
 )
-from core.dist_checkpointing.strategies.zarr_shards import postprocess_numpy_array, stored_region
+from core.dist_checkpointing.strategies._zarr.shards import postprocess_numpy_array, stored_region
+from core.dist_checkpointing.strategies.base import LoadShardedStrategy, StrategyAction, register_default_strategy
+from core.dist_checkpointing.strategies.zarr import load_zarr_based_sharded_metadata
 from core.dist_checkpointing.strategies.zarr_types import cast_array
 from core.errors import CorruptError, MissingShardError, UsageError
-from core.formats.zarr_v2 import ARRAY_FILE
+from core.formats.zarr.metadata2 import ARRAY_FILE
 
 logger = logging.getLogger(__name__)
 

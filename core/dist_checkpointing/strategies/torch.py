@@ -1,13 +1,13 @@
 """The backend torch_dist: DCP directories with conventions of Megatron's own.
 
-On disk, of what the strategies here write (``core.formats.torch_dist`` has the rest)::
+On disk, of what the strategies here write (``core.formats.dcp.torch_dist`` has the rest)::
 
     iter_0000010/
     ├── __0_0.distcp …       a file a rank that holds anything; ``<hint>__0_0.distcp`` beside it for a separation hint
     └── .metadata            last
 
-Saving and loading go through the engine (``core.dist_checkpointing.bridge``); torch's distributed checkpoint has no
-part in it. It reads the same files, and the documented functions and planners for it are in ``torch_state`` and
+Saving and loading go through the engine (``core.dist_checkpointing._engine.bridge``); torch's distributed checkpoint
+has no part in it. It reads the same files, and the documented functions and planners for it are in ``torch_state`` and
 ``torch_planners``, found here, too.
 
 Versions: 1 of the backend, as megatron-core 0.12 to 0.20 write it. Source: the documented package
@@ -26,11 +26,27 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from core.dist_checkpointing import bridge, comm
+from core.dist_checkpointing._directory.removal import remove_entries
+from core.dist_checkpointing._engine import bridge
+from core.dist_checkpointing._engine.prepared_save import Agreement, PreparedSave, prepare_save
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from core.dist_checkpointing.prepared_save import Agreement, PreparedSave, prepare_save
-from core.dist_checkpointing.removal import remove_entries
+from core.dist_checkpointing.strategies._torch.keys import (  # noqa: F401 - scripts import them from here
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+)
+from core.dist_checkpointing.strategies._torch.planners import MCoreLoadPlanner, MCoreSavePlanner
+from core.dist_checkpointing.strategies._torch.state import (
+    Leaf,
+    by_key,
+    flatten_state_dict,
+    mcore_to_pyt_state_dict,
+    name_of,
+    sharded_tensor_to_torch_sharded_tensor,
+)
 from core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from core.dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -40,27 +56,12 @@ from core.dist_checkpointing.strategies.base import (
     require_backend,
     require_version,
 )
-from core.dist_checkpointing.strategies.torch_keys import (  # noqa: F401 - scripts import them from here
-    _replace_sharded_keys_with_state_dict_keys,
-    _replace_state_dict_keys_with_sharded_keys,
-    _restore_dict_types,
-    _unwrap_pyt_sharded_tensor,
-)
-from core.dist_checkpointing.strategies.torch_planners import MCoreLoadPlanner, MCoreSavePlanner
-from core.dist_checkpointing.strategies.torch_state import (
-    Leaf,
-    by_key,
-    flatten_state_dict,
-    mcore_to_pyt_state_dict,
-    name_of,
-    sharded_tensor_to_torch_sharded_tensor,
-)
-from core.dist_checkpointing.torch_metadata import read_torch_metadata
+from core.dist_checkpointing.torch_dcp.torch_metadata import read_torch_metadata
 from core.dist_checkpointing.utils import _sharded_object_id, _sharded_tensor_shard_id, _ShardId
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from core.live_save import LiveSave
+    from core.live.save import LiveSave
 
 __all__ = [
     "MCoreLoadPlanner",
@@ -335,7 +336,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
             key_prefix: not empty. Where nothing begins so, a warning is logged.
 
         Raises:
-            CheckpointingException: as for ``core.dist_checkpointing.removal.remove_entries``.
+            CheckpointingException: as for ``core.dist_checkpointing._directory.removal.remove_entries``.
         """
         remove_entries(checkpoint_dir, key_prefix)
 

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core.dist_checkpointing import comm
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from core.dist_checkpointing.strategies._zarr.checkpoints import ZarrCheckpoints, tensors_of, with_leaves
+from core.dist_checkpointing.strategies._zarr.shards import flatten_range
 from core.dist_checkpointing.strategies.base import LoadShardedStrategy
 from core.dist_checkpointing.strategies.tensorstore import _load_from_array, load_tensorstore_metadata
-from core.dist_checkpointing.strategies.zarr_checkpoints import ZarrCheckpoints, tensors_of, with_leaves
-from core.dist_checkpointing.strategies.zarr_shards import flatten_range
 from core.errors import UsageError
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The backend ``zarr``: sharded tensors as zarr 2 arrays, one directory per key (``core.formats.zarr``).
+"""The backend ``zarr``: sharded tensors as zarr 2 arrays, one directory per key (``core.formats.zarr.format``).
 
 The strategies run on the engine: chunks are files of plain bytes, which it fills and reads directly, without zarr.
 The documented helpers beside them work on zarr-python's arrays and on the same files. zarr-python 3 has no bfloat16 and
@@ -23,34 +23,36 @@ import numpy as np
 import torch
 import zarr
 
-from core.dist_checkpointing import bridge, comm
+from core.dist_checkpointing._engine import bridge
+from core.dist_checkpointing._engine.prepared_save import prepare_save
+from core.dist_checkpointing._engine.torch_dtypes import dtype_name
+from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
-from core.dist_checkpointing.prepared_save import prepare_save
-from core.dist_checkpointing.strategies.base import (
-    LoadShardedStrategy,
-    SaveShardedStrategy,
-    StrategyAction,
-    register_default_strategy,
-)
-from core.dist_checkpointing.strategies.zarr_arrays import (
+from core.dist_checkpointing.strategies._zarr.arrays import (
     array_keys,
     check_no_array,
     check_region,
     create_array,
     write_in_chunk,
 )
-from core.dist_checkpointing.strategies.zarr_checkpoints import (
+from core.dist_checkpointing.strategies._zarr.checkpoints import (
     BACKEND,
     VERSION,
     ZarrCheckpoints,
     tensors_of,
     with_leaves,
 )
-from core.dist_checkpointing.strategies.zarr_shards import (
+from core.dist_checkpointing.strategies._zarr.shards import (
     flatten_range,
     pad_to_expected_shape,
     postprocess_numpy_array,
     stored_region,
+)
+from core.dist_checkpointing.strategies.base import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    register_default_strategy,
 )
 from core.dist_checkpointing.strategies.zarr_types import (
     cast_array,
@@ -58,10 +60,9 @@ from core.dist_checkpointing.strategies.zarr_types import (
     numpy_to_torch_dtype_dict,
     torch_to_numpy_dtype_dict,
 )
-from core.dist_checkpointing.torch_dtypes import dtype_name
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
-from core.formats.zarr_grid import ChunkGrid
-from core.url import refuse_url
+from core.files.url import refuse_url
+from core.formats.zarr.grid import ChunkGrid
 
 __all__ = [
     "ZarrLoadShardedStrategy",

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 
-from core.cast import cast_of, check_cast
-from core.dtypes import DTYPES
+from core.arrays.cast import cast_of, check_cast
+from core.arrays.dtypes import DTYPES
 from core.errors import UnsupportedError
-from core.formats.zarr_dtypes import v2_dtype
+from core.formats.zarr.dtypes import v2_dtype
 
 _RAW = {1: torch.uint8, 2: torch.int16}
 """By itemsize: the type as which elements that numpy lacks pass between torch and numpy."""
@@ -155,7 +155,7 @@ def tensor_of(array: Any, *, key: str) -> torch.Tensor:
 
 
 def cast_array(array: Any, dtype: torch.dtype, *, key: str) -> Any:
-    """An array's elements in the type of a torch type, rounded as everywhere in this project (``core.cast``).
+    """An array's elements in the type of a torch type, rounded as everywhere in this project (``core.arrays.cast``).
 
     Raises:
         UnsupportedError: that cast would lose more than precision, or there is no such type.

@@ -1,0 +1,81 @@
+"""Examine one checkpoint with the options of ``ckpt validate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_cli.options.values import size_in_bytes
+from ckpt_cli.workers.current_team import device, team, worker_threads
+from ckpt_cli.workers.progress import progress_bar
+from core.checks.level import Level
+from core.checks.registry import codes
+from core.convert.job import DEFAULT_MEMORY_BYTES
+from core.opening.open import FILL
+from core.validate.accepted import Acceptance, patterns_of, read_baseline
+from core.validate.run import Validation
+from core.validate.run import validate as examined
+
+if TYPE_CHECKING:
+    from ckpt_cli.options.validate import ValidateOptions
+    from core.checks.plan_request import Request
+
+
+def level_of(options: ValidateOptions) -> Level:
+    """How much is to be read."""
+    if options.deep:
+        return Level.DEEP
+    is_to_be_sure = options.newest_valid  # a job resumes from it: a sample of the files is not enough
+    return Level.HEADERS if options.headers or is_to_be_sure else Level.METADATA
+
+
+def acceptance_of(options: ValidateOptions) -> Acceptance:
+    """What does not count.
+
+    Raises:
+        UsageError: a pattern or the baseline makes no sense.
+    """
+    return Acceptance(
+        ignored=patterns_of(options.ignore or (), known=codes()),
+        known=None if options.baseline is None else read_baseline(options.baseline),
+        is_strict=options.strict,
+    )
+
+
+def examine(path: Path, options: ValidateOptions) -> Validation:
+    """Looks at one checkpoint, with a progress bar where bytes are read."""
+    level = level_of(options)
+    us = team()
+    with progress_bar(is_wanted=level == Level.DEEP and not options.quiet) as progress:
+        return examined(
+            path,
+            level=level,
+            iteration=options.iteration,
+            rules=options.rules,
+            threads=options.threads or worker_threads() or _cores(),
+            memory_bytes=_memory_bytes(options),
+            progress=progress,
+            plan_for=plan_request(options),
+            against=options.against,
+            missing_chunks=options.missing_chunks or FILL,
+            team=us,
+            device=device(),
+        )
+
+
+def plan_request(options: ValidateOptions) -> Request | None:
+    if options.plan_for is None:
+        return None
+    from core.checks.plan_request import request_of
+
+    return request_of(options.plan_for, rules=options.rules, memory_bytes=_memory_bytes(options))
+
+
+def _memory_bytes(options: ValidateOptions) -> int:
+    return DEFAULT_MEMORY_BYTES if options.memory is None else size_in_bytes(options.memory)
+
+
+def _cores() -> int:
+    import os
+
+    return min(len(os.sched_getaffinity(0)), 64)

@@ -1,0 +1,318 @@
+"""``ckpt inspect``: what a checkpoint holds.
+
+``--json`` prints one object (schema ``ckpt.inspect/1``; fields may be added, none change meaning)::
+
+    {"schema": "ckpt.inspect/1", "path": str, "format": str, "title": str, "version": str | null,
+     "iteration": int | null, "files": int, "unopened_files": int, "file_bytes": int, "beside": [str],
+     "parallel": {"tp": int, …} | {}, "ranks": int | null, "model": {argument: value},
+     "groups": [{"name": "model" | "moments" | "masters" | "other",
+                 "tensors": int, "elements": int, "bytes": int, "dtypes": {dtype: bytes}}],
+     "totals": {"tensors": int, "elements": int, "bytes": int, "objects": int},
+     "optimizer": {"format": str, "title": str} | null,
+     "can": [{"action": "convert" | "reshard", "possible": bool, "to": [format], "why": str | null}],
+     "is_unsharded": bool, "notes": [str],
+     "tensors": [{"key": str, "dtype": str, "shape": [int], "bytes": int, "group": str,
+                  "places": [{"offset": [int], "shape": [int], "file": str | null, "rank": {"tp": int, …},
+                              "array": str | null, "at": [int], "array_shape": [int], "byte_offset": int | null,
+                              "item_bytes": int | null, "strides": [int] | null, "bytes": int,
+                              "encoding": str | null, "stored_bytes": int | null}],
+                  "values": [number | "nan" | "inf" | "-inf" | [re, im]]}],
+     "objects": [{"key": str, "value": any}]}
+
+``places`` stands in tensors selected by KEY, ``values`` with ``--values``, ``value`` in objects selected by KEY. A
+place whose ``file`` is null is zero by rule (vocabulary padding). ``byte_offset`` is that of the array's first element,
+or, where ``item_bytes`` is not null, that of the container item which holds it. ``encoding`` names the codec of an
+array that is not stored as plain numbers, ``stored_bytes`` is its length in the file, where the metadata tell it.
+``beside`` lists the files that a conversion carries along (configurations, tokenizers).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt_cli.pages.inspect_object import plain
+from ckpt_cli.pages.inspect_tensor import number_json, place_json, tensor_lines
+from ckpt_cli.screen.blocks import Cell, bytes_text, count_text, facts, n_text, shape_text, shortened, table, tree_rows
+from ckpt_cli.screen.terminal import Screen, escaped, screen_of
+from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.key_patterns import LIST_THEM, matching
+from core.errors import UsageError
+from core.inspect.capabilities import Capability
+from core.inspect.preview import first_values, places_of
+from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarized
+from core.inspect.tree import tree_of
+from core.megatron.optimizer.form import role_of
+from core.opening.open import FILL, Checkpoint, open_checkpoint
+
+if TYPE_CHECKING:
+    from ckpt_cli.options.transfer import InspectOptions
+
+TREE_LIMIT = 200
+DETAILED = 8
+"""At most so many selected tensors are shown with their maps; more are listed."""
+
+_GROUP_TITLES = {"model": "model", "moments": "optimizer moments", "masters": "master weights", "other": "other"}
+
+
+def inspect(options: InspectOptions) -> int:
+    """Runs the command; returns the exit code."""
+    checkpoint = open_checkpoint(
+        options.path,
+        iteration=options.iteration,
+        samples=not options.all and not options.keys,
+        missing_chunks=options.missing_chunks or FILL,
+    )
+    try:
+        summary = summarized(checkpoint)
+        tensors, objects = _selected(summary.view, checkpoint.catalog, options.keys)
+        if options.json:
+            print(json.dumps(_as_json(checkpoint, summary, tensors, objects, options)))
+            return 0
+        screen = screen_of(sys.stdout)
+        for line in _lines(checkpoint, summary, tensors, objects, options, screen):
+            print(line)
+    finally:
+        checkpoint.store.close()
+    return 0
+
+
+def _selected(view: Catalog, stored: Catalog, patterns: Sequence[str] | None) -> tuple[list[TensorMeta], list[str]]:
+    """Tensors and object keys that the patterns choose; everything without patterns.
+
+    Raises:
+        UsageError: a pattern chooses nothing.
+    """
+    if not patterns:
+        return list(view.tensors.values()), list(view.objects)
+    tensors: dict[str, TensorMeta] = {}
+    objects: dict[str, None] = {}
+    for pattern in patterns:
+        found = matching(view.tensors, pattern)
+        found_objects = matching(view.objects, pattern)
+        if not found and not found_objects:
+            found_objects = matching(view.objects, f"*:{pattern}")  # on every rank
+        stored_keys = [] if found or stored is view else matching(stored.tensors, pattern)
+        if not found and not found_objects and not stored_keys:
+            raise UsageError(f"no tensor or object matches {pattern!r}", hint=LIST_THEM)
+        tensors.update((key, view.tensors[key]) for key in found)
+        tensors.update((key, stored.tensors[key]) for key in stored_keys)
+        objects.update(dict.fromkeys(found_objects))
+    return list(tensors.values()), list(objects)
+
+
+def _holder(summary: Summary, checkpoint: Checkpoint, key: str) -> Catalog:
+    """The catalog that knows a selected key: the view, or the rank files' own."""
+    return summary.view if key in summary.view.tensors else checkpoint.catalog
+
+
+def _lines(
+    checkpoint: Checkpoint,
+    summary: Summary,
+    tensors: list[TensorMeta],
+    objects: list[str],
+    options: InspectOptions,
+    screen: Screen,
+) -> Iterator[str]:
+    """The whole page."""
+    if options.keys:
+        if len(tensors) + len(objects) <= DETAILED or options.values:
+            for number, meta in enumerate(tensors):
+                if number:
+                    yield ""
+                catalog = _holder(summary, checkpoint, meta.key)
+                values = first_values(checkpoint.store, catalog, meta.key, options.values) if options.values else None
+                lines = list(tensor_lines(screen, meta, places_of(catalog, meta.key), values))
+                yield from shortened(screen, lines, TREE_LIMIT if options.limit is None else options.limit)
+            for key in objects:
+                value = json.dumps(plain(summary.view.objects[key], checkpoint), indent=2)
+                yield screen.styled(escaped(key), "bold")
+                lines = [escaped(line) for line in value.splitlines()]
+                yield from shortened(screen, lines, TREE_LIMIT if options.limit is None else options.limit)
+            return
+    elif options.tree is not False:
+        yield from _header(screen, summary, checkpoint)
+        yield ""
+    if options.tree is False or (options.tree is None and options.keys):
+        rows = _flat_rows(summary, tensors, objects, options.sort)
+        yield from shortened(screen, list(table(screen, rows, align="<<<>")), options.limit or 0)
+        return
+    tensors.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, summary.view))))
+    nodes = tree_of(tensors, split=lambda key: path_of(key, summary.view), folds_roots=_is_by_rank(summary))
+    lines = list(table(screen, list(tree_rows(nodes, sort=options.sort)), align="<<<>"))
+    yield from shortened(screen, lines, TREE_LIMIT if options.limit is None else options.limit)
+
+
+def _is_by_rank(summary: Summary) -> bool:
+    return bool(summary.view.attrs.get("is_rank_local"))
+
+
+def _flat_rows(summary: Summary, tensors: list[TensorMeta], objects: list[str], sort: str | None) -> list[list[Cell]]:
+    rows = [
+        [
+            Cell(escaped(meta.key)),
+            Cell(meta.dtype, ("cyan",)),
+            Cell(shape_text(meta.shape)),
+            Cell(bytes_text(meta.n_bytes), ("dim",)),
+        ]
+        for meta in _in_order(tensors, sort)
+    ]
+    return rows + [[Cell(escaped(key)), Cell("object", ("dim",))] for key in (sorted(objects) if sort else objects)]
+
+
+def _in_order(tensors: list[TensorMeta], sort: str | None) -> list[TensorMeta]:
+    if sort == "size":
+        return sorted(tensors, key=lambda meta: -meta.n_bytes)
+    return sorted(tensors, key=lambda meta: meta.key) if sort == "name" else tensors
+
+
+def _beside(checkpoint: Checkpoint) -> list[str]:
+    """Paths of the files that are carried along."""
+    carried = checkpoint.catalog.attrs.get("carried")
+    return sorted(map(str, carried)) if isinstance(carried, Mapping) else []
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 4 else (*names[:3], "…"))
+
+
+def _header(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterator[str]:
+    """Everything above the tree."""
+    yield screen.styled(escaped(summary.path), "bold")
+    version = f", version {escaped(summary.version)}" if summary.version else ""
+    pairs: list[tuple[str, Cell | str]] = [("format", f"{summary.format}: {summary.title}{version}")]
+    if summary.iteration is not None:
+        pairs.append(("iteration", str(summary.iteration)))
+    if summary.parallel or summary.n_ranks:
+        usual = {"tp": 0, "pp": 0, "etp": summary.parallel.get("tp", 1)}
+        sizes = [f"{name.upper()} {n}" for name, n in summary.parallel.items() if n != usual.get(name, 1)]
+        ranks = "written by " + n_text(summary.n_ranks, "rank") if summary.n_ranks else ""
+        pairs.append(("parallel", " · ".join([*sizes, *([ranks] if ranks else [])])))
+    if summary.model:
+        pairs.append(("model", escaped(model_text(summary))))
+    pairs.append(("optimizer", summary.optimizer_title or "none"))
+    pairs.append(("files", f"{n_text(summary.n_files, 'file')}, {bytes_text(summary.file_bytes)}"))
+    beside = _beside(checkpoint)
+    if beside:
+        pairs.append(("", escaped(f"{n_text(len(beside), 'file')} beside the weights: {_some(beside)}")))
+    if summary.n_objects:
+        pairs.append(("objects", f"{summary.n_objects:,}, listed by --flat"))
+    for number, capability in enumerate(summary.capabilities):
+        pairs.append(("" if number else "can", _capability_cell(capability)))
+    for number, note in enumerate(summary.notes):
+        pairs.append(("" if number else "note", Cell(escaped(note), ("yellow",))))
+    yield from facts(screen, pairs)
+    yield ""
+    rows: list[list[Cell | str]] = [[Cell(text, ("dim",)) for text in ("", "tensors", "elements", "bytes")]]
+    for group in summary.groups:
+        figures = [f"{group.n_tensors:,}", count_text(group.n_elements), bytes_text(group.n_bytes)]
+        rows.append([_GROUP_TITLES[group.name], *figures, Cell(", ".join(group.dtypes), ("cyan",))])
+    if len(summary.groups) > 1:
+        total = summary.total
+        rows.append(["total", f"{total.n_tensors:,}", count_text(total.n_elements), bytes_text(total.n_bytes)])
+    yield from table(screen, rows, align="<>>><")
+
+
+def _capability_cell(capability: Capability) -> Cell:
+    doing = f"{capability.action} to {', '.join(capability.targets)}" if capability.targets else capability.action
+    if capability.is_possible:
+        return Cell(f"✓ {doing}{f' ({capability.why})' if capability.why else ''}", ("green",))
+    return Cell(f"✗ {doing}: {escaped(capability.why or 'not supported')}", ("dim",))
+
+
+def model_text(summary: Summary) -> str:
+    """The model in a line: ``4 layers · hidden 64 · 8 heads in 4 groups · SwiGLU 96 · vocabulary 300 (padded 384)``."""
+    args = summary.model
+    parts = []
+    if "num_layers" in args:
+        parts.append(f"{args['num_layers']} layers")
+    if "hidden_size" in args:
+        parts.append(f"hidden {args['hidden_size']}")
+    if "num_attention_heads" in args:
+        groups = args.get("num_query_groups")
+        is_grouped = groups is not None and groups != args["num_attention_heads"]
+        parts.append(f"{args['num_attention_heads']} heads{f' in {groups} groups' if is_grouped else ''}")
+    if "ffn_hidden_size" in args:
+        parts.append(f"{'SwiGLU' if args.get('swiglu') is True else 'MLP'} {args['ffn_hidden_size']}")
+    if "num_experts" in args:
+        parts.append(f"{args['num_experts']} experts")
+    padded = args.get("padded_vocab_size")
+    vocab = args.get("vocab_size", padded)
+    if vocab is not None:
+        is_padded = padded is not None and padded != vocab
+        parts.append(f"vocabulary {vocab}{f' padded to {padded}' if is_padded else ''}")
+    if args.get("untie_embeddings_and_output_weights") is False:
+        parts.append("tied embeddings")
+    return " · ".join(parts)
+
+
+def _as_json(
+    checkpoint: Checkpoint,
+    summary: Summary,
+    tensors: list[TensorMeta],
+    objects: list[str],
+    options: InspectOptions,
+) -> dict[str, object]:
+    """The object of ``--json``; the module's docstring is its schema."""
+    tensors = _in_order(tensors, options.sort)
+    entries = []
+    for meta in tensors[: options.limit or None]:
+        catalog = _holder(summary, checkpoint, meta.key)
+        entry: dict[str, object] = {
+            "key": meta.key,
+            "dtype": meta.dtype,
+            "shape": list(meta.shape),
+            "bytes": meta.n_bytes,
+            "group": role_of(bare_key(meta.key, catalog)),
+        }
+        if options.keys:
+            entry["places"] = [place_json(place) for place in places_of(catalog, meta.key)]
+            if options.values:
+                values = first_values(checkpoint.store, catalog, meta.key, options.values)
+                entry["values"] = [number_json(value) for value in values]
+        entries.append(entry)
+    return {
+        "schema": "ckpt.inspect/1",
+        "path": summary.path,
+        "format": summary.format,
+        "title": summary.title,
+        "version": summary.version,
+        "iteration": summary.iteration,
+        "files": summary.n_files,
+        "unopened_files": summary.n_unopened,
+        "file_bytes": summary.file_bytes,
+        "beside": _beside(checkpoint),
+        "parallel": dict(summary.parallel),
+        "ranks": summary.n_ranks,
+        "model": dict(summary.model),
+        "groups": [
+            {
+                "name": group.name,
+                "tensors": group.n_tensors,
+                "elements": group.n_elements,
+                "bytes": group.n_bytes,
+                "dtypes": dict(group.dtypes),
+            }
+            for group in summary.groups
+        ],
+        "totals": {
+            "tensors": summary.total.n_tensors,
+            "elements": summary.total.n_elements,
+            "bytes": summary.total.n_bytes,
+            "objects": summary.n_objects,
+        },
+        "optimizer": summary.optimizer and {"format": summary.optimizer, "title": summary.optimizer_title},
+        "can": [
+            {"action": v.action, "possible": v.is_possible, "to": list(v.targets), "why": v.why}
+            for v in summary.capabilities
+        ],
+        "is_unsharded": summary.is_unsharded,
+        "notes": list(summary.notes),
+        "tensors": entries,
+        "objects": [
+            {"key": key, "value": plain(summary.view.objects[key], checkpoint)} if options.keys else {"key": key}
+            for key in objects
+        ],
+    }

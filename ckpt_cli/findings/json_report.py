@@ -1,0 +1,74 @@
+"""The report as JSON, one object on one line (fields may be added, none change meaning)::
+
+    {"schema": "ckpt.validate/1", "level": "metadata" | "headers" | "deep", "strict": bool, "valid": bool,
+     "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int, "bytes": int, "tensors": int,
+                      "checks": int, "seconds": float, "notes": [str], "against": {"name": str, "tensors": int} | null,
+                      "counts": {"error": int, "warning": int, "note": int},
+                      "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}], "launch": {…}}
+
+where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str, "message": str, "file": str,
+"key": str, "keys": [str], "rank": str, "span": [int, int], "expected": str, "found": str, "hint": str}``; parts that do
+not apply are left out. ``keys`` are all tensors concerned, if they are several; ``key`` is the first. ``file`` is
+relative to ``path``; ``span`` is a range of its bytes. ``ignored`` are those of ``--ignore``, ``known`` those of
+``--baseline``; neither counts for ``valid``. ``launch`` is there where several workers did it, see
+``ckpt_cli.workers.current_team``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt_cli.findings.verdict import LEVELS
+from ckpt_cli.workers.current_team import launch_of
+from core.checks.finding import Finding, Severity
+from core.checks.level import Level
+from core.checks.registry import codes
+from core.team.figures import added_up
+
+if TYPE_CHECKING:
+    from ckpt_cli.findings.verdict import Verdict
+
+SCHEMA = "ckpt.validate/1"
+
+
+def json_lines(verdicts: Sequence[Verdict], *, level: Level, is_strict: bool) -> Iterator[str]:
+    """The object."""
+    made: dict[str, object] = {
+        "schema": SCHEMA,
+        "level": LEVELS[level],
+        "strict": is_strict,
+        "valid": all(verdict.judgement.is_valid for verdict in verdicts),
+        "checkpoints": [_checkpoint(verdict) for verdict in verdicts],
+    }
+    figures = added_up(verdict.validation.figures for verdict in verdicts)
+    yield json.dumps(made | launch_of(figures))
+
+
+def _checkpoint(verdict: Verdict) -> dict[str, object]:
+    validation, judgement = verdict.validation, verdict.judgement
+    return {
+        "path": validation.path,
+        "format": validation.format,
+        "valid": judgement.is_valid,
+        "files": validation.n_files,
+        "bytes": validation.n_bytes,
+        "tensors": validation.n_tensors,
+        "checks": validation.n_checks,
+        "seconds": round(validation.seconds, 6),
+        "notes": list(validation.notes),
+        "unchecked": list(validation.unchecked),
+        "against": None
+        if validation.against is None
+        else dict(zip(("name", "tensors"), validation.against, strict=True)),
+        "counts": {severity.label: judgement.n_of(severity) for severity in sorted(Severity, reverse=True)},
+        "findings": list(map(_finding, judgement.counted)),
+        "ignored": list(map(_finding, judgement.ignored)),
+        "known": list(map(_finding, judgement.known)),
+    }
+
+
+def _finding(finding: Finding) -> dict[str, object]:
+    known = codes().get(finding.code)
+    return finding.as_dict() | ({"title": known.title} if known else {})

@@ -1,0 +1,51 @@
+"""What is reported about one checkpoint: what was found, and which of it counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt_cli.screen.blocks import n_text
+from core.checks.finding import Finding, Severity
+from core.checks.level import Level
+from core.validate.accepted import Judgement
+from core.validate.run import Validation
+
+LEVELS = {Level.METADATA: "metadata", Level.HEADERS: "headers", Level.DEEP: "deep"}
+"""Levels as reports name them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One checkpoint and what is to be said about it.
+
+    Args:
+        validation: all that was found.
+        judgement: the findings, told apart.
+    """
+
+    validation: Validation
+    judgement: Judgement
+
+    @property
+    def counts_text(self) -> str:
+        """``2 errors, 1 warning``; ``no findings``."""
+        counted = [(severity, self.judgement.n_of(severity)) for severity in sorted(Severity, reverse=True)]
+        return ", ".join(n_text(n, severity.label) for severity, n in counted if n) or "no findings"
+
+    def path_of(self, finding: Finding) -> str:
+        """Path of a finding's file; the checkpoint's, if it names none. Relative where the checkpoint's is."""
+        root = self.validation.path
+        name = finding.file
+        if name is None or "\0" in name:
+            return root
+        folder = os.path.dirname(root) if os.path.isfile(root) else root
+        path = os.path.join(folder, name)
+        is_outside = os.path.lexists(name) and not os.path.lexists(path)  # a tracker beside the checkpoint
+        return name if is_outside else path
+
+
+def exit_code_of(verdicts: Sequence[Verdict]) -> int:
+    """0 if no error counts anywhere, else 1."""
+    return 0 if all(verdict.judgement.is_valid for verdict in verdicts) else 1

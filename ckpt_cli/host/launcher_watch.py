@@ -1,0 +1,34 @@
+"""A worker does not outlive its launcher: one that was killed can end nobody, and what is left would keep the stage.
+
+The agent starts each worker in a session of its own, so no signal of a terminal or of a batch system reaches the
+workers once it is gone. The thread that looks after it is no ``threading.Thread`` and holds no lock, for the reason
+that ``ckpt_cli.workers.store`` gives.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+from time import sleep
+
+_LOOK_S = 0.5
+_END_S = 10.0
+"""How long the worker may take to end by itself."""
+
+
+def end_with(launcher: int) -> None:
+    """Ends this process soon after its launcher has gone: as SIGTERM does, and by SIGKILL if that takes too long.
+
+    Args:
+        launcher: process id of the launcher, whose child this process is.
+    """
+    _thread.start_new_thread(_watch, (launcher,))
+
+
+def _watch(launcher: int) -> None:
+    while os.getppid() == launcher:
+        sleep(_LOOK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    sleep(_END_S)
+    os.kill(os.getpid(), signal.SIGKILL)

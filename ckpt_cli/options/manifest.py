@@ -1,0 +1,48 @@
+"""The options of ``ckpt manifest``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from ckpt_cli.options.transfer import (
+    OUTPUT,
+    TALK,
+    Debug,
+    Flag,
+    Iteration,
+    Json,
+    Memory,
+    MissingChunks,
+    ReadingThreads,
+    RulesFile,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestOptions:
+    """``ckpt manifest``."""
+
+    path: Annotated[
+        Path, Argument(metavar="PATH", help="A checkpoint directory, one of its files, or a training root.")
+    ] = Path()
+    fingerprints: Annotated[
+        bool,
+        Flag("--fingerprints/--no-fingerprints", rich_help_panel=OUTPUT, help="Fingerprints of the tensors. [yes]"),
+    ] = True
+    output: Annotated[
+        Path | None,
+        Option("-o", "--output", metavar="FILE", rich_help_panel=OUTPUT, help="Write it there, not beside the data."),
+    ] = None
+    force: Annotated[bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace one that is there.")] = False
+    iteration: Iteration = None
+    missing_chunks: MissingChunks = None
+    rules: RulesFile = None
+    memory: Memory = None
+    threads: ReadingThreads = None
+    json: Json = False
+    quiet: Annotated[bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors.")] = False
+    debug: Debug = False

@@ -1,0 +1,479 @@
+"""The options of the commands, each declared once.
+
+A command takes one frozen dataclass; ``accepts`` turns it into the signature that typer wants. Long options may be
+written with ``-`` or ``_`` inside.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from typer import Argument, Option
+
+from ckpt_cli.options.typer_command import PANELS
+from ckpt_cli.options.values import AUTO, one_of, whole
+from core.files.url import refuse_url
+
+Options = TypeVar("Options")
+Result = TypeVar("Result")
+CHECKS, OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS
+
+TARGETS = (
+    *("dcp", "torch_dist", "torch", "megatron", "zarr", "zarr3", "safetensors"),
+    *("hf", "deepspeed_universal"),
+)
+"""Formats that can be written; stated here because asking the formats would import them all for a help page."""
+CONTENT_OPTIONS = (
+    *("max_shard_size", "dequantize", "include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
+    *("stack_layers", "unstack_layers", "dtype", "quantize", "no_optim", "metadata_only", "transformer_impl"),
+)
+"""Fields of ``TransferOptions`` that change something of a checkpoint which may stay in its format."""
+
+
+def accepts(options: type[Options]) -> Callable[[Callable[[Options], Result]], Callable[..., Result]]:
+    """Makes a typer command of a function that takes one ``options`` dataclass."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in fields(options)  # type: ignore[arg-type]  # any dataclass will do
+    ]
+
+    def decorate(body: Callable[[Options], Result]) -> Callable[..., Result]:
+        def command(**values: Any) -> Result:
+            for value in values.values():
+                for item in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(item, Path):
+                        refuse_url(item)
+            return body(options(**values))
+
+        command.__name__ = body.__name__
+        command.__doc__ = body.__doc__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+Flag = partial(Option, show_default=False)
+
+
+def _iteration(panel: str) -> object:
+    return Option(
+        "--iteration", metavar="N", parser=whole(0), rich_help_panel=panel, help="Which iteration of a training root."
+    )
+
+
+def threads_option(text: str) -> object:
+    """``--threads``, with what they do and how many there are else."""
+    return Option("--threads", "-j", metavar="N", parser=whole(1, 64), rich_help_panel=ENGINE, help=text)
+
+
+RulesFile = Annotated[
+    Path | None,
+    Option("--rules", metavar="FILE.toml", rich_help_panel=LAYOUT, help="More layout rules, tried first."),
+]
+Iteration = Annotated[int | None, _iteration(OUTPUT)]
+CheckedIteration = Annotated[int | None, _iteration(CHECKS)]
+NoOptim = Annotated[bool, Flag("--no-optim", rich_help_panel=CONTENT, help="Leave the optimizer's state out.")]
+
+
+def _missing_chunks(panel: str) -> object:
+    return Option(
+        "--missing-chunks",
+        metavar="fill|error",
+        parser=one_of("fill", "error"),
+        rich_help_panel=panel,
+        help="Zarr chunks that were not stored: use the fill value if their writer omits such chunks, or fail. [fill]",
+    )
+
+
+MissingChunks = Annotated[str | None, _missing_chunks(CONTENT)]
+CheckedMissingChunks = Annotated[str | None, _missing_chunks(CHECKS)]
+Memory = Annotated[
+    str | None,
+    Option("--memory", metavar="SIZE", rich_help_panel=ENGINE, help="Most memory the process may use. [512MiB]"),
+]
+ReadingThreads = Annotated[int | None, threads_option("Threads that read. [as many as cores]")]
+Json = Annotated[bool, Flag("--json", rich_help_panel=TALK, help="Print one JSON object.")]
+Debug = Annotated[bool, Flag("--debug", rich_help_panel=TALK, help="Print a traceback on errors.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectOptions:
+    """``ckpt inspect``."""
+
+    path: Annotated[
+        Path, Argument(metavar="PATH", help="A checkpoint directory, one of its files, or a training root.")
+    ] = Path()
+    keys: Annotated[
+        list[str] | None,
+        Argument(metavar="KEY…", help="Show these entries: names, or patterns such as 'decoder.layers.[0-3].*'."),
+    ] = None
+    iteration: Annotated[
+        int | None, Option("--iteration", metavar="N", parser=whole(0), help="Which iteration of a training root.")
+    ] = None
+    tree: Annotated[
+        bool | None,
+        Flag("--tree/--flat", help="Folded tree (layers.[0-31]), or one line for each tensor. [tree]"),
+    ] = None
+    sort: Annotated[
+        str | None,
+        Option("--sort", metavar="name|size", parser=one_of("name", "size"), help="Order; else as stored."),
+    ] = None
+    values: Annotated[
+        int,
+        Option("--values", metavar="N", parser=whole(0, 10_000), show_default=False, help="Show the first N numbers."),
+    ] = 0
+    limit: Annotated[
+        int | None,
+        Option(
+            "--limit", metavar="N", parser=whole(0), help="Show at most N lines; 0 for all. [200 for a tree, else all]"
+        ),
+    ] = None
+    missing_chunks: Annotated[str | None, _missing_chunks("Options")] = None
+    all: Annotated[
+        bool, Flag("--all", help="Open every file of the ranks, not one of each pipeline stage; so does KEY.")
+    ] = False
+    json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False
+    debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False
+
+
+def _target_size(short: str, long: str, text: str) -> object:
+    names = (f"--{short}-new", f"--target-{short}", f"--target-{long}")
+    return Option(*names, metavar="N", parser=whole(1), rich_help_panel=LAYOUT, help=text)
+
+
+def _source_size(short: str, long: str) -> object:
+    return Option(f"--{short}", f"--{long}", metavar="N", parser=whole(1), hidden=True)
+
+
+def _pipeline_option(name: str, metavar: str, text: str, parser: Callable[[str], object]) -> object:
+    names = (f"--{name}", f"--{name}-new", f"--target-{name}")
+    return Option(*names, metavar=metavar, parser=parser, rich_help_panel=LAYOUT, help=text)
+
+
+def _pipeline_flag(name: str, text: str) -> object:
+    return Flag(f"--{name}/--no-{name}", rich_help_panel=LAYOUT, help=text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOptions:
+    """What ``ckpt convert`` and ``ckpt reshard`` take; they differ in what they require."""
+
+    src: Annotated[Path, Argument(metavar="SRC", help="The checkpoint: a directory, a file or a training root.")] = (
+        Path()
+    )
+    dst: Annotated[Path | None, Argument(metavar="DST", help="What to write; proposed beside SRC if left out.")] = None
+    output: Annotated[
+        Path | None, Option("-o", "--output", metavar="DST", rich_help_panel=OUTPUT, help="Another way to say DST.")
+    ] = None
+    to: Annotated[
+        str | None,
+        Option(
+            "--to",
+            metavar="FORMAT",
+            rich_help_panel=OUTPUT,
+            help=f"{', '.join(TARGETS)}. [DST's suffix; that of SRC, if only its content changes]",
+        ),
+    ] = None
+    iteration: Iteration = None
+    max_shard_size: Annotated[
+        str | None,
+        Option("--max-shard-size", metavar="SIZE", rich_help_panel=OUTPUT, help="Most bytes of a file: 5GB, 500MB."),
+    ] = None
+    force: Annotated[
+        bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace DST, once the new one is complete.")
+    ] = False
+    resume: Annotated[
+        bool, Flag("--resume", rich_help_panel=OUTPUT, help="Keep unfinished work on failure, and continue it.")
+    ] = False
+    dry_run: Annotated[
+        bool, Flag("--dry-run", "-n", rich_help_panel=OUTPUT, help="Print the plan; read and write no data.")
+    ] = False
+    metadata_only: Annotated[
+        bool,
+        Flag(
+            "--metadata-only",
+            rich_help_panel=OUTPUT,
+            help="torch_dist, dcp: hard links to SRC's data files; nothing is copied.",
+        ),
+    ] = False
+    explain: Annotated[
+        bool,
+        Flag(
+            "--explain", rich_help_panel=OUTPUT, help="Print the layout rule of every tensor; read and write no data."
+        ),
+    ] = False
+    rank: Annotated[
+        int | None,
+        Option(
+            "--rank",
+            metavar="R",
+            parser=whole(0),
+            rich_help_panel=OUTPUT,
+            help="With --dry-run: files of SRC that rank R of DST needs, counted from 0.",
+        ),
+    ] = None
+
+    tp_new: Annotated[int | None, _target_size("tp", "tensor-parallel-size", "Tensor parallel size to write.")] = None
+    pp_new: Annotated[int | None, _target_size("pp", "pipeline-parallel-size", "Pipeline parallel size.")] = None
+    vpp_new: Annotated[
+        int | None, _target_size("vpp", "virtual-pipeline-parallel-size", "Virtual pipeline chunks per stage.")
+    ] = None
+    ep_new: Annotated[int | None, _target_size("ep", "expert-parallel-size", "Expert parallel size.")] = None
+    etp_new: Annotated[
+        int | None, _target_size("etp", "expert-tensor-parallel-size", "Tensor parallel size of the experts.")
+    ] = None
+    tp: Annotated[int | None, _source_size("tp", "tensor-model-parallel-size")] = None
+    pp: Annotated[int | None, _source_size("pp", "pipeline-model-parallel-size")] = None
+    vpp: Annotated[int | None, _source_size("vpp", "virtual-pipeline-model-parallel-size")] = None
+    ep: Annotated[int | None, _source_size("ep", "expert-model-parallel-size")] = None
+    etp: Annotated[int | None, _source_size("etp", "expert-tensor-parallel-size")] = None
+    decoder_first: Annotated[
+        int | None,
+        _pipeline_option("decoder-first-pipeline-num-layers", "N", "Layers of the first pipeline stage.", whole(1)),
+    ] = None
+    decoder_last: Annotated[
+        int | None,
+        _pipeline_option("decoder-last-pipeline-num-layers", "N", "Layers of the last pipeline stage.", whole(1)),
+    ] = None
+    pipeline_layout: Annotated[
+        str | None,
+        _pipeline_option(
+            "pipeline-model-parallel-layout", "TEXT", "What every model chunk holds: 'E|(t|)*3,m|L'.", str
+        ),
+    ] = None
+    account_for_embedding: Annotated[
+        bool | None, _pipeline_flag("account-for-embedding-in-pipeline-split", "The embedding counts as a layer.")
+    ] = None
+    account_for_loss: Annotated[
+        bool | None, _pipeline_flag("account-for-loss-in-pipeline-split", "The loss counts as a layer.")
+    ] = None
+    vocab_size: Annotated[
+        int | None,
+        Option(
+            "--vocab-size",
+            metavar="N",
+            parser=whole(1),
+            rich_help_panel=LAYOUT,
+            help="True vocabulary size, unpadded.",
+        ),
+    ] = None
+    vocab_divisor: Annotated[
+        int | None,
+        Option(
+            "--make-vocab-size-divisible-by",
+            metavar="N",
+            parser=whole(1),
+            rich_help_panel=LAYOUT,
+            help="Hugging Face to Megatron: the vocabulary is padded to a multiple of N times TP [128].",
+        ),
+    ] = None
+    keep_padded_vocab: Annotated[
+        bool, Flag("--keep-padded-vocab", rich_help_panel=LAYOUT, help="Keep the padding rows as they are.")
+    ] = False
+    names: Annotated[
+        str | None,
+        Option(
+            "--names",
+            metavar="WHOSE",
+            rich_help_panel=LAYOUT,
+            help="Tensor names to write: hf, hf:MODEL_TYPE or megatron.",
+        ),
+    ] = None
+    config: Annotated[
+        Path | None,
+        Option(
+            "--config",
+            metavar="config.json",
+            rich_help_panel=LAYOUT,
+            help="Of the model, where SRC has Hugging Face's names and none beside them.",
+        ),
+    ] = None
+    transformer_impl: Annotated[
+        str | None,
+        Option(
+            "--transformer-impl",
+            metavar="IMPL",
+            parser=one_of("local", "transformer_engine"),
+            rich_help_panel=LAYOUT,
+            help="Megatron's module names to write: local or transformer_engine.",
+        ),
+    ] = None
+    megatron_version: Annotated[
+        str | None,
+        Option(
+            "--megatron-version",
+            metavar="X.Y",
+            rich_help_panel=LAYOUT,
+            help="The megatron-core that will load the rank files; else they suit the one that wrote SRC.",
+        ),
+    ] = None
+    moe_experts: Annotated[
+        str | None,
+        Option(
+            "--moe-experts",
+            metavar="KIND",
+            parser=one_of("sequential"),
+            rich_help_panel=LAYOUT,
+            help="sequential: write the old GroupedMLP (gone in megatron-core 0.17) as one module per expert.",
+        ),
+    ] = None
+    rules: RulesFile = None
+    unknown: Annotated[
+        str | None,
+        Option(
+            "--unknown",
+            metavar="POLICY",
+            parser=one_of("refuse", "replicate"),
+            rich_help_panel=LAYOUT,
+            help="Tensors without a layout rule: refuse, or replicate what all ranks hold equally.  [default: refuse]",
+        ),
+    ] = None
+
+    dequantize: Annotated[
+        str | None,
+        Option(
+            "--dequantize",
+            metavar="DTYPE",
+            rich_help_panel=CONTENT,
+            help="Dequantize float8 and int8 weights to bf16, fp16 or fp32 (applies their scales).",
+        ),
+    ] = None
+    include: Annotated[
+        list[str] | None,
+        Option("--include", metavar="GLOB", rich_help_panel=CONTENT, help="Carry only these keys; repeatable."),
+    ] = None
+    exclude: Annotated[
+        list[str] | None, Option("--exclude", metavar="GLOB", rich_help_panel=CONTENT, help="Leave these out.")
+    ] = None
+    strip_prefix: Annotated[
+        list[str] | None,
+        Option(
+            "--strip-prefix", metavar="TEXT", rich_help_panel=CONTENT, help="Take this off keys that begin with it."
+        ),
+    ] = None
+    add_prefix: Annotated[
+        str | None,
+        Option("--add-prefix", metavar="TEXT", rich_help_panel=CONTENT, help="Put this before the model's keys."),
+    ] = None
+    rename: Annotated[
+        list[str] | None,
+        Option("--rename", metavar="OLD=NEW", rich_help_panel=CONTENT, help="Regex on keys; NEW may use \\1."),
+    ] = None
+    untie: Annotated[
+        list[str] | None,
+        Option("--untie", metavar="NEW=KEY", rich_help_panel=CONTENT, help="Write KEY a second time, as NEW."),
+    ] = None
+    tie: Annotated[
+        list[str] | None,
+        Option("--tie", metavar="OLD=KEY", rich_help_panel=CONTENT, help="Leave OLD out, proven equal to KEY."),
+    ] = None
+    stack_layers: Annotated[
+        bool, Flag("--stack-layers", rich_help_panel=CONTENT, help="Stack layers.0, layers.1 … along a first axis.")
+    ] = False
+    unstack_layers: Annotated[
+        list[str] | None,
+        Option(
+            "--unstack-layers",
+            metavar="GLOB",
+            rich_help_panel=CONTENT,
+            help=f"Write these stacked tensors as one a layer; {AUTO}: all with 'layers' in their key.",
+        ),
+    ] = None
+    dtype: Annotated[
+        list[str] | None,
+        Option(
+            "--dtype",
+            "--torch-dtype",
+            metavar="[GLOB=]DTYPE",
+            rich_help_panel=CONTENT,
+            help="Cast the model's floating tensors, or those of a glob: bf16, fp16, fp32, …",
+        ),
+    ] = None
+    quantize: Annotated[
+        list[str] | None,
+        Option(
+            "--quantize",
+            metavar="[GLOB=]KIND",
+            rich_help_panel=CONTENT,
+            help="float8 with scales for linear weights or a glob's: block (128 × 128), tensor, none.",
+        ),
+    ] = None
+    no_optim: NoOptim = False
+    rng: Annotated[
+        str | None,
+        Option(
+            "--rng",
+            metavar="keep|drop",
+            parser=one_of("keep", "drop"),
+            rich_help_panel=CONTENT,
+            help="Random states: keep them or fail; drop them. [kept where ranks stay, else dropped]",
+        ),
+    ] = None
+    missing_chunks: MissingChunks = None
+    replicas: Annotated[
+        str | None,
+        Option(
+            "--on-replica-mismatch",
+            metavar="error|first",
+            parser=one_of("error", "first"),
+            rich_help_panel=CONTENT,
+            help="Where ranks hold different copies of one tensor: fail, or take the first. [error]",
+        ),
+    ] = None
+    weights_only: Annotated[
+        bool,
+        Flag(
+            "--weights-only",
+            rich_help_panel=CONTENT,
+            help="Write a .pt that torch.load's weights_only mode accepts: set aside the objects that it refuses.",
+        ),
+    ] = False
+    drop_unknown: Annotated[
+        bool,
+        Flag("--drop-unknown", rich_help_panel=CONTENT, help="Leave out objects of classes that are not known."),
+    ] = False
+
+    memory: Memory = None
+    threads: Annotated[
+        int | None,
+        threads_option("Threads that copy. [2]"),
+    ] = None
+    no_crc: Annotated[
+        bool, Flag("--no-crc", rich_help_panel=ENGINE, help="No CRC-32 checksums; zip tools then refuse torch files.")
+    ] = False
+    no_digest: Annotated[
+        bool, Flag("--no-digest", rich_help_panel=ENGINE, help="No content digests in the manifest.")
+    ] = False
+    fingerprint: Annotated[
+        bool,
+        Flag(
+            "--fingerprint",
+            rich_help_panel=ENGINE,
+            help="Put fingerprints into the manifest, which are the same in every format and layout.",
+        ),
+    ] = False
+    verify: Annotated[
+        bool,
+        Flag("--verify", rich_help_panel=ENGINE, help="Read the result again and compare every byte with the source."),
+    ] = False
+    no_fsync: Annotated[
+        bool, Flag("--no-fsync", rich_help_panel=ENGINE, help="Do not wait until the disk has everything.")
+    ] = False
+
+    json: Json = False
+    quiet: Annotated[
+        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors, and what is not carried.")
+    ] = False
+    debug: Debug = False

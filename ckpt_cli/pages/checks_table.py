@@ -1,0 +1,56 @@
+"""``ckpt validate --list-checks``: every code, as a table or as JSON.
+
+``--json`` prints ``{"schema": "ckpt.checks/1", "checks": [{"code": str, "severity": "error" | "warning" | "note",
+"level": "metadata" | "headers" | "deep", "title": str, "hint": str}]}``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+from ckpt_cli.findings.text import STYLES
+from ckpt_cli.findings.verdict import LEVELS
+from ckpt_cli.screen.blocks import Cell, table
+from ckpt_cli.screen.terminal import Screen, screen_of
+from core.checks.registry import codes
+
+
+def print_checks(*, is_json: bool) -> int:
+    """Prints them; returns the exit code."""
+    if is_json:
+        print(json.dumps({"schema": "ckpt.checks/1", "checks": list(_rows())}))
+        return 0
+    for line in table_lines(screen_of(sys.stdout)):
+        print(line)
+    return 0
+
+
+def _rows() -> Iterator[dict[str, str]]:
+    for code in codes().values():
+        yield {
+            "code": code.code,
+            "severity": code.severity.label,
+            "level": LEVELS[code.level],
+            "title": code.title,
+            "hint": code.hint,
+        }
+
+
+def table_lines(screen: Screen) -> Iterator[str]:
+    """The table for people: hints only where there is room for them."""
+    rows: list[list[Cell | str]] = []
+    for code in codes().values():
+        severity = Cell(code.severity.label, (STYLES[code.severity],))
+        rows.append([Cell(code.code, ("bold",)), severity, Cell(LEVELS[code.level], ("dim",)), code.title])
+    yield from table(screen, rows, align="<<<<")
+
+
+def markdown_lines() -> Iterator[str]:
+    """The table of the README."""
+    yield "| code | severity | from level | what is found | what to do |"
+    yield "| --- | --- | --- | --- | --- |"
+    for row in _rows():
+        cells = (row["code"], row["severity"], row["level"], row["title"], row["hint"])
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -1,0 +1,95 @@
+"""Objects (arguments, random states, optimizer settings) as JSON values; nothing in them is ever run.
+
+An instance is shown as ``{"<class>": "argparse.Namespace", …attributes}``, a class or function as its dotted name, a
+tensor as ``{"<tensor>": key}``, bytes as their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from core.catalog.catalog import StoredObject
+from core.opening.open import Checkpoint
+from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, TensorLeaf, as_mapping
+
+MAX_DEPTH = 24
+MAX_NODES = 20_000
+_MAX_BITS = 8192
+
+
+def plain(item: StoredObject, checkpoint: Checkpoint) -> object:
+    """The value of an object, read from its own stream where the metadata does not hold it."""
+    value = item.value
+    if item.raw_key is not None:
+        from core.formats.torch.format import load_object
+
+        stream = checkpoint.catalog.fragments(item.raw_key)[0].array
+        assert stream is not None
+        value, _ = load_object(checkpoint.store, stream, key=item.key)
+    return _Reader().plain(value)
+
+
+class _Reader:
+    """Turns an inert tree into JSON values; ends whatever the tree is (deep, cyclic, shared a million times)."""
+
+    def __init__(self) -> None:
+        self._left = MAX_NODES
+
+    def plain(self, value: object, depth: int = 0) -> object:
+        """``value`` as JSON; "…" for what is too much."""
+        self._left -= 1
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, int):
+            return int(value) if value.bit_length() <= _MAX_BITS else hex(value)
+        if isinstance(value, float):
+            return value if math.isfinite(value) else str(value)
+        if isinstance(value, (bytes, bytearray)):
+            return f"<{len(value)} bytes>"
+        if isinstance(value, TensorLeaf):
+            return {"<tensor>": value.key}
+        if isinstance(value, ObjectLeaf):
+            return {"<object>": value.key}
+        if isinstance(value, (Global, complex)):
+            return str(value)
+        if depth >= MAX_DEPTH or self._left <= 0:
+            return "…"
+        mapping = as_mapping(value)
+        if mapping is not None:
+            return self._entries(mapping, depth)
+        if isinstance(value, Inert):
+            return self._instance(value, depth)
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return self._items(list(value), depth)
+        return f"<{type(value).__name__}>"
+
+    def _instance(self, value: Inert, depth: int) -> dict[str, object]:
+        shown: dict[str, object] = {"<class>": value.class_name}
+        if value.args:
+            shown["<arguments>"] = self._items(value.args, depth)
+        if isinstance(value.state, dict):
+            shown.update(self._entries(value.state, depth))
+        elif value.state is not NO_STATE:
+            shown["<state>"] = self.plain(value.state, depth + 1)
+        if value.items:
+            shown["<items>"] = self._items(value.items, depth)
+        return shown
+
+    def _entries(self, mapping: dict[object, object], depth: int) -> dict[str, object]:
+        shown: dict[str, object] = {}
+        for number, (name, item) in enumerate(mapping.items()):
+            if self._left <= 0:
+                shown["…"] = f"{len(mapping) - number} more"
+                break
+            shown[name if isinstance(name, str) else str(self.plain(name, depth + 1))] = self.plain(item, depth + 1)
+        return shown
+
+    def _items(self, items: Sequence[object], depth: int) -> list[object]:
+        shown: list[object] = []
+        for number, item in enumerate(items):
+            if self._left <= 0:
+                shown.append(f"… {len(items) - number} more")
+                break
+            shown.append(self.plain(item, depth + 1))
+        return shown

@@ -1,0 +1,128 @@
+"""One tensor for people and for ``--json``: the map of its boxes, and its first numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from ckpt_cli.screen.blocks import Cell, box_text, bytes_text, count_text, facts, n_text, shape_text, table
+from ckpt_cli.screen.terminal import Screen, escaped
+from core.arrays.box import is_c_contiguous
+from core.arrays.dtypes import itemsize
+from core.catalog.catalog import TensorMeta
+from core.inspect.preview import Number, Place
+
+
+def tensor_lines(
+    screen: Screen, meta: TensorMeta, places: Sequence[Place], values: Sequence[Number] | None
+) -> Iterator[str]:
+    """The page of one tensor."""
+    yield screen.styled(escaped(meta.key), "bold")
+    n_boxes = len({place.box for place in places})
+    n_copies = len(places) - n_boxes
+    copies = f", and {n_text(n_copies, 'copy', 'copies')} of some" if n_copies else ""
+    stored = n_text(n_boxes, "box", "boxes") + copies + _encoded(places)
+    elements = f"{count_text(meta.n_elements)} {'element' if meta.n_elements == 1 else 'elements'}"
+    yield from facts(
+        screen,
+        [
+            ("dtype", meta.dtype),
+            ("shape", f"{shape_text(meta.shape)}, {elements}, {bytes_text(meta.n_bytes)}"),
+            ("stored", stored),
+        ],
+    )
+    yield ""
+    head = [Cell(text, ("dim",)) for text in ("box", "rank", "file", "in array", "byte", "strides", "stored as")]
+    rows = [head, *(_row(place, itemsize(meta.dtype)) for place in places)]
+    used = [at for at in range(len(head)) if any(row[at].text for row in rows[1:])]
+    align = "".join("<<<<><<"[at] for at in used)
+    yield from table(screen, [[row[at] for at in used] for row in rows], align=align)
+    if values is not None:
+        yield ""
+        count = f"all {len(values)}" if len(values) == meta.n_elements else f"first {len(values)}"
+        yield from facts(screen, [(f"{count} values", ", ".join(number_text(value, meta.dtype) for value in values))])
+
+
+def _row(place: Place, size: int) -> list[Cell]:
+    rank = " ".join(f"{name}{number}" for name, number in place.rank)
+    if place.file is None:
+        return [
+            Cell(box_text(place.box)),
+            Cell(rank),
+            Cell("zeros by rule", ("dim",)),
+            Cell(""),
+            Cell(""),
+            Cell(""),
+            Cell(""),
+        ]
+    is_part = place.box.shape != place.array_shape
+    inside = f"at {shape_text(place.at)}" if is_part else ""
+    item = f"item {place.offset} +{place.item_bytes}" if place.item_bytes is not None else str(place.offset)
+    is_plain = place.strides is None or is_c_contiguous(place.array_shape, place.strides)
+    return [
+        Cell(box_text(place.box)),
+        Cell(rank),
+        Cell(escaped(place.file), ("cyan",)),
+        Cell(inside, ("dim",)),
+        Cell(item, ("dim",)),
+        Cell("" if is_plain or place.strides is None else shape_text(place.strides), ("yellow",)),
+        Cell("" if place.encoding is None else _stored_as(place, size), ("yellow",)),
+    ]
+
+
+def _stored_as(place: Place, size: int) -> str:
+    """``zstd, 1.2 KiB of 4 KiB``: the codec and the lengths of the whole array, stored and dense."""
+    if place.stored_bytes is None:
+        return escaped(place.encoding or "")
+    n_bytes = prod(place.array_shape) * size
+    return escaped(f"{place.encoding}, {bytes_text(place.stored_bytes)} of {bytes_text(n_bytes)}")
+
+
+def _encoded(places: Sequence[Place]) -> str:
+    """How much of a tensor is not stored as plain numbers, as the end of a sentence."""
+    names = dict.fromkeys(place.encoding for place in places if place.encoding is not None)
+    if not names:
+        return ""
+    lengths = {(place.file, place.array): place.stored_bytes for place in places if place.encoding is not None}
+    known = [n for n in lengths.values() if n is not None]
+    size = f", {bytes_text(sum(known))} in the files" if len(known) == len(lengths) else ""
+    return f", {escaped(', '.join(map(str, names)))}{size}"
+
+
+def number_text(value: Number, dtype: str) -> str:
+    """A number with the digits that its dtype has."""
+    if isinstance(value, bool) or not isinstance(value, (float, complex)):
+        return str(value)
+    digits = 17 if dtype in ("float64", "complex128") else 9 if dtype in ("float32", "complex64") else 5
+    if isinstance(value, complex):
+        return f"{value.real:.{digits}g}{value.imag:+.{digits}g}j"
+    return f"{value:.{digits}g}"
+
+
+def number_json(value: Number) -> object:
+    """A number as JSON can hold it."""
+    if isinstance(value, complex):
+        return [number_json(value.real), number_json(value.imag)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def place_json(place: Place) -> dict[str, object]:
+    """A place as ``--json`` prints it; see ``ckpt_cli.commands.inspect``."""
+    return {
+        "offset": list(place.box.offset),
+        "shape": list(place.box.shape),
+        "file": place.file,
+        "rank": dict(place.rank),
+        "array": place.array,
+        "at": list(place.at),
+        "array_shape": list(place.array_shape),
+        "byte_offset": place.offset,
+        "item_bytes": place.item_bytes,
+        "strides": None if place.strides is None else list(place.strides),
+        "bytes": place.n_bytes,
+        "encoding": place.encoding,
+        "stored_bytes": place.stored_bytes,
+    }

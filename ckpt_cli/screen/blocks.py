@@ -1,0 +1,154 @@
+"""Text blocks: units, aligned columns, fact lists, trees. Pure functions from values to lines; no rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded
+from core.arrays.box import Box
+from core.inspect.tree import Node
+
+
+def bytes_text(n_bytes: int) -> str:
+    """``512 B``, ``1.21 KiB``, ``3.05 GiB``: three digits."""
+    if n_bytes < 1024:
+        return f"{n_bytes} B"
+    value = float(n_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        value /= 1024
+        if value < 999.5 or unit == "PiB":
+            break
+    return f"{_three_digits(value)} {unit}"
+
+
+def count_text(count: int) -> str:
+    """``950``, ``187 K``, ``1.24 B``: powers of a thousand, three digits."""
+    if count < 10_000:
+        return str(count)
+    value = float(count)
+    for unit in ("K", "M", "B", "T"):
+        value /= 1000
+        if value < 999.5 or unit == "T":
+            break
+    return f"{_three_digits(value)} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f}"
+
+
+def seconds_text(seconds: float) -> str:
+    """``0.42 s``, ``38 s``, ``4 min 10 s``, ``2 h 05 min``."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 100:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def n_text(count: int, noun: str, plural: str | None = None) -> str:
+    """``1 tensor``, ``12,345 tensors``, ``2 boxes``."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """``[384, 64]``; ``[]`` for a scalar."""
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def box_text(box: Box) -> str:
+    """``[0:192, 0:64]``; ``[]`` for a scalar."""
+    return f"[{', '.join(f'{o}:{e}' for o, e in zip(box.offset, box.end, strict=True))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A piece of text in a column, with its styles."""
+
+    text: str
+    styles: tuple[str, ...] = ()
+
+
+def table(
+    screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int = 0, gap: int = 2
+) -> Iterator[str]:
+    """Aligned columns.
+
+    Args:
+        align: ``<`` or ``>`` for each column.
+    """
+    cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
+    widths = [max((columns_of(row[at].text) for row in cells if at < len(row)), default=0) for at in range(len(align))]
+    for row in cells:
+        parts = []
+        for at, cell in enumerate(row):
+            is_last = at == len(row) - 1 and align[at] == "<"
+            text = padded(cell.text, 0 if is_last else widths[at], right=align[at] == ">")
+            start = len(text) - len(text.lstrip(" "))
+            parts.append(text[:start] + screen.styled(text[start:], *cell.styles))
+        yield screen.plain((" " * indent + (" " * gap).join(parts)).rstrip())
+
+
+def facts(screen: Screen, pairs: Iterable[tuple[str, Cell | str]], *, indent: int = 0) -> Iterator[str]:
+    """Names in a dim column, values wrapped beside them; an empty name continues the one above."""
+    pairs = list(pairs)
+    label_width = max((columns_of(name) for name, _ in pairs), default=0) + 2
+    for name, value in pairs:
+        cell = value if isinstance(value, Cell) else Cell(value)
+        lead = " " * indent + screen.styled(padded(name, label_width), "dim")
+        room = None if screen.width is None else max(screen.width - indent - label_width - 1, 24)
+        lines = [cell.text]
+        if room is not None and columns_of(cell.text) > room:
+            lines = wrap(cell.text, room, break_long_words=False, break_on_hyphens=False)
+        for number, line in enumerate(lines):
+            start = lead if number == 0 else " " * (indent + label_width)
+            yield screen.plain((start + screen.styled(line, *cell.styles)).rstrip())
+
+
+def tree_rows(nodes: Sequence[Node], *, sort: str | None = None) -> Iterator[list[Cell]]:
+    """One row (name with branches, dtype, shape, bytes) for each node, depth first."""
+    for place, node in enumerate(_sorted(nodes, sort)):
+        yield from _node_rows(node, "", is_last=place == len(nodes) - 1, is_root=True, sort=sort)
+
+
+def _node_rows(node: Node, lead: str, *, is_last: bool, is_root: bool, sort: str | None) -> Iterator[list[Cell]]:
+    branch = "" if is_root else lead + ("└─ " if is_last else "├─ ")
+    name = branch + escaped(node.label)
+    times = f"{node.n_alike} × " if node.n_alike > 1 else ""
+    size = f"{times}{bytes_text(node.n_bytes // node.n_alike)}"
+    if node.dtype is not None and node.shape is not None:
+        yield [Cell(name), Cell(node.dtype, ("cyan",)), Cell(shape_text(node.shape)), Cell(size, ("dim",))]
+    else:
+        n = node.n_tensors // node.n_alike
+        twin = "as above" if node.same_as and len(node.same_as) > 12 else f"as {escaped(node.same_as or '')}"
+        content = Cell(f"{times}{n_text(n, 'tensor')}", ("dim",))
+        yield [Cell(name, ("bold",)), Cell(twin if node.same_as else "", ("dim",)), content, Cell(size, ("dim",))]
+    if node.same_as:
+        return
+    below = "" if is_root else lead + ("   " if is_last else "│  ")
+    children = _sorted(node.children, sort)
+    for place, child in enumerate(children):
+        yield from _node_rows(child, below, is_last=place == len(children) - 1, is_root=False, sort=sort)
+
+
+def _sorted(nodes: Sequence[Node], sort: str | None) -> Sequence[Node]:
+    if sort == "size":
+        return sorted(nodes, key=lambda node: -node.n_bytes)
+    if sort == "name":
+        return sorted(nodes, key=lambda node: node.label)
+    return nodes
+
+
+def shortened(screen: Screen, lines: Sequence[str], limit: int) -> Iterator[str]:
+    """The first ``limit`` lines (0: all), and how many more there are."""
+    if limit and len(lines) > limit:
+        yield from lines[:limit]
+        yield screen.plain(screen.styled(f"… {n_text(len(lines) - limit, 'more line')}; --limit 0 shows all", "dim"))
+    else:
+        yield from lines

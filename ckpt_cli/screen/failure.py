@@ -1,0 +1,158 @@
+"""From an exception to one line, a JSON object and an exit code.
+
+======  ===============================================================
+ code    meaning
+======  ===============================================================
+ 0       fine
+ 1       findings (``validate``, ``diff``)
+ 2       usage: the request makes no sense
+ 3       the checkpoint is corrupt or incomplete
+ 4       a format, layout or feature that is not supported
+ 5       refused as unsafe
+ 6       input or output failed
+ 7       does not fit in memory or on the disk
+ 8       a worker failed
+ 70      internal error: a bug in ckpt
+ 129     hung up (SIGHUP)
+ 130     interrupted (SIGINT, Ctrl-C)
+ 141     the reader of the output went away (SIGPIPE)
+ 143     terminated (SIGTERM)
+======  ===============================================================
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from ckpt_cli.screen.other_tools import INSTEAD, OF_TORCHRUN
+from ckpt_cli.screen.terminal import escaped
+from core.errors import CapacityError, CheckpointingException, CorruptError, StorageError, UsageError
+
+INTERNAL_ERROR = 70
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the user is told.
+
+    Args:
+        exit_code: see the module's table.
+        line: one line of text, safe for a terminal; "" where silence is right.
+        fields: the ``error`` object of ``--json``.
+    """
+
+    exit_code: int
+    line: str
+    fields: dict[str, object]
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal that asks the process to end; everything cleans up as after Ctrl-C.
+
+    Args:
+        number: the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def end_on_signals() -> Callable[[], None]:
+    """Makes SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the main thread, once.
+
+    Later ones are ignored, so that nothing interrupts the cleaning up (a closing terminal sends SIGHUP twice, people
+    press Ctrl-C twice). A signal that the parent chose to ignore (``nohup``) stays ignored. In any other thread this
+    does nothing.
+
+    Returns:
+        A function that restores the earlier handlers.
+    """
+    before: dict[int, Any] = {}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise Terminated(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ():
+        handler = signal.getsignal(number)
+        if handler is not signal.SIG_IGN:
+            before[number] = handler
+            signal.signal(number, end)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return restore
+
+
+def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
+    """How ``err`` is reported. Every exception has an answer, bugs too.
+
+    Args:
+        command: what was called, for typer's errors that do not know it.
+    """
+    if isinstance(err, BrokenPipeError):
+        return Failure(128 + signal.SIGPIPE, "", {"code": "broken_pipe"})
+    if isinstance(err, KeyboardInterrupt):
+        number = err.number if isinstance(err, Terminated) else signal.SIGINT
+        name = signal.Signals(number).name
+        return Failure(128 + number, f"interrupted ({name})", {"code": "interrupted", "signal": name})
+    known = _translated(err, command)
+    if known is not None:
+        advice = "\n".join(map(escaped, known.advice.split("\n")))
+        return Failure(known.exit_code, f"{escaped(known.sentence)}. {advice}".removesuffix(". "), known.fields())
+    kind = type(err).__name__
+    text = f"internal error, {kind}: {err}".rstrip(": ")
+    return Failure(
+        INTERNAL_ERROR,
+        escaped(f"{text}. This is a bug in ckpt: run again with --debug and report what it prints"),
+        {"code": "internal", "message": str(err), "type": kind},
+    )
+
+
+def _translated(err: BaseException, command: str) -> CheckpointingException | None:
+    """The project's own error for ``err``, or None if it is a bug."""
+    if isinstance(err, CheckpointingException):
+        return err
+    if isinstance(err, MemoryError):
+        return CapacityError("out of memory", hint="lower --memory or --threads, or use a machine with more memory")
+    if isinstance(err, RecursionError):
+        return CorruptError("the metadata is nested too deeply to be read", hint="do not trust this checkpoint")
+    if isinstance(err, OSError):
+        file = os.fsdecode(err.filename) if isinstance(err.filename, (str, bytes)) else None
+        reason = os.strerror(err.errno).lower() if err.errno else str(err)
+        if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+            return CapacityError(reason, file=file, hint="free some space and run again")
+        return StorageError(reason, file=file)
+    say = getattr(err, "format_message", None)  # typer's own errors, whichever click they come from
+    if callable(say):
+        return _usage_error(err, str(say()), command)
+    return None
+
+
+def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
+    """A mistake in the command line, in our words: lower case, no full stop, and where help is."""
+    context = getattr(err, "ctx", None)
+    command = getattr(context, "command_path", command)
+    option = str(getattr(err, "option_name", ""))
+    instead = OF_TORCHRUN if command == "ckpt launch" else INSTEAD
+    if option in instead:
+        return UsageError(f"no such option: {option}", hint=instead[option].replace("ckpt COMMAND", command))
+    hint = getattr(getattr(err, "param", None), "opts", None)  # "'--tp-new' / '--target-tp' / …": the first will do
+    if hint and len(hint) > 1 and getattr(err, "message", ""):
+        message = f"invalid value for '{hint[0]}': {getattr(err, 'message', '')}"
+    message = " ".join(message.split())
+    message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", message).rstrip(".?")
+    return UsageError(message[:1].lower() + message[1:], hint=f"see: {command} --help")

@@ -1,0 +1,218 @@
+"""The one thread of a worker that talks to the store (``torch.distributed.TCPStore``).
+
+A request to a store whose host has vanished blocks for a quarter of an hour in native code, deaf to signals. So only
+this thread makes requests; others wait for its answers in Python, with a limit. Between requests it runs the worker's
+*beat*, which tells the others that the worker lives and hears how they are.
+
+It is no ``threading.Thread``: large metadata is read in a forked child (``core.files.sandbox``), which is safe beside
+this thread, because it holds no lock that Python code of another thread ever takes, but not beside threads in general.
+"""
+
+from __future__ import annotations
+
+import _thread
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from threading import Event
+from time import monotonic
+from typing import Any, TypeVar
+
+from core.errors import CheckpointingException, WorkerError
+
+T = TypeVar("T")
+
+POLL_S = 0.1
+"""How long a wait goes on before it looks whether it still makes sense."""
+
+
+class GoneError(WorkerError):
+    """This worker stops because another one, or what they talk through, is gone or silent.
+
+    Attributes:
+        is_of_lead: rank 0 may be gone, and then says nothing.
+    """
+
+    code = "gone"
+    is_of_lead = False
+
+    def of_lead(self) -> GoneError:
+        """The error, told to be of the lead."""
+        self.is_of_lead = True
+        return self
+
+
+class _Request:
+    """Something to be asked of the store."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self.work = work
+        self.answered = Event()
+        self.answer: Any = None
+        self.error: Exception | None = None
+
+
+class StoreLine:
+    """The thread and the connection that it owns.
+
+    Args:
+        connect: makes the connection, in the thread.
+        keeper: who keeps the store, and where, for messages.
+        timeout_s: most seconds for one answer.
+    """
+
+    def __init__(self, connect: Callable[[], Any], *, keeper: str, timeout_s: float) -> None:
+        self._connect = connect
+        self._keeper = keeper
+        self._timeout_s = timeout_s
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._busy_since: float | None = monotonic()
+        self._error: Exception | None = None
+        self._beat: Callable[[Any], None] | None = None
+        self._interval_s = 0.0
+        _thread.start_new_thread(self._run, ())
+
+    def ask(self, work: Callable[[Any], T], *, within_s: float | None = None) -> T:
+        """What ``work(store)`` gives, run in the thread.
+
+        Args:
+            within_s: most seconds for the answer, where they are fewer than usual.
+
+        Raises:
+            GoneError: the store is gone, or has not answered in time.
+            CheckpointingException: what ``connect`` raised.
+        """
+        request = _Request(work)
+        self._requests.put(request)
+        asked = monotonic()
+        while not request.answered.wait(POLL_S):
+            self.check()
+            if within_s is not None and monotonic() - asked > within_s:
+                raise self._silent(within_s)
+        if request.error is not None:
+            raise self._lost(request.error) from request.error
+        answer: T = request.answer
+        return answer
+
+    def send(self, work: Callable[[Any], object]) -> None:
+        """Has ``work(store)`` run in the thread, whatever becomes of it; returns at once."""
+        self._requests.put(_Request(work))
+
+    def know(self, *, keeper: str, timeout_s: float) -> None:
+        """Sets who keeps the store, and the most seconds for one answer."""
+        self._keeper = keeper
+        self._timeout_s = timeout_s
+
+    def beat_every(self, interval_s: float, beat: Callable[[Any], None]) -> None:
+        """Has ``beat(store)`` run in the thread from now on, as long as it does not fail."""
+        self._interval_s = interval_s
+        self._beat = beat
+        self._requests.put(None)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the store is gone or silent; ``check`` says how."""
+        since = self._busy_since
+        return self._error is not None or (since is not None and monotonic() - since > self._timeout_s)
+
+    def check(self) -> None:
+        """Says whether the store answers.
+
+        Raises:
+            GoneError: it does not.
+            CheckpointingException: what ``connect`` raised.
+        """
+        if isinstance(self._error, CheckpointingException):
+            raise self._error
+        if self._error is not None:
+            raise self._lost(self._error) from self._error
+        if self.is_broken:
+            raise self._silent(self._timeout_s)
+
+    def _silent(self, seconds: float) -> GoneError:
+        return GoneError(
+            f"{self._keeper}, which keeps the workers' store, has not answered for {seconds:g} s",
+            hint="its host or the network to it is down; run again to go on",
+        ).of_lead()
+
+    def _lost(self, err: Exception) -> WorkerError:
+        reason = str(err).split("\n")[0]
+        return GoneError(
+            f"{self._keeper}, which keeps the workers' store, is gone: {reason}", hint="run again to go on"
+        ).of_lead()
+
+    def _run(self) -> None:
+        try:
+            store = self._connect()
+            self._busy_since = None
+            next_beat = 0.0
+            while True:
+                request = self._next(next_beat - monotonic() if self._beat else None)
+                self._busy_since = monotonic()
+                if request is not None:
+                    self._serve(request, store)
+                if self._beat is not None and monotonic() >= next_beat:
+                    self._beat(store)
+                    next_beat = monotonic() + self._interval_s
+                self._busy_since = None
+        except Exception as err:  # whoever waits for the thread raises it
+            self._error = err
+
+    def _next(self, wait_s: float | None) -> _Request | None:
+        try:
+            return self._requests.get(timeout=None if wait_s is None else max(wait_s, 0.0))
+        except Empty:
+            return None
+
+    def _serve(self, request: _Request, store: Any) -> None:
+        try:
+            request.answer = request.work(store)
+        except Exception as err:
+            request.error = err
+        request.answered.set()
+
+
+class ScopedStore:
+    """A ``torch.distributed.TCPStore`` under a prefix.
+
+    Args:
+        store: the store.
+        prefix: what the names of all entries begin with.
+
+    Attributes:
+        sent_bytes: names and values that this process has sent to the store and got from it.
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self.sent_bytes = 0
+
+    def set(self, name: str, value: str | bytes) -> None:
+        """Makes or changes an entry."""
+        self._store.set(self._full([name])[0], value)
+        self.sent_bytes += len(value)
+
+    def get(self, name: str) -> bytes:
+        """An entry that is there."""
+        found = bytes(self._store.get(self._full([name])[0]))
+        self.sent_bytes += len(found)
+        return found
+
+    def multi_get(self, names: Sequence[str]) -> list[bytes]:
+        """Entries that are there, by one request."""
+        found = [bytes(value) for value in self._store.multi_get(self._full(names))] if names else []
+        self.sent_bytes += sum(map(len, found))
+        return found
+
+    def check(self, names: Sequence[str]) -> bool:
+        """Whether all entries are there."""
+        return bool(self._store.check(self._full(names)))
+
+    def add(self, name: str, number: int) -> int:
+        """Adds to an entry that is a number, and gives the sum."""
+        return int(self._store.add(self._full([name])[0], number))
+
+    def _full(self, names: Sequence[str]) -> list[str]:
+        found = [f"{self._prefix}/{name}" for name in names]
+        self.sent_bytes += sum(map(len, found))
+        return found

@@ -1,0 +1,199 @@
+"""N-dimensional boxes: half-open intervals of element indices.
+
+Pure integer geometry. A box of rank 0 is the single element of a scalar; a box with a zero extent is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from math import prod
+
+from core.arrays.fast_value import value
+
+Shape = tuple[int, ...]
+
+
+@value(frozen=True, slots=True)
+class Box:
+    """The elements ``offset[i] <= index[i] < offset[i] + shape[i]`` of a tensor.
+
+    Args:
+        offset: first index per axis, in elements, >= 0.
+        shape: extent per axis, in elements, >= 0.
+
+    Raises:
+        ValueError: the ranks differ or a number is negative.
+    """
+
+    offset: Shape
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape):
+            raise ValueError(f"box offset {self.offset} and shape {self.shape} differ in rank")
+        if self.shape and (min(self.offset) < 0 or min(self.shape) < 0):
+            raise ValueError(f"box offset {self.offset} or shape {self.shape} is negative")
+
+    @property
+    def rank(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def end(self) -> Shape:
+        """One past the last index per axis, in elements."""
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def n_elements(self) -> int:
+        """Number of elements; 1 for rank 0."""
+        return prod(self.shape)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether some extent is zero."""
+        return 0 in self.shape
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common elements, or None if there are none.
+
+        Raises:
+            ValueError: the ranks differ.
+        """
+        if len(self.shape) != len(other.shape):
+            raise ValueError(f"boxes of rank {self.rank} and {other.rank} cannot be intersected")
+        offset = []
+        shape = []
+        for o1, n1, o2, n2 in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            start = max(o2, o1)
+            stop = min(o1 + n1, o2 + n2)
+            if stop <= start:
+                return None
+            offset.append(start)
+            shape.append(stop - start)
+        return Box(tuple(offset), tuple(shape))
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of ``other`` lies in this box; an empty box lies in any box that has its offset."""
+        return all(
+            o1 <= o2 and o2 + n2 <= o1 + n1
+            for o1, n1, o2, n2 in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+
+    def shift(self, delta: Iterable[int]) -> Box:
+        """The box moved by ``delta`` elements per axis (may be negative, but not to below zero)."""
+        return Box(tuple(o + d for o, d in zip(self.offset, delta, strict=True)), self.shape)
+
+    def subtract(self, other: Box) -> list[Box]:
+        """Disjoint boxes that hold the elements of this box outside ``other``.
+
+        Returns:
+            At most ``2 * rank`` boxes, none empty; ``[self]`` if the two are disjoint.
+        """
+        common = self.intersect(other)
+        if common is None:
+            return [] if self.is_empty else [self]
+        pieces = []
+        offset = list(self.offset)
+        shape = list(self.shape)
+        for axis in range(self.rank):
+            below = common.offset[axis] - offset[axis]
+            if below:
+                pieces.append(Box(tuple(offset), (*shape[:axis], below, *shape[axis + 1 :])))
+            above = offset[axis] + shape[axis] - common.end[axis]
+            if above:
+                start = (*offset[:axis], common.end[axis], *offset[axis + 1 :])
+                pieces.append(Box(start, (*shape[:axis], above, *shape[axis + 1 :])))
+            offset[axis] = common.offset[axis]
+            shape[axis] = common.shape[axis]
+        return pieces
+
+    def split(self, axis: int, sizes: Iterable[int]) -> list[Box]:
+        """Consecutive boxes along ``axis`` whose extents are ``sizes``.
+
+        Raises:
+            ValueError: the sizes do not add up to the extent.
+        """
+        sizes = list(sizes)
+        if sum(sizes) != self.shape[axis]:
+            raise ValueError(f"sizes {sizes} do not add up to extent {self.shape[axis]} of axis {axis}")
+        cuts = [self.offset[axis]]
+        for size in sizes:
+            cuts.append(cuts[-1] + size)
+        return [
+            Box(
+                (*self.offset[:axis], start, *self.offset[axis + 1 :]),
+                (*self.shape[:axis], stop - start, *self.shape[axis + 1 :]),
+            )
+            for start, stop in pairwise(cuts)
+        ]
+
+
+def whole(shape: Shape) -> Box:
+    """The box of all elements of a tensor of ``shape``."""
+    return Box((0,) * len(shape), shape)
+
+
+def c_strides(shape: Shape) -> Shape:
+    """Strides in elements of a C-order array of ``shape``."""
+    strides = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def flat_offset(box: Box, shape: Shape) -> int:
+    """Index of a box's first element in a C-order tensor of ``shape``, flattened."""
+    return sum(i * step for i, step in zip(box.offset, c_strides(shape), strict=True))
+
+
+def is_c_contiguous(shape: Shape, strides: Shape) -> bool:
+    """Whether ``strides`` (elements) address ``shape`` in C order without gaps; extent-1 axes do not count."""
+    expected = 1
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent == 0:
+            return True
+        if extent != 1 and stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def boxes_of_flat_range(shape: Shape, start: int, stop: int) -> list[Box]:
+    """Boxes that together hold elements [start, stop) of a C-order tensor.
+
+    Needed for distributed-optimizer shards, which are cut from the flattened tensor.
+
+    Args:
+        shape: tensor shape, in elements.
+        start, stop: flat element indices, 0 <= start <= stop <= prod(shape).
+
+    Returns:
+        At most ``2 * len(shape) - 1`` disjoint boxes, in C order; [] if start == stop.
+
+    Raises:
+        ValueError: the range does not lie in the tensor.
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise ValueError(f"flat range {start}–{stop} does not lie in a tensor of shape {shape}")
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        return [Box((first, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], head, tail)]
+    boxes = []
+    if head:
+        boxes += [Box((first, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], head, row)]
+        first += 1
+    if last > first:
+        boxes.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    if tail:
+        boxes += [Box((last, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], 0, tail)]
+    return boxes

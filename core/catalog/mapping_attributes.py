@@ -1,0 +1,126 @@
+"""Attributes of mappings in a state dict: ``od.ema = tensor``, or what an instance of a dict's subclass has.
+
+Pickles keep them beside the entries. Formats that name tensors by the paths of entries have no place for them, so they
+are left out there, and told::
+
+    model._metadata    set by torch.nn.Module.state_dict: versions of modules
+    model.ema          set by a training script
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from core.pickle.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, walk
+from core.pickle.nesting import Path, containers, entries, joined, mapped
+
+if TYPE_CHECKING:
+    from core.catalog.catalog import Catalog
+
+VERSIONS = "_metadata"
+"""The attribute that ``torch.nn.Module.state_dict`` sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappingAttribute:
+    """An attribute of a mapping, or the arguments of which its class makes it.
+
+    Args:
+        path: of the mapping.
+        name: of the attribute; ``arguments`` for those of its class.
+        value: inert.
+    """
+
+    path: Path
+    name: str
+    value: object
+
+    @property
+    def key(self) -> str:
+        """The dot-joined path of the attribute."""
+        return joined((*self.path, self.name))
+
+    @property
+    def holds_tensor(self) -> bool:
+        """Whether there is a tensor in it."""
+        return _holds_tensor(self.value)
+
+
+def attributes_of(skeleton: object) -> list[MappingAttribute]:
+    """Return the attributes of all mappings among the containers of a skeleton, in order.
+
+    The arguments of a mapping's class are listed only if a tensor is among them.
+    """
+    return [
+        MappingAttribute(path, name, value)
+        for path, node in containers(skeleton)
+        if isinstance(node, Inert)
+        for name, value in _attributes(node)
+    ]
+
+
+def attributes_beside_tensors(skeleton: object) -> list[MappingAttribute]:
+    """Return the attributes of those mappings that hold tensors, in entries or attributes."""
+    attributes = attributes_of(skeleton)
+    if not attributes:
+        return []
+    holding = {attribute.path for attribute in attributes if attribute.holds_tensor}
+    for entry in entries(skeleton):
+        if isinstance(entry.leaf, TensorLeaf):
+            holding |= {entry.path[:depth] for depth in range(len(entry.path))}
+    return [attribute for attribute in attributes if attribute.path in holding]
+
+
+def without_attributes(catalog: Catalog) -> Catalog:
+    """Return the catalog without ``attributes_beside_tensors``.
+
+    Mappings without tensors keep theirs: a format that has a place for other objects may hold them as they are.
+    """
+    lost = attributes_beside_tensors(catalog.skeleton)
+    if not lost:
+        return catalog
+    paths = {attribute.path for attribute in lost}
+    skeleton = mapped(catalog.skeleton, lambda entry: entry.leaf)  # its inert containers are copies
+    for path, node in containers(skeleton):
+        if isinstance(node, Inert) and path in paths:
+            if any(name == _ARGUMENTS for name, _ in _attributes(node)):
+                node.how, node.fn, node.args, node.kwargs, node.items = "reduce", _DICT, (), None, []
+            node.state = NO_STATE
+    return without_tensors_of(replace(catalog, skeleton=skeleton), lost)
+
+
+def without_tensors_of(catalog: Catalog, attributes: Iterable[MappingAttribute]) -> Catalog:
+    """Return the catalog without the hidden tensors of attributes that are gone, save those that objects hold too."""
+    gone = _tensors_in([attribute.value for attribute in attributes])
+    gone -= _tensors_in([catalog.attrs.get("common"), *(item.value for item in catalog.objects.values())])
+    return replace(catalog, hidden={key: meta for key, meta in catalog.hidden.items() if key not in gone})
+
+
+_ARGUMENTS = "arguments"
+_DICT = Global("builtins", "dict")
+
+
+def _attributes(node: Inert) -> Iterator[tuple[str, object]]:
+    """Yield name and value of what a container holds beside its entries."""
+    if as_mapping(node) is None:
+        return
+    if node.state is not NO_STATE:
+        parts = node.state if isinstance(node.state, tuple) else (node.state,)  # (attributes, those in slots)
+        for part in parts:
+            if isinstance(part, dict):
+                yield from ((str(name), value) for name, value in part.items())
+            elif part is not None:
+                yield "state", part
+    arguments = [node.args, node.kwargs, node.items]
+    if _holds_tensor(arguments):
+        yield _ARGUMENTS, arguments
+
+
+def _holds_tensor(value: object) -> bool:
+    return any(isinstance(node, TensorLeaf) for node in walk(value))
+
+
+def _tensors_in(value: object) -> set[str]:
+    return {node.key for node in walk(value) if isinstance(node, TensorLeaf)}

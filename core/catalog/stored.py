@@ -1,0 +1,188 @@
+"""How the bytes of an array are obtained where they do not lie in a file as plain elements.
+
+Compressed chunks, streams of a codec, values inside a database's nodes, and tensors that are computed from others
+(``core.changes.quantize``) are *encoded*: ``Extent.encoding`` holds a value that knows how to make their dense bytes.
+The engine reads such an array as if it were a file of its own (``core.catalog.decoded``), one *unit* at a time, so that
+memory stays bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Protocol
+
+from core.arrays.box import Box, Shape, c_strides
+from core.arrays.dtypes import itemsize
+from core.arrays.fast_value import value
+from core.errors import CorruptError, UnsupportedError
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+
+class Encoding(Protocol):
+    """A codec with its parameters: a frozen value that compares by what it holds.
+
+    The dense bytes of an array (C order, little endian, ``StoredArray.n_bytes`` long) are cut into units of
+    ``unit_bytes``; the last one may be shorter. A codec without random access has one unit, the whole array.
+
+    An encoding that reads other files than the extent's lists them in an attribute ``files``, see ``files_read``; one
+    that compares with a checksum has a true attribute ``has_checksum``, see ``has_checksum``.
+    """
+
+    @property
+    def name(self) -> str:
+        """The codec, for people: ``zstd``, ``blosc``, ``fp8 blocks``."""
+
+    @property
+    def unit_bytes(self) -> int:
+        """Dense bytes of one unit; more than 0."""
+
+    @property
+    def working_bytes(self) -> int:
+        """Most memory that decoding one unit takes, the unit itself left out."""
+
+    def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes | memoryview:
+        """The dense bytes of one unit; called from several threads.
+
+        Args:
+            store: the source's files.
+            array: the encoded array; its extent names the file and, where that means something, the byte address.
+            unit: number of the unit, from 0.
+
+        Raises:
+            CorruptError, TruncatedError, MissingShardError, UnsupportedError: names the file.
+        """
+
+
+def stored_bytes_of(encoding: Encoding) -> int | None:
+    """Length of the encoded bytes in the extent's file, from its offset, for people.
+
+    None where an encoding does not say it in a field ``stored_bytes``: values inside a node of a database, computed
+    tensors.
+    """
+    found = getattr(encoding, "stored_bytes", None)
+    return found if isinstance(found, int) else None
+
+
+def files_read(encoding: Encoding | None) -> Sequence[str]:
+    """The files that decoding reads, that of the extent left out."""
+    found: Sequence[str] = getattr(encoding, "files", ())
+    return found
+
+
+def has_checksum(encoding: Encoding) -> bool:
+    """Whether decoding compares all stored bytes, or all that they make, with a checksum."""
+    return bool(getattr(encoding, "has_checksum", False))
+
+
+@value(frozen=True, slots=True)
+class Extent:
+    """Where the elements of a stored array lie.
+
+    Args:
+        file: path relative to the store, ``/`` between components.
+        offset: byte address of element 0 or, if ``item_bytes`` is not None, of the container item that holds it.
+        strides: in elements per axis; None means C order without gaps.
+        item_bytes: length of that container item; the extent is then late-bound and ``strides`` is None.
+        encoding: how the dense bytes are made, or None for plain little-endian elements in the file.
+        crc: CRC-32 of the record that begins at element 0 and is exactly this array, where the container states one.
+        part_of: of a late-bound array that is a part of the item's tensor: that tensor's shape, and how many of its
+            elements come before, in C order; None where the array is the tensor.
+        is_swapped: of a late-bound array: its last two axes are those of the item's tensor in the other order.
+    """
+
+    file: str
+    offset: int
+    strides: Shape | None = None
+    item_bytes: int | None = None
+    encoding: Encoding | None = None
+    crc: int | None = None
+    part_of: tuple[Shape, int] | None = None
+    is_swapped: bool = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the byte address must still be found by ``Catalog.bind``."""
+        return self.item_bytes is not None
+
+
+Coords = tuple[tuple[str, int], ...]
+"""Rank coordinates such as ``(("tp", 1), ("pp", 0))``."""
+
+
+@value(frozen=True, slots=True)
+class StoredArray:
+    """A dense array that exists, or is to exist, in a checkpoint.
+
+    Args:
+        name: unique within the checkpoint.
+        dtype: canonical dtype name.
+        shape: in elements.
+        extent: where it lies; None for an array that is still to be laid out.
+        coords: rank coordinates in formats that store one file per rank, else ().
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    extent: Extent | None = None
+    coords: Coords = ()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the array as a dense one."""
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+def array_name(key: str, box: Box) -> str:
+    """What a stored array is called that holds one box of a tensor of several."""
+    return f"{key}@{','.join(map(str, box.offset))}"
+
+
+def n_stored_bytes(array: StoredArray) -> int:
+    """Return how many bytes of its file a placed array reaches over, strides included; 0 if only its encoding knows."""
+    extent = array.extent
+    assert extent is not None, "placed"
+    if extent.item_bytes is not None:
+        return extent.item_bytes
+    if extent.encoding is not None:
+        return 0
+    if extent.strides is None or 0 in array.shape:
+        return array.n_bytes
+    last = sum((n - 1) * step for n, step in zip(array.shape, extent.strides, strict=True))
+    return (last + 1) * itemsize(array.dtype)
+
+
+def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
+    """A run of an array's elements, in C order, as an array of its own with another shape.
+
+    Args:
+        array: where it lies is known, or late-bound; without an encoding.
+        start: elements before the run.
+        shape: of the part, in elements.
+
+    Raises:
+        UnsupportedError: the array is not dense in its file, or its bytes must be made.
+        CorruptError: it ends before the part does.
+    """
+    extent = array.extent
+    assert extent is not None, "a part is one of something stored"
+    stop = start + prod(shape)
+    if start < 0 or stop > prod(array.shape):
+        raise CorruptError(
+            f"elements {start}–{stop} are beyond the array's {prod(array.shape)}",
+            key=array.name,
+            file=extent.file,
+        )
+    is_dense = extent.strides is None or extent.strides == c_strides(array.shape)
+    if extent.encoding is not None or not is_dense:
+        raise UnsupportedError("only a part of it is needed, but it is compressed or strided", key=array.name)
+    name = f"{array.name}[{start}:{stop}]"
+    if extent.is_late:
+        base, before = extent.part_of or (array.shape, 0)
+        return replace(array, name=name, shape=shape, extent=replace(extent, part_of=(base, before + start)))
+    offset = extent.offset + start * itemsize(array.dtype)
+    return StoredArray(name, array.dtype, shape, Extent(extent.file, offset), array.coords)

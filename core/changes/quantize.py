@@ -1,0 +1,352 @@
+"""float8 and int8 weights with scales: multiplied out (``dequantized``), or float8 made (``quantized``).
+
+Both give a catalog in which some tensors are computed while they are copied (``core.quantize.from_float8``,
+``core.quantize.to_float8`` say how, bit for bit).
+
+Scales of a tensor ``X``, by name:
+
+=====================  ====================================================================================
+ ``X_scale_inv``        DeepSeek-V3 and others: float32, one for each block of 128 × 128, row, or tensor
+ ``X_scale``            compressed-tensors and others (``….weight_scale``): one for each row, or tensor
+=====================  ====================================================================================
+
+Both multiply. By shape, for a tensor whose last two axes are r × c: ``()`` or all extents 1: one for all;
+``(…, r, 1)``: one for each row; ``(…, ⌈r / block rows⌉, ⌈c / block columns⌉)``: one for each block.
+
+bitsandbytes' int8: ``….weight`` times the row's number in ``….SCB``, over 127. compressed-tensors' int8, where
+``config.json`` states that scheme: ``….weight_scale``, one for each row or tensor.
+
+Written: ``X_scale_inv`` in float32, ``(…, ⌈r / 128⌉, ⌈c / 128⌉)`` or, for one scale a tensor, ``()``.
+
+Tensors of more than two axes (stacked layers, experts) are many matrices, each with scales of its own.
+
+Not supported, refused by the scheme's name (``core.quantize.schemes``): scales that divide, zero points, groups, packed
+types.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from core.arrays.box import Shape
+from core.arrays.dtypes import dtype_of, itemsize
+from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.key_patterns import LIST_THEM, matcher, some_of
+from core.catalog.stored import Extent, StoredArray
+from core.changes.rename import is_optimizer_key, nested_again
+from core.changes.tie import aliases_among
+from core.errors import CorruptError, UsageError
+from core.pickle.inert import TensorLeaf
+from core.pickle.nesting import REMOVED, Index, entries, mapped
+from core.quantize.from_float8 import Dequantized
+from core.quantize.schemes import QuantizedWeight, check_scheme, quantized_weights, refused_scheme
+from core.quantize.source import source_of
+from core.quantize.to_float8 import BLOCK, Quantized, Scales, Weight
+
+KINDS = ("block", "tensor", "none")
+"""What a rule of ``quantized`` may ask for."""
+
+Rule = tuple[str | None, str]
+"""(glob, or None for the weights that are quantised by default; one of ``KINDS``)."""
+
+_SUFFIXES = ("_scale_inv", "_scale")
+_BITSANDBYTES, _INT8 = "bitsandbytes int8", "int8 scales"
+"""Values of ``dequantize`` in the table of schemes."""
+_OVER_127 = 7.874015718698502e-3
+"""As bitsandbytes has it."""
+_KEPT = re.compile(
+    r"(^|\.)(\w*embed\w*|wte|wpe|lm_head|head|output_layer|shared_head|score|classifier|eh_proj"
+    r"|gate|router|shared_expert_gate|\w*norm\w*|ln_\w+|ln\d*)(\.|$)"
+)
+_STACKED = re.compile(r"(^|\.)(layers|experts)\.(?!\d)")
+_CACHED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Requantized:
+    """A catalog after multiplying scales in or making them.
+
+    Args:
+        catalog: the catalog.
+        keys: the tensors that changed, in order.
+        left: float matrices (when quantising) or float8 tensors (when not) that stayed as they were.
+        notes: what the user should know.
+    """
+
+    catalog: Catalog
+    keys: tuple[str, ...]
+    left: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def companion(meta: TensorMeta, keys: Container[str]) -> str | None:
+    """The key of a float8 tensor's scales among ``keys``, or None."""
+    if not is_float8(meta.dtype):
+        return None
+    return next((name for suffix in _SUFFIXES if (name := meta.key + suffix) in keys), None)
+
+
+def is_float8(dtype: str) -> bool:
+    """Whether numbers of a dtype are float8 ones, and not exponents alone."""
+    found = dtype_of(dtype)
+    return found.kind == "float" and found.itemsize == 1 and dtype != "float8_e8m0fnu"
+
+
+def dequantized(
+    catalog: Catalog,
+    dtype: str = "bfloat16",
+    *,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    config: Mapping[str, object] | None = None,
+) -> Requantized:
+    """Every float8 or int8 tensor with scales as a tensor of ``dtype``; the scales are gone.
+
+    Args:
+        dtype: float of at least 16 bits.
+        block: rows and columns of a block, where the scales' shape says that there are blocks.
+        config: the model's ``config.json``, if there is one.
+
+    Raises:
+        UsageError: ``dtype`` is none that can be made, or no tensor has scales.
+        CorruptError: scales have a shape or dtype that does not fit, or their tensor is not there.
+        UnsupportedError: ``dtype`` is not known, or a weight is quantized by a scheme that is not dequantized.
+    """
+    wanted = dtype_of(dtype)
+    if wanted.kind != "float" or wanted.itemsize < 2:
+        raise UsageError(f"--dequantize: {dtype!r} is no float of 16 bits or more", hint="say bf16, fp16 or fp32")
+    integers = _integer_weights(catalog, config)
+    scales_of: dict[str, str] = {key: weight.scales[0] for key, weight in integers.items()}
+    bare: list[str] = []
+    for key, meta in catalog.tensors.items():
+        scales = companion(meta, catalog.tensors)
+        if scales is not None:
+            scales_of[key] = scales
+            _block_of(meta, catalog.tensors[scales], block)
+        elif is_float8(meta.dtype):
+            bare.append(key)
+        elif key.endswith(_SUFFIXES[0]) and key.removesuffix(_SUFFIXES[0]) not in catalog.tensors:
+            raise CorruptError(
+                "these are scales of a tensor that is not there",
+                key=key,
+                hint="copy the checkpoint again, or leave the scales out with --exclude after a look at it",
+            )
+    if not scales_of:
+        raise UsageError(
+            "--dequantize: no float8 or int8 tensor has scales",
+            hint="cast with --dtype, if the float8 numbers are the values" if bare else "leave --dequantize out",
+        )
+    gone = {*scales_of.values(), *(key for weight in integers.values() for key in _row_format(weight))}
+
+    @lru_cache(maxsize=_CACHED)
+    def computed(key: str) -> Sequence[Fragment]:
+        weight, scales = source_of(catalog, key), source_of(catalog, scales_of[key])
+        if (integer := integers.get(key)) is None:
+            shape = _block_of(catalog.tensors[key], catalog.tensors[scales_of[key]], block)
+            encoding = Dequantized(weight, scales, shape, wanted.name)
+        else:
+            shape = (1, max(1, weight.shape[-1])) if scales.shape[:1] == weight.shape[:1] else None
+            factor = _OVER_127 if integer.scheme.dequantize == _BITSANDBYTES else None
+            note = next((source_of(catalog, note) for note in _row_format(integer)), None)
+            encoding = Dequantized(weight, scales, shape, wanted.name, factor, note)
+        return _one_array(key, wanted.name, weight.shape, Extent(weight.file, 0, encoding=encoding))
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        return computed(key) if key in scales_of else catalog.fragments(key)
+
+    skeleton = catalog.skeleton
+    if skeleton is not None:
+        skeleton = mapped(skeleton, lambda entry: REMOVED if entry.key in gone else entry.leaf)
+    tensors = {
+        key: replace(meta, dtype=wanted.name) if key in scales_of else meta
+        for key, meta in catalog.tensors.items()
+        if key not in gone
+    }
+    made = replace(
+        catalog,
+        tensors=tensors,
+        fragments_of=fragments_of,
+        skeleton=skeleton,
+        attrs={**catalog.attrs, "aliases": _still_alike(catalog, scales_of, tensors)},
+    )
+    notes = [f"{some_of(bare)}: float8 without scales, left as they are"] if bare else []
+    others = [key for key in tensors if re.search(r"(^|\.)(input_scale|activation_scale)$", key)]
+    notes += [f"{some_of(others)}: scales of activations, left as they are"] if others else []
+    return Requantized(made, tuple(scales_of), tuple(bare), tuple(notes))
+
+
+def _integer_weights(catalog: Catalog, config: Mapping[str, object] | None) -> dict[str, QuantizedWeight]:
+    """The int8 weights with scales by key, checked.
+
+    Raises:
+        UnsupportedError: a weight is quantized by a scheme that is not dequantized.
+        CorruptError: scales do not fit.
+    """
+    check_scheme(config, doing="--dequantize")
+    found: dict[str, QuantizedWeight] = {}
+    for weight in quantized_weights(catalog.tensors, config):
+        scheme = weight.scheme
+        if scheme.dequantize == "scales":
+            continue  # float8
+        is_plain = scheme.dequantize == _BITSANDBYTES or len(weight.scales) == 1  # no zero points, no order of columns
+        if scheme.dequantize is None or not is_plain:
+            raise refused_scheme(weight, doing="--dequantize")
+        meta, scales = catalog.tensors[weight.key], catalog.tensors[weight.scales[0]]
+        rows = meta.shape[0] if len(meta.shape) == 2 else None
+        fits = {(rows,)} if scheme.dequantize == _BITSANDBYTES else {(rows, 1), (1,), (), (1, 1)}
+        kind = dtype_of(scales.dtype)
+        if scheme.dequantize == _INT8 and rows is not None and scales.shape[:1] == (rows,) and scales.shape not in fits:
+            raise refused_scheme(weight, doing="--dequantize")  # scales of groups
+        if rows is None or scales.shape not in fits or kind.kind != "float" or kind.itemsize < 2:
+            raise CorruptError(
+                f"scales of {scales.dtype} and shape {scales.shape} do not fit the {scheme.name} weight {weight.key!r} "
+                f"of shape {meta.shape}",
+                key=scales.key,
+            )
+        found[weight.key] = weight
+    return found
+
+
+def _row_format(weight: QuantizedWeight) -> tuple[str, ...]:
+    """The key of bitsandbytes' note on the order of the numbers, if there is one."""
+    return weight.others if weight.scheme.dequantize == _BITSANDBYTES else ()
+
+
+def _block_of(meta: TensorMeta, scales: TensorMeta, block: tuple[int, int]) -> tuple[int, int] | None:
+    """Rows and columns of a block, or None for one scale for all.
+
+    Raises:
+        CorruptError: the scales do not fit the tensor.
+    """
+    found = dtype_of(scales.dtype)
+    if found.kind != "float" or (found.itemsize == 1 and found.name != "float8_e8m0fnu"):
+        raise CorruptError(f"scales of {meta.key!r} are {scales.dtype}, which are no scales", key=scales.key)
+    shape = meta.shape
+    if scales.n_elements == 1:
+        return None
+    if len(shape) >= 2:
+        *lead, rows, columns = shape
+        if scales.shape == (*lead, rows, 1):
+            return 1, max(1, columns)
+        if scales.shape == (*lead, -(-rows // block[0]), -(-columns // block[1])):
+            return block
+    raise CorruptError(
+        f"scales of shape {scales.shape} do not fit {meta.key!r} of shape {shape} in blocks of {block[0]} × {block[1]}",
+        key=scales.key,
+        hint="the blocks' size stands in config.json, as quantization_config.weight_block_size",
+    )
+
+
+def _still_alike(catalog: Catalog, scales_of: Mapping[str, str], tensors: Mapping[str, TensorMeta]) -> dict[str, str]:
+    """The aliases, without float8 tensors that share their bytes but not their scales."""
+    known = aliases_among(catalog.attrs.get("aliases"), catalog.tensors)
+
+    def first(key: str | None) -> str | None:
+        return None if key is None else known.get(key, key)
+
+    alike = {a: b for a, b in known.items() if first(scales_of.get(a)) == first(scales_of.get(b))}
+    return aliases_among(alike, tensors)
+
+
+def quantized(catalog: Catalog, rules: Sequence[Rule]) -> Requantized:
+    """Some float matrices as float8_e4m3fn with scales.
+
+    Args:
+        rules: later ones win. ``None`` as glob stands for the matrices called ``….weight`` that DeepSeek-V3 has in
+            float8: no embeddings, output layers, norms, routers, and nothing of the optimizer; of tensors with more
+            than two axes only stacked layers and experts. A glob chooses among all tensors of at least two axes and 16
+            bits.
+
+    Raises:
+        UsageError: a rule asks for something else than ``KINDS``, a glob matches no matrix, or scales exist already.
+    """
+    matrices = [
+        key
+        for key, meta in catalog.tensors.items()
+        if len(meta.shape) >= 2 and dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) >= 2
+    ]
+    kind_of: dict[str, str] = {}
+    for glob, kind in rules:
+        if kind not in KINDS:
+            raise UsageError(f"--quantize: {kind!r} is none of: {', '.join(KINDS)}")
+        chosen = (
+            [key for key in matrices if _is_default(catalog.tensors[key])]
+            if glob is None
+            else _matching(matrices, glob)
+        )
+        if not chosen:
+            raise UsageError(
+                f"--quantize: no matrix {'is a linear weight' if glob is None else f'matches {glob!r}'}",
+                hint=LIST_THEM,
+            )
+        kind_of.update(dict.fromkeys(chosen, kind))
+    kinds = {key: kind_of[key] for key in matrices if kind_of.get(key, "none") != "none"}
+    scales_of = {key: f"{key}{_SUFFIXES[0]}" for key in kinds}
+    taken = next((new for new in scales_of.values() if new in catalog.tensors or new in catalog.objects), None)
+    if taken is not None:
+        raise UsageError("--quantize: there are scales already", key=taken)
+    tensors: dict[str, TensorMeta] = {}
+    for key, meta in catalog.tensors.items():
+        tensors[key] = replace(meta, dtype="float8_e4m3fn") if key in kinds else meta
+        if key in kinds:
+            new = scales_of[key]
+            tensors[new] = TensorMeta(new, "float32", _scales_shape(meta.shape, kinds[key]))
+    weight_of_scales = {new: key for key, new in scales_of.items()}
+
+    @lru_cache(maxsize=2 * _CACHED)
+    def weight_of(key: str) -> Weight:
+        return Weight(source_of(catalog, key), catalog.tensors[key].dtype, kinds[key] == "block")
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        if key in kinds:
+            weight = weight_of(key)
+            extent = Extent(weight.source.file, 0, encoding=Quantized(weight))
+        elif key in weight_of_scales:
+            weight = weight_of(weight_of_scales[key])
+            extent = Extent(weight.source.file, 0, encoding=Scales(weight))
+        else:
+            return catalog.fragments(key)
+        return _one_array(key, tensors[key].dtype, tensors[key].shape, extent)
+
+    made = replace(
+        catalog,
+        tensors=tensors,
+        fragments_of=fragments_of,
+        skeleton=None if catalog.skeleton is None else _with_scales(catalog.skeleton, scales_of),
+    )
+    left = [key for key in matrices if key not in kinds and not is_optimizer_key(key)]
+    return Requantized(made, tuple(kinds), tuple(left), ())
+
+
+def _is_default(meta: TensorMeta) -> bool:
+    key = meta.key
+    is_linear = key.endswith(".weight") and not is_optimizer_key(key) and _KEPT.search(key) is None
+    return is_linear and (len(meta.shape) == 2 or _STACKED.search(key) is not None)
+
+
+def _matching(keys: Iterable[str], glob: str) -> list[str]:
+    matches = matcher(glob)
+    return [key for key in keys if matches(key)]
+
+
+def _scales_shape(shape: Shape, kind: str) -> Shape:
+    return (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:])) if kind == "block" else ()
+
+
+def _one_array(key: str, dtype: str, shape: Shape, extent: Extent) -> Sequence[Fragment]:
+    return (whole_fragment(key, StoredArray(key, dtype, shape, extent)),)
+
+
+def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:
+    """A skeleton in which scales stand behind their tensors."""
+    leaves: dict[tuple[object, ...], object] = {}
+    for entry in entries(skeleton):
+        leaves[entry.path] = entry.leaf
+        new = scales_of.get(entry.key) if isinstance(entry.leaf, TensorLeaf) else None
+        if new is not None:
+            name = entry.path[-1]
+            path = (new,) if isinstance(name, Index) else (*entry.path[:-1], f"{name}{_SUFFIXES[0]}")
+            leaves[path] = TensorLeaf(new)
+    return nested_again(leaves)

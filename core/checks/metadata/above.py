@@ -1,0 +1,64 @@
+"""All codes of files: what a trainer saves above DeepSpeed's directory, which belongs to the same save.
+
+::
+
+    checkpoint-2/
+    ├── global_step2/          the checkpoint under examination
+    ├── model.safetensors      looked at here, with all other files that lie right beside it
+    └── scheduler.pt  rng_state.pth …
+
+Source: transformers 5.23 ``trainer.py`` (``_save_checkpoint``), accelerate 1.15 ``accelerator.py`` (``save_state``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from core.checks.check import Check
+from core.checks.file_codes import MALFORMED
+from core.checks.finding import Finding
+from core.checks.metadata import tracker
+from core.checks.problems import finding_of
+from core.checks.registry import checks
+from core.checks.subject import Subject
+from core.errors import CheckpointingException
+from core.files.store import LocalStore
+from core.formats.huggingface import bin_format as bin_shards
+from core.formats.safetensors import format as safetensors
+
+CODES = ()
+
+
+def files_above(subject: Subject) -> Iterator[Finding]:
+    """Examine the files right above the checkpoint at the level of the subject; folders there are other matters."""
+    if not subject.passed:
+        return
+    store = LocalStore(subject.passed[-1])
+    above = Subject(
+        path=store.root,
+        root=store.root,
+        store=store,
+        format=next((format for format in (safetensors.FORMAT, bin_shards.FORMAT) if format.sniff(store)), None),
+        level=subject.level,
+        rules=subject.rules,
+        threads=subject.threads,
+        memory_bytes=subject.memory_bytes,
+        has_folders=False,
+    )
+    try:
+        for check in checks(above.level, above.format.name if above.format else None):
+            if check not in tracker.CHECKS:  # the subject's own checks follow all trackers
+                try:
+                    above.findings += check.run(above)
+                except CheckpointingException as err:
+                    above.findings.append(finding_of(err, default=MALFORMED))
+    finally:
+        store.close()
+    for finding in above.findings:
+        file = None if finding.file is None else os.path.relpath(store.root / finding.file, subject.path)
+        yield replace(finding, file=file)
+
+
+CHECKS = (Check(files_above, formats=("deepspeed", "deepspeed_universal")),)

@@ -1,0 +1,394 @@
+"""What every format must do, as checks that a third party can run on its own format.
+
+::
+
+    from core.convert.contract import CHECKS
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_my_format_keeps_the_contract(check, tmp_path):
+        check(FORMAT, tmp_path)
+
+A check writes a small checkpoint through the engine, reads it back, damages it, and raises ``AssertionError`` with a
+sentence about what is wrong. ``Sample`` tells what it is made of, for formats that hold less than the usual things. For
+formats that are only read, ``check_reading`` takes a checkpoint that other software wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from core.arrays.dtypes import DTYPES, itemsize
+from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.file_image import FileImage, PlacedArray
+from core.catalog.stored import Extent, StoredArray
+from core.copy.run import execute
+from core.errors import CheckpointingException, UnsupportedError
+from core.files.store import LocalStore, MemoryStore, ReadStore, checked_name
+from core.formats.format import Format
+from core.manifest.of_copy import finish_files
+from core.opening.objects import loaded
+from core.opening.target import source_and_target
+from core.plan.match import match
+from core.plan.plan import make_plan
+from core.stage.files import StageStore
+
+PARTITIONS = ("whole", "as_stored", "grid", "ranks")
+_METADATA_BYTES = 1 << 20
+"""Most bytes that ``read`` may fetch of the sample, whose largest tensor is longer."""
+
+
+def _tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every dtype in an odd shape, and every kind of shape."""
+    made: dict[str, tuple[str, tuple[int, ...]]] = {
+        f"dtypes.{name}": (name, (3, 6) if name == "float4_e2m1fn_x2" else (3, 5)) for name in DTYPES
+    }
+    made |= {
+        "model.large.weight": ("bfloat16", (1024, 1025)),
+        "model.scalar": ("float32", ()),
+        "model.empty": ("float32", (0, 4)),
+        "model.one": ("int64", (1,)),
+        "model.deep": ("float32", (2, 1, 3, 2)),
+        "model.layers.0.self_attention.linear_qkv.weight": ("bfloat16", (12, 7)),
+        "model.layers.10.self_attention.linear_qkv.weight": ("bfloat16", (12, 7)),
+    }
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a check's checkpoint holds.
+
+    Args:
+        tensors: key → (dtype, shape). A dtype that the format refuses by name is left out.
+        objects: key → plain value.
+    """
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=_tensors)
+    objects: Mapping[str, object] = field(
+        default_factory=lambda: {
+            "step": 7,
+            "settings": {"lr": 0.125, "betas": [0.9, 0.95], "name": "run é", "no": None},
+        }
+    )
+
+
+SAMPLE = Sample()
+
+
+def check_facts(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
+    """Names are plain, the partition is known, and nothing is sniffed where nothing is."""
+    for name in (format.name, *format.aliases):
+        assert name == name.lower() and name.replace("_", "a").isalnum(), f"{name!r} is not a plain name"
+    assert format.title.strip(), "the title is empty"
+    assert format.partition in PARTITIONS, f"partition {format.partition!r} is not one of {PARTITIONS}"
+    assert not format.suffixes or format.is_single_file, "only a destination that is one file has suffixes"
+    empty = folder / "empty"
+    empty.mkdir()
+    assert not format.sniff(LocalStore(empty)), "an empty directory is sniffed as this format"
+    (empty / "notes.txt").write_text("no checkpoint")
+    (empty / "deeper").mkdir()
+    assert not format.sniff(LocalStore(empty)), "a directory of notes is sniffed as this format"
+    assert not format.sniff(LocalStore(empty, entry="notes.txt")), "a text file is sniffed as this format"
+
+
+def check_images(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
+    """``lay_out`` is pure: the same images each time, every byte of a file claimed once, safe and distinct names."""
+    if format.lay_out is None:
+        return
+    source, target, _ = _prepared(format, sample)
+    images, again = list(format.lay_out(target)), list(format.lay_out(target))
+    assert [(i.path, i.size, i.is_metadata) for i in images] == [(i.path, i.size, i.is_metadata) for i in again]
+    assert images, "there are no files"
+    assert len({image.path for image in images}) == len(images), "two files have one name"
+    for image, other in zip(images, again, strict=True):
+        checked_name(image.path)
+        literals = sorted(image.literals(lambda name: 5))
+        assert literals == sorted(other.literals(lambda name: 5)), f"{image.path}: literals differ between two calls"
+        ranges = [(placed.offset, placed.array.n_bytes, placed.array.name) for placed in image.arrays]
+        assert ranges == sorted(ranges, key=lambda item: item[0]), f"{image.path}: arrays are not in order of offset"
+        ranges += [(offset, len(data), "a literal") for offset, data in literals]
+        end, last = 0, "the start"
+        for offset, n_bytes, name in sorted((item for item in ranges if item[1]), key=lambda item: item[0]):
+            assert offset >= end, f"{image.path}: {name} at byte {offset} overlaps {last}, which ends at {end}"
+            end, last = offset + n_bytes, name
+        assert end <= image.size, f"{image.path}: {last} ends at byte {end}, the file at {image.size}"
+    make_plan(source, target, images)
+
+
+def check_round_trip(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
+    """What is written is sniffed and read back: every key, dtype, shape, byte and object; twice the same files."""
+    if format.lay_out is None:
+        return
+    source, store, kept = _written(format, folder / "one", sample)
+    _written(format, folder / "two", sample)
+    files = _files(folder / "one")
+    assert files == _files(folder / "two"), "two runs wrote different bytes"
+    read_store = _Counting(LocalStore(folder / "one"))
+    assert format.sniff(read_store), "what was written is not sniffed as this format"
+    catalog = format.read(read_store)
+    large = max(prod(shape) * itemsize(dtype) for dtype, shape in kept.values())
+    if large > _METADATA_BYTES:
+        assert read_store.n_bytes < _METADATA_BYTES, f"read fetched {read_store.n_bytes} bytes: data, not metadata"
+    for key, (dtype, shape) in kept.items():
+        meta = catalog.tensors.get(key)
+        assert meta is not None, f"tensor {key} was not read back; there are {list(catalog.tensors)[:8]} …"
+        assert (meta.dtype, meta.shape) == (dtype, shape), f"{key} came back as {meta.dtype} {meta.shape}"
+    extra = set(catalog.tensors) - set(kept)
+    assert not extra, f"tensors appeared: {sorted(extra)[:4]}"
+    _check_fragments(catalog)
+    wanted = _contents(source, store, kept)
+    found = _contents(catalog, read_store, kept)
+    for key in kept:
+        assert found[key] == wanted[key], f"the bytes of {key} differ"
+    if format.keeps_objects:
+        back = _objects(format, catalog, read_store)
+        for key, value in sample.objects.items():
+            assert back.get(key) == value, f"object {key} came back as {back.get(key)!r}"
+
+
+def check_dtypes(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
+    """A dtype that the format cannot hold is refused by the tensor's name, with a way out."""
+    if format.lay_out is None:
+        return
+    for key, (dtype, shape) in sample.tensors.items():
+        refusal = _refusal(format, Sample({"fine": ("float32", (2,)), key: (dtype, shape)}, {}))
+        if refusal is not None:
+            assert refusal.key == key, f"the refusal of {dtype} does not name the tensor: {refusal.message}"
+            assert refusal.hint, f"the refusal of {dtype} offers nothing: {refusal.message}"
+
+
+def check_damage(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
+    """Files that are cut short, missing or changed never lead to anything but the project's errors."""
+    if format.lay_out is None:
+        return
+    _written(format, folder / "sample", Sample(dict(list(sample.tensors.items())[-6:]), sample.objects))
+    check_reading(format, folder / "sample", folder / "damage")
+
+
+def check_reading(format: Format, path: Path, scratch: Path, *, n_flips: int = 40) -> None:
+    """A checkpoint in this format reads well, and damaged copies of it never crash.
+
+    Args:
+        path: a small checkpoint directory (or file) that is whole.
+        scratch: a directory that does not exist yet, for a copy that is damaged in one place after the other.
+        n_flips: how many times a byte is changed.
+    """
+    entry = None if path.is_dir() else path.name
+    if entry is None:
+        shutil.copytree(path, scratch)
+    else:
+        scratch.mkdir(parents=True)
+        shutil.copy(path, scratch)
+    with closing(LocalStore(scratch, entry=entry)) as store:
+        assert format.sniff(store), f"{path} is not sniffed as {format.name}"
+        catalog = format.read(store)
+        assert catalog.tensors, "there are no tensors"
+        if not catalog.attrs.get("is_rank_local"):
+            _check_fragments(catalog)
+    whole = _files(scratch)
+    chance = random.Random(5)
+    damaged: list[tuple[str, bytes | None]] = []
+    for name in chance.sample(list(whole), min(len(whole), 12)):
+        data = whole[name]
+        damaged += [(name, data[: -max(1, len(data) // 3)]), (name, b""), (name, None)]
+    for _ in range(n_flips):
+        name = chance.choice(list(whole))
+        damaged.append((name, _flipped(whole[name], at=chance.random())))
+    for name, left in damaged:
+        (scratch / name).unlink()
+        if left is not None:
+            (scratch / name).write_bytes(left)
+        with closing(LocalStore(scratch, entry=entry)) as store:
+            _check_damaged(format, store)
+        (scratch / name).write_bytes(whole[name])
+
+
+def _check_damaged(format: Format, store: LocalStore) -> None:
+    """Reading a damaged checkpoint, and copying out of it, ends well or in one of the project's errors."""
+    with suppress(CheckpointingException):
+        if format.sniff(store):
+            catalog = format.read(store)
+            if not catalog.attrs.get("is_rank_local"):
+                _contents(catalog, store, {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()})
+
+
+def _flipped(data: bytes, *, at: float) -> bytes:
+    """The bytes, one of them changed; ``at`` is where, from 0 to 1."""
+    changed = bytearray(data)
+    if data:
+        changed[int(at * len(data))] ^= 0x15
+    return bytes(changed)
+
+
+CHECKS: tuple[Callable[..., None], ...] = (check_facts, check_images, check_round_trip, check_dtypes, check_damage)
+"""Each takes a format, a new directory, and optionally a ``Sample``."""
+
+
+class _Counting:
+    """A store that counts the bytes that are fetched."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+        self.entry = store.entry
+        self.label = store.label
+        self.n_bytes = 0
+
+    def files(self, under: str = "") -> list[str]:
+        return self._store.files(under)
+
+    def folders(self, under: str = "") -> list[str]:
+        return self._store.folders(under)
+
+    def sizes(self, under: str = "") -> Mapping[str, int]:
+        return self._store.sizes(under)
+
+    def exists(self, name: str) -> bool:
+        return self._store.exists(name)
+
+    def size(self, name: str) -> int:
+        return self._store.size(name)
+
+    def read(self, name: str, offset: int, n_bytes: int) -> bytes:
+        self.n_bytes += n_bytes
+        return self._store.read(name, offset, n_bytes)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        self.n_bytes += len(buffer)
+        self._store.read_into(name, offset, buffer)
+
+    def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self.read(name, offset, n_bytes) for offset, n_bytes in spans]
+
+    def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
+        self.n_bytes += n_bytes
+        self._store.read_vector(name, offset, buffers, n_bytes)
+
+
+def _content(key: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    data = hashlib.shake_128(key.encode()).digest(prod(shape) * itemsize(dtype))
+    return bytes(byte & 1 for byte in data) if dtype == "bool" else data
+
+
+def _source(sample: Sample) -> tuple[Catalog, MemoryStore]:
+    """A checkpoint in memory, one file a tensor."""
+    arrays = {
+        key: StoredArray(key, dtype, shape, Extent(f"t{number}", 0))
+        for number, (key, (dtype, shape)) in enumerate(sample.tensors.items())
+    }
+    files: dict[str, bytes | bytearray] = {
+        f"t{number}": _content(key, dtype, shape) for number, (key, (dtype, shape)) in enumerate(sample.tensors.items())
+    }
+    objects = {key: StoredObject(key, value=value) for key, value in sample.objects.items()}
+    return catalog_of_arrays(format="memory", arrays=arrays, objects=objects), MemoryStore(files)
+
+
+def _refusal(format: Format, sample: Sample) -> UnsupportedError | None:
+    """The refusal of a sample, or None if it can be laid out."""
+    assert format.lay_out is not None
+    catalog, _ = _source(sample)
+    _, target = source_and_target(catalog, format)
+    try:
+        list(format.lay_out(target))
+    except UnsupportedError as err:
+        return err
+    return None
+
+
+def _prepared(format: Format, sample: Sample) -> tuple[Catalog, Catalog, MemoryStore]:
+    """Source and target of what the format can hold of a sample."""
+    kept = {
+        key: spec
+        for key, spec in sample.tensors.items()
+        if _refusal(format, Sample({"fine": ("float32", (2,)), key: spec}, {})) is None
+    }
+    assert kept, "the format holds none of the sample's tensors"
+    catalog, store = _source(Sample(kept, sample.objects if format.keeps_objects else {}))
+    source, target = source_and_target(catalog, format)
+    return source, target, store
+
+
+def _written(
+    format: Format, folder: Path, sample: Sample
+) -> tuple[Catalog, MemoryStore, dict[str, tuple[str, tuple[int, ...]]]]:
+    """Writes a sample; returns its source and what of its tensors the format holds."""
+    assert format.lay_out is not None
+    source, target, store = _prepared(format, sample)
+    folder.mkdir(parents=True)
+    plan = make_plan(source, target, tuple(format.lay_out(target)))
+    with closing(StageStore(folder, is_durable=False)) as stage:
+        finish_files(plan, execute(plan, store, stage), stage, crc=True)
+    return source, store, {key: sample.tensors[key] for key in source.tensors}
+
+
+def _contents(
+    catalog: Catalog, store: ReadStore, kept: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, bytearray]:
+    """The dense bytes of every tensor, moved by the engine."""
+    arrays = {key: StoredArray(key, dtype, shape) for key, (dtype, shape) in kept.items()}
+    target = catalog_of_arrays(format="memory", arrays=arrays)
+    images = [
+        FileImage(f"t{number}", array.n_bytes, (PlacedArray(0, array),)) for number, array in enumerate(arrays.values())
+    ]
+    made = MemoryStore()
+    execute(make_plan(catalog, target, images), store, made)
+    return {key: bytearray(made.contents[f"t{number}"]) for number, key in enumerate(arrays)}
+
+
+def _check_fragments(catalog: Catalog) -> None:
+    """The fragments of every tensor tile it and lie in their arrays."""
+    arrays = {key: StoredArray(key, meta.dtype, meta.shape) for key, meta in catalog.tensors.items()}
+    target = catalog_of_arrays(format="memory", arrays=arrays)
+    for key in catalog.tensors:
+        match(catalog, target, key)
+
+
+def _objects(format: Format, catalog: Catalog, store: ReadStore) -> dict[str, object]:
+    """Non-tensor entries by key, those of a common state too."""
+    from core.formats.torch.format import load_object
+    from core.pickle.inert import as_mapping
+
+    values = {key: item.value for key, item in loaded(catalog, store, load_object).objects.items()}
+    common = as_mapping(catalog.attrs.get("common")) or {}
+    values |= {str(key): value for key, value in common.items()}
+    return {key: _plain(value) for key, value in _joined(values).items()}
+
+
+def _joined(values: Mapping[str, object]) -> dict[str, object]:
+    """Objects whose dotted keys are paths, nested again."""
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        place = found
+        for name in parents:
+            deeper = place.setdefault(name, {})
+            if not isinstance(deeper, dict):
+                break
+            place = deeper
+        else:
+            place[last] = value
+    return found
+
+
+def _plain(value: object) -> object:
+    """Mappings and lists as Python's own, lists that became mappings of numbers as lists."""
+    if isinstance(value, Mapping):
+        made = {str(key): _plain(item) for key, item in value.items()}
+        if made and list(made) == [str(number) for number in range(len(made))]:
+            return list(made.values())
+        return made
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }

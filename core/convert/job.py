@@ -1,0 +1,208 @@
+"""What a conversion is asked for, and what it reports: plain values, for both doors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from core.device.device import Device
+from core.megatron.model.pipeline import Pipeline
+from core.megatron.model.version import MegatronVersion
+from core.team.protocol import Figures
+
+MIB = 1 << 20
+DEFAULT_MEMORY_BYTES = 512 * MIB
+DEFAULT_THREADS = 2
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)."""
+
+
+_SIZES = ("tp", "pp", "vpp", "ep", "etp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopologyChange:
+    """Parallel sizes to change, and those that the user believes the source has.
+
+    Args:
+        tp, pp, vpp, ep, etp: sizes of the destination; None keeps the source's.
+        pipeline: how the destination distributes layers over its pipeline stages; None keeps the source's way where
+            that still means something, and distributes evenly otherwise
+            (``core.megatron.model.facts.Facts.pipeline_at``).
+        source: asserted sizes of the source by name; a mismatch is an error.
+    """
+
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    pipeline: Pipeline | None = None
+    source: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes to change."""
+        return {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
+
+    @property
+    def is_change(self) -> bool:
+        """Whether it says anything about the destination."""
+        return bool(self.sizes) or self.pipeline is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One conversion, as asked for.
+
+    Args:
+        src: what to read, see ``core.opening.open``.
+        dst: what to write; None proposes a name beside ``src``.
+        to: target format; None keeps the source's.
+        iteration: which iteration of a training root.
+        topology: parallel sizes to change and to check; None for none.
+        keeps_layout: sizes that ``topology`` leaves open stay the source's; otherwise they become 1.
+        vocab_size: the true number of vocabulary rows, where the checkpoint does not say.
+        config: the ``config.json`` of a model with Hugging Face's names, where the source has none beside its weights.
+        vocab_divisor: of Hugging Face's weights that become Megatron's: padded vocabularies are multiples of it times
+            TP; None for Megatron's default.
+        keep_padded_vocab: keep padding rows as if they were real ones.
+        optim: ``carry`` or ``drop``.
+        rng: random states: ``keep`` or ``drop``; None keeps them where they can be
+            (``core.megatron.extras.random_states``).
+        names: whose tensor names to write: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps them, unless the
+            target format says otherwise.
+        transformer_impl: ``local`` or ``transformer_engine``, whose names Megatron's parameters get; None keeps them
+            (``core.megatron.placement.implementation``).
+        megatron_version: the megatron-core that is to load the rank files; None writes the optimizer's groups as the
+            source has them.
+        moe_experts: ``sequential`` writes experts of the old GroupedMLP as one module each; None keeps their kind.
+        dequantize, include, exclude, strip_prefix, add_prefix, rename, untie, tie, stack_layers, unstack_layers, dtype,
+            quantize: see ``core.convert.apply_changes``, which applies them in that order. The first of them go by the
+                names that
+            the source has once it is global, as ``ckpt inspect`` shows them, the others by those made until then.
+            ``dequantize`` is a dtype or None; ``add_prefix`` a text or None; ``unstack_layers`` are globs, () for the
+            usual names, None for no unstacking.
+        max_file_bytes: most bytes of an output file with tensors, where the format can split; None for its default.
+        metadata_only: write new metadata only; data files are hard links to the source's (``core.convert.hard_links``).
+        weights_only: set what ``torch.load(weights_only=True)`` refuses aside, also where it could stay what it was.
+        drop_unknown: leave out objects of unknown classes where the target cannot hold them.
+        missing_chunks: zarr chunks that are not stored: ``fill``, or ``error`` to refuse them (``core.opening.open``).
+        replicas: what happens where ranks hold different copies of one tensor: ``error``, or the ``first`` is taken and
+            the others are not read.
+        memory_bytes: most memory the process may use, imports included.
+        beside_bytes: how much of it is taken by what the engine does not count, such as belonging to a team.
+        threads: copying threads.
+        resume: keep an unfinished stage on failure, and continue one.
+        force: replace an existing destination, once the new one is complete.
+        crc, digest: compute CRC-32 and content digests in the same pass.
+        fsync: wait until the bytes are on the disk.
+        fingerprint: make fingerprints of the canonical tensors in the same pass (``core.manifest.fingerprint_copy``).
+        verify: read the result again before it becomes visible, and compare every byte with the source.
+        rules: a TOML file with additional layout rules.
+        unknown: what becomes of tensors without a layout rule: ``refuse``, or ``replicate`` if all ranks hold the same.
+        device: on which per-byte work may be done; None for the CPU path. The bytes are the same.
+    """
+
+    src: Path
+    dst: Path | None = None
+    to: str | None = None
+    iteration: int | None = None
+    topology: TopologyChange | None = None
+    keeps_layout: bool = False
+    vocab_size: int | None = None
+    vocab_divisor: int | None = None
+    keep_padded_vocab: bool = False
+    optim: str = "carry"
+    rng: str | None = None
+    names: str | None = None
+    config: Path | None = None
+    transformer_impl: str | None = None
+    megatron_version: MegatronVersion | None = None
+    moe_experts: str | None = None
+    dequantize: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    strip_prefix: tuple[str, ...] = ()
+    add_prefix: str | None = None
+    rename: tuple[tuple[str, str], ...] = ()
+    untie: tuple[tuple[str, str], ...] = ()
+    tie: tuple[tuple[str, str], ...] = ()
+    stack_layers: bool = False
+    unstack_layers: tuple[str, ...] | None = None
+    dtype: tuple[tuple[str | None, str], ...] = ()
+    quantize: tuple[tuple[str | None, str], ...] = ()
+    max_file_bytes: int | None = None
+    metadata_only: bool = False
+    weights_only: bool = False
+    drop_unknown: bool = False
+    missing_chunks: str = "fill"
+    replicas: str = "error"
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    beside_bytes: int = 0
+    threads: int = DEFAULT_THREADS
+    resume: bool = False
+    force: bool = False
+    crc: bool = True
+    digest: bool = True
+    fsync: bool = True
+    fingerprint: bool = False
+    verify: bool = False
+    rules: Path | None = None
+    unknown: str = "refuse"
+    device: Device | None = None
+
+    @property
+    def stacking(self) -> bool | None:
+        """Whether layers are to be stacked, or to have keys of their own; None if nothing is asked."""
+        return True if self.stack_layers else None if self.unstack_layers is None else False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a finished job did.
+
+    Args:
+        src, dst: where from and to.
+        source_format, format: names of the formats.
+        n_tensors: tensors written.
+        bytes_read: bytes of tensors read.
+        bytes_written: bytes of all output files.
+        bytes_resumed: those of them that an earlier, interrupted run had written.
+        bytes_verified: bytes of tensors that were read again and compared; 0 if that was not asked for.
+        n_copies: copies of (parts of) tensors on several ranks that were compared, and are equal.
+        seconds: wall time.
+        files: output files, relative to ``dst`` (or its name, if it is one file).
+        n_fingerprints: fingerprints in the manifest.
+        n_read_back: those of them for which the result was read again.
+        manifest: path of the manifest.
+        notes, dropped: see ``Prepared``.
+        workers: what each of several workers did; () for a process that worked alone.
+    """
+
+    src: str
+    dst: str
+    source_format: str
+    format: str
+    n_tensors: int
+    bytes_read: int
+    bytes_written: int
+    bytes_resumed: int
+    bytes_verified: int
+    n_copies: int
+    seconds: float
+    files: tuple[str, ...]
+    n_fingerprints: int
+    n_read_back: int
+    manifest: str
+    notes: tuple[str, ...]
+    dropped: tuple[str, ...]
+    workers: tuple[Figures, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """The report as a JSON object, without the workers (``core.team.protocol.summary_of``)."""
+        found = asdict(self)
+        del found["workers"]
+        return found

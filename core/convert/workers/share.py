@@ -1,0 +1,257 @@
+"""One worker's part of a copy that several workers make into one stage.
+
+::
+
+    .out.ckpt-stage/
+    ├── data/            the files, made by the lead, filled by all: every byte has one owner
+    ├── plan             who does what (core.convert.stored_plan.file); all workers check its hash before a byte is
+    written ├── journal.jsonl    what the lead has done, journal-1.jsonl what worker 1 has …
+    └── workers.lock     held by all that may still write (core.stage.workers_lock)
+
+A worker opens the plan, the source and the stage as the lead told it, and makes sure that they are the lead's: the
+stage by the lock's token, the plan by its hash, the source's files by size and modification time. It copies its share,
+brings what it wrote to the disk, and hands over its sums. Nobody reads what others have written before they are done.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from core.convert.stored_plan.file import StoredPlan
+from core.copy.ledger import LedgerState
+from core.copy.output import Stage as Target
+from core.copy.run import execute
+from core.device.device import Device
+from core.errors import CheckpointingException, StorageError, UsageError
+from core.files.store import LocalStore
+from core.plan.items import ITEM_BYTES
+from core.stage.files import StageStore
+from core.stage.journal import BATCH_BYTES, FileJournal, journal_path, journals_in
+from core.stage.workers_lock import hold
+from core.team.protocol import Figures, Team, is_lead
+
+DATA = "data"
+PATIENCE_SECONDS = 5.0
+"""How long a worker waits until it sees what the lead has made; network file systems may take a moment."""
+_PAUSE_SECONDS = 0.2
+_N_LOOKED_AT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What the lead tells the workers.
+
+    Args:
+        stage_dir: of the stage.
+        plan: the plan's file.
+        digest: its SHA-256.
+        token: of the run, see ``core.stage.workers_lock``.
+        journal_of: what journals must be of; None if nothing is written.
+        written: the destination, until it is published.
+        source: the directory of the source.
+        target: the directory whose files are compared; None if files are written.
+        threads: that copy.
+        crc, crc_digest: what to compute.
+        fsync: wait for the disk.
+        batch_bytes: how much a killed worker may lose.
+        item_bytes, buffer_bytes: see ``core.copy.run.execute``.
+    """
+
+    stage_dir: Path
+    plan: Path
+    digest: str
+    token: str
+    journal_of: str | None
+    written: Path
+    source: Path
+    target: Path | None = None
+    threads: int
+    crc: bool = True
+    crc_digest: bool = True
+    fsync: bool = True
+    batch_bytes: int = BATCH_BYTES
+    item_bytes: int = ITEM_BYTES
+    buffer_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a worker did.
+
+    Args:
+        state: its books.
+        figures: for people.
+        resumed_bytes: bytes of the target that an earlier run had written.
+    """
+
+    state: LedgerState
+    figures: Figures
+    resumed_bytes: int
+
+
+class Share:
+    """A worker's share, open; a context manager.
+
+    Args:
+        order: from the lead.
+        team: this worker's.
+        device: this worker's, on which per-byte work may be done.
+        patience_s: how long to wait for what the lead has made.
+
+    Raises (on entering):
+        UsageError: this host does not see the lead's files.
+        CorruptError: the plan is another one than the lead's.
+        StorageError: another run has taken over, or the system refuses.
+    """
+
+    def __init__(
+        self, order: Order, team: Team, *, device: Device | None = None, patience_s: float = PATIENCE_SECONDS
+    ) -> None:
+        self._device = device
+        self._order = order
+        self._team = team
+        self._patience_s = patience_s
+        self._closing = ExitStack()
+        self._journal: FileJournal | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._see(self._order.stage_dir / DATA, "the unfinished destination")
+            self._see(self._order.source, "the source")
+            if not is_lead(self._team):
+                stack.callback(hold(self._order.stage_dir, self._order.token).close)
+            plan = StoredPlan(self._order.plan, self._order.digest, rank=self._team.rank, threads=self._order.threads)
+            self._plan = stack.enter_context(plan)
+            self._source = LocalStore(self._order.source, stamps=self._plan.stamps)
+            stack.callback(self._source.close)
+            self._look_at_source()
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.close()
+
+    def copy(self) -> Done:
+        """Copies the share into the stage.
+
+        Raises:
+            CheckpointingException: as for ``core.copy.run.execute``; and StoppedError.
+        """
+        order = self._order
+        assert order.journal_of is not None
+        store = StageStore(order.stage_dir / DATA, is_durable=order.fsync)
+        try:
+            journal = FileJournal(
+                journal_path(order.stage_dir, self._team.rank),
+                order.journal_of,
+                sync=lambda files: _sync(store, files if order.fsync else ()),
+                batch_bytes=order.batch_bytes,
+                others=journals_in(order.stage_dir),
+                keys=self._plan.numbers,
+            )
+            try:
+                done = self._executed(store, crc=order.crc, digest=order.crc_digest, journal=journal)
+                journal.flush()
+            except BaseException:
+                with suppress(CheckpointingException):
+                    journal.flush()
+                raise
+            finally:
+                journal.close()
+            if order.fsync:
+                store.sync_files()
+        except BaseException:
+            with suppress(StorageError):  # the first error counts
+                store.close()
+            raise
+        store.close()  # a network file system may tell only here that it could not write
+        return done
+
+    def compare(self, target: Target) -> Done:
+        """Compares the share with what has been written.
+
+        Args:
+            target: compares in place of writing.
+
+        Raises:
+            CheckpointingException: as for ``core.convert.verify.verify``; and StoppedError.
+        """
+        return self._executed(target, crc=False, digest=False, journal=None)
+
+    def _executed(self, store: Target, *, crc: bool, digest: bool, journal: FileJournal | None) -> Done:
+        team = self._team
+        begun = time.monotonic()
+        team.expect(self._plan.write_bytes)
+        result = execute(
+            self._plan,
+            self._source,
+            store,
+            buffer_bytes=self._order.buffer_bytes,
+            item_bytes=self._order.item_bytes,
+            crc=crc,
+            digest=digest,
+            progress=team.advance,
+            journal=journal,
+            heed=_heeding(team),
+            device=self._device,
+        )
+        self._source.verify_unchanged()
+        figures = Figures(
+            team.rank, team.hosts[team.rank], result.read_bytes, result.written_bytes, time.monotonic() - begun
+        )
+        return Done(result.ledger.state(), figures, result.resumed_bytes)
+
+    def _see(self, path: Path, what: str) -> None:
+        """Returns once a path is there.
+
+        Raises:
+            UsageError: it is not.
+        """
+        until = time.monotonic() + self._patience_s
+        while not path.exists():
+            if time.monotonic() >= until:
+                raise self._unseen(path, what)
+            with suppress(OSError):
+                os.listdir(path.parent)  # a network file system may remember that it was not there
+            time.sleep(_PAUSE_SECONDS)
+
+    def _look_at_source(self) -> None:
+        """Returns if some files of the source are the lead's; the others are looked at when they are opened.
+
+        Raises:
+            UsageError: they are not, on another host than the lead's.
+            CheckpointingException: they are not, on the lead's.
+        """
+        for name in list(self._plan.stamps)[:_N_LOOKED_AT]:
+            try:
+                self._source.size(name)
+            except CheckpointingException as err:
+                if self._team.hosts[self._team.rank] == self._team.hosts[0]:
+                    raise  # the lead's own host: the source has changed since the plan was made
+                raise self._unseen(self._order.source / name, f"the source's file ({err.message})") from err
+
+    def _unseen(self, path: Path, what: str) -> UsageError:
+        hosts, rank = self._team.hosts, self._team.rank
+        return UsageError(
+            f"worker {rank} on host {hosts[rank]} does not see {what} that worker 0 on host {hosts[0]} sees",
+            file=str(path),
+            hint="all hosts must see the same files under the same paths: give paths on a shared file system",
+        )
+
+
+def _sync(store: StageStore, files: Iterable[str]) -> None:
+    for file in files:
+        store.sync(file)
+
+
+def _heeding(team: Team) -> Callable[[], None]:
+    return lambda: team.advance(0)

@@ -1,0 +1,239 @@
+"""The books of a copy: which bytes of which array have been written, with which checksums."""
+
+from __future__ import annotations
+
+import threading
+from array import array as columns
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from core.arrays.checksum import ArrayPart, ArraySum, ReadArray, RunSum, crc32_combine, digest_of
+from core.errors import CorruptError
+from core.plan.addresses import RecordCrc
+
+if TYPE_CHECKING:
+    from core.plan.positions import Places
+
+
+class Readable(Protocol):
+    """The part of a stage that the books need, to hash blocks that two items share."""
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fills ``buffer`` from ``offset``."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRun:
+    """A run of an array that an item has written.
+
+    Args:
+        array: number in ``Places``.
+        offset, n_bytes: bytes of the array.
+        crc: CRC-32 of these bytes.
+    """
+
+    array: int
+    offset: int
+    n_bytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """A run of source bytes whose array has a stated CRC.
+
+    Args:
+        record: what the source states.
+        offset, n_bytes: bytes of the source array.
+        crc: CRC-32 of these bytes, as read.
+    """
+
+    record: RecordCrc
+    offset: int
+    n_bytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRecord:
+    """What one item did."""
+
+    written: tuple[WrittenRun, ...] = ()
+    checked: tuple[CheckedRun, ...] = ()
+
+
+class _Runs:
+    """What has been read of a source array. Parts of it may be read several times, each for a place of its own."""
+
+    def __init__(self) -> None:
+        self._longest: dict[int, CheckedRun] = {}  # by offset
+        self._n_bytes = 0
+
+    def __iter__(self) -> Iterator[CheckedRun]:
+        return iter(self._longest.values())
+
+    def add(self, run: CheckedRun) -> None:
+        """Takes a run."""
+        known = self._longest.get(run.offset)
+        if known is None or known.n_bytes < run.n_bytes:
+            self._longest[run.offset] = run
+            self._n_bytes += run.n_bytes - (known.n_bytes if known else 0)
+
+    def crc_of(self, n_bytes: int) -> int | None:
+        """The CRC-32 of the whole array of ``n_bytes``; None as long as no runs are known that tile it."""
+        if self._n_bytes < n_bytes:
+            return None
+        crc = reached = 0
+        while reached < n_bytes:
+            run = self._longest.get(reached)
+            if run is None or not run.n_bytes:
+                return None
+            crc = crc32_combine(crc, run.crc, run.n_bytes)
+            reached += run.n_bytes
+        return crc if reached == n_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """The books of one worker, small enough to travel.
+
+    Args:
+        numbers: arrays that it has written whole.
+        crcs: their CRC-32s.
+        digests: 16 bytes of each; empty if switched off.
+        open: what it knows of arrays that others write too.
+        checked: runs of source arrays of which others read the rest.
+    """
+
+    numbers: columns[int]
+    crcs: columns[int]
+    digests: bytes
+    open: dict[int, ArrayPart]
+    checked: tuple[CheckedRun, ...]
+
+
+class Ledger:
+    """Joins the runs of all items; safe for threads.
+
+    Args:
+        places: the arrays.
+        stage: where they are written.
+        crc, digest: what is computed.
+
+    Attributes:
+        crcs: CRC-32 by array number.
+        digests: 16 bytes per array number.
+    """
+
+    def __init__(self, places: Places, stage: Readable, *, crc: bool, digest: bool) -> None:
+        self._places = places
+        self._stage = stage
+        self._crc = crc
+        self._digest = digest
+        self._lock = threading.Lock()
+        self._open: dict[int, ArraySum] = {}
+        self._checked: dict[tuple[str, str], _Runs] = {}
+        self._closed = columns("q")
+        self.crcs = columns("I", bytes(4 * len(places)))
+        self.digests = bytearray(16 * len(places)) if digest else bytearray()
+        if digest:
+            for number in range(len(places)):
+                if places.bytes_of(number) == 0:
+                    self.digests[16 * number : 16 * number + 16] = digest_of(b"")
+
+    def add(self, number: int, run: RunSum) -> None:
+        """Takes a run of an array that has been fed to its end."""
+        with self._lock:
+            array = self._array(number)
+            array.add(run)
+        self._close_if_complete(number, array)
+
+    def add_unsummed(self, number: int, n_bytes: int) -> None:
+        """Takes bytes of an array that were written piecemeal."""
+        with self._lock:
+            array = self._array(number)
+            array.add_unsummed(n_bytes)
+        self._close_if_complete(number, array)
+
+    def _array(self, number: int) -> ArraySum:
+        found = self._open.get(number)
+        if found is None:
+            found = self._open[number] = ArraySum(self._places.bytes_of(number), crc=self._crc, digest=self._digest)
+        return found
+
+    def _close_if_complete(self, number: int, array: ArraySum) -> None:
+        with self._lock:
+            if not array.is_complete or self._open.pop(number, None) is None:
+                return
+        crc, digest = array.finish(self._reader(number))
+        with self._lock:
+            self._closed.append(number)
+            self.crcs[number] = crc
+            if digest:
+                self.digests[16 * number : 16 * number + 16] = digest
+
+    def _reader(self, number: int) -> ReadArray:
+        """Reads an array back from the stage."""
+        file, base = self._places.file_of(number), self._places.offset_of(number)
+        return lambda offset, buffer: self._stage.read_into(file, base + offset, buffer)
+
+    def state(self) -> LedgerState:
+        """What has been found out, once all items of this worker are done."""
+        digests = b"".join(self.digests[16 * n : 16 * n + 16] for n in self._closed) if self._digest else b""
+        return LedgerState(
+            self._closed,
+            columns("I", (self.crcs[n] for n in self._closed)),
+            digests,
+            {number: array.part(self._reader(number)) for number, array in self._open.items()},
+            tuple(run for runs in self._checked.values() for run in runs),
+        )
+
+    def join(self, state: LedgerState) -> None:
+        """Takes the books of another worker; arrays that are complete now are closed.
+
+        Raises:
+            CorruptError: a source array that several have read does not have its stated CRC.
+            TruncatedError, StorageError: bytes that two workers share cannot be read back.
+        """
+        for place, number in enumerate(state.numbers):
+            self._closed.append(number)
+            self.crcs[number] = state.crcs[place]
+            if self._digest:
+                self.digests[16 * number : 16 * number + 16] = state.digests[16 * place : 16 * place + 16]
+        for number, found in state.open.items():
+            with self._lock:
+                array = self._array(number)
+                array.join(found)
+            self._close_if_complete(number, array)
+        self.check(state.checked)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every array that has bytes has been written whole."""
+        n_wanted = sum(self._places.bytes_of(number) > 0 for number in range(len(self._places)))
+        return not self._open and len(set(self._closed)) == n_wanted
+
+    def check(self, runs: Iterable[CheckedRun]) -> None:
+        """Takes runs of source arrays, and compares the CRC of an array once it has been read whole.
+
+        Raises:
+            CorruptError: it is not what the source states.
+        """
+        for run in runs:
+            record = run.record
+            with self._lock:
+                found = self._checked.setdefault((record.file, record.array), _Runs())
+                found.add(run)
+                crc = found.crc_of(record.n_bytes)
+                if crc is None:
+                    continue
+                del self._checked[record.file, record.array]
+            if crc != record.crc:
+                raise CorruptError(
+                    f"the bytes have CRC-32 {crc:08x}, the file states {record.crc:08x}",
+                    file=record.file,
+                    key=record.array,
+                    span=(record.start, record.start + record.n_bytes),
+                    hint="the checkpoint is damaged; copy it again, or use an older one",
+                )

@@ -1,0 +1,204 @@
+"""What one work item writes: cast, summed and written in the order in which it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from core.arrays.cast import Cast
+from core.arrays.checksum import RunSum, crc32
+from core.arrays.dtypes import itemsize
+from core.copy.ledger import CheckedRun, ItemRecord, WrittenRun
+from core.device.cast import cast_on
+from core.device.device import Device
+from core.files.store import WriteStore
+from core.plan.addresses import RecordCrc
+
+if TYPE_CHECKING:
+    from core.copy.ledger import Ledger
+    from core.plan.positions import Places
+
+_SETTLED_BYTES = 8 << 20
+
+
+class Stage(WriteStore, Protocol):
+    """Where the work goes: a write store that can be read back."""
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fills ``buffer`` from ``offset``."""
+
+    def settle(self, name: str, offset: int, n_bytes: int) -> None:
+        """Hears of a range that will not change any more, so that it may go to the disk now."""
+
+
+class Watch(Protocol):
+    """Sees what is written to arrays; called from several threads."""
+
+    def feed(self, number: int, offset: int, data: memoryview) -> None:
+        """Takes whole elements of an array, ``offset`` bytes from its start; valid during the call only."""
+
+    def pass_over(self, number: int, offset: int, n_bytes: int) -> None:
+        """The same, where all elements are zero."""
+
+
+class Output:
+    """The runs of one item.
+
+    Args:
+        dtypes: of the source and of the target.
+        stage: gets the bytes.
+        places: where the arrays lie.
+        ledger: gets the sums.
+        spare: buffer for casts.
+        crc, digest: what to compute.
+        progress: told about written bytes.
+        watch: sees what is written.
+        device: casts, if it does that cast.
+    """
+
+    def __init__(
+        self,
+        dtypes: tuple[str, str],
+        *,
+        stage: Stage,
+        places: Places,
+        ledger: Ledger,
+        spare: memoryview,
+        crc: bool,
+        digest: bool,
+        progress: Callable[[int], None] | None,
+        watch: Watch | None = None,
+        device: Device | None = None,
+    ) -> None:
+        self._watch = watch
+        self._source_size, self._size = (itemsize(name) for name in dtypes)
+        self._cast: Cast | None = None if dtypes[0] == dtypes[1] else cast_on(device, *dtypes)
+        self._stage = stage
+        self._places = places
+        self._ledger = ledger
+        self._spare = spare
+        self._crc = crc
+        self._digest = digest
+        self._progress = progress
+        self._open: dict[int, RunSum] = {}
+        self._settled: dict[int, int] = {}
+        self._closed: list[tuple[int, RunSum]] = []
+        self._checked: dict[RecordCrc, list[CheckedRun]] = {}
+        self._is_recordable = True
+        self.written_bytes = 0
+
+    def put(self, array: int, index: int, data: memoryview) -> None:
+        """See ``core.copy.interleave.Out``."""
+        self.put_all(((array, index),), 0, data)
+
+    def put_all(self, destinations: Sequence[tuple[int, int]], delta: int, data: memoryview) -> None:
+        """Writes source-typed elements, ``delta`` elements after each of the destinations."""
+        for skip, piece in self._casted(data):
+            places = [(array, (index + delta + skip) * self._size) for array, index in destinations]
+            self._feed(places, piece)
+            if self._watch is not None:  # before it is written, while the bytes are in the processor's cache
+                for array, offset in places:
+                    self._watch.feed(array, offset, piece)
+            for array, offset in places:
+                file = self._places.file_of(array)
+                self._stage.write(file, self._places.offset_of(array) + offset, piece)
+                self._settle(array, file, offset + len(piece))
+            self._report(len(piece) * len(places))
+
+    def put_zeros(self, destinations: Sequence[tuple[int, int]], delta: int, zeros: memoryview) -> None:
+        """Accounts for zero elements of the target; the new files are zero already."""
+        places = [(array, (index + delta) * self._size) for array, index in destinations]
+        self._feed(places, zeros)
+        if self._watch is not None:
+            for array, offset in places:
+                self._watch.pass_over(array, offset, len(zeros))
+        self._report(len(zeros) * len(destinations))
+
+    def put_piece(self, array: int, index: int, data: memoryview) -> None:
+        """See ``core.copy.interleave.Out``."""
+        self._is_recordable = False
+        for skip, piece in self._casted(data):
+            offset = self._places.offset_of(array) + (index + skip) * self._size
+            self._stage.write(self._places.file_of(array), offset, piece)
+            self._ledger.add_unsummed(array, len(piece))
+            if self._watch is not None:
+                self._watch.feed(array, (index + skip) * self._size, piece)
+            self._report(len(piece))
+
+    def check(self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int) -> None:
+        """See ``core.copy.interleave.Out``."""
+        if not self._crc:
+            return
+        offset = address - record.start
+        runs = self._checked.setdefault(record, [])
+        last = runs.pop() if runs and runs[-1].offset + runs[-1].n_bytes == offset else None
+        crc = 0 if last is None else last.crc
+        for piece in data:
+            crc = crc32(piece, crc)
+        before = (offset, 0) if last is None else (last.offset, last.n_bytes)
+        runs.append(CheckedRun(record, before[0], before[1] + n_bytes, crc))
+
+    def close(self) -> tuple[ItemRecord | None, set[str]]:
+        """Hands the sums over.
+
+        Returns:
+            What to record of the item, None if it cannot be resumed, and the files it wrote to.
+
+        Raises:
+            CorruptError: a source array does not have its stated CRC.
+        """
+        for array, run in self._open.items():
+            self._closed.append((array, run))
+            self._settle(array, self._places.file_of(array), run.offset + run.n_bytes, is_last=True)
+        checked = tuple(run for runs in self._checked.values() for run in runs)
+        self._ledger.check(checked)
+        for array, run in self._closed:
+            self._ledger.add(array, run)
+        files = {self._places.file_of(array) for array, _ in self._closed}
+        if not self._is_recordable:
+            return None, files
+        written = tuple(WrittenRun(array, run.offset, run.n_bytes, run.crc) for array, run in self._closed)
+        return ItemRecord(written, checked), files
+
+    def _casted(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """(elements before it, bytes) of the target-typed pieces of some elements."""
+        if self._cast is None:
+            yield 0, data
+            return
+        n_elements = len(data) // self._source_size
+        at_once = len(self._spare) // self._size
+        for first in range(0, n_elements, at_once):
+            n = min(at_once, n_elements - first)
+            piece = self._spare[: n * self._size]
+            self._cast(data[first * self._source_size : (first + n) * self._source_size], piece)
+            yield first, piece
+
+    def _feed(self, places: list[tuple[int, int]], piece: memoryview) -> None:
+        """Sums a piece once for all arrays in which it stands at the same offset."""
+        new: dict[tuple[int, int], RunSum] = {}
+        runs: dict[int, RunSum] = {}
+        for array, offset in places:
+            run = self._open.get(array)
+            if run is None or run.offset + run.n_bytes != offset:
+                if run is not None:
+                    self._closed.append((array, run))
+                size = self._places.bytes_of(array)
+                run = new.get((offset, size))
+                if run is None:
+                    run = new[offset, size] = RunSum(offset, size, crc=self._crc, digest=self._digest)
+                self._open[array] = run
+                self._settled[array] = offset
+            runs[id(run)] = run
+        for run in runs.values():
+            run.feed(piece)
+
+    def _settle(self, array: int, file: str, end: int, *, is_last: bool = False) -> None:
+        start = self._settled[array]
+        if end - start >= (_SETTLED_BYTES >> 3 if is_last else _SETTLED_BYTES):
+            self._stage.settle(file, self._places.offset_of(array) + start, end - start)
+            self._settled[array] = end
+
+    def _report(self, n_bytes: int) -> None:
+        self.written_bytes += n_bytes
+        if self._progress is not None:
+            self._progress(n_bytes)

@@ -1,0 +1,204 @@
+"""What one copying thread does with one work item, and its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from core.arrays.checksum import BLOCK_BYTES
+from core.arrays.dtypes import itemsize
+from core.arrays.gather import Layout, dense, is_dense, read_box
+from core.copy.interleave import Weaver
+from core.copy.output import Output, Stage, Watch
+from core.device.compare import is_equal
+from core.device.device import COMPARE, Device, cast_work, does
+from core.device.lane import PIECE_BYTES, host_buffer
+from core.errors import ReplicaMismatchError
+from core.plan.addresses import Source
+from core.plan.items import Comparison, Item, Move, Weave
+
+if TYPE_CHECKING:
+    from core.arrays.box import Box
+    from core.copy.ledger import ItemRecord, Ledger
+    from core.files.store import ReadStore
+    from core.plan.positions import Places
+
+CHUNK_BYTES = BLOCK_BYTES
+"""Bytes that a move holds at once; they stay in the processor's second-level cache."""
+DEVICE_CHUNK_BYTES = 2 * PIECE_BYTES
+"""The same, of a move that a device casts; whole blocks, and a piece for each slot of the device."""
+
+
+class Copier:
+    """One thread's hands.
+
+    Args:
+        source: the source files.
+        stage: the target files.
+        places: where the target arrays lie.
+        ledger: gets the checksums.
+        buffer_bytes: most bytes of buffers; a third of it bounds the bands.
+        crc, digest: what to compute.
+        progress: told about written bytes.
+        is_stopped: asked between chunks whether to give up.
+        watch: sees what is written.
+        device: on which casts and comparisons may be done (``core.calibration.choice``).
+        threads: that copy.
+    """
+
+    def __init__(
+        self,
+        source: ReadStore,
+        stage: Stage,
+        places: Places,
+        ledger: Ledger,
+        *,
+        buffer_bytes: int,
+        crc: bool,
+        digest: bool,
+        progress: Callable[[int], None] | None,
+        is_stopped: Callable[[], bool],
+        watch: Watch | None = None,
+        device: Device | None = None,
+        threads: int = 1,
+    ) -> None:
+        self._device = device
+        self._threads = threads
+        self._source = source
+        self._is_stopped = is_stopped
+        self._band_bytes = band_bytes_of(buffer_bytes)
+        self._make_buffers(None)
+        self._begin = partial(
+            Output,
+            stage=stage,
+            places=places,
+            ledger=ledger,
+            crc=crc,
+            digest=digest,
+            progress=progress,
+            watch=watch,
+        )
+        self.read_bytes = 0
+        self.written_bytes = 0
+
+    def do(self, item: Item) -> tuple[ItemRecord | None, set[str]]:
+        """Does an item, or part of it if the copy is stopped.
+
+        Returns:
+            What to record of it (None if it cannot be resumed), and the files it wrote to.
+        """
+        if isinstance(item, Comparison):
+            self._compare(item)
+            return None, set()
+        device = None if item.dtypes[0] == item.dtypes[1] else self._device_for(cast_work(*item.dtypes))
+        if device is not None and not self._is_pinned:
+            self._make_buffers(device)
+        out = self._begin(item.dtypes, spare=self._extra, device=device)
+        if isinstance(item, Move):
+            self._move(item, out, min(CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES, self._band_bytes))
+        else:
+            self._weave(item, out)
+        self.written_bytes += out.written_bytes
+        if self._is_stopped():
+            return None, set()
+        return out.close()
+
+    def _make_buffers(self, device: Device | None) -> None:
+        """Makes the buffers; those for a device only once it has work, since they are pinned."""
+        self._is_pinned = device is not None
+        self._band = host_buffer(device, self._band_bytes)
+        self._raw = host_buffer(device, self._band_bytes)
+        chunk_bytes = CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES
+        self._extra = host_buffer(device, min(chunk_bytes, self._band_bytes))
+
+    def _move(self, item: Move, out: Output, chunk_bytes: int) -> None:
+        source_size, target_size = (itemsize(name) for name in item.dtypes)
+        position = item.destinations[0][1] * target_size
+        source = item.source
+        if source.file is None:
+            self._extra[:] = bytes(len(self._extra))
+        done = 0
+        while done < item.n_elements and not self._is_stopped():
+            room = chunk_bytes - (position + done * target_size) % chunk_bytes
+            n = max(1, min(item.n_elements - done, room // target_size, chunk_bytes // source_size))
+            data = self._band[: n * source_size]
+            if source.file is None:
+                out.put_zeros(item.destinations, done, self._extra[: n * target_size])
+            else:
+                address = source.start + done * source_size
+                self._source.read_into(source.file, address, data)
+                self.read_bytes += len(data)
+                if source.record is not None:
+                    out.check(source.record, address, (data,), len(data))
+                out.put_all(item.destinations, done, data)
+            done += n
+
+    def _weave(self, item: Weave, out: Output) -> None:
+        weaver = Weaver(self._source, self._band, self._raw)
+        self.read_bytes += weaver.weave(item, out, is_stopped=self._is_stopped)
+
+    def _compare(self, item: Comparison) -> None:
+        size = itemsize(item.dtype)
+        device = self._device_for(COMPARE)
+        for band in item.bands:
+            if self._is_stopped():
+                return
+            delta = [a - b for a, b in zip(band.offset, item.box.offset, strict=True)]
+            n_bytes = band.n_elements * size
+            first = self._band[:n_bytes]
+            self._read_dense(item.primary, delta, band, size, first)
+            for copy in item.copies:
+                other = self._extra[:n_bytes]
+                self._read_dense(copy, delta, band, size, other)
+                if not is_equal(device, first, other):
+                    raise _mismatch(item, copy, band, bytes(first), bytes(other))
+
+    def _device_for(self, work: str) -> Device | None:
+        """The device, if it does a kind of work; tried when it is first needed."""
+        if self._device is None:
+            return None
+        from core.calibration.choice import settled
+
+        device = settled(self._device, [work], threads=self._threads)
+        return device if does(device, work) else None
+
+    def _read_dense(self, source: Source, delta: list[int], band: Box, size: int, out: memoryview) -> None:
+        """The elements of a band in C order."""
+        self.read_bytes += len(out)
+        address = source.at(delta)
+        file = source.file
+        if file is None:
+            out[:] = bytes(len(out))
+        elif is_dense(band.shape, size, source.strides):
+            self._source.read_into(file, address, out)
+        else:
+            read_box(
+                lambda at, buffer: self._source.read_into(file, at, buffer),
+                Layout(address, source.strides),
+                out,
+                dense(band.shape, size),
+                shape=band.shape,
+                itemsize=size,
+                raw=self._raw,
+            )
+
+
+def band_bytes_of(buffer_bytes: int) -> int:
+    """Most bytes of a band, for a thread's share of the memory: the band, its raw source, and a chunk to cast into."""
+    return buffer_bytes // 3 & ~63
+
+
+def _mismatch(item: Comparison, copy: Source, band: Box, first: bytes, other: bytes) -> ReplicaMismatchError:
+    at = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b) // itemsize(item.dtype)
+    index = []
+    for extent, offset in zip(reversed(band.shape), reversed(band.offset), strict=True):
+        index.append(offset + at % extent)
+        at //= extent
+    return ReplicaMismatchError(
+        f"two copies differ, first at index {tuple(reversed(index))}: {item.primary.file} and {copy.file}",
+        file=copy.file,
+        key=item.key,
+        hint="the ranks disagree: the checkpoint is damaged or was saved by diverged ranks; "
+        "--on-replica-mismatch first takes the first one's",
+    )

@@ -1,0 +1,200 @@
+"""The zarr 2 arrays of a checkpoint as files: which there are, whether a region of one is there, and their removal.
+
+On disk: as in ``core.formats.zarr.format``, a directory per key with ``.zarray`` and a file per chunk. Directories
+whose names begin with a dot or end with ``.sync`` are passed over.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+from core.arrays.box import Box, Shape
+from core.dist_checkpointing._directory.removal import beginning_so, check_prefix, delete_file
+from core.errors import CheckpointingException, UnsupportedError, UsageError
+from core.files.folders import sync_folder
+from core.files.json_object import small_file
+from core.files.store import LocalStore, translated
+from core.formats.mcore.objects import is_sharded_object
+from core.formats.zarr.array import ZarrArray
+from core.formats.zarr.chunks import check_chunks
+from core.formats.zarr.grid import ChunkGrid, is_like_a_chunk
+from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray, zarray
+from core.formats.zarr.tree import folders_of
+from core.manifest.of_copy import MANIFEST
+
+_MAX_ZARRAY_BYTES = 1 << 20
+_REMOVED = ".removed-array"
+
+
+def array_keys(checkpoint_dir: Path) -> Iterator[str]:
+    """The keys of all arrays: their directories' paths, ``/`` between names.
+
+    Raises:
+        UnsafeError: directories are nested too deeply.
+    """
+    store = LocalStore(checkpoint_dir)
+    for folder, _, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing):
+        if is_array and folder:
+            yield folder
+
+
+def array_metadata(array_dir: Path, *, key: str) -> ZarrArray:
+    """What ``.zarray`` says of an array.
+
+    Raises:
+        MissingShardError: there is none.
+        CorruptError, UnsupportedError: it is malformed, or of a kind that is not handled.
+    """
+    with closing(LocalStore(array_dir)) as store:
+        data = small_file(store, ARRAY_FILE, max_bytes=_MAX_ZARRAY_BYTES, key=key)
+    return parse_zarray(data, file=str(array_dir / ARRAY_FILE), key=key)
+
+
+def clipped(region: Sequence[int | slice], shape: Shape, *, key: str) -> tuple[int | slice, ...]:
+    """A region without what lies beyond an array; of slices that lie beyond it as a whole, empty ones are left.
+
+    Args:
+        region: per axis an index, or a slice with start and stop, in elements.
+        shape: of the array.
+
+    Raises:
+        CheckpointingException: the numbers of axes differ, or an index lies beyond the array.
+    """
+    if len(region) != len(shape):
+        raise CheckpointingException(f"the stored shape {shape} has not {len(region)} axes", key=key)
+    for part, extent in zip(region, shape, strict=True):
+        if isinstance(part, int) and not part < extent:
+            raise CheckpointingException(f"index {part} lies beyond the stored shape {shape}", key=key)
+    return tuple(
+        part if isinstance(part, int) else slice(min(part.start, extent), min(part.stop, extent), part.step)
+        for part, extent in zip(region, shape, strict=True)
+    )
+
+
+def check_region(checkpoint_dir: Path, key: str, region: Sequence[int | slice]) -> None:
+    """Returns if the chunks that hold a region are all there: readers take fill values for others.
+
+    Args:
+        region: per axis an index, or a slice with start and stop, in elements; what lies beyond the array is left out.
+
+    Raises:
+        MissingShardError: a chunk, or the ``.zarray``, is absent; names the file.
+        CorruptError: one has the wrong length.
+    """
+    spans = [(part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in region]
+    box = Box(tuple(start for start, _ in spans), tuple(max(stop - start, 0) for start, stop in spans))
+    with closing(LocalStore(checkpoint_dir)) as store:
+        check_chunks(store, key, array_metadata(checkpoint_dir / key, key=key), box, key=key)
+
+
+def check_no_array(array_dir: Path, *, key: str) -> None:
+    """Returns if a directory holds neither an array nor chunks of one.
+
+    Raises:
+        UsageError: it does.
+    """
+    listing = LocalStore(array_dir).sizes()
+    if ARRAY_FILE in listing or any(map(is_like_a_chunk, listing)):
+        raise UsageError("there is an array already", file=str(array_dir), key=key, hint="save into an empty directory")
+
+
+def create_array(array_dir: Path, grid: ChunkGrid, dtype: str, *, key: str) -> None:
+    """Writes the ``.zarray`` of an array of plain chunks that are still to come.
+
+    Args:
+        array_dir: need not exist.
+        dtype: canonical dtype name.
+
+    Raises:
+        UnsupportedError: zarr has no such type.
+        UsageError: it exists already.
+        StorageError: the system refuses.
+    """
+    text = zarray(grid, dtype, key=key)
+    check_no_array(array_dir, key=key)
+    with translated(str(array_dir / ARRAY_FILE), doing="create"):
+        array_dir.mkdir(parents=True, exist_ok=True)
+        with (array_dir / ARRAY_FILE).open("xb") as file:
+            file.write(text)
+
+
+def write_in_chunk(array_dir: Path, index: Sequence[int], offset: int, data: memoryview, *, key: str) -> None:
+    """Writes some bytes of a plain chunk and leaves the others as they are, whoever writes them meanwhile.
+
+    The file has the chunk's full length from then on.
+
+    Args:
+        index: of the chunk, per axis.
+        offset: in bytes, from the chunk's first element in C order.
+
+    Raises:
+        UnsupportedError: the array's chunks are encoded, or not in C order.
+        ValueError: the bytes do not lie in the chunk.
+        StorageError, CapacityError: the system refuses.
+    """
+    array = array_metadata(array_dir, key=key)
+    if not array.coding.is_plain or array.coding.strides is not None:
+        raise UnsupportedError("a piece of an encoded chunk cannot be written", file=str(array_dir), key=key)
+    if offset + len(data) > array.coding.n_bytes:
+        raise ValueError(f"bytes {offset}–{offset + len(data)} do not lie in a chunk of {array.coding.n_bytes} bytes")
+    path = array_dir / array.names.name(tuple(index))
+    with translated(str(path), doing="write"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if os.fstat(fd).st_size < array.coding.n_bytes:
+                os.ftruncate(fd, array.coding.n_bytes)  # only ever longer: several processes may do so at once
+            done = 0
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], offset + done)
+        finally:
+            os.close(fd)
+
+
+def remove_entries(checkpoint_dir: Path, key_prefix: str) -> list[str]:
+    """Removes the arrays and ShardedObjects whose keys begin with a prefix; nobody may read meanwhile.
+
+    For one process. A directory is renamed to a name that readers pass over before its files go: cut short, it is there
+    or not. A manifest is deleted, as its sums would no longer be true.
+
+    Returns:
+        The keys that were removed.
+
+    Raises:
+        UsageError: the prefix is empty.
+        StorageError: the system refuses.
+    """
+    check_prefix(key_prefix)
+    keys = beginning_so(_entry_keys(checkpoint_dir), key_prefix, checkpoint_dir)
+    if keys:
+        delete_file(checkpoint_dir / MANIFEST)
+    for key in keys:
+        _remove_folder(checkpoint_dir / key)
+        for folder in (checkpoint_dir / key).relative_to(checkpoint_dir).parents[:-1]:
+            with suppress(OSError):  # something is left in it
+                (checkpoint_dir / folder).rmdir()
+    return keys
+
+
+def _entry_keys(checkpoint_dir: Path) -> list[str]:
+    """Directories of arrays and ShardedObjects, those inside others first."""
+    store = LocalStore(checkpoint_dir)
+    found = [
+        folder
+        for folder, listing, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing)
+        if folder and (is_array or any(is_sharded_object(f"{folder}/{Path(name).stem}") for name in listing))
+    ]
+    return found[::-1]
+
+
+def _remove_folder(folder: Path) -> None:
+    removed_dir = folder.with_name(_REMOVED)
+    with translated(str(folder), doing="remove"):
+        shutil.rmtree(removed_dir, ignore_errors=True)
+        folder.rename(removed_dir)
+        sync_folder(folder.parent)
+        shutil.rmtree(removed_dir)

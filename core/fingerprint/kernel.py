@@ -1,0 +1,241 @@
+"""The fast arithmetic of fingerprints: exact sums of bytes times small factors, for many blocks at once.
+
+Bytes times factors is a matrix product, (blocks × bytes) · (bytes × 16). Two engines give the same numbers:
+
+* torch's int8 product with int32 sums, where it is exact on this processor (tried once with the extreme values: some
+  processors add pairs in 16 bits and cut them off);
+* numpy's product of float32, exact because every partial sum of 1024 products is an integer below 2^24.
+
+A device (``core.device.device``) multiplies float32 likewise; bytes and factors are exact in TF32 and bfloat16 too, so
+its sums are, whatever its matrix units do, as long as these add in float32.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+from core.device.device import FINGERPRINT, Device
+from core.device.lane import Kernel, Lane, lane_of
+from core.fingerprint.definition import LANES, PRIME, TABLE
+
+Array = Any
+"""A numpy array; of int8 where it is bytes, of int64 where it is sums and block numbers."""
+
+TORCH_BYTES = 64 << 20
+"""From this amount of data on, it pays to import torch."""
+_EXACT_TERMS = 1024
+"""Products of a byte and a factor that float32 adds exactly: 1024 · 128 · 127 < 2^24."""
+_FEW = 32
+"""Blocks that, sharing the upper digits of their numbers, are worth a step of their own."""
+_SAFE_TERMS = 32
+"""Products of a block's sum (26 bits) and a weight (31 bits) that int64 adds without overflow."""
+
+
+class Products(Protocol):
+    """Multiplies bytes by factors."""
+
+    def __call__(self, data: Array, first: int) -> Array:
+        """Sums of ``data[m, :] * factors[first : first + n, :]`` for every row m, as (rows, 16)."""
+
+
+@cache
+def _tables() -> tuple[Array, tuple[Array, ...]]:
+    """The factors of bytes, (4096, 16), and of block numbers' digits, (4096, 16) each."""
+    import numpy as np
+
+    number: Array = np.arange(1, 4 * TABLE * LANES + 1, dtype=np.uint64)
+    z = number * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    z = (z ^ z >> np.uint64(31)).reshape(4, TABLE, LANES)
+    small = (2 * (z[0] >> np.uint64(57)).astype(np.int16) - 127).astype(np.int8)
+    digits = 1 + (z[1:] % np.uint64(PRIME - 1)).astype(np.int64)
+    return small, tuple(digits)
+
+
+@cache
+def _floats() -> Array:
+    import numpy as np
+
+    return _tables()[0].astype(np.float32)
+
+
+def products_in_numpy(data: Array, first: int) -> Array:
+    """See ``Products``."""
+    import numpy as np
+
+    made = np.zeros((data.shape[0], LANES), np.int64)
+    for start in range(0, data.shape[1], _EXACT_TERMS):
+        part = data[:, start : start + _EXACT_TERMS].astype(np.float32)
+        made += (part @ _floats()[first + start : first + start + part.shape[1]]).astype(np.int64)
+    return made
+
+
+def products_in_torch(data: Array, first: int) -> Array:
+    """See ``Products``."""
+    import numpy as np
+    import torch
+
+    if getattr(_of_thread, "torch_threads", None) != 1:
+        torch.set_num_threads(1)  # each copying thread works for itself
+        _of_thread.torch_threads = 1
+    factors = _torch_factors()[first : first + data.shape[1]]
+    return torch._int_mm(torch.from_numpy(data), factors).numpy().astype(np.int64)
+
+
+_of_thread = threading.local()
+
+
+@cache
+def _torch_factors() -> Any:
+    import torch
+
+    return torch.from_numpy(_tables()[0].copy())
+
+
+@cache
+def _is_exact_in_torch() -> bool:
+    """Whether torch's product is there and exact, also for the largest sums and for parts of blocks."""
+    import numpy as np
+
+    try:
+        import torch
+    except ImportError:
+        return False
+    if not hasattr(torch, "_int_mm"):
+        return False
+    lowest: Array = np.full((33, TABLE), -128, np.int8)
+    signs = np.where(_tables()[0][:, 0] > 0, np.int8(127), np.int8(-128))[None, :].repeat(17, axis=0)
+    try:
+        return all(
+            bool((products_in_torch(data[:, :n], first) == products_in_numpy(data[:, :n], first)).all())
+            for data in (lowest, signs)
+            for first, n in ((0, TABLE), (0, 1), (5, 1000), (TABLE - 96, 96))
+        )
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def products_on(device: Device) -> Products:
+    """Multiplies on a device, in the calling thread's lane."""
+
+    def products(data: Array, first: int) -> Array:
+        """See ``Products``."""
+        import numpy as np
+
+        lane = lane_of(device)
+        factors = factors_on(lane)
+        flat: Array = np.ascontiguousarray(data).reshape(-1)
+        pieces = list(
+            lane.fold((memoryview(flat).cast("B"),), products_kernel(factors, first, data.shape[1]), size=data.shape[1])
+        )
+        found: Array = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(np.int32)
+        return found.reshape(-1, LANES).astype(np.int64)
+
+    return products
+
+
+def factors_on(lane: Lane) -> Any:
+    """The factors of bytes, on the device."""
+    return lane.table("factors of bytes", _floats)
+
+
+def products_kernel(factors: Any, first: int, width: int) -> Kernel:
+    def kernel(data: Any) -> Any:
+        import torch
+
+        rows = data.view(torch.int8).view(-1, width).to(torch.float32)
+        made = torch.zeros((len(rows), LANES), dtype=torch.int32, device=data.device)
+        for start in range(0, width, _EXACT_TERMS):
+            part = rows[:, start : start + _EXACT_TERMS]
+            made += (part @ factors[first + start : first + start + part.shape[1]]).to(torch.int32)
+        return made
+
+    return kernel
+
+
+@contextmanager
+def kernel(n_bytes: int, device: Device | None = None) -> Iterator[Products]:
+    """The faster engine for an amount of data, for the length of a block.
+
+    Args:
+        n_bytes: to be summed up.
+        device: is used if it does fingerprints.
+    """
+    if device is not None and device.does(FINGERPRINT):
+        yield products_on(device)
+        return
+    if n_bytes < TORCH_BYTES and "torch" not in sys.modules:
+        yield products_in_numpy
+        return
+    before = _torch_threads()
+    if before is None or not _is_exact_in_torch():
+        yield products_in_numpy
+        return
+    import torch
+
+    try:
+        yield products_in_torch
+    finally:
+        torch.set_num_threads(before)
+        _of_thread.torch_threads = None
+
+
+def _torch_threads() -> int | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    return int(torch.get_num_threads())
+
+
+def weighed(sums: Array, blocks: range | Array) -> Array:
+    """The contributions of blocks, added up: 16 numbers below p.
+
+    Args:
+        sums: of the blocks, (blocks, 16).
+        blocks: their numbers; a range has step 1.
+    """
+    import numpy as np
+
+    low, middle, high = _tables()[1]
+    total: Array = np.zeros(LANES, np.int64)
+    if isinstance(blocks, range):
+        start = blocks.start
+        while start < blocks.stop:
+            upper, first = divmod(start, TABLE)
+            n = min(TABLE - first, blocks.stop - start)
+            part = _dot(sums[start - blocks.start :][:n], low[first : first + n])
+            total += part * (middle[upper % TABLE] * high[upper // TABLE] % PRIME) % PRIME
+            start += n
+        return total % PRIME
+    if not len(blocks):
+        return total
+    upper_digits = blocks // TABLE
+    places = blocks - upper_digits * TABLE
+    borders: Array = np.flatnonzero(np.diff(upper_digits)) + 1
+    if len(borders) * _FEW > len(blocks):
+        weights = low[places] * middle[upper_digits % TABLE] % PRIME
+        return _dot(sums, weights * high[upper_digits // TABLE] % PRIME)
+    for start, stop in zip((0, *borders), (*borders, len(blocks)), strict=True):  # runs that share their upper digits
+        upper = int(upper_digits[start])
+        part = _dot(sums[start:stop], low[places[start:stop]])
+        total += part * (middle[upper % TABLE] * high[upper // TABLE] % PRIME) % PRIME
+    return total % PRIME
+
+
+def _dot(sums: Array, weights: Array) -> Array:
+    """Σ sums · weights mod p, per lane."""
+    terms = sums * weights
+    n_groups = len(terms) // _SAFE_TERMS
+    whole = n_groups * _SAFE_TERMS
+    total: Array = terms[whole:].sum(axis=0) % PRIME
+    if whole:  # any terms may be added together, and far ones are added fastest
+        groups = terms[:whole].reshape(_SAFE_TERMS, -1).sum(axis=0) % PRIME
+        total = (total + groups.reshape(n_groups, LANES).sum(axis=0)) % PRIME
+    return total

@@ -1,0 +1,100 @@
+"""What DCP's ``.metadata`` says, as columns: 10⁶ chunks are a few arrays instead of as many objects."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from core.arrays.box import Box, Shape
+
+
+class DcpItem(NamedTuple):
+    """Where a stored item lies: bytes ``[offset, offset + n_bytes)`` of a file in the checkpoint."""
+
+    file: str
+    offset: int
+    n_bytes: int
+
+
+class DcpChunk(NamedTuple):
+    """A box of a tensor and the item that holds it."""
+
+    box: Box
+    item: DcpItem
+
+
+class DcpTensor(NamedTuple):
+    """A global tensor.
+
+    Attributes:
+        key: DCP's fqn.
+        dtype: canonical dtype name.
+        shape: global shape, in elements.
+        requires_grad: as stated.
+        first, n_chunks: its chunks are ``first … first + n_chunks - 1`` of the chunk columns.
+        start: index of its first number in the columns ``offsets`` and ``sizes``, which hold ``len(shape)`` numbers
+            a chunk.
+    """
+
+    key: str
+    dtype: str
+    shape: Shape
+    requires_grad: bool
+    first: int
+    n_chunks: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """What a ``.metadata`` says. Every chunk lies within its tensor and has an item; that they tile it is not checked.
+
+    Args:
+        tensors: by key, in the order of the file.
+        offsets, sizes: chunk boxes in elements, one chunk after the other.
+        files: names of the item files, relative to the checkpoint.
+        file_index, item_offset, item_bytes: per chunk, its item.
+        objects: non-tensor entries by key, in the order of the file.
+        planner_data: fqn → path (str and int elements); None if the file has none.
+        mcore_data: Megatron's, or None.
+        version: None in files from before torch 2.3.
+        extras: names of other attributes, such as ``all_local_plans``.
+        orphans: fqns of items that no tensor or object refers to.
+        descriptors: row of a chunk → the stream transforms that its item went through, as torch lists them; rows of
+            plain items are absent.
+        object_descriptors: the same for objects, by key.
+        raw_files: numbers of the files whose chunks are bare elements at ``item_offset``, not items.
+    """
+
+    tensors: dict[str, DcpTensor]
+    offsets: array[int]
+    sizes: array[int]
+    files: list[str]
+    file_index: array[int]
+    item_offset: array[int]
+    item_bytes: array[int]
+    objects: dict[str, DcpItem]
+    planner_data: dict[str, tuple[str | int, ...]] | None
+    mcore_data: object
+    version: str | None
+    extras: tuple[str, ...]
+    orphans: tuple[str, ...]
+    descriptors: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    object_descriptors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    raw_files: frozenset[int] = frozenset()
+
+    def chunk(self, tensor: DcpTensor, number: int) -> DcpChunk:
+        """Chunk ``number`` of a tensor, 0 <= number < n_chunks."""
+        rank = len(tensor.shape)
+        begin = tensor.start + number * rank
+        box = Box(tuple(self.offsets[begin : begin + rank]), tuple(self.sizes[begin : begin + rank]))
+        row = tensor.first + number
+        item = DcpItem(self.files[self.file_index[row]], self.item_offset[row], self.item_bytes[row])
+        return DcpChunk(box, item)
+
+    def chunks(self, key: str) -> Iterator[DcpChunk]:
+        """The chunks of a tensor, in the order of the file."""
+        tensor = self.tensors[key]
+        return (self.chunk(tensor, number) for number in range(tensor.n_chunks))

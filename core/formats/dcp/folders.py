@@ -1,0 +1,91 @@
+"""One save in several DCP directories: accelerate keeps a model and its optimizer apart.
+
+On disk (``Accelerator.save_state`` with FSDP and sharded state dicts, and the Trainer of transformers)::
+
+    checkpoint_0/
+    ├── pytorch_model_fsdp_0/    DCP: "model.<fqn>"
+    ├── optimizer_0/             DCP: "optimizer.state.<fqn>.exp_avg", "optimizer.param_groups.<fqn>.lr" …
+    ├── pytorch_model_fsdp_1/    a second model, its entries again below "model"
+    └── scheduler.bin  random_states_0.pkl …    not part of the DCP
+
+Together they are one checkpoint: entries keep their names, those of the second model and optimizer begin with
+``model_1`` and ``optimizer_1``. Item files are named from the directory above.
+
+Not supported: shards of single ranks without DCP (``use_dcp=False``).
+
+Source: accelerate 1.15.0 ``utils/fsdp_utils.py`` (``save_fsdp_model``, ``save_fsdp_optimizer``), whose directories are
+pinned in tests/golden (``accelerate/fsdp2_dp2``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.errors import UnsupportedError
+from core.formats.dcp.columns import DcpMetadata
+from core.formats.dcp.rank_metadata import merged
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d{1,4})")
+_MODEL = "pytorch_model_fsdp"
+
+
+def dcp_folders(store: ReadStore) -> tuple[str, ...]:
+    """Return the directories that make one checkpoint, models first; () if there is no model's."""
+    matches = [match for match in map(_FOLDER.fullmatch, store.folders()) if match is not None]
+    if not any(match[1] == _MODEL for match in matches):
+        return ()
+    return tuple(match[0] for match in sorted(matches, key=lambda match: (match[1] != _MODEL, int(match[2]))))
+
+
+def joined(parts: Sequence[tuple[str, DcpMetadata]], store: ReadStore) -> DcpMetadata:
+    """Join the metadata of several directories into those of one checkpoint.
+
+    Args:
+        parts: directory and what its ``.metadata`` says.
+        store: the directory above.
+
+    Raises:
+        UnsupportedError: two directories hold an entry of one name.
+    """
+    placed = [_placed(metadata, folder) for folder, metadata in parts]
+    owner: dict[str, str] = {}
+    for (folder, _), metadata in zip(parts, placed, strict=True):
+        for key in (*metadata.tensors, *metadata.objects):
+            if owner.setdefault(key, folder) != folder:
+                raise UnsupportedError(
+                    f"{owner[key]} and {folder} both hold an entry of this name",
+                    file=folder,
+                    key=key,
+                    hint="point at one of these directories",
+                )
+    return merged(placed, store)
+
+
+def _placed(metadata: DcpMetadata, folder: str) -> DcpMetadata:
+    """Return the metadata of a directory as seen from the one above."""
+    match = _FOLDER.fullmatch(folder)
+    assert match is not None, "only such directories are joined"
+    suffix = "" if int(match[2]) == 0 else f"_{int(match[2])}"
+
+    def renamed(key: str) -> str:
+        first, dot, rest = key.partition(".")
+        return f"{first}{suffix}{dot}{rest}"
+
+    paths = metadata.planner_data
+    if paths is not None:
+        paths = {renamed(key): (renamed(str(path[0])), *path[1:]) for key, path in paths.items()}
+    return replace(
+        metadata,
+        tensors={(name := renamed(key)): tensor._replace(key=name) for key, tensor in metadata.tensors.items()},
+        files=[f"{folder}/{file}" for file in metadata.files],
+        objects={renamed(key): item._replace(file=f"{folder}/{item.file}") for key, item in metadata.objects.items()},
+        planner_data=paths,
+        orphans=tuple(map(renamed, metadata.orphans)),
+        object_descriptors={renamed(key): names for key, names in metadata.object_descriptors.items()},
+    )

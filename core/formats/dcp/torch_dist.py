@@ -1,0 +1,195 @@
+"""Megatron-core's distributed checkpoint, backend ``torch_dist``: DCP files with conventions of its own.
+
+On disk::
+
+    iter_0000010/
+    ├── metadata.json      {"sharded_backend": "torch_dist", "sharded_backend_version": 1, …}
+    ├── common.pt          what every rank shares (arguments, iteration …); absent in dialect ``common_object``
+    ├── .metadata          as in DCP, ``planner_data`` None
+    └── __0_0.distcp …     as in DCP
+
+Dialects (attrs["dialect"]), as written by
+
+* ``0.12``: megatron-core ≤ 0.15 (seen: 0.12.1). ``.metadata`` has ``mcore_data``; optimizer tensors of the format
+  ``fully_sharded_model_space`` are stored *reformulated*: their true shape stands in
+  ``mcore_data[key]["nd_reformulated_orig_global_shape"]``, and the catalog shows them as they are stored;
+* ``common_pt``: 0.16.1;
+* ``common_object``: HEAD (0.20 dev). No common.pt: the item ``common_state/shard_0_1`` holds ``[common]``.
+
+A ShardedObject is an object with the key ``<key>/shard_<offset>_<shape>`` and a list of one value.
+
+attrs: ``dialect``, ``sharded_backend_version``, ``common`` (the common state, inert, its tensors hidden ones), from it
+``args``, ``iteration``, ``checkpoint_version``, ``content_metadata``; ``mcore_data``; and those of ``dcp``.
+
+Written: the dialect of attrs["dialect"], else ``common_pt``. ``.metadata`` gets no ``all_local_plans`` (Megatron uses
+them only to skip planning in the first save after a load, and plans again without them).
+
+Not supported: ``sharded_backend: zarr`` (another format), versions of the backend other than 1.
+
+Source: megatron-core 0.12.1, 0.16.1 and Megatron-LM d98e8a64, pinned in tests/golden (``mcore*_torch_dist``);
+``megatron/core/dist_checkpointing/{core,serialization,strategies/torch,strategies/common}.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.file_image import FileImage
+from core.catalog.stored import StoredArray
+from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
+from core.formats.dcp import format as dcp
+from core.formats.dcp.items import lay_out_items
+from core.formats.format import Format
+from core.formats.mcore.common_state import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
+from core.formats.mcore.metadata_json import BACKEND_KEY, checked_version, config_image, config_of, names_backend
+from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
+from core.formats.torch.format import load_object
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+DIALECTS = ("0.12", "common_pt", "common_object")
+_BACKEND = "torch_dist"
+
+
+def sniff(store: ReadStore) -> bool:
+    """Return whether the directory is Megatron's with DCP files.
+
+    That is: a ``metadata.json`` names this backend; or one that names any other, or cannot be read, lies beside DCP
+    files; or a common state does. ``read`` refuses all but the first.
+    """
+    if store.entry is not None:
+        return False
+    try:
+        has_backend = names_backend(store)
+        if has_backend and config_of(store)[BACKEND_KEY] == _BACKEND:
+            return True
+    except CorruptError:
+        has_backend = True
+    return (has_backend and dcp.sniff(store)) or (store.exists(COMMON_FILE) and store.exists(dcp.METADATA))
+
+
+def read(store: ReadStore) -> Catalog:
+    """The catalog of one iteration's directory.
+
+    Raises:
+        CorruptError: ``metadata.json``, ``.metadata`` or the common state is malformed.
+        MissingShardError: one of them, or a file of theirs, is absent.
+        UnsupportedError: another backend or version of it, or as for ``core.formats.dcp.format.read``.
+        UnsafeError: a hostile pickle, or a name outside the directory.
+    """
+    version = checked_version(store, backend=_BACKEND)
+    metadata = dcp.metadata_of(store)
+    has_object = COMMON_OBJECT in metadata.objects
+    catalog = dcp.catalog_of(metadata, format="torch_dist")
+    if store.exists(COMMON_FILE):
+        value, arrays = common_of_file(store)
+        if has_object:
+            raise CorruptError(f"there are both {COMMON_FILE} and {COMMON_OBJECT}", file=store.label)
+        dialect = "common_pt" if metadata.mcore_data is None else "0.12"
+    elif has_object:
+        value, arrays = _common_of_object(store, catalog)
+        catalog = dcp.catalog_of(metadata, format="torch_dist", without=(COMMON_OBJECT,))
+        dialect = "common_object"
+    else:
+        raise MissingShardError(
+            f"neither {COMMON_FILE} nor the object {COMMON_OBJECT} is there",
+            file=store.label,
+            hint="copy the checkpoint again, with all its files",
+        )
+    attrs = {"dialect": dialect, "sharded_backend_version": version}
+    return catalog.with_hidden(arrays).with_attrs(**attrs, **common_attrs(value, file=store.label))
+
+
+def salvage(store: ReadStore, report: Report) -> Catalog:
+    """What of the catalog makes sense (``core.formats.dcp.format.salvage``), with the common state if readable."""
+    catalog = replace(dcp.salvage(store, report), format="torch_dist")
+    try:
+        if store.exists(COMMON_FILE):
+            value, arrays = common_of_file(store)
+        elif COMMON_OBJECT in catalog.objects:
+            value, arrays = _common_of_object(store, catalog)
+        else:
+            return catalog
+        attrs = common_attrs(value, file=store.label)
+    except CheckpointingException as err:
+        report(err.breaking("dcp.common"))
+        return catalog
+    return catalog.with_hidden(arrays).with_attrs(**attrs)
+
+
+def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mapping[str, StoredArray]]:
+    raw_key = catalog.objects[COMMON_OBJECT].raw_key
+    assert raw_key is not None
+    stream = catalog.fragments(raw_key)[0].array
+    assert stream is not None
+    value, arrays = load_object(store, stream, key=COMMON_OBJECT)
+    if not isinstance(value, list) or len(value) != 1:
+        raise CorruptError(f"the object is a {type(value).__name__}, not a list of one common state", key=COMMON_OBJECT)
+    return value[0], arrays
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of one iteration's directory: ``.distcp`` files, metadata.json, common.pt, then ``.metadata``.
+
+    Args:
+        target: every array becomes a chunk. An object whose key is a ShardedObject's becomes an item; any other goes
+            into the common state, nested as the skeleton says. Honoured attrs: ``dialect``, ``common``,
+            ``mcore_data``, ``max_file_bytes``, ``separation_hint`` (``apart`` of ``lay_out_items``).
+
+    Raises:
+        UnsupportedError: the arrays are no chunks of their tensors, the dialect is not known, or an object for the
+            common state has not been loaded.
+    """
+    dialect = target.attrs.get("dialect", "common_pt")
+    if dialect not in DIALECTS:
+        raise UnsupportedError(f"the dialect {dialect!r} is not known", hint=f"known: {', '.join(DIALECTS)}")
+    common = common_state(target)
+    objects = [item for item in target.objects.values() if is_sharded_object(item.key)]
+    beside = []
+    if dialect == "common_object":
+        objects.append(StoredObject(COMMON_OBJECT, value=[common]))
+    else:
+        beside.append(common_image(target, common))
+    apart = target.attrs.get("separation_hint")
+    layout = lay_out_items(
+        target,
+        objects,
+        max_file_bytes=dcp.max_file_bytes(target),
+        apart=apart if isinstance(apart, str) else None,
+    )
+    return (
+        *layout.files,
+        config_image(backend=_BACKEND, has_common_file=bool(beside)),
+        *beside,
+        dcp.metadata_image(target, layout, planner_data=None, mcore_data=_mcore_data(target, str(dialect))),
+    )
+
+
+def _mcore_data(target: Catalog, dialect: str) -> dict[str, object] | None:
+    """Megatron's facts about the tensors that are written; None where there is none and the dialect has none."""
+    found = target.attrs.get("mcore_data")
+    kept = {key: fact for key, fact in found.items() if key in target.tensors} if isinstance(found, dict) else {}
+    return kept if dialect == "0.12" or any(kept.values()) else None
+
+
+def _own_folders(store: ReadStore) -> Sequence[str]:
+    """Return no folders beside ``.metadata``; without it, whatever lies there may be what the backend really wrote."""
+    return () if store.exists(dcp.METADATA) else store.folders()
+
+
+FORMAT = Format(
+    name="torch_dist",
+    title="Megatron distributed checkpoint (torch_dist)",
+    sniff=sniff,
+    read=read,
+    lay_out=lay_out,
+    partition="as_stored",
+    salvage=salvage,
+    is_mcore=True,
+    splits_files=True,
+    own_folders=_own_folders,
+)

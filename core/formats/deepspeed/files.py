@@ -1,0 +1,163 @@
+"""Which files a DeepSpeed checkpoint directory has, told from their names.
+
+::
+
+    mp_rank_00_model_states.pt                              ZeRO-0, 1, 2: one per model-parallel rank
+    zero_pp_rank_R_mp_rank_00_model_states.pt               ZeRO-3: one per data-parallel rank R
+    [bf16_|fp16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  ZeRO-1, 2, 3: one per data-parallel rank R
+
+``pp_rank`` is DeepSpeed's word for the data-parallel rank here. Versions before 0.3.8 left out the underscore before
+``optim_states``.
+
+Refused by name: more than one model-parallel rank, files of pipeline stages, experts and AutoEP, states that were
+offloaded to NVMe, and a mixture of files with and without ``bf16_``, which two runs left behind.
+
+Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_get_ckpt_name``, ``_get_rank_zero_ckpt_name``,
+``_get_expert_ckpt_name``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+_MODEL = re.compile(r"mp_rank_(\d{2,6})_model_states\.pt$")
+_ZERO_MODEL = re.compile(r"zero_pp_rank_(\d{1,7})_mp_rank_(\d{2,6})_model_states\.pt$")
+_OPTIM = re.compile(r"((?:bf16_|fp16_)?zero_pp_rank_)(\d{1,7})_mp_rank_(\d{2,6})(_?optim_states\.pt)$")
+_EXPERT = re.compile(
+    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$|expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"
+)
+_LAYER = re.compile(r"layer_\d+-.*model_states\.pt$")
+_OFFLOADED = "offloaded_tensors"
+UNIVERSAL_HINT = (
+    "make a universal checkpoint of it with deepspeed's ds_to_universal.py, which knows the model's rules; "
+    "that one can be read"
+)
+"""For what that tool converts: model-parallel ranks and pipeline stages with ZeRO's optimizer files, and AutoEP."""
+_SAVE_AGAIN = (
+    "load it with DeepSpeed at the sizes that it was saved with, gather the weights, and save them with torch.save"
+)
+SAVE_AGAIN_HINT = f"DeepSpeed's ds_to_universal.py does not convert such a checkpoint: {_SAVE_AGAIN}"
+EXPERTS_HINT = f"DeepSpeed's ds_to_universal.py converts the experts of AutoEP only; others: {_SAVE_AGAIN}"
+"""Without optimizer files of ZeRO, and for states in NVMe's swap folders.
+
+Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``: ``main`` reads the stage from the optimizer files, merges
+experts only by AutoEP's metadata, and opens no ``offloaded_tensors``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of one checkpoint, by data-parallel rank.
+
+    Args:
+        model: the one model file of ZeRO-0, 1 and 2, or None.
+        zero_model: the model files of ZeRO-3; () if there are none.
+        optim: the optimizer's files; () if there are none.
+    """
+
+    model: str | None
+    zero_model: tuple[str, ...]
+    optim: tuple[str, ...]
+
+
+def is_rank_file(name: str) -> bool:
+    """Whether DeepSpeed calls one of its files so."""
+    return any(pattern.match(name) for pattern in (_MODEL, _ZERO_MODEL, _OPTIM, _EXPERT, _LAYER))
+
+
+def rank_files(store: ReadStore) -> RankFiles:
+    """The files of a directory, complete as far as their names tell.
+
+    Raises:
+        UnsupportedError: a kind of parallelism or an offload that is not handled.
+        MissingShardError: a rank's file is absent between others, or only optimizer files are there.
+        CorruptError: files of two runs lie side by side.
+    """
+    names = store.files()
+    _refuse_unsupported(store, names)
+    models = [name for name in names if _MODEL.match(name)]
+    zero_models = {int(m.group(1)): name for name in names if (m := _ZERO_MODEL.match(name))}
+    optim: dict[int, str] = {}
+    kinds: dict[tuple[str, str], str] = {}
+    for name in names:
+        found = _OPTIM.match(name)
+        if found is not None:
+            optim[int(found.group(2))] = name
+            kinds.setdefault((found.group(1), found.group(4)), name)
+    if len(kinds) > 1:
+        one, other = list(kinds.values())[:2]
+        raise CorruptError(
+            f"{one} and {other} are of two runs with different settings",
+            file=store.label,
+            hint="remove the older files; the time stamps tell which they are",
+        )
+    if optim and not models and not zero_models:
+        raise MissingShardError(
+            "there are optimizer files, but no *_model_states.pt, which names the parameters",
+            file=store.label,
+            hint="copy the checkpoint again, with all its files",
+        )
+    return RankFiles(models[0] if models else None, _complete(zero_models), _complete(optim))
+
+
+def _complete(by_rank: dict[int, str]) -> tuple[str, ...]:
+    """The files by rank.
+
+    Raises:
+        MissingShardError: one is absent.
+    """
+    for rank in range(len(by_rank)):
+        if rank not in by_rank:
+            raise missing_rank(next(iter(by_rank.values())), rank)
+    return tuple(by_rank[rank] for rank in range(len(by_rank)))
+
+
+def missing_rank(like: str, rank: int) -> MissingShardError:
+    """The error for a rank whose file is absent.
+
+    Args:
+        like: name of another rank's file.
+    """
+    return MissingShardError(
+        f"the file of data-parallel rank {rank} is not there",
+        file=re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", like),
+        hint="copy the checkpoint again, with all its files; or the rank did not finish saving",
+    )
+
+
+def way_out(*, has_zero_files: bool) -> str:
+    """Return the hint for a model-parallel checkpoint, with or without the optimizer files of ZeRO."""
+    return UNIVERSAL_HINT if has_zero_files else SAVE_AGAIN_HINT
+
+
+def _refuse_unsupported(store: ReadStore, names: Sequence[str]) -> None:
+    hint = way_out(has_zero_files=any(map(_OPTIM.match, names)))
+    for name in names:
+        if _EXPERT.match(name):
+            raise UnsupportedError("files of single experts (MoE) are not read", file=name, hint=EXPERTS_HINT)
+    for name in names:
+        if _LAYER.match(name):
+            raise UnsupportedError("files of pipeline stages are not read", file=name, hint=hint)
+        found = _MODEL.match(name) or _ZERO_MODEL.match(name) or _OPTIM.match(name)
+        if found is None:
+            continue
+        mp_rank = (
+            found.group(1) if found.re is _MODEL else found.group(2) if found.re is _ZERO_MODEL else found.group(3)
+        )
+        if int(mp_rank) != 0:
+            raise UnsupportedError(
+                f"a file of model-parallel rank {int(mp_rank)}; how its tensors fit the others depends on the model",
+                file=name,
+                hint=hint,
+            )
+    if _OFFLOADED in store.folders():
+        raise UnsupportedError(
+            "optimizer states that were offloaded to NVMe are not read", file=_OFFLOADED, hint=SAVE_AGAIN_HINT
+        )

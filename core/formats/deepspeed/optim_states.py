@@ -1,0 +1,196 @@
+"""What a ``*_optim_states.pt`` file of DeepSpeed says.
+
+::
+
+    optimizer_state_dict
+    ├── zero_stage, partition_count                        of the run
+    ├── single_partition_of_fp32_groups   fp32_flat_groups      ZeRO-1 and 2; ZeRO-3: flat masters, one per group
+    ├── base_optimizer_state              optimizer_state_dict  state: {group: {exp_avg …}}, param_groups
+    └── param_slice_mappings                               ZeRO-1 and 2: where each parameter lies in this rank's part
+
+Source: DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and
+``runtime/bf16_optimizer.py`` (``state_dict``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core.errors import UnsupportedError
+from core.formats.deepspeed.files import EXPERTS_HINT
+from core.formats.deepspeed.state_file import shown, type_of
+from core.pickle.inert import Inert, TensorLeaf, as_mapping, attributes
+
+if TYPE_CHECKING:
+    from core.catalog.stored import StoredArray
+    from core.formats.deepspeed.state_file import StateFile
+
+OPTIMIZER_STATE = "optimizer_state_dict"
+BASE_STATE = "base_optimizer_state"
+FLAT_12 = "single_partition_of_fp32_groups"
+FLAT_3 = "fp32_flat_groups"
+SLICES = "param_slice_mappings"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStates:
+    """A ``*_optim_states.pt`` file.
+
+    Args:
+        state: the file.
+        stage: of ZeRO; 1 to 3.
+        n_ranks: how many such files there are, as this one says.
+        fp32: the flat groups of the master weights.
+        states: per flat group, state name → tensor or value; {} for a group that was never stepped.
+        param_groups: the settings of the optimizer's groups, as stored.
+        slices: per group, parameter name → (first element in this rank's part, elements), where the file says it.
+        alignment: per group, the padding behind each parameter, where the file says it.
+        beside: every other entry of the optimizer's state.
+    """
+
+    state: StateFile
+    stage: int
+    n_ranks: int
+    fp32: Sequence[StoredArray]
+    states: Sequence[Mapping[str, object]]
+    param_groups: Sequence[Mapping[object, object]]
+    slices: Sequence[Mapping[str, tuple[int, int]]] | None
+    alignment: Sequence[Sequence[int]] | None
+    beside: Mapping[str, object]
+
+
+CONSUMED_OPTIM = frozenset({
+    "zero_stage", "partition_count", "group_paddings", "param_alignment_paddings", "ds_version",
+    "ds_zero_partition_groups", "universal_checkpoint_info", OPTIMIZER_STATE, BASE_STATE, FLAT_12, FLAT_3, SLICES,
+})  # fmt: skip
+"""Entries of the optimizer's state that are facts about the partition, or are read."""
+
+
+def optim_states(state: StateFile) -> OptimStates:
+    """The content of a ``*_optim_states.pt`` file.
+
+    Raises:
+        CorruptError: an entry is missing, of another type, or contradicts another one.
+        UnsupportedError: groups are cut among different numbers of ranks (experts).
+    """
+    if OPTIMIZER_STATE not in state.root:
+        raise state.corrupt(f"the entry {OPTIMIZER_STATE!r} is missing; this is no file of optimizer states")
+    root = state.mapping(state.root[OPTIMIZER_STATE], OPTIMIZER_STATE)
+    stage = _stage(state, root)
+    flat_name, base_name = (FLAT_3, OPTIMIZER_STATE) if stage == 3 else (FLAT_12, BASE_STATE)
+    if flat_name not in root:
+        raise state.corrupt(f"{OPTIMIZER_STATE}.{flat_name} is missing, which ZeRO-{stage} needs")
+    groups = state.items(root[flat_name], flat_name)
+    fp32 = [state.flat(group, f"{flat_name}[{number}]") for number, group in enumerate(groups)]
+    states, param_groups = _base_state(state, root.get(base_name), base_name, len(fp32))
+    return OptimStates(
+        state=state,
+        stage=stage,
+        n_ranks=_n_ranks(state, root),
+        fp32=fp32,
+        states=states,
+        param_groups=param_groups,
+        slices=_slices(state, root.get(SLICES), len(fp32)),
+        alignment=_alignment(state, root.get("param_alignment_paddings"), len(fp32)),
+        beside={str(name): value for name, value in root.items() if name not in CONSUMED_OPTIM},
+    )
+
+
+def _stage(state: StateFile, root: Mapping[object, object]) -> int:
+    """The stage; a file of ``BF16_Optimizer`` (ZeRO-1) does not state it."""
+    stage = enum_number(root.get("zero_stage"))
+    if stage is None:
+        if "zero_stage" in root and root["zero_stage"] is not None:
+            raise state.corrupt(f"zero_stage is a {type_of(root['zero_stage'])}")
+        stage = 3 if FLAT_3 in root else 1
+    if stage not in (1, 2, 3):
+        raise state.corrupt(f"zero_stage is {stage}, which keeps no optimizer files")
+    return stage
+
+
+def enum_number(value: object) -> int | None:
+    """The number of a stage, which is stored as an int or as a ``ZeroStageEnum``."""
+    if isinstance(value, Inert) and len(value.args) == 1:
+        value = value.args[0]
+    return value if type(value) is int else None
+
+
+def _n_ranks(state: StateFile, root: Mapping[object, object]) -> int:
+    if "partition_count" not in root:
+        raise state.corrupt(f"{OPTIMIZER_STATE}.partition_count is missing")
+    found = root["partition_count"]
+    counts = [
+        state.number(count, "partition_count") for count in (found if isinstance(found, (list, tuple)) else [found])
+    ]
+    for partition in state.items(root.get("ds_zero_partition_groups") or [], "ds_zero_partition_groups"):
+        count = (as_mapping(partition) or {}).get("partition_count")
+        counts += [count] if isinstance(count, int) else []
+    if not counts:
+        raise state.corrupt("partition_count is an empty list")
+    if len(set(counts)) > 1:
+        raise UnsupportedError(
+            f"the groups are cut among different numbers of ranks ({sorted(set(counts))}), as with experts",
+            file=state.file,
+            hint=EXPERTS_HINT,
+        )
+    return counts[0]
+
+
+def _base_state(
+    state: StateFile, found: object, path: str, n_groups: int
+) -> tuple[list[Mapping[str, object]], list[Mapping[object, object]]]:
+    """(states of each flat group, settings of the groups) of the optimizer that ZeRO wraps."""
+    empty: list[Mapping[str, object]] = [{} for _ in range(n_groups)]
+    if found is None:  # tools that shrink checkpoints take it out
+        return empty, []
+    if isinstance(found, (list, tuple)):  # an elastic checkpoint
+        by_number: Mapping[object, object] = dict(enumerate(found))
+        param_groups: list[Mapping[object, object]] = []
+    else:
+        root = state.mapping(found, path)
+        by_number = state.mapping(root.get("state") or {}, f"{path}.state")
+        listed = state.items(root.get("param_groups") or [], f"{path}.param_groups")
+        param_groups = [state.mapping(group, f"{path}.param_groups") for group in listed]
+    for number in by_number:
+        if type(number) is not int or not 0 <= number < n_groups:
+            raise state.corrupt(f"{path}.state has an entry {shown(number)}, but there are {n_groups} flat groups")
+    states: list[Mapping[str, object]] = []
+    for number in range(n_groups):
+        entries = state.mapping(by_number.get(number) or {}, f"{path}.state[{number}]")
+        states.append({
+            str(name): state.arrays[value.key] if isinstance(value, TensorLeaf) else value
+            for name, value in entries.items()
+        })  # fmt: skip
+    return states, param_groups
+
+
+def _slices(state: StateFile, found: object, n_groups: int) -> list[Mapping[str, tuple[int, int]]] | None:
+    if found is None:
+        return None
+    listed = state.items(found, SLICES)
+    if len(listed) != n_groups:
+        raise state.corrupt(f"{SLICES} has {len(listed)} groups, there are {n_groups} flat ones")
+    slices: list[Mapping[str, tuple[int, int]]] = []
+    for group in listed:
+        made = {}
+        for name, address in state.mapping(group, SLICES).items():
+            name = state.name(name, SLICES)
+            fields = attributes(address) or as_mapping(address) or {}
+            start = state.number(fields.get("start"), f"{SLICES}.{name}.start")
+            made[name] = (start, state.number(fields.get("numel"), f"{SLICES}.{name}.numel"))
+        slices.append(made)
+    return slices
+
+
+def _alignment(state: StateFile, found: object, n_groups: int) -> list[list[int]] | None:
+    path = "param_alignment_paddings"
+    if found is None:
+        return None
+    listed = [
+        [state.number(n, path) for n in state.items(group, path)] for group in state.items(found, path)
+    ]  # fmt: skip
+    if len(listed) != n_groups:
+        raise state.corrupt(f"{path} has {len(listed)} groups, there are {n_groups} flat ones")
+    return listed

@@ -1,0 +1,64 @@
+"""Names in a universal checkpoint, and the keys of a catalog that belong to them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from core.formats.deepspeed.tree import OPTIMIZER, STATE
+from core.pickle.inert import Global, Inert, as_mapping, attributes
+
+LATEST = "latest_universal"
+ZERO = "zero"
+MODEL_FILE = "mp_rank_00_model_states.pt"
+ZERO_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+OPTIMIZER_FILE = "zero/optimizer_state.pt"
+FP32 = "fp32"
+STEP = "step"
+PARAM = "param"
+CAT_DIM = "cat_dim"
+EXTRAS = "universal"
+"""First part of the keys of the objects that tell how tensor parallelism cuts a parameter."""
+
+MASTER = "fp32_param"
+STEP_COPY = "universal step"
+"""Key of the hidden tensor that becomes the step in ``optimizer_state.pt``; see ``for_universal``."""
+
+PACKAGES = frozenset({"deepspeed"})
+"""What whoever loads a universal checkpoint has, beside torch and numpy."""
+DS_VERSION = "0.19.8"
+"""What is written where the source states no version: that of the loader that this follows."""
+
+_SUBPARAM_KEY = "sub_param_shape"
+_SUBPARAM_CLASS = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+
+
+def plain_extras(extras: Mapping[str, object]) -> dict[str, object]:
+    """How a parameter is cut, in plain values: DeepSpeed's ``SubparamShape`` becomes a dict."""
+    return {
+        name: dict(fields) if name == _SUBPARAM_KEY and (fields := attributes(value)) is not None else value
+        for name, value in extras.items()
+    }
+
+
+def stored_extras(extras: Mapping[object, object]) -> dict[object, object]:
+    """The inverse of ``plain_extras``."""
+    found = dict(extras)
+    fields = as_mapping(found.get(_SUBPARAM_KEY))
+    if fields is not None:
+        shape = Inert("newobj", _SUBPARAM_CLASS)
+        shape.state = dict(fields)
+        found[_SUBPARAM_KEY] = shape
+    return found
+
+
+def state_of(key: str, names: Container[str]) -> tuple[str, str] | None:
+    """(parameter, state) of a key ``optimizer.state.<parameter>.<state>``, or None.
+
+    Args:
+        names: of the parameters.
+    """
+    prefix = f"{OPTIMIZER}.{STATE}."
+    if not key.startswith(prefix):
+        return None
+    name, _, state = key.removeprefix(prefix).rpartition(".")
+    return (name, state) if name in names and state else None

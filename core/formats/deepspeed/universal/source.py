@@ -1,0 +1,65 @@
+"""What a source must offer, so that a universal checkpoint can be made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS
+from core.formats.deepspeed.universal.names import MASTER, STEP, STEP_COPY, state_of
+
+if TYPE_CHECKING:
+    from core.catalog.catalog import Catalog, Fragment
+
+
+NO_STATE = (
+    "there is no optimizer state: ZeRO-1 and 2 load the weights and keep their own moments, ZeRO-3 loads them with "
+    "load_module_only=True"
+)
+
+
+def for_universal(catalog: Catalog) -> Catalog:
+    """The source as a universal checkpoint has it; to be called before the target catalog is made.
+
+    Masters (``optimizer.state.<name>.fp32_param``) take the place of the weights, one of the steps is offered a second
+    time (``STEP_COPY``), and ``attrs["notes"]`` says what DeepSpeed will find missing.
+
+    Args:
+        catalog: global tensors under their final names, objects loaded.
+    """
+    place_of = {key: place for key in catalog.tensors if (place := state_of(key, catalog.tensors)) is not None}
+    masters = {name: key for key, (name, state) in place_of.items() if state == MASTER}
+    tensors = {
+        key: replace(catalog.tensors[masters[key]], key=key) if key in masters else meta
+        for key, meta in catalog.tensors.items()
+        if key not in masters.values()
+    }
+    step = next((key for key, (_, state) in place_of.items() if state == STEP), None)
+    hidden = dict(catalog.hidden)
+    if step is not None:
+        hidden[STEP_COPY] = replace(tensors[step], key=STEP_COPY)
+
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        other = step if key == STEP_COPY else masters.get(key)
+        if other is None:
+            return catalog.fragments(key)
+        return [replace(fragment, key=key) for fragment in catalog.fragments(other)]
+
+    made = replace(catalog, tensors=tensors, hidden=hidden, fragments_of=fragments_of, skeleton=None)
+    stated = catalog.attrs.get("notes")
+    notes = [*stated] if isinstance(stated, (list, tuple)) else []
+    return made.with_attrs(notes=[*notes, *_notes(catalog, {state for name, state in place_of.values()})])
+
+
+def _notes(catalog: Catalog, states: set[str]) -> list[str]:
+    """What DeepSpeed will find missing."""
+    objects = {place[1] for key in catalog.objects if (place := state_of(key, catalog.tensors)) is not None}
+    if not (states | objects) - {MASTER}:
+        return [NO_STATE]
+    notes = []
+    if STEP not in states | objects:
+        notes.append("there is no optimizer step: ZeRO-3 cannot load the optimizer's state, ZeRO-1 and 2 can")
+    if not any(key.startswith(f"{OPTIMIZER}.{PARAM_GROUPS}.") for key in catalog.objects):
+        notes.append("there are no param_groups: the run that loads it keeps its own learning rate and other settings")
+    return notes

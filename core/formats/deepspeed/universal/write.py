@@ -1,0 +1,322 @@
+"""The files of a universal checkpoint to be written; see ``core.formats.deepspeed.universal.format`` for what they are.
+
+What DeepSpeed's loaders ask for decides what is in them. ZeRO-3 takes the step from ``optimizer_state.pt``, ZeRO-1 and
+2 from ``step.pt``: it is stored in both. ZeRO-3 looks for another model file than the others: there are two, of which
+the second one is without client state that holds tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from core.arrays.dtypes import DTYPES
+from core.catalog.file_image import FileImage, literal_file
+from core.catalog.key_patterns import listed_keys, rename_hint
+from core.changes.rename import is_optimizer_key
+from core.errors import UnsafeError, UnsupportedError
+from core.files.store import checked_name
+from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, STATE
+from core.formats.deepspeed.universal.groups import ParamGroup, param_groups, stored_groups
+from core.formats.deepspeed.universal.names import (
+    CAT_DIM,
+    DS_VERSION,
+    EXTRAS,
+    FP32,
+    LATEST,
+    MASTER,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    PACKAGES,
+    PARAM,
+    STEP,
+    STEP_COPY,
+    ZERO,
+    ZERO_MODEL_FILE,
+    state_of,
+    stored_extras,
+)
+from core.formats.torch.format import plan_tree
+from core.formats.torch.refused import loadable
+from core.pickle.inert import TensorLeaf, as_mapping, ordered_dict, walk
+
+if TYPE_CHECKING:
+    from core.catalog.catalog import Catalog, TensorMeta
+    from core.catalog.stored import StoredArray
+
+UCP_VERSION = 0.4
+_RESERVED = frozenset({
+    "module", "buffer_names", OPTIMIZER, "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "dp_world_size", "mp_world_size",
+})  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Parameter:
+    """A directory to be written.
+
+    Args:
+        name: of the parameter.
+        states: state name → key of its tensor.
+        values: state name → value, for states that are no tensors.
+    """
+
+    name: str
+    states: dict[str, str] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the optimizer keeps something of it."""
+        return bool(self.states or self.values)
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of a root: ``global_stepN_universal`` with its files, and ``latest_universal``.
+
+    Args:
+        target: every tensor is one array; best made of what ``for_universal`` returns. Honoured attrs: ``iteration``,
+            ``aliases``, ``dp``, ``zero_stage``.
+
+    Raises:
+        UnsupportedError: a weight is no float32, or a tensor is none of a parameter; names it.
+    """
+    number = target.attrs.get("iteration")
+    folder = f"global_step{number}_universal" if type(number) is int else "universal"
+    aliases = _aliases(target)
+    parameters = _parameters(target, aliases)
+    images = [
+        image
+        for parameter in parameters.values()
+        for image in _parameter_images(target, parameter, f"{folder}/{ZERO}/{parameter.name}")
+    ]
+    trained = _trained(target, parameters)
+    groups = param_groups(target, list(parameters), trained)
+    images.append(
+        _image(target, f"{folder}/{OPTIMIZER_FILE}", _optimizer_root(target, stored_groups(target, groups, trained)))
+    )
+    root = _model_root(target, parameters, groups, trained, aliases)
+    images.append(_image(target, f"{folder}/{MODEL_FILE}", root))
+    again = {name: value for name, value in root.items() if not _holds_tensors(value)}
+    images.append(_image(target, f"{folder}/{ZERO_MODEL_FILE}", again))
+    return (*images, literal_file(LATEST, folder.encode("utf-8"), is_metadata=True))
+
+
+def check(target: Catalog) -> None:
+    """Raises what ``lay_out`` would: about names, dtypes, groups and entries. The files themselves are not made."""
+    aliases = _aliases(target)
+    parameters = _parameters(target, aliases)
+    trained = _trained(target, parameters)
+    groups = param_groups(target, list(parameters), trained)
+    stored_groups(target, groups, trained)
+    _model_root(target, parameters, groups, trained, aliases)
+
+
+def _aliases(target: Catalog) -> dict[str, str]:
+    """Name → the name of the equal parameter that is written."""
+    stated = target.attrs.get("aliases")
+    found = {}
+    for key, owner in stated.items() if isinstance(stated, Mapping) else ():
+        mine, other = target.tensors.get(key), target.tensors.get(owner)
+        if mine is not None and other is not None and (mine.dtype, mine.shape) == (other.dtype, other.shape):
+            found[str(key)] = str(owner)
+    return found
+
+
+def _parameters(target: Catalog, aliases: Mapping[str, str]) -> dict[str, _Parameter]:
+    """The directories to be written, by name."""
+    found: dict[str, _Parameter] = {}
+    states: list[str] = []
+    _check_names(key for key in target.tensors if key not in aliases and not is_optimizer_key(key))
+    for key, meta in target.tensors.items():
+        if is_optimizer_key(key):
+            states.append(key)
+        elif key not in aliases:
+            _check_weight(meta)
+            found[key] = _Parameter(key)
+    for key in states:
+        place = state_of(key, found)
+        if place is None:
+            raise UnsupportedError(
+                "the tensor belongs to the optimizer, but to none of the parameters that are written",
+                key=key,
+                hint="its name should be optimizer.state.<parameter>.<state>: rename it with --rename, or leave it out "
+                "with --exclude, all of them with --no-optim",
+            )
+        name, state = place
+        _check_state(target, key, name, state)
+        found[name].states[state] = key
+    for key, item in target.objects.items():
+        place = state_of(key, found)
+        if place is not None:
+            found[place[0]].values[place[1]] = item.value
+    return found
+
+
+def _check_names(keys: Iterable[str]) -> None:
+    """Raise unless every key can be the name of a parameter's directory.
+
+    Raises:
+        UnsupportedError: some cannot.
+    """
+    odd = [key for key in keys if not _is_directory_name(key)]
+    if odd:
+        more = f"; nor can {listed_keys(odd[1:])}" if len(odd) > 1 else ""
+        raise UnsupportedError(f"the name cannot be that of a directory{more}", key=odd[0], hint=rename_hint(odd))
+
+
+def _is_directory_name(key: str) -> bool:
+    try:
+        checked_name(key)
+    except UnsafeError:
+        return False
+    return "/" not in key and len(key.encode("utf-8", "replace")) <= 255
+
+
+def _check_weight(meta: TensorMeta) -> None:
+    """The tensor can be a parameter's masters, or a buffer."""
+    kind = DTYPES[meta.dtype].kind
+    if kind == "packed" or (kind == "float" and meta.dtype != "float32"):
+        hint = "widen it: --dtype float32" + (f" (or --dtype '{meta.key}=float32')" if kind == "float" else "")
+        raise UnsupportedError(
+            f"the weights are {meta.dtype} and there are no masters; a universal checkpoint holds float32 masters",
+            key=meta.key,
+            hint=hint if kind == "float" else "leave it out with --exclude",
+        )
+
+
+def _check_state(target: Catalog, key: str, name: str, state: str) -> None:
+    """The tensor can be a state of the parameter."""
+    meta, weight = target.tensors[key], target.tensors[name]
+    if state == MASTER:
+        raise UnsupportedError(
+            "the masters stand beside the weights", key=key, hint="leave the rounded weights out with --exclude"
+        )
+    if state == STEP:
+        if meta.n_elements != 1:
+            raise UnsupportedError(
+                f"the step has shape {meta.shape}, not one value", key=key, hint="leave it out with --exclude"
+            )
+    elif meta.shape != weight.shape:
+        raise UnsupportedError(
+            f"the state has shape {meta.shape}, the parameter {weight.shape}; DeepSpeed cuts both alike",
+            key=key,
+            hint="leave it out with --exclude",
+        )
+    if state == FP32:
+        raise UnsupportedError(
+            f"a state cannot be called {FP32!r}, which are the weights", key=key, hint="leave it out with --exclude"
+        )
+
+
+def _parameter_images(target: Catalog, parameter: _Parameter, folder: str) -> Iterable[FileImage]:
+    """The files of a parameter."""
+    item = target.objects.get(f"{EXTRAS}.{parameter.name}")
+    stated = as_mapping(item.value) if item is not None else None
+    extras: dict[object, object] = {CAT_DIM: 0} if parameter.is_trained else {}
+    if stated is not None:
+        extras = stored_extras(stated)
+    yield _image(target, f"{folder}/{FP32}.pt", {**extras, PARAM: TensorLeaf(parameter.name)})
+    for state, key in parameter.states.items():
+        leaf = TensorLeaf(key)
+        yield _image(target, f"{folder}/{state}.pt", leaf if state == STEP else {**extras, PARAM: leaf})
+    for state, value in parameter.values.items():
+        yield _image(target, f"{folder}/{state}.pt", value)
+
+
+def _image(target: Catalog, path: str, value: object) -> FileImage:
+    """A torch file, as ``torch.save`` would name its inside."""
+
+    def array_of(key: str) -> StoredArray:
+        array = target.fragments(key)[0].array
+        if array is None or array.shape != target.meta(key).shape:
+            raise UnsupportedError("a universal checkpoint holds every tensor in one piece", key=key)
+        return array
+
+    stem = path.rpartition("/")[2].removesuffix(".pt")
+    plan = plan_tree(loadable(value, packages=PACKAGES), array_of, prefix=stem)
+    return FileImage(path, plan.size, plan.arrays, plan.literals)
+
+
+def _optimizer_root(target: Catalog, listed: list[object]) -> dict[object, object]:
+    """The content of ``optimizer_state.pt``."""
+    prefix = f"{OPTIMIZER}."
+    root: dict[object, object] = {}
+    for key, item in target.objects.items():
+        name = key.removeprefix(prefix)
+        if key.startswith(prefix) and not name.startswith((f"{STATE}.", f"{PARAM_GROUPS}.")):
+            root[name] = item.value
+    root["ds_version"] = _version(target)
+    if "zero_stage" in target.attrs:
+        root["zero_stage"] = target.attrs["zero_stage"]
+    root[PARAM_GROUPS] = listed
+    step = _step(target)
+    if step is not None:
+        root["optimizer_state_dict"] = {STATE: {0: {STEP: step}}, PARAM_GROUPS: listed}
+    return root
+
+
+def _version(target: Catalog) -> object:
+    found = target.objects.get("ds_version")
+    return found.value if found is not None and isinstance(found.value, str) else DS_VERSION
+
+
+def _step(target: Catalog) -> object:
+    """The step that ``optimizer_state.pt`` gets, or None."""
+    if STEP_COPY in target.hidden:
+        return TensorLeaf(STEP_COPY)
+    for key, item in target.objects.items():
+        place = state_of(key, target.tensors)
+        if place is not None and place[1] == STEP:
+            return item.value
+    return None
+
+
+def _trained(target: Catalog, parameters: Mapping[str, _Parameter]) -> list[str]:
+    """The parameters that an optimizer has: those with a state, else all that could have one."""
+    found = [name for name, parameter in parameters.items() if parameter.is_trained]
+    return found or [name for name in parameters if DTYPES[target.tensors[name].dtype].kind == "float"]
+
+
+def _model_root(
+    target: Catalog,
+    parameters: Mapping[str, _Parameter],
+    groups: Sequence[ParamGroup],
+    trained: Sequence[str],
+    aliases: Mapping[str, str],
+) -> dict[object, object]:
+    """The content of the model files: what the loader asks for, then every object that stands nowhere else."""
+    optimized = {*trained, *(name for group in groups for name in group.names)}
+    dp = target.attrs.get("dp")
+    root: dict[object, object] = {
+        "module": ordered_dict({}),
+        "buffer_names": [name for name in parameters if name not in optimized],
+        OPTIMIZER: None,
+        "param_shapes": [ordered_dict({name: target.tensors[name].shape for name in group.names}) for group in groups],
+        "frozen_param_shapes": None,
+        "shared_params": dict(aliases),
+        "frozen_param_fragments": None,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": target.attrs.get("iteration") if type(target.attrs.get("iteration")) is int else 0,
+        "dp_world_size": dp if type(dp) is int else 1,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "universal_checkpoint_info": {"universal_checkpoint_version": UCP_VERSION},
+    }
+    for key, item in target.objects.items():
+        if key.startswith((f"{OPTIMIZER}.", f"{EXTRAS}.")):
+            continue
+        if key in _RESERVED:
+            raise UnsupportedError(
+                "DeepSpeed has an entry of this name for something else", key=key, hint=rename_hint([key])
+            )
+        root[key] = item.value
+    return root
+
+
+def _holds_tensors(value: object) -> bool:
+    return any(isinstance(node, TensorLeaf) for node in walk(value))

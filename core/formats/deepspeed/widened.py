@@ -1,0 +1,62 @@
+"""16-bit buffers as float32, which is what DeepSpeed's own tools make of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from core.arrays.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from core.catalog.stored import StoredArray
+    from core.files.store import ReadStore
+
+_UNIT_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Widened:
+    """An ``Encoding``: elements of a 16-bit dtype, without gaps; every value of it is a float32.
+
+    Args:
+        dtype: as stored, ``bfloat16`` or ``float16``.
+    """
+
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """See Encoding."""
+        return f"{self.dtype} as float32"
+
+    @property
+    def unit_bytes(self) -> int:
+        """See Encoding."""
+        return 4 * _UNIT_ELEMENTS
+
+    @property
+    def working_bytes(self) -> int:
+        """See Encoding."""
+        return (itemsize(self.dtype) + 4) * _UNIT_ELEMENTS
+
+    def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes:
+        """See Encoding."""
+        import numpy as np
+
+        assert array.extent is not None
+        first = unit * _UNIT_ELEMENTS
+        n = min(_UNIT_ELEMENTS, array.n_bytes // 4 - first)
+        data = store.read(array.extent.file, array.extent.offset + 2 * first, 2 * n)
+        if self.dtype == "float16":
+            wide = np.frombuffer(data, "<f2").astype("<f4")
+        else:
+            wide = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+        return bytes(wide.data)
+
+
+def as_float32(array: StoredArray) -> StoredArray:
+    """The array as float32, if it is of a 16-bit floating dtype and has no gaps; else as it is."""
+    extent = array.extent
+    if array.dtype not in ("bfloat16", "float16") or extent is None or extent.strides is not None:
+        return array
+    return replace(array, dtype="float32", extent=replace(extent, encoding=Widened(array.dtype), crc=None))

@@ -1,0 +1,113 @@
+"""The small files of a Hugging Face directory: configuration, tokenizer, templates, model card, licence, code.
+
+On disk, beside the weights::
+
+    config.json  generation_config.json  preprocessor_config.json  adapter_config.json …
+    tokenizer.json  tokenizer.model  vocab.json  merges.txt  special_tokens_map.json  added_tokens.json …
+    chat_template.jinja  README.md  LICENSE  modeling_x.py …
+
+They are *carried*: a directory that is written gets them byte for byte. Nothing of them is run, and only
+``config.json`` is ever parsed. In a catalog each is a hidden uint8 tensor of one axis that is the whole file, and
+attrs["carried"] maps its path to that tensor's key. attrs["documents"] maps paths to the bytes of small files that this
+project made.
+
+Not carried: weights and their indexes, manifests and object files of this project, hidden files, files in folders.
+
+Source: transformers 5.23 and huggingface_hub 2.4 (names of the files that ``save_pretrained`` and ``from_pretrained``
+know); hf/* in tests/golden.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from core.catalog.catalog import Catalog
+from core.catalog.file_image import FileImage, PlacedArray, literal_file
+from core.catalog.files_beside import carried_of, documents_of
+from core.catalog.stored import Extent, StoredArray
+from core.errors import CorruptError, UnsupportedError
+from core.files.json_object import parsed_object
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 16 << 20
+_CARRIED = re.compile(
+    r".*\.(json|jinja|py|tiktoken|model|md)|tokenizer.*|vocab\..*|merges\.txt|chat_template.*"
+    r"|(LICENSE|LICENCE|NOTICE|COPYING|USE_POLICY).*",
+    re.IGNORECASE | re.DOTALL,
+)
+_NOT_CARRIED = re.compile(
+    r"\..*|.*\.index\.(.*\.)?json|(.*\.)?ckpt-.*|metadata\.json|zarr\.json"
+    r"|.*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|gguf|npz|npy|distcp|pkl|pickle)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Weights, indexes, what this project and other formats keep in a directory; stronger than ``_CARRIED``."""
+
+
+def carried_files(store: ReadStore) -> dict[str, int]:
+    """Path → bytes of the files directly in a store that are carried, sorted by path."""
+    names = [name for name in store.files() if "\\" not in name and name.isprintable()]
+    return {name: store.size(name) for name in names if _CARRIED.fullmatch(name) and not _NOT_CARRIED.fullmatch(name)}
+
+
+def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
+    """A catalog with the small files beside its weights as hidden tensors and in attrs["carried"]."""
+    files = carried_files(store)
+    if not files:
+        return catalog
+    carried: dict[str, str] = {}
+    arrays: dict[str, StoredArray] = {}
+    for path, n_bytes in files.items():
+        key = f"file:{path}"
+        while key in catalog.tensors or key in catalog.hidden or key in catalog.objects:
+            key = f"file:{key}"
+        carried[path] = key
+        arrays[key] = StoredArray(key, "uint8", (n_bytes,), Extent(path, 0))
+    return catalog.with_hidden(arrays).with_attrs(carried={**carried_of(catalog), **carried})
+
+
+def file_images(target: Catalog) -> list[FileImage]:
+    """The images of the carried files and the documents of a target catalog.
+
+    Raises:
+        UnsupportedError: a document has the path of a carried file, or a carried file is in several pieces.
+    """
+    documents = documents_of(target)
+    images = []
+    for path, key in carried_of(target).items():
+        if path in documents:
+            raise UnsupportedError("the file is both carried and made anew", file=path, key=key)
+        array = target.whole_array(key)
+        images.append(FileImage(path, array.n_bytes, (PlacedArray(0, array),)))
+    return images + [literal_file(path, data) for path, data in documents.items()]
+
+
+def config_of(store: ReadStore) -> dict[str, object] | None:
+    """The content of ``config.json``, or None if there is none.
+
+    Raises:
+        CorruptError: it is too large, not JSON, or no object.
+    """
+    if not store.exists(CONFIG):
+        return None
+    return parsed_object(store, CONFIG, max_bytes=_MAX_CONFIG_BYTES)
+
+
+def config_number(config: Mapping[str, object], name: str) -> int | None:
+    """A size that a model's configuration states, at the top or for the text part of a multimodal one; None if neither.
+
+    Raises:
+        CorruptError: it is no positive integer.
+    """
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        found = part.get(name)
+        if found is not None:
+            if type(found) is not int or found <= 0:
+                raise CorruptError(f"{name} is {str(found)[:40]}, not a positive number", file=CONFIG)
+            return found
+    return None

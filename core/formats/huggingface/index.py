@@ -1,0 +1,67 @@
+"""Indexes of sharded Hugging Face weights: which file holds which tensor.
+
+On disk, ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``::
+
+    {"metadata": {"total_size": bytes}, "weight_map": {tensor: file}}
+
+Source: transformers 4.30 to 5.23 and huggingface_hub 2.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core.errors import CorruptError
+from core.files.json_object import parsed_object
+from core.files.store import checked_name
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The content of an index.
+
+    Args:
+        file: its name.
+        file_of: tensor → file.
+        total_bytes: what it says the tensors have in all; None if it does not say.
+    """
+
+    file: str
+    file_of: dict[str, str]
+    total_bytes: int | None
+
+
+def read_index(store: ReadStore, file: str, *, suffix: str = "") -> Index:
+    """An index, its names checked.
+
+    Args:
+        suffix: of the files that it may name.
+
+    Raises:
+        CorruptError: it is no JSON object with a ``weight_map`` of strings, or names another kind of file.
+        UnsafeError: it names a file outside the directory.
+        MissingShardError: there is no such index.
+    """
+    found = parsed_object(store, file)
+    weight_map = found.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptError(
+            "the index has no weight_map of tensors and files",
+            file=file,
+            hint="copy the checkpoint again, with all its files",
+        )
+    file_of = {key: checked_name(name, found_in=file) for key, name in weight_map.items()}
+    for key, name in file_of.items():
+        if not name.endswith(suffix):
+            kind = suffix.removeprefix(".")
+            raise CorruptError(f"the index places the tensor in {name!r}, no {kind} file", file=file, key=key)
+    metadata = found.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
+    if isinstance(total, float) and total.is_integer():
+        total = int(total)  # transformers summed in floating point for a while
+    return Index(file, file_of, total if type(total) is int else None)

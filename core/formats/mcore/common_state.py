@@ -1,0 +1,90 @@
+"""The common state of Megatron-core's distributed checkpoints: what every rank shares, saved once.
+
+On disk: ``common.pt``, a torch file with a dict of the training arguments, the iteration, the optimizer's settings and
+so on; its tensors are hidden ones of the catalog. (HEAD's torch_dist has an object among the others instead.)
+
+attrs that it gives: ``common`` (inert) and, out of it, ``args``, ``iteration``, ``checkpoint_version`` and
+``content_metadata``.
+
+Source: megatron-core 0.12.1 and 0.16.1, pinned in tests/golden (``mcore*_torch_dist``, ``mcore0121_zarr``);
+``megatron/core/dist_checkpointing/strategies/common.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from core.catalog.file_image import FileImage
+from core.catalog.stored import Extent, StoredArray
+from core.errors import CorruptError, UnsupportedError
+from core.formats.mcore.objects import is_sharded_object
+from core.formats.torch.format import load_object, plan_tree
+from core.pickle.inert import as_mapping
+from core.pickle.nesting import REMOVED, Entry, mapped
+
+if TYPE_CHECKING:
+    from core.catalog.catalog import Catalog
+    from core.files.store import ReadStore
+
+COMMON_FILE = "common.pt"
+_SHOWN = ("args", "iteration", "checkpoint_version", "content_metadata")
+
+
+def common_of_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray]]:
+    """The content of ``common.pt``, inert, and the arrays of the tensors in it.
+
+    Raises:
+        MissingShardError: it is absent.
+        CorruptError, UnsupportedError, UnsafeError: as for ``core.formats.torch.format.load_object``.
+    """
+    stream = StoredArray(COMMON_FILE, "uint8", (store.size(COMMON_FILE),), Extent(COMMON_FILE, 0))
+    return load_object(store, stream, key=COMMON_FILE)
+
+
+def common_attrs(value: object, *, file: str) -> dict[str, object]:
+    """The attrs that a common state gives.
+
+    Raises:
+        CorruptError: it is no dict.
+    """
+    common = as_mapping(value)
+    if common is None:
+        raise CorruptError(f"the common state is a {type(value).__name__}, not a dict", file=file)
+    return {"common": common} | {name: common[name] for name in _SHOWN if name in common}
+
+
+def common_state(target: Catalog) -> dict[object, object]:
+    """attrs["common"], and the values of all objects that are no ShardedObjects, nested as the skeleton says.
+
+    Raises:
+        UnsupportedError: such an object has not been loaded.
+    """
+    loose = {key: item for key, item in target.objects.items() if not is_sharded_object(key)}
+    for key, item in loose.items():
+        if item.raw_key is not None:
+            raise UnsupportedError("the object's value must be loaded before it can join the common state", key=key)
+
+    placed: set[str] = set()
+
+    def value_of(entry: Entry) -> object:
+        if entry.key not in loose:
+            return REMOVED
+        placed.add(entry.key)
+        return loose[entry.key].value
+
+    found: dict[object, object] = {}
+    if loose and target.skeleton is not None:
+        found |= as_mapping(mapped(target.skeleton, value_of)) or {}
+    found |= {key: item.value for key, item in loose.items() if key not in placed}
+    return found | (as_mapping(target.attrs.get("common")) or {})
+
+
+def common_image(target: Catalog, common: Mapping[object, object]) -> FileImage:
+    """The image of ``common.pt``.
+
+    Raises:
+        UnsupportedError: a tensor in it lies in several arrays.
+    """
+    plan = plan_tree(dict(common), array_of=target.whole_array, prefix="common")
+    return FileImage(COMMON_FILE, plan.size, plan.arrays, plan.literals)

@@ -1,0 +1,118 @@
+"""The zarr arrays of an Orbax checkpoint: in an OCDBT database, or in directories of their own.
+
+::
+
+    params.dense.kernel/.zarray      zarr 2: metadata, and the chunks 0.0, 0.1 …
+    params.dense.kernel/zarr.json    zarr 3: metadata, and the chunks (usually shards) c/0/0 …
+
+Orbax writes one chunk a device or host shard, compressed with zstd unless told otherwise. A chunk that is absent is the
+fill value: Orbax up to 0.6 does not store those that equal it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+from core.errors import CorruptError
+from core.files.json_object import small_file
+from core.formats.ocdbt.database import Database
+from core.formats.ocdbt.entries import MANIFEST
+from core.formats.zarr.chunks import Chunks, folder_chunks, fragments_of_chunks
+from core.formats.zarr.fill import lost_files
+from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray
+from core.formats.zarr.metadata3 import METADATA_FILE, node_of, parse_array
+
+if TYPE_CHECKING:
+    from core.catalog.catalog import Fragment
+    from core.files.store import ReadStore
+    from core.formats.zarr.array import ZarrArray
+
+_MAX_METADATA_BYTES = 16 << 20
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class OrbaxArray:
+    """A parameter.
+
+    Args:
+        array: its zarr metadata.
+        is_incomplete: some of its chunks are not stored.
+        fragments: makes its fragments; reads the indexes of shards.
+    """
+
+    array: ZarrArray
+    is_incomplete: bool
+    fragments: Callable[[str], list[Fragment]]
+
+
+def arrays_in(store: ReadStore, root: str) -> dict[str, OrbaxArray]:
+    """Every array by its name, in the order of the names.
+
+    Args:
+        root: directory of the checkpoint's item in the store; "" or ends with "/".
+
+    Raises:
+        MissingShardError: a chunk, a data file or the manifest is absent.
+        CorruptError, TruncatedError: something contradicts itself.
+        UnsupportedError: something that is not handled.
+        UnsafeError: a path leaves the checkpoint, or the database unfolds to too much.
+    """
+    if store.exists(root + MANIFEST):
+        database = Database(store, root)
+        return _arrays(database, database.file_of(""), database)
+    return _arrays(store, root, None)
+
+
+def _arrays(store: ReadStore, root: str, database: Database | None) -> dict[str, OrbaxArray]:
+    """The arrays below a directory of a store; those inside a database get their true places."""
+    found: dict[str, OrbaxArray] = {}
+    lost = cache(partial(lost_files, store)) if database is None else tuple
+    for name, file, array in _metadata_below(store, root):
+        chunks = folder_chunks(store, root + name, array, key=name, fill=array.fill, lost=lost)
+        found[name] = OrbaxArray(array, bool(chunks.absent), _maker(store, array, chunks, file, database))
+    return dict(sorted(found.items()))
+
+
+def _maker(
+    store: ReadStore, array: ZarrArray, chunks: Chunks, file: str, database: Database | None
+) -> Callable[[str], list[Fragment]]:
+    def fragments(key: str) -> list[Fragment]:
+        made = fragments_of_chunks(store, key, array, chunks, file=file)
+        return made if database is None else [database.located(fragment, array.coding) for fragment in made]
+
+    return fragments
+
+
+def _metadata_below(store: ReadStore, root: str) -> list[tuple[str, str, ZarrArray]]:
+    """(name, metadata file, metadata) of every array."""
+    found = []
+    waiting = [""]
+    while waiting:
+        name = waiting.pop()
+        prefix = f"{root}{name}/" if name else root
+        array = _metadata(store, prefix, name)
+        if array is not None:
+            found.append((name, *array))
+            continue
+        if name.count("/") > _MAX_DEPTH:
+            raise CorruptError(f"arrays are nested deeper than {_MAX_DEPTH} levels", file=prefix)
+        waiting += [f"{name}/{below}" if name else below for below in store.folders(prefix.removesuffix("/"))]
+    return found
+
+
+def _metadata(store: ReadStore, prefix: str, name: str) -> tuple[str, ZarrArray] | None:
+    """The metadata of the array in a directory, or None if there is none."""
+    for file in (prefix + ARRAY_FILE, prefix + METADATA_FILE):
+        if not store.exists(file):
+            continue
+        data = small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=name)
+        if file.endswith(ARRAY_FILE):
+            return file, parse_zarray(data, file=file, key=name)
+        kind, metadata = node_of(data, file=file)
+        if kind == "array":
+            return file, parse_array(metadata, file=file, key=name)
+    return None

@@ -1,0 +1,111 @@
+"""The nesting of an Orbax checkpoint, as its ``_METADATA`` tells it.
+
+::
+
+    {"tree_metadata": {"('opt_state', '0', 'count')": {
+         "key_metadata": [{"key": "opt_state", "key_type": 2}, {"key": "0", "key_type": 1}, {"key": "count", …}],
+         "value_metadata": {"value_type": "jax.Array", "skip_deserialize": false, …}}, …},
+     "use_ocdbt": true, "use_zarr3": false, …}
+
+A key of the type 1 is an index, one of the type 2 a name (also of a field of a NamedTuple or a class). The name under
+which a leaf is stored is its keys, dot-joined. Empty containers and None are values by their type alone; text stands in
+``_strings.json``, by name; all else is an array.
+
+Source: ``_METADATA`` written by orbax-checkpoint 0.12.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from core.errors import CorruptError, MissingShardError
+from core.files.json_object import parsed_object
+from core.pickle.nesting import Index, Path
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+TREE = "_METADATA"
+STRINGS = "_strings.json"
+_MAX_JSON_BYTES = 256 << 20
+_MAX_JSON_VALUES = 16_000_000
+"""A tree of 10⁵ leaves has some 4 · 10⁶."""
+_EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
+_TEXT = "string"
+_INDEX, _NAME = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A leaf of the tree.
+
+    Args:
+        path: how to get there.
+        kind: the type of its value, in Orbax's words.
+        value: of one that is no array, else None.
+    """
+
+    path: Path
+    kind: str
+    value: object = None
+
+    @property
+    def is_array(self) -> bool:
+        """Whether its value is stored as an array."""
+        return self.kind != _TEXT and self.kind not in _EMPTY
+
+
+def leaves_of(store: ReadStore, root: str) -> dict[str, Leaf]:
+    """Every leaf by its name.
+
+    Args:
+        root: directory of the item in the store; "" or ends with "/".
+
+    Raises:
+        CorruptError: a file is malformed, or two leaves have one name.
+        MissingShardError: a text is not there.
+    """
+    file = root + TREE
+    tree: Any = _object(store, file).get("tree_metadata")
+    texts = _object(store, root + STRINGS) if store.exists(root + STRINGS) else {}
+    found: dict[str, Leaf] = {}
+    try:
+        rows = [(_path(row["key_metadata"]), row["value_metadata"]["value_type"]) for row in tree.values()]
+    except (AttributeError, KeyError, TypeError, ValueError) as err:
+        raise CorruptError(f"tree_metadata is malformed: {type(err).__name__} {str(err)[:120]}", file=file) from err
+    for path, kind in rows:
+        name = ".".join(map(str, path))
+        if name in found or type(kind) is not str:
+            raise CorruptError(f"{TREE} has two leaves of this name, or one of no type", file=file, key=name)
+        value = _EMPTY.get(kind)
+        if kind == _TEXT:
+            value = texts.get(name)
+            if not isinstance(value, str):
+                raise MissingShardError(f"{STRINGS} does not hold this text", file=root + STRINGS, key=name)
+        found[name] = Leaf(path, kind, value)
+    return found
+
+
+def _path(steps: Any) -> Path:
+    """A path out of ``key_metadata``.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is malformed.
+    """
+    path: list[object] = []
+    for step in steps:
+        name, kind = step["key"], step["key_type"]
+        if type(name) is not str or kind not in (_INDEX, _NAME):
+            raise ValueError(f"a key {name!r:.40} of the type {kind!r:.40}")
+        if kind == _INDEX and not (name.isascii() and name.isdigit() and len(name) < 10):
+            raise ValueError(f"the index {name!r:.40}")
+        path.append(Index(name) if kind == _INDEX else name)
+    if not path:
+        raise ValueError("a path without keys")
+    return tuple(path)
+
+
+def _object(store: ReadStore, file: str) -> dict[str, object]:
+    return parsed_object(store, file, max_bytes=_MAX_JSON_BYTES, max_values=_MAX_JSON_VALUES)

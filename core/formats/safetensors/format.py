@@ -1,0 +1,278 @@
+"""safetensors: single files, sharded directories as Hugging Face has them, and torch's pieces of tensors.
+
+On disk: see ``safetensors_header`` for a file, ``safetensors_files`` for a directory, ``safetensors_dcp`` for pieces.
+Around the weights of a directory lie the small files of ``hf_files``, and ``ckpt-objects.pt`` (``torch_objects``) if
+there were entries that are no tensors.
+
+attrs: ``metadata`` (``__metadata__`` of all files, without what this module explains otherwise), ``aliases`` (name →
+the tensor that it stands for, as ``save_model`` of safetensors records it: name and kept name among the metadata; both
+are tensors of the catalog), ``carried``, ``stem`` (``model``, ``adapter_model`` …), ``notes``.
+
+Written: one file while the tensors fit in attrs["max_file_bytes"] (5 GB unless set), else numbered ones, filled in the
+order of the catalog, and an index. A file equals what safetensors 0.8 writes for the same tensors and metadata, byte
+for byte, except that the metadata are sorted. Honoured attrs: ``max_file_bytes``, ``metadata``, ``aliases``, ``stem``,
+``carried``, ``documents``, ``is_file`` (one file is wanted, with nothing beside it).
+
+Versions: the format has none; dtypes as of safetensors 0.8.
+
+Not supported, refused by name: six-bit dtypes, ``complex128`` and ``complex32`` (the format has no name for them),
+several files with a tensor of one name and no index, pipelines of several models in folders.
+
+Source: safetensors 0.8, huggingface_hub 2.4 and transformers 5.23, whose files are pinned in tests/golden (``hf``,
+``oracle``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.stored import StoredArray
+from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
+from core.formats.format import Format
+from core.formats.huggingface.files import config_of, with_carried
+from core.formats.huggingface.index import Index
+from core.formats.safetensors.files import (
+    INDEX_SUFFIX,
+    PIECES_DIR,
+    SUFFIX,
+    files_of,
+    has_tensors,
+    is_piece,
+    listed,
+    shard_number,
+)
+from core.formats.safetensors.header import Header, looks_like_header, read_header
+from core.formats.safetensors.layout import DEFAULT_METADATA, lay_out
+from core.formats.safetensors.pieces import SHARDING_INFO, VERSION, check_sizes, has_pieces, pieces_of
+from core.formats.torch.side_file import OBJECTS_FILE, read_objects, with_objects
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+
+def sniff(store: ReadStore) -> bool:
+    """Whether the file is one, by its name or its first bytes, or the directory holds such files."""
+    if store.entry is None:
+        return has_tensors(store)
+    if store.entry.endswith((SUFFIX, INDEX_SUFFIX)):
+        return True
+    return store.exists(store.entry) and looks_like_header(store, store.entry)
+
+
+def read(store: ReadStore) -> Catalog:
+    """The catalog of a file or a directory.
+
+    Raises:
+        CorruptError: a header or the index breaks a rule; they disagree; a tensor is in two files.
+        TruncatedError: a file ends too early.
+        MissingShardError: a file, a tensor or a piece of one is not there.
+        UnsupportedError: a dtype that is not handled, or no way to tell which files belong together.
+        UnsafeError: a name outside the directory.
+    """
+    if store.entry is not None and not store.entry.endswith(INDEX_SUFFIX):
+        return _of_file(store, store.entry)
+    files = files_of(store)
+    headers = _headers(store, files.names)
+    notes = list(files.notes)
+    if files.index is not None and not files.is_pieces:
+        notes += _checked_index(headers, files.index)
+    if any(map(has_pieces, headers)):
+        catalog = _of_pieces(headers)
+        notes += _checked_pieces(store, catalog, files.index if files.is_pieces else None)
+    else:
+        catalog = _of_headers(headers)
+    made = with_carried(with_objects(catalog, read_objects(store)), store)
+    return made.noted(notes).with_attrs(stem=files.stem)
+
+
+def salvage(store: ReadStore, report: Report) -> Catalog:
+    """Return the whole tensors of those files of a directory that can be read.
+
+    Args:
+        report: told of every file that is left out.
+
+    Raises:
+        CheckpointingException: it cannot be told which files count, or a tensor is in two of them.
+    """
+    headers: list[Header] = []
+    for name in files_of(store).names:
+        try:
+            header = read_header(store, name)
+        except CheckpointingException as err:
+            report(err)
+            continue
+        if not has_pieces(header):
+            headers.append(header)
+    return _of_headers(headers)
+
+
+def _headers(store: ReadStore, names: Sequence[str]) -> list[Header]:
+    """Return the headers of the files of a directory.
+
+    Raises:
+        CheckpointingException: the first that cannot be read; the hint lists those that can.
+    """
+    headers = []
+    for name in names:
+        try:
+            headers.append(read_header(store, name))
+        except CheckpointingException as err:
+            others = [other for other in names if other != name and looks_like_header(store, other)]
+            if others:
+                advice = f"the other files can be read one by one: {listed(others)}"
+                err.hint = advice if err.hint is None else f"{err.hint}; {advice}"
+            raise
+    return headers
+
+
+def _of_file(store: ReadStore, name: str) -> Catalog:
+    """The catalog of one file alone."""
+    header = read_header(store, name)
+    if has_pieces(header) and is_piece(name):
+        raise UnsupportedError(
+            "the file holds one rank's pieces of tensors", file=name, hint="point at the directory with all of them"
+        )
+    catalog = _of_pieces([header]) if has_pieces(header) else _of_headers([header])
+    notes = []
+    number = shard_number(name)
+    if number is not None and number[1] > 1:
+        notes.append(f"this is file {number[0]} of {number[1]}; point at the directory to read all")
+    if store.exists(OBJECTS_FILE):
+        notes.append(f"what is no tensor lies in {OBJECTS_FILE}; point at the directory to read it too")
+    return catalog.noted(notes)
+
+
+def _of_headers(headers: Sequence[Header]) -> Catalog:
+    """The catalog of files with whole tensors, those included that are only recorded as aliases."""
+    arrays: dict[str, StoredArray] = {}
+    for header in headers:
+        for key, array in header.arrays.items():
+            if key in arrays:
+                raise CorruptError(
+                    f"the tensor is also in {_file(arrays[key])}",
+                    file=header.file,
+                    key=key,
+                    hint="point at one of the files, or at an index that names the right one",
+                )
+            arrays[key] = array
+    aliases = _aliases(headers, arrays)
+    for key, first in aliases.items():
+        arrays[key] = replace(arrays[first], name=key)
+    metadata, notes = _metadata(headers, aliases)
+    attrs = {"metadata": metadata, "aliases": aliases, "notes": notes}
+    return catalog_of_arrays(format="safetensors", arrays=arrays, attrs=attrs)
+
+
+def _of_pieces(headers: Sequence[Header]) -> Catalog:
+    """The catalog of files with pieces of tensors."""
+    pieces = pieces_of(headers)
+    metadata, notes = _metadata(headers, {})
+    attrs = {"metadata": metadata, "aliases": {}, "notes": notes}
+    return Catalog("safetensors", None, pieces.tensors, pieces.fragments.__getitem__, attrs=attrs)
+
+
+def _file(array: StoredArray) -> str:
+    assert array.extent is not None
+    return array.extent.file
+
+
+def _aliases(headers: Iterable[Header], arrays: Mapping[str, StoredArray]) -> dict[str, str]:
+    """Name → tensor that it stands for, where a file's metadata record one: no tensor's name → one of its tensors."""
+    return {
+        name: first
+        for header in headers
+        for name, first in header.metadata.items()
+        if first in header.arrays and name not in arrays and name not in DEFAULT_METADATA
+    }
+
+
+def _metadata(headers: Iterable[Header], aliases: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """``__metadata__`` of all files in one, and a note for every entry on which they differ."""
+    found: dict[str, str] = {}
+    notes: dict[str, None] = {}
+    for header in headers:
+        for name, text in header.metadata.items():
+            if name in (SHARDING_INFO, VERSION) or name in aliases:
+                continue
+            if found.setdefault(name, text) != text:
+                notes[f"the files differ in the metadata {name[:60]!r}; that of the first one is kept"] = None
+    return found, tuple(notes)
+
+
+def _checked_index(headers: Sequence[Header], index: Index) -> list[str]:
+    """Notes, once every tensor is where the index says and nowhere else.
+
+    Raises:
+        MissingShardError: a file does not hold a tensor that the index places there.
+        CorruptError: a file holds a tensor that the index does not place there.
+    """
+    held = {header.file: header.arrays for header in headers}
+    for key, name in index.file_of.items():
+        if key not in held[name]:
+            raise MissingShardError(
+                f"{index.file} places the tensor in this file, which does not hold it",
+                file=name,
+                key=key,
+                hint="files of two checkpoints may be mixed: copy it again",
+            )
+    for name, arrays in held.items():
+        for key in arrays:
+            if index.file_of.get(key) != name:
+                said = index.file_of.get(key)
+                raise CorruptError(
+                    f"{index.file} does not list the tensor" if said is None else f"{index.file} places it in {said}",
+                    file=name,
+                    key=key,
+                    hint="files of two checkpoints may be mixed: copy it again",
+                )
+    return _size_notes(sum(header.n_bytes for header in headers), index)
+
+
+def _size_notes(n_bytes: int, index: Index) -> list[str]:
+    if index.total_bytes is None or index.total_bytes == n_bytes:
+        return []
+    return [f"{index.file} states a total_size of {index.total_bytes} bytes, the tensors have {n_bytes}"]
+
+
+def _checked_pieces(store: ReadStore, catalog: Catalog, index: Index | None) -> list[str]:
+    """Notes, once what the pieces add up to has been compared with an index and a configuration, where they are.
+
+    Raises:
+        MissingShardError: a tensor, or a part of one, is in no piece.
+    """
+    config = config_of(store)
+    if config is not None:
+        check_sizes(catalog.tensors, config)
+    if index is None:
+        return []
+    hint = "copy the checkpoint again, with the files of all ranks"
+    for key in index.file_of:
+        if key not in catalog.tensors:
+            raise MissingShardError(f"{index.file} lists the tensor, but no piece of it is there", key=key, hint=hint)
+    n_bytes, total = catalog.n_bytes, index.total_bytes or 0
+    if total > n_bytes and (n_bytes == 0 or total % n_bytes):  # a multiple: the index is of a wider dtype
+        raise MissingShardError(
+            f"the pieces add up to {n_bytes} bytes, the index states {total}", file=index.file, hint=hint
+        )
+    return _size_notes(n_bytes, index)
+
+
+FORMAT = Format(
+    name="safetensors",
+    title="Hugging Face safetensors",
+    sniff=sniff,
+    read=read,
+    salvage=salvage,
+    lay_out=lay_out,
+    is_single_file=True,
+    suffixes=(SUFFIX,),
+    aliases=("hf", "huggingface"),
+    carries_files=True,
+    has_objects_beside=True,
+    splits_files=True,
+    records_ties=True,
+    own_folders=lambda store: (PIECES_DIR,),
+)

@@ -1,0 +1,126 @@
+"""Laying out safetensors files: which tensors go into which file, and what lies around them.
+
+On disk: ``model.safetensors``, or ``model-00001-of-0000n.safetensors …`` and ``model.safetensors.index.json``; beside
+them the small files (``hf_files``) and ``ckpt-objects.pt`` (``torch_objects``).
+
+Shards are filled in the order of the catalog, as huggingface_hub fills them, save that a tensor that is larger than a
+file may be ends the file before it.
+
+Source: huggingface_hub 2.4 ``serialization/_base.py``; transformers 5.23 ``modeling_utils.py`` (the index's spelling).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from core.catalog.catalog import Catalog
+from core.catalog.file_image import FileImage, literal_file
+from core.catalog.stored import StoredArray
+from core.errors import UnsupportedError
+from core.formats.huggingface.files import file_images
+from core.formats.safetensors.files import INDEX_SUFFIX, STEMS, SUFFIX
+from core.formats.safetensors.header import file_image
+from core.formats.torch.side_file import objects_image
+
+DEFAULT_FILE_BYTES = 5_000_000_000
+"""huggingface_hub's own, so that shards are as people know them."""
+DEFAULT_METADATA = {"format": "pt"}
+"""What transformers and safetensors.torch write; transformers before 5 refused files without it."""
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of a directory: weights, the small files around them, objects, and the index last.
+
+    Args:
+        target: every tensor is one array. A tensor that attrs["aliases"] calls equal to another is not placed; its
+            name is recorded in the metadata of the file that holds the other. Honoured attrs: see
+            ``core.formats.safetensors.format``.
+
+    Raises:
+        UnsupportedError: a dtype or name that the format does not have, a tensor in several pieces, or an object that
+            was not read.
+    """
+    aliases = _kept_aliases(target)
+    arrays = {key: target.whole_array(key) for key in target.tensors if key not in aliases}
+    shards = _shards(arrays, _max_bytes(target))
+    stem = target.attrs.get("stem")
+    stem = stem if stem in STEMS else STEMS[0]
+    metadata = _written_metadata(target)
+    weights = []
+    file_of: dict[str, str] = {}
+    for number, keys in enumerate(shards, start=1):
+        name = stem + (f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "") + SUFFIX
+        file_of |= dict.fromkeys(keys, name)
+        held = set(keys)
+        recorded = {key: first for key, first in aliases.items() if first in held}
+        weights.append(file_image(name, {key: arrays[key] for key in keys}, {**metadata, **recorded}))
+    if target.attrs.get("is_file"):
+        return tuple(weights)
+    images = [*weights, *file_images(target)]
+    objects = objects_image(target)
+    if objects is not None:
+        images.append(objects)
+    if len(shards) > 1:
+        total = sum(array.n_bytes for array in arrays.values())
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        images.append(literal_file(stem + INDEX_SUFFIX, text.encode(), is_metadata=True))
+    _refuse_doubles(images)
+    return tuple(images)
+
+
+def _max_bytes(target: Catalog) -> int | None:
+    """Most bytes of tensors in one file; None for no limit."""
+    if target.attrs.get("is_file"):
+        return None
+    found = target.attrs.get("max_file_bytes")
+    return found if type(found) is int else DEFAULT_FILE_BYTES
+
+
+def _shards(arrays: Mapping[str, StoredArray], max_bytes: int | None) -> list[list[str]]:
+    """Keys of each file: filled in order, begun anew when the next tensor does not fit; at least one file."""
+    shards: list[list[str]] = [[]]
+    n_bytes = 0
+    for key, array in arrays.items():
+        if max_bytes is not None and shards[-1] and n_bytes + array.n_bytes > max_bytes:
+            shards.append([])
+            n_bytes = 0
+        shards[-1].append(key)
+        n_bytes += array.n_bytes
+    return shards
+
+
+def _written_metadata(target: Catalog) -> dict[str, str]:
+    """``__metadata__`` without aliases: what the source had, and the ``format`` that transformers asks for."""
+    found = target.attrs.get("metadata")
+    if not isinstance(found, Mapping):
+        return dict(DEFAULT_METADATA)
+    return {
+        **DEFAULT_METADATA,
+        **{name: text for name, text in found.items() if type(name) is str and type(text) is str},
+    }
+
+
+def _kept_aliases(target: Catalog) -> dict[str, str]:
+    """Key → key whose bytes serve for it, where both are still alike and the name can be recorded."""
+    stated = target.attrs.get("aliases")
+    if not isinstance(stated, Mapping):
+        return {}
+    taken = _written_metadata(target)
+    aliases: dict[str, str] = {}
+    for key, first in stated.items():
+        first = stated.get(first, first)
+        one, other = target.tensors.get(key), target.tensors.get(first)
+        is_alike = one is not None and other is not None and (one.dtype, one.shape) == (other.dtype, other.shape)
+        if is_alike and key != first and first not in stated and key not in taken:
+            aliases[key] = first
+    return aliases
+
+
+def _refuse_doubles(images: Sequence[FileImage]) -> None:
+    seen: set[str] = set()
+    for image in images:
+        if image.path in seen:
+            raise UnsupportedError("two files would have one name", file=image.path)
+        seen.add(image.path)

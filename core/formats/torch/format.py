@@ -1,0 +1,215 @@
+"""``torch.save`` files: reading one into an inert tree and stored arrays, and planning one.
+
+A file is a torch zip (``torch_zip``): a pickle and one record per storage; or, from before torch 1.6, a stream of both
+(``torch_legacy``). Reading it runs nothing: the pickle becomes an inert tree (``core.pickle.reader``) with a
+``TensorLeaf`` where a tensor is (``torch_tensor``), whose bytes stay in the file. Records that were deflated by another
+program, and those of a big-endian machine, are decoded (``torch_record``).
+
+A catalog of this format: every tensor that is reached through mappings and lists has its path, dot-joined, as key;
+where two paths join to one key, dots inside names are written ``\\.``. The skeleton is the whole unpickled root; what
+is no tensor stands in it inline and is listed in ``objects`` too. Tensors inside other objects are ``hidden``.
+
+attrs: ``aliases`` (key → first key that has the same bytes), ``unsupported`` (key → what it is, for tensors that are
+not plain dense ones; they are objects of the skeleton and cannot be written), ``notes``, and ``iteration`` and
+``args`` where the root has them.
+
+On disk: one file, which may be called anything; of a directory only ``checkpoint.pt``, the name that is written.
+
+Versions: all but the tar files of torch 0.1; written as torch 2.13 does. What torch's default (``weights_only``)
+refuses lies below a reserved key of a written file, see ``torch_aside``, and comes back on reading; with
+``attrs["weights_only"]`` false it stays what it was (attrs of a source: true where it was set aside).
+
+Not supported, refused by name: the tar files of torch 0.1, TorchScript, bare pickles.
+
+Source: torch 2.13 ``torch/serialization.py``; files written by it, pinned in tests/golden (``hf/llama/torch_single``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from core.catalog.catalog import catalog_of_arrays
+from core.catalog.file_image import FileImage
+from core.errors import UnsupportedError
+from core.formats.format import Format, no_folders
+from core.formats.torch.item import item_location as item_location
+from core.formats.torch.refused import refusal_notes
+from core.formats.torch.tree import TorchTree as TorchTree
+from core.formats.torch.tree import load_object as load_object
+from core.formats.torch.tree import parse as parse
+from core.formats.torch.tree import stream_kind
+from core.formats.torch.weights_only import set_aside
+from core.formats.torch.zip.tree_layout import TreePlan as TreePlan
+from core.formats.torch.zip.tree_layout import plan_tree as plan_tree
+from core.pickle.cycles import ENDLESS, endless_error
+from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, as_mapping, attributes, walk
+from core.pickle.nesting import mapped
+from core.pickle.reader import gc_paused
+
+if TYPE_CHECKING:
+    from core.arrays.box import Shape
+    from core.catalog.catalog import Catalog
+    from core.files.store import ReadStore
+    from core.pickle.nesting import Entry
+
+FILE_NAME = "checkpoint.pt"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+PREFIX = "archive"
+_SHARD = re.compile(r"-(\d{5,})-of-(\d{5,})\.(?:bin|pt|pth)$")
+
+
+def sniff(store: ReadStore) -> bool:
+    """Whether the file, or ``checkpoint.pt`` of the directory, is of one of torch's formats (the old ones too).
+
+    Any other file of a directory may be anything: it has to be named.
+    """
+    name = _file_of(store)
+    if name is None or store.size(name) < 4:
+        return False
+    kind = stream_kind(store, name, 0, store.size(name))
+    return kind in ("zip", "legacy", "tar") or (kind == "pickle" and name.endswith(SUFFIXES))
+
+
+def _file_of(store: ReadStore) -> str | None:
+    """The file that is the checkpoint, or None."""
+    if store.entry is not None:
+        return store.entry if store.exists(store.entry) else None
+    return FILE_NAME if store.exists(FILE_NAME) else None
+
+
+def read(store: ReadStore) -> Catalog:
+    """The catalog of a single file, or of a directory that holds one.
+
+    Raises:
+        CorruptError, TruncatedError: the file is damaged.
+        UnsupportedError: another kind of file.
+        UnsafeError: a hostile pickle.
+    """
+    name = _file_of(store)
+    if name is None:
+        raise UnsupportedError(f"the directory holds no {FILE_NAME}", file=store.label, hint="name the file itself")
+    catalog = catalog_of(store, name)
+    shard = _SHARD.search(name)
+    if shard is None or int(shard[2]) < 2:
+        return catalog
+    notes = catalog.attrs.get("notes")
+    note = f"this is file {int(shard[1])} of {int(shard[2])}; point at the directory to read all"
+    return catalog.with_attrs(notes=(*(notes if isinstance(notes, (list, tuple)) else ()), note))
+
+
+def catalog_of(store: ReadStore, name: str) -> Catalog:
+    """The catalog of one file of a store; errors as for ``read``."""
+    tree = parse(store, name)
+    attrs: dict[str, object] = {"aliases": tree.aliases, "unsupported": tree.unsupported, "notes": tree.notes}
+    if tree.shared:
+        attrs["shared"] = tree.shared
+    if tree.is_set_aside:
+        attrs["weights_only"] = True
+    root = as_mapping(tree.value) or {}
+    if type(root.get("iteration")) is int:
+        attrs["iteration"] = root["iteration"]
+    if attributes(root.get("args")) is not None:
+        attrs["args"] = root["args"]
+    return catalog_of_arrays(
+        format="torch",
+        version=tree.version,
+        arrays=tree.arrays,
+        objects=tree.objects,
+        hidden=tree.hidden,
+        skeleton=tree.value,
+        attrs=attrs,
+    )
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The image of one file, ``checkpoint.pt``.
+
+    Args:
+        target: every tensor is one array. Its skeleton is what will be saved; without one, a dict of all tensors and
+            objects by key. Tensors that ``attrs["aliases"]`` calls equal share a storage, of which only the first one's
+            array is placed. Objects keep their classes if ``attrs["weights_only"]`` is false.
+
+    Raises:
+        UnsupportedError: a tensor of a kind that is not handled is still there, or a tensor is in several pieces.
+    """
+    refuse_unsupported(target)
+    same_as = _aliases(target)
+    with gc_paused():
+        root = _root(target)
+        if target.attrs.get("weights_only", True):
+            root = set_aside(root)
+    plan = plan_tree(root, lambda key: target.whole_array(same_as.get(key, key)), prefix=PREFIX)
+    return (FileImage(FILE_NAME, plan.size, plan.arrays, plan.literals),)
+
+
+def refuse_unsupported(catalog: Catalog) -> None:
+    """Returns if every tensor of the catalog can be copied.
+
+    Raises:
+        UnsupportedError: one is of a kind that is not handled; names it.
+    """
+    unsupported = catalog.attrs.get("unsupported")
+    if isinstance(unsupported, Mapping):
+        for key, kind in unsupported.items():
+            if key in catalog.objects:
+                if kind == ENDLESS:
+                    raise endless_error(str(key))
+                raise UnsupportedError(
+                    f"a {kind} cannot be copied",
+                    key=str(key),
+                    hint="leave it out with --exclude, or save a plain tensor instead",
+                )
+    for item in catalog.objects.values():
+        if any(isinstance(node, Persistent) for node in walk(item.value)):
+            raise UnsupportedError(
+                "the object holds a bare storage, which cannot be copied",
+                key=item.key,
+                hint="leave it out with --exclude",
+            )
+
+
+def _aliases(target: Catalog) -> dict[str, str]:
+    """Key → the key whose array serves for it, where both are still alike."""
+    stated = target.attrs.get("aliases")
+    if not isinstance(stated, Mapping):
+        return {}
+
+    def looks(key: str) -> tuple[str, Shape] | None:
+        meta = target.tensors.get(key)
+        return None if meta is None else (meta.dtype, meta.shape)
+
+    return {key: first for key, first in stated.items() if looks(key) is not None and looks(key) == looks(first)}
+
+
+def _root(target: Catalog) -> object:
+    """What is to be saved, every object in its place."""
+    if target.skeleton is None:
+        flat: dict[object, object] = {key: TensorLeaf(key) for key in target.tensors}
+        flat.update((key, item.value) for key, item in target.objects.items())
+        return flat
+
+    def value_of(entry: Entry) -> object:
+        if not isinstance(entry.leaf, ObjectLeaf):
+            return entry.leaf
+        item = target.objects[entry.leaf.key]
+        if item.raw_key is not None:
+            raise UnsupportedError("an object was not read yet", key=item.key)
+        return item.value
+
+    return mapped(target.skeleton, value_of)
+
+
+FORMAT = Format(
+    name="torch",
+    title="torch.save file",
+    sniff=sniff,
+    read=read,
+    lay_out=lay_out,
+    is_single_file=True,
+    nests=True,
+    has_live_objects=True,
+    notes_of=refusal_notes,
+    own_folders=no_folders,
+)

@@ -1,0 +1,224 @@
+"""Non-tensor objects beside formats that hold only tensors: the side file ``ckpt-objects.pt``.
+
+On disk, one ``torch.save`` file that ``torch.load`` opens with its defaults (``weights_only``)::
+
+    model.safetensors        tensors, in a format of their own
+    ckpt-objects.pt          {"ckpt_objects": 1, "objects": {key: value}, "skeleton": …}
+
+Values hold their tensors in place; what ``weights_only`` refuses is set aside as in any ``.pt`` file
+(``core.formats.torch.weights_only``). ``skeleton`` is how tensors and objects were nested, spelled by
+``core.pickle.plain``, or None for a flat state dict. What stands in a place of it is ``{"$object": "tensor:KEY"}`` (or
+``tensor+grad``, ``parameter``, ``parameter+grad``) or ``{"$object": "object:KEY"}``.
+
+Versions: 1 is the only one.
+
+Source: this project alone writes it.
+
+Not supported: any other file of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from core.catalog.catalog import Catalog, StoredObject, TensorMeta
+from core.catalog.file_image import FileImage
+from core.catalog.stored import Extent, StoredArray
+from core.errors import CorruptError, UnsupportedError
+from core.formats.torch.tree import load_object
+from core.formats.torch.weights_only import set_aside
+from core.formats.torch.zip.tree_layout import plan_tree
+from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, walk
+from core.pickle.nesting import Entry, entries, mapped
+from core.pickle.plain import from_plain, to_plain
+from core.pickle.reader import gc_paused
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+OBJECTS_FILE = "ckpt-objects.pt"
+_VERSION = 1
+_KINDS: dict[str, tuple[str | None, bool]] = {
+    "tensor": (None, False),
+    "tensor+grad": (None, True),
+    "parameter": ("parameter", False),
+    "parameter+grad": ("parameter", True),
+}
+"""How a tensor's place in the skeleton begins → wrapper and requires_grad of the leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectsBeside:
+    """What an objects file holds.
+
+    Args:
+        objects: non-tensor entries by key, with their values.
+        skeleton: nested containers with leaves, as in a catalog; None for a flat state dict.
+        hidden: arrays of the tensors inside the objects, by the keys of their leaves.
+    """
+
+    objects: dict[str, StoredObject]
+    skeleton: object
+    hidden: dict[str, StoredArray]
+
+
+def objects_image(target: Catalog, *, path: str = OBJECTS_FILE) -> FileImage | None:
+    """The image of the file that holds a target catalog's objects, or None if it has none.
+
+    Args:
+        target: its objects' values are read; the tensors inside them are whole arrays of its hidden tensors, which the
+            image places.
+        path: name of the file.
+
+    Raises:
+        UnsupportedError: an object was not read yet, or holds a bare storage.
+    """
+    if not target.objects:
+        return None
+    for item in target.objects.values():
+        if item.raw_key is not None:
+            raise UnsupportedError("an object was not read yet", key=item.key)
+        if any(isinstance(node, Persistent) for node in walk(item.value)):
+            raise UnsupportedError(
+                "the object holds a bare storage, which cannot be copied",
+                key=item.key,
+                hint="leave it out with --exclude",
+            )
+
+    with gc_paused():
+        root: object = {
+            "ckpt_objects": _VERSION,
+            "objects": {key: item.value for key, item in target.objects.items()},
+            "skeleton": None if _is_flat(target) else to_plain(_marked(target)),
+        }
+        try:
+            root = set_aside(root)
+        except UnsupportedError as err:
+            err.key = err.key and err.key.removeprefix("objects.")
+            raise
+        plan = plan_tree(root, target.whole_array, prefix="ckpt-objects")
+    return FileImage(path, plan.size, plan.arrays, plan.literals)
+
+
+def _is_flat(target: Catalog) -> bool:
+    """Whether the skeleton is that of a flat state dict: every tensor and object under its key."""
+    if target.skeleton is None:
+        return True
+    if not isinstance(target.skeleton, dict):
+        return False
+    for name, item in target.skeleton.items():
+        is_tensor = isinstance(item, TensorLeaf) and item == TensorLeaf(str(name))
+        is_object = item == ObjectLeaf(str(name)) if isinstance(item, ObjectLeaf) else False
+        if not (is_tensor or is_object or (name in target.objects and target.objects[name].value is item)):
+            return False
+    return True
+
+
+def _marked(target: Catalog) -> object:
+    """The skeleton with a mark in the place of every tensor and object; other values stay in it."""
+
+    kind_of = {facts: kind for kind, facts in _KINDS.items()}
+
+    def mark(entry: Entry) -> object:
+        leaf = entry.leaf
+        if isinstance(leaf, TensorLeaf) and leaf.key in target.tensors:
+            return ObjectLeaf(f"{kind_of[leaf.wrapper, leaf.requires_grad]}:{leaf.key}")
+        item = target.objects.get(entry.key)
+        is_object = item is not None and (isinstance(leaf, ObjectLeaf) or item.value is leaf)
+        return ObjectLeaf(f"object:{entry.key}") if is_object else leaf
+
+    return mapped(target.skeleton, mark)
+
+
+def read_objects(store: ReadStore, *, path: str = OBJECTS_FILE) -> ObjectsBeside | None:
+    """What the objects file of a store holds, or None if there is no such file.
+
+    Args:
+        path: name of the file.
+
+    Raises:
+        CorruptError, TruncatedError: the file is damaged, or is not one that ``objects_image`` makes.
+        UnsupportedError: a newer version of it.
+        UnsafeError: a hostile pickle.
+    """
+    if not store.exists(path):
+        return None
+    stream = StoredArray(path, "uint8", (store.size(path),), Extent(path, 0))
+    root, hidden = load_object(store, stream, key=path)
+    if not isinstance(root, dict) or not isinstance(root.get("objects"), dict):
+        raise CorruptError(
+            "not a file of objects that ckpt wrote", file=path, hint="move it away if you do not need what it holds"
+        )
+    version = root.get("ckpt_objects")
+    if version != _VERSION:
+        raise UnsupportedError(
+            f"version {version!r} of this file is not handled, only {_VERSION}", file=path, hint="update ckpt-toolkit"
+        )
+    objects: dict[str, StoredObject] = {}
+    for key, value in root["objects"].items():
+        if not isinstance(key, str):
+            raise CorruptError(f"an object's key is a {type(key).__name__}, not a string", file=path)
+        objects[key] = StoredObject(key, value=value)
+    return ObjectsBeside(objects, _unmarked(root.get("skeleton"), file=path), hidden)
+
+
+def _unmarked(spelled: object, *, file: str) -> object:
+    """The skeleton that was spelled out."""
+    if spelled is None:
+        return None
+    try:
+        marked = from_plain(spelled)
+    except CorruptError as err:
+        err.file = err.file or file
+        raise
+
+    def leaf_of(entry: Entry) -> object:
+        if not isinstance(entry.leaf, ObjectLeaf):
+            return entry.leaf
+        kind, _, key = entry.leaf.key.partition(":")
+        if kind == "object":
+            return ObjectLeaf(key)
+        if kind not in _KINDS:
+            raise CorruptError(f"the skeleton has a place of the unknown kind {kind[:40]!r}", file=file)
+        return TensorLeaf(key, *_KINDS[kind])
+
+    return mapped(marked, leaf_of)
+
+
+def with_objects(catalog: Catalog, beside: ObjectsBeside | None) -> Catalog:
+    """A catalog of tensors with the objects that lie beside it.
+
+    A skeleton is taken only if it places exactly the tensors and objects that are there; where it does not (a file was
+    added or taken away), the catalog stays flat and a note says so.
+
+    Raises:
+        CorruptError: an object, or a tensor inside one, has the key of a tensor.
+    """
+    if beside is None:
+        return catalog
+    for key in (*beside.objects, *beside.hidden):
+        if key in catalog.tensors or key in catalog.hidden:
+            raise CorruptError("an object has the key of a tensor", file=OBJECTS_FILE, key=key)
+    made = replace(catalog.with_hidden(beside.hidden), objects={**catalog.objects, **beside.objects})
+    if beside.skeleton is None:
+        return made
+    odd = _misplaced(beside, catalog.tensors)
+    if odd is None:
+        return replace(made, skeleton=beside.skeleton)
+    note = f"{OBJECTS_FILE} does not tell the nesting of these tensors ({odd} differs); they are taken as flat"
+    return made.noted([note])
+
+
+def _misplaced(beside: ObjectsBeside, tensors: Mapping[str, TensorMeta]) -> str | None:
+    """The first key that is only in the skeleton or only in the checkpoint, or None."""
+    placed: dict[str, None] = {}
+    for entry in entries(beside.skeleton):
+        if isinstance(entry.leaf, TensorLeaf):
+            if entry.leaf.key not in tensors and entry.leaf.key not in beside.hidden:
+                return entry.leaf.key
+            placed[entry.leaf.key] = None
+        elif isinstance(entry.leaf, ObjectLeaf) and entry.leaf.key not in beside.objects:
+            return entry.leaf.key
+    return next((key for key in tensors if key not in placed), None)

@@ -1,0 +1,51 @@
+"""What kind of stream some bytes are: which of torch's formats, a pickle, or nothing that is known.
+
+A tar file of torch 0.1 has the members ``storages``, ``tensors`` and ``pickle``; any other tar file is none of torch's.
+
+Source: torch 2.13 ``torch/serialization.py`` (``_is_zipfile``, ``legacy_load``); POSIX.1-1988 for tar's headers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.formats.torch.legacy import MAGIC
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+_TAR_MEMBERS = frozenset((b"storages", b"tensors", b"pickle"))
+_TAR_BLOCK_BYTES = 512
+_MOST_MEMBERS = 8
+"""Headers that are looked at; torch wrote four."""
+
+
+def stream_kind(store: ReadStore, file: str, start: int, n_bytes: int) -> str | None:
+    """What some bytes look like: ``zip``, ``legacy`` (torch before 1.6), ``tar``, ``pickle``, or None."""
+    head = store.read(file, start, min(n_bytes, _TAR_BLOCK_BYTES))
+    if head.startswith(b"PK\x03\x04"):
+        return "zip"
+    if MAGIC.match(head):
+        return "legacy"
+    if head[257:262] == b"ustar":
+        return "tar" if tar_members(store, file, start, n_bytes).keys() >= _TAR_MEMBERS else None
+    if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
+        return "pickle"
+    return None
+
+
+def tar_members(store: ReadStore, file: str, start: int, n_bytes: int) -> dict[bytes, tuple[int, int]]:
+    """Return the first byte and the length of the first members of a tar file, by name."""
+    members: dict[bytes, tuple[int, int]] = {}
+    at, stop = start, start + n_bytes
+    for _ in range(_MOST_MEMBERS):
+        if at + _TAR_BLOCK_BYTES > stop:
+            break
+        header = store.read(file, at, _TAR_BLOCK_BYTES)
+        name, size = header[:100].rstrip(b"\0"), header[124:136].strip(b"\0 ")
+        if header[257:262] != b"ustar" or not size.isdigit() or set(size) & set(b"89"):
+            break
+        at += _TAR_BLOCK_BYTES
+        members[name.removeprefix(b"./")] = at, min(int(size, 8), stop - at)
+        at += -(-int(size, 8) // _TAR_BLOCK_BYTES) * _TAR_BLOCK_BYTES
+    return members

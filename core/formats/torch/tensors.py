@@ -1,0 +1,353 @@
+"""Tensors as their pickles describe them: ``torch._utils._rebuild_*`` read as an address in a record.
+
+::
+
+    _rebuild_tensor_v2(('storage', torch.FloatStorage, '3', 'cpu', 24), 4, (2, 3), (3, 1), False, OrderedDict())
+                        │          │                    │           │   │  │       │       └ requires_grad
+                        │          │                    │           │   │  shape   strides, in elements
+                        │          │                    │           │   offset of element 0 in the storage, in elements
+                        persistent id                   record      elements of the storage
+                                   └ dtype              data/3
+
+``_rebuild_tensor_v3`` ends with the dtype and uses ``UntypedStorage``, whose length is in bytes. Parameters and tensors
+with Python attributes wrap such a call. Several tensors may name one storage, with any offsets and strides.
+
+Everything that a file states is checked with Python's integers before anybody uses it (torch leaves some of that to C).
+
+Not a plain dense tensor, hence not read (the call stays inert; ``unsupported_kind`` names it): quantized, sparse,
+nested, meta tensors, subclasses such as DTensor, lazily conjugated or negated views, element types without a row in
+``core.arrays.dtypes``, and expanded views of more than 4 GiB.
+
+Source: torch 2.13 ``torch/_utils.py``, ``torch/_tensor.py``, ``torch/serialization.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+
+from core.arrays.box import Shape, is_c_contiguous
+from core.arrays.dtypes import BY_STORAGE, DTYPES
+from core.errors import CorruptError
+from core.pickle.inert import Global, Inert, Persistent, Size, TensorLeaf
+
+MAX_RANK = 64  # torch's own limit is lower
+_MAX_ATTRIBUTES = 16
+"""Names of a tensor's Python attributes that are noted."""
+MAX_EXPANDED_BYTES = 1 << 32
+
+Hook = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a tensor lies in a storage.
+
+    Args:
+        record: name of the record, ``data/<key>``.
+        storage_bytes: length of the storage, as the pickle states it.
+        offset: byte of the record at which element 0 lies.
+        dtype: canonical dtype name.
+        shape: in elements.
+        strides: in elements; None for C order.
+    """
+
+    record: str
+    storage_bytes: int
+    offset: int
+    dtype: str
+    shape: Shape
+    strides: Shape | None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tensor as a dense one."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class TensorReader:
+    """The hooks of one pickle, and the tensors that they found.
+
+    A tensor becomes a ``TensorLeaf`` whose key is ``<label><number>``, unique in the pickle; a tensor that occurs at
+    several places is one leaf.
+
+    Args:
+        label: begin of the keys.
+        hooks: more of them, for other names.
+
+    Attributes:
+        locations: key → where it lies.
+        attributes: key → names of the Python attributes that the tensor carries, for those that have some.
+    """
+
+    def __init__(self, label: str = "#", hooks: Mapping[tuple[str, str], Hook] | None = None) -> None:
+        self._label = label
+        self._count = 0
+        self.locations: dict[str, Location] = {}
+        self.attributes: dict[str, tuple[str, ...]] = {}
+        self.hooks: Mapping[tuple[str, str], Hook] = {
+            ("torch._utils", "_rebuild_tensor"): self._tensor,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor_v2,
+            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_v3,
+            ("torch._utils", "_rebuild_parameter"): self._parameter,
+            ("torch._utils", "_rebuild_parameter_with_state"): self._parameter,
+            ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): self._device_tensor,
+            ("torch._tensor", "_rebuild_from_type_v2"): self._from_type,
+            ("torch", "Size"): _size,
+            **(hooks or {}),
+        }
+
+    def _leaf(self, location: Location, requires_grad: object, *, wrapper: str | None = None) -> TensorLeaf:
+        leaf = TensorLeaf(f"{self._label}{self._count}", wrapper, requires_grad is True)
+        self._count += 1
+        self.locations[leaf.key] = location
+        return leaf
+
+    def _tensor(self, storage: object, offset: object, size: object, stride: object) -> object:
+        return self._built(storage, offset, size, stride, None, False)
+
+    def _tensor_v2(
+        self,
+        storage: object,
+        offset: object,
+        size: object,
+        stride: object,
+        requires_grad: object,
+        hooks: object,
+        metadata: object = None,
+    ) -> object:
+        if metadata:
+            return NotImplemented  # conj or neg bit: the stored numbers are not the tensor's
+        return self._built(storage, offset, size, stride, None, requires_grad)
+
+    def _tensor_v3(
+        self,
+        storage: object,
+        offset: object,
+        size: object,
+        stride: object,
+        requires_grad: object,
+        hooks: object,
+        dtype: object,
+        metadata: object = None,
+    ) -> object:
+        if metadata:
+            return NotImplemented
+        return self._built(storage, offset, size, stride, dtype, requires_grad)
+
+    def _parameter(self, data: object, requires_grad: object, hooks: object, state: object = None) -> object:
+        if not isinstance(data, TensorLeaf):
+            return NotImplemented
+        leaf = self._leaf(self.locations[data.key], requires_grad, wrapper="parameter")
+        self._note_attributes(leaf, state)
+        return leaf
+
+    def _device_tensor(self, data: object, dtype: object, device: object, requires_grad: object) -> object:
+        """A tensor of a device whose storages torch cannot write (XLA and others), saved by way of the CPU."""
+        if not isinstance(data, TensorLeaf) or dtype != Global("torch", self.locations[data.key].dtype):
+            return NotImplemented
+        return self._leaf(self.locations[data.key], requires_grad)
+
+    def _from_type(self, fn: object, kind: object, args: object, state: object) -> object:
+        """A tensor with Python attributes, or a subclass."""
+        rebuild = self.hooks.get((fn.module, fn.name)) if isinstance(fn, Global) else None
+        if rebuild is None or rebuild == self._from_type or kind not in _PLAIN_CLASSES or not isinstance(args, tuple):
+            return NotImplemented
+        leaf = rebuild(*args)
+        if isinstance(leaf, TensorLeaf):
+            self._note_attributes(leaf, state)
+        return leaf
+
+    def _note_attributes(self, leaf: TensorLeaf, state: object) -> None:
+        parts = state if isinstance(state, tuple) else (state,)
+        names = [
+            name
+            for part in parts[:_MAX_ATTRIBUTES]
+            if isinstance(part, dict)
+            for name in islice(part, _MAX_ATTRIBUTES)
+            if isinstance(name, str)
+        ]
+        if names:
+            self.attributes[leaf.key] = tuple(names)
+
+    def _built(
+        self, storage: object, offset: object, size: object, stride: object, dtype: object, requires_grad: object
+    ) -> object:
+        found = located(storage, offset, size, stride, dtype)
+        return NotImplemented if found is None else self._leaf(found, requires_grad)
+
+
+def _size(*args: object) -> object:
+    """A ``torch.Size``, which the reader of pickles alone would make a plain tuple."""
+    extents = args[0] if len(args) == 1 else () if not args else None
+    if not isinstance(extents, (tuple, list)) or len(extents) > MAX_RANK:
+        return NotImplemented
+    if any(type(extent) is not int for extent in extents):
+        return NotImplemented
+    return Size(extents)
+
+
+_PLAIN_CLASSES = (
+    Global("torch", "Tensor"),
+    Global("torch._tensor", "Tensor"),
+    Global("torch.nn.parameter", "Parameter"),
+    Global("torch.nn.parameter", "Buffer"),
+)
+
+
+def located(storage: object, offset: object, size: object, stride: object, dtype: object = None) -> Location | None:
+    """Where a tensor lies, from the arguments of its rebuild function.
+
+    Args:
+        storage: the persistent id, as ``Persistent``.
+        dtype: the ``Global`` that names the element type where the storage does not (v3), else None.
+
+    Returns:
+        None if it is well-formed but no tensor that is handled.
+
+    Raises:
+        CorruptError: it is malformed, or reaches outside its storage.
+    """
+    kind, key, numel = storage_of(storage)
+    if not isinstance(size, (tuple, list)) or not isinstance(stride, (tuple, list)) or len(size) != len(stride):
+        raise CorruptError(f"a tensor has shape {size!r:.80} and strides {stride!r:.80}")
+    for value in (offset, *size, *stride):
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise CorruptError(f"a tensor has the offset, extent or stride {value!r:.80}")
+    assert isinstance(offset, int)
+    if len(size) > MAX_RANK:
+        raise CorruptError(f"a tensor has {len(size)} axes")
+    unit = _STORAGES.get(kind.name)
+    if dtype is None:
+        name = unit
+    elif isinstance(dtype, Global) and dtype.module == "torch":
+        name = dtype.name
+    else:
+        raise CorruptError(f"a tensor has the dtype {dtype!r:.80}")
+    if unit is None or name not in DTYPES:
+        return None
+    storage_bytes = numel * DTYPES[unit].itemsize
+    itemsize = DTYPES[name].itemsize
+    shape, strides = tuple(size), tuple(stride)
+    if 0 not in shape:
+        last = offset + sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True))
+        if (last + 1) * itemsize > storage_bytes:
+            raise CorruptError(
+                f"a tensor of shape {shape!r:.200} and strides {strides!r:.200} reaches byte "
+                f"{(last + 1) * itemsize} of a storage of {storage_bytes} bytes",
+                rule="torch.storage",
+            )
+    if prod(shape) >= 1 << 63:
+        raise CorruptError(
+            f"a tensor of shape {shape!r:.200} has more elements than 63 bits can count", rule="torch.storage"
+        )
+    found = Location(
+        f"data/{key}",
+        storage_bytes,
+        offset * itemsize,
+        name,
+        shape,
+        None if is_c_contiguous(shape, strides) else strides,
+    )
+    if found.n_bytes > max(storage_bytes, MAX_EXPANDED_BYTES):
+        return None
+    return found
+
+
+_STORAGES = {
+    **{name: dtype.name for name, dtype in BY_STORAGE.items()},
+    "UntypedStorage": "uint8",
+    "_UntypedStorage": "uint8",
+}
+
+
+_QUANTIZED_STORAGES = {
+    "QInt8Storage": 1,
+    "QUInt8Storage": 1,
+    "QInt32Storage": 4,
+    "QUInt4x2Storage": 1,
+    "QUInt2x4Storage": 1,
+}
+"""Bytes of an element, for storages whose tensors are not read but whose length must be known."""
+
+
+def storage_itemsize(kind: Global) -> int | None:
+    """Bytes of what a storage class counts as one element; None if the class is not known."""
+    name = _STORAGES.get(kind.name)
+    return DTYPES[name].itemsize if name is not None else _QUANTIZED_STORAGES.get(kind.name)
+
+
+def unknown_storage(node: object) -> Global | None:
+    """Return the class of the storage that a node of an inert tree is, if it is none of torch's; else None."""
+    pid = node.value if isinstance(node, Persistent) else None
+    if not isinstance(pid, tuple) or len(pid) < 2 or pid[0] != "storage" or not isinstance(pid[1], Global):
+        return None
+    return None if storage_itemsize(pid[1]) is not None else pid[1]
+
+
+def storage_of(storage: object) -> tuple[Global, str, int]:
+    """Class, key and number of elements of a storage's persistent id.
+
+    Raises:
+        CorruptError: it is not one that torch writes.
+    """
+    pid = storage.value if isinstance(storage, Persistent) else None
+    if isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage":
+        _, kind, key, _, numel = pid
+        is_class = isinstance(kind, Global) and kind.module.split(".")[0] == "torch" and kind.name.endswith("Storage")
+        if is_class and type(key) is str and type(numel) is int and 0 <= numel < 1 << 63:
+            assert isinstance(kind, Global)
+            return kind, key, numel
+    raise CorruptError(f"a tensor's storage is {pid!r:.120}" if pid is not None else "a tensor has no storage")
+
+
+_KINDS = {
+    "_rebuild_qtensor": "quantized tensor",
+    "_rebuild_sparse_tensor": "sparse tensor",
+    "_rebuild_sparse_csr_tensor": "sparse tensor",
+    "_rebuild_nested_tensor": "nested tensor",
+    "_rebuild_njt": "nested tensor",
+    "_rebuild_meta_tensor_no_storage": "meta tensor, which has no data",
+    "_rebuild_wrapper_subclass": "tensor subclass",
+    "_rebuild_device_tensor_from_numpy": "tensor of another device",
+    "_rebuild_device_tensor_from_cpu_tensor": "tensor of another device",
+    "_rebuild_xla_tensor": "tensor of another device",
+}
+
+
+def unsupported_kind(value: object) -> str | None:
+    """What an inert value is, if it stands for a tensor that is not handled; else None."""
+    if isinstance(value, Persistent):
+        return "bare storage"
+    if not isinstance(value, Inert) or not isinstance(value.fn, Global) or value.fn.module.split(".")[0] != "torch":
+        return None
+    name, args = value.fn.name, value.args
+    if name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor"):
+        return _kind_of_dense(args)
+    if name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
+        return unsupported_kind(args[0]) if args else "malformed parameter"
+    if name == "_rebuild_from_type_v2":
+        inner = (
+            unsupported_kind(Inert("reduce", args[0], args[2])) if len(args) > 2 and type(args[2]) is tuple else None
+        )
+        is_plain = len(args) > 1 and args[1] in _PLAIN_CLASSES
+        return (
+            inner if inner and is_plain else f"tensor of the class {args[1]}" if len(args) > 1 else "malformed tensor"
+        )
+    return _KINDS.get(name)
+
+
+def _kind_of_dense(args: tuple[object, ...]) -> str:
+    """Why the arguments of a ``_rebuild_tensor`` were not taken."""
+    flags = next((part for part in reversed(args) if isinstance(part, dict) and part), None)
+    if flags is not None:
+        return f"view with the {' and '.join(str(name)[:40] for name in flags)} bit"
+    dtype = args[6] if len(args) > 6 else None
+    kind = storage_of(args[0])[0] if args and isinstance(args[0], Persistent) else None
+    if isinstance(dtype, Global) and dtype.name not in DTYPES:
+        return f"tensor of dtype {dtype.name}"
+    if kind is not None and kind.name not in _STORAGES:
+        return f"tensor of {kind.name}"
+    return f"expanded view of more than {MAX_EXPANDED_BYTES >> 30} GiB"

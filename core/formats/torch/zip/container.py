@@ -1,0 +1,479 @@
+"""The container of ``torch.save``: a zip of stored records below one directory.
+
+On disk (all numbers little endian; ``torch_zip_plan`` draws the headers byte by byte)::
+
+    <root>/data.pkl              the pickle; tensors are persistent ids that name records
+    <root>/.format_version       "1"      ┐ torch 2.7 and later
+    <root>/.storage_alignment    "64"     ┘
+    <root>/byteorder             "little"   torch 2.1 and later
+    <root>/data/0 … data/N       the storages, raw, each beginning at a multiple of 64 bytes
+    <root>/version               "3\\n"
+    <root>/.data/serialization_id
+    central directory · ZIP64 end record · ZIP64 locator · end record
+
+Records may come in any order, and all but ``data.pkl`` may be absent. The zip may lie at any offset of a bigger file,
+as the items of a DCP checkpoint do.
+
+A zip says everything twice, and readers differ in which of the two they believe (Python's ``zipfile`` the last of two
+equal names, torch the first). So every contradiction is refused: equal names, several roots, bytes before the first
+record, local headers that differ from the directory, records that overlap or reach outside. The CRCs are not checked
+here; 0 stands for "not computed" (``torch.serialization.set_crc32_options(False)``).
+
+torch stores its records; other programs that pack a file again deflate them. Both are read (``torch_record`` makes the
+bytes of a deflated one). Not supported, refused by name: other compression, encrypted or patched entries, several
+disks.
+
+Source: PKWARE APPNOTE 6.3.10; torch 2.13 ``caffe2/serialize/inline_container.cc``, ``third_party/miniz-3.0.2``; files
+written by torch 2.13, pinned in tests/golden.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from core.errors import CapacityError, CorruptError, Report, TruncatedError, UnsupportedError, raising
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+LOCAL_SIGNATURE = b"PK\x03\x04"
+LOCAL = struct.Struct("<4sHHHHHIIIHH")
+"""Signature, version, flags, method, time, date, CRC, two sizes, length of the name, length of the extra field."""
+CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+"""Signature, two versions, flags, method, time, date, CRC, two sizes, three lengths, disk, two attributes, offset."""
+END = struct.Struct("<4sHHHHIIH")
+END64 = struct.Struct("<4sQHHIIQQQQ")
+LOCATOR64 = struct.Struct("<4sIQI")
+U16 = 0xFFFF
+U32 = 0xFFFFFFFF
+
+HAS_DESCRIPTOR = 0x0008
+_ENCRYPTED = 0x0001
+_PATCHED = 0x0020
+_UTF8 = 0x0800
+_MASKED = 0x2000
+_MAX_COMMENT = 0xFFFF
+_MAX_DIRECTORY_BYTES = 1 << 31
+STORED = 0
+DEFLATED = 8
+MAX_INFLATION = 1032
+"""A deflated byte makes no more bytes than that (zlib's technical details: 1032:1)."""
+_READ_AHEAD = 8192  # local headers closer than this are read together
+_MAX_READ = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record.
+
+    Args:
+        offset: byte address of its data in the file.
+        n_bytes: length of its data.
+        crc: CRC-32 of its data as the directory states it; 0 also means "not computed".
+        packed_bytes: length of its data in the file if they are deflated; None if they are stored as they are.
+    """
+
+    offset: int
+    n_bytes: int
+    crc: int = 0
+    packed_bytes: int | None = None
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte in the file and byte after the last."""
+        return self.offset, self.offset + (self.n_bytes if self.packed_bytes is None else self.packed_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """The directory of a torch zip.
+
+    Args:
+        file: the file that it lies in.
+        start, n_bytes: which bytes of the file it is.
+        root: name of the directory that all records are in.
+        records: record name below the root → record, in the order of the central directory.
+        directory: address of the central directory in the file.
+        headers: addresses of the records' local headers, in the same order.
+    """
+
+    file: str
+    start: int
+    n_bytes: int
+    root: str
+    records: dict[str, Record]
+    directory: int = 0
+    headers: tuple[int, ...] = ()
+
+    def record(self, name: str) -> Record:
+        """The record of that name.
+
+        Raises:
+            CorruptError: there is none.
+        """
+        found = self.records.get(name)
+        if found is None:
+            raise CorruptError(f"the zip has no record {name!r}", file=self.file, span=self.span)
+        return found
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte and byte after the last."""
+        return self.start, self.start + self.n_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A line of the central directory; ``header`` is relative to the zip's begin, ``stored`` the length in the file."""
+
+    name: bytes
+    flags: int
+    method: int
+    crc: int
+    stored: int
+    n_bytes: int
+    header: int
+
+
+def read_archive(
+    store: ReadStore, file: str, *, start: int = 0, n_bytes: int | None = None, report: Report = raising
+) -> Archive:
+    """The directory of a torch zip, every header of which was checked; reads no data.
+
+    Args:
+        file: name in the store.
+        start: byte at which the zip begins.
+        n_bytes: length of the zip; None if it is the rest of the file.
+        report: told of what is wrong with single records.
+
+    Raises:
+        TruncatedError: the file ends too early.
+        CorruptError: not a zip, or one that contradicts itself.
+        UnsupportedError: entries are compressed in an unusual way, encrypted or below no directory.
+        CapacityError: the central directory has more than 2 GiB.
+    """
+    size = store.size(file)
+    stop = size if n_bytes is None else start + n_bytes
+    if start < 0 or stop < start or stop > size:
+        raise TruncatedError(f"the file has {size} bytes, too few", file=file, span=(start, stop))
+    return _Reader(store, file, start, stop, report).archive()
+
+
+class _Reader:
+    """One reading of one zip; offsets in it are relative to the zip's begin unless they are called addresses."""
+
+    def __init__(self, store: ReadStore, file: str, start: int, stop: int, report: Report) -> None:
+        self._store = store
+        self._file = file
+        self._start = start
+        self._size = stop - start
+        self._report = report
+
+    def archive(self) -> Archive:
+        directory, n_bytes, n_entries = self._directory()
+        entries = list(self._entries(self._read(directory, n_bytes), n_entries))
+        if entries and all(entry.name.endswith(b".npy") for entry in entries):
+            raise UnsupportedError(
+                "a NumPy archive (.npz), not a file of torch.save",
+                file=self._file,
+                hint="load it with numpy.load, and save its arrays with safetensors.numpy.save_file or torch.save",
+                rule="torch.kind",
+            )
+        self._check_compression(entries)
+        offsets = self._data_offsets(entries, directory)
+        root = ""
+        records: dict[str, Record] = {}
+        headers = []
+        known: set[str] = set()
+        for entry in entries:
+            name = self._name(entry.name)
+            if name.endswith("/") and entry.n_bytes == 0:
+                continue  # directories, as other zip programs add them
+            above, _, below = name.partition("/")
+            if not below:
+                raise UnsupportedError(
+                    f"a zip with {name!r} at its top, so not one that torch.save wrote", file=self._file
+                )
+            if records and above != root:
+                self._report(
+                    self._error("zip.roots", f"the zip has records below {root!r} and below {above!r}", entry.header)
+                )
+            root = root or above
+            # torch finds records without regard to case, and takes the later one.
+            if below.casefold() in known:
+                self._report(self._error("zip.duplicate", f"the zip has two records {below!r}", entry.header))
+                continue
+            known.add(below.casefold())
+            if entry.header not in offsets:
+                continue  # which was reported
+            packed_bytes = entry.stored if entry.method == DEFLATED else None
+            records[below] = Record(self._start + offsets[entry.header], entry.n_bytes, entry.crc, packed_bytes)
+            headers.append(self._start + entry.header)
+        return Archive(self._file, self._start, self._size, root, records, self._start + directory, tuple(headers))
+
+    def _read(self, offset: int, n_bytes: int) -> bytes:
+        return self._store.read(self._file, self._start + offset, n_bytes)
+
+    def _contradiction(self, message: str, start: int = 0, n_bytes: int | None = None) -> NoReturn:
+        """Raises a CorruptError about some bytes of the zip (all of it, if none are given)."""
+        raise self._error("zip.directory", message, start, n_bytes)
+
+    def _error(self, rule: str, message: str, start: int = 0, n_bytes: int | None = None) -> CorruptError:
+        stop = self._size if n_bytes is None else start + n_bytes
+        return CorruptError(
+            message,
+            file=self._file,
+            span=(self._start + start, self._start + stop),
+            hint="do not use this file; copy it again, or use an older checkpoint",
+            rule=rule,
+        )
+
+    def _directory(self) -> tuple[int, int, int]:
+        """Offset and length of the central directory, and the number of its entries."""
+        tail_start = max(0, self._size - END.size - _MAX_COMMENT - END64.size - LOCATOR64.size)
+        tail = self._read(tail_start, self._size - tail_start)
+        at = self._end_record(tail)
+        _, disk, first_disk, n_here, n_entries, n_bytes, offset, _ = END.unpack_from(tail, at)
+        behind = tail_start + at
+        if at >= LOCATOR64.size and tail[at - LOCATOR64.size :].startswith(b"PK\x06\x07"):
+            _, disk64, at64, n_disks = LOCATOR64.unpack_from(tail, at - LOCATOR64.size)
+            behind = at64
+            if disk64 or n_disks > 1:
+                raise UnsupportedError("a zip of several disks", file=self._file)
+            if at64 != tail_start + at - LOCATOR64.size - END64.size or at < LOCATOR64.size + END64.size:
+                self._contradiction("the zip's ZIP64 records are not where they say", max(0, tail_start + at - 76), 98)
+            (mark, length, _, _, disk, first_disk, n_here, many, long, far) = END64.unpack_from(tail, at - 76)
+            if mark != b"PK\x06\x06" or length != END64.size - 12:
+                self._contradiction("the zip's ZIP64 end record is malformed", at64, END64.size)
+            if not (n_entries in (many, U16) and n_bytes in (long, U32) and offset in (far, U32)):
+                self._contradiction("the zip's two end records differ", at64, 98)
+            n_entries, n_bytes, offset = many, long, far
+        if disk or first_disk or (n_here != n_entries and n_here != U16):
+            raise UnsupportedError("a zip of several disks", file=self._file)
+        if n_bytes > _MAX_DIRECTORY_BYTES:
+            raise CapacityError(f"the zip's directory has {n_bytes} bytes", file=self._file)
+        if offset + n_bytes != behind or n_bytes < n_entries * CENTRAL.size:
+            self._contradiction(
+                f"the zip places {n_entries} directory entries at bytes {offset}–{offset + n_bytes}, but they would "
+                f"have to end at byte {behind}"
+            )
+        return offset, n_bytes, n_entries
+
+    def _end_record(self, tail: bytes) -> int:
+        """Where in the last bytes of the zip its end record is."""
+        found = []
+        at = tail.rfind(b"PK\x05\x06")
+        while at >= 0:
+            if at + END.size <= len(tail) and at + END.size + int.from_bytes(tail[at + 20 : at + 22], "little") == len(
+                tail
+            ):
+                found.append(at)
+            at = tail.rfind(b"PK\x05\x06", 0, at + 3)
+        if len(found) > 1:
+            self._contradiction("the zip has two end records")
+        if found:
+            return found[0]
+        if self._size >= 4 and self._read(0, 4) == LOCAL_SIGNATURE:
+            raise TruncatedError(
+                "the zip has no end record: it was cut short, or its writer did not finish",
+                file=self._file,
+                span=(self._start, self._start + self._size),
+                hint="copy the file again, or use an older checkpoint",
+            )
+        raise CorruptError("not a zip", file=self._file, span=(self._start, self._start + self._size))
+
+    def _entries(self, data: bytes, n_entries: int) -> Iterator[_Entry]:
+        """The lines of the central directory."""
+        at = 0
+        unpack = CENTRAL.unpack_from
+        for _ in range(n_entries):
+            if at + CENTRAL.size > len(data):
+                self._contradiction(f"the zip's directory holds fewer than the stated {n_entries} entries")
+            (mark, _, _, flags, method, _, _, crc, stored, size, n, n_extra, n_comment, disk, _, _, header) = unpack(
+                data, at
+            )
+            end = at + CENTRAL.size + n + n_extra + n_comment
+            if mark != b"PK\x01\x02" or end > len(data):
+                self._contradiction("the zip's directory is malformed")
+            name = data[at + CENTRAL.size : at + CENTRAL.size + n]
+            if stored == U32 or size == U32 or header == U32 or disk == U16:
+                extra = data[at + CENTRAL.size + n : end - n_comment]
+                size, stored, header, disk = self._wide(extra, (size, stored, header, disk))
+            self._check_readable(name, flags, disk)
+            if stored != size and method == STORED:
+                self._report(
+                    self._error("zip.sizes", f"a stored record has two sizes, {stored} and {size} bytes", header)
+                )
+            yield _Entry(name, flags, method, crc, stored, size, header)
+            at = end
+        if at != len(data):
+            self._contradiction(f"the zip's directory has {len(data) - at} bytes more than its {n_entries} entries")
+
+    def _check_readable(self, name: bytes, flags: int, disk: int) -> None:
+        if flags & (_ENCRYPTED | _MASKED):
+            self._report(
+                UnsupportedError(
+                    f"the zip record {self._name(name)!r} is encrypted", file=self._file, rule="zip.unreadable"
+                )
+            )
+        if flags & _PATCHED:
+            self._report(
+                UnsupportedError(
+                    f"the zip record {self._name(name)!r} is a patch", file=self._file, rule="zip.unreadable"
+                )
+            )
+        if disk:
+            raise UnsupportedError("a zip of several disks", file=self._file)
+
+    def _check_compression(self, entries: list[_Entry]) -> None:
+        """Records are stored, or deflated to a length that can be."""
+        for entry in entries:
+            if entry.method == STORED:
+                continue
+            if entry.method != DEFLATED:
+                if any(other.name.endswith(b"/constants.pkl") for other in entries):
+                    raise _torchscript(self._file)
+                self._report(
+                    UnsupportedError(
+                        f"the zip record {self._name(entry.name)!r} is compressed by method {entry.method}, which "
+                        "torch does not use",
+                        file=self._file,
+                        hint="load the file with torch and save it again, or repack it with: zip -0",
+                        rule="zip.unreadable",
+                    )
+                )
+            elif entry.n_bytes > MAX_INFLATION * entry.stored:
+                self._contradiction(
+                    f"record {self._name(entry.name)!r} has {entry.stored} deflated bytes, too few for {entry.n_bytes}"
+                )
+
+    def _wide(self, extra: bytes, narrow: tuple[int, int, int, int]) -> list[int]:
+        """Size, stored size, header offset and disk, with those that do not fit taken from the ZIP64 field."""
+        field = self._extra_field(extra, 1)
+        values = []
+        for number, value in enumerate(narrow):
+            limit, width = (U16, 4) if number == 3 else (U32, 8)
+            if value == limit and field is not None and len(field) >= width:
+                value, field = int.from_bytes(field[:width], "little"), field[width:]
+            elif value == limit and number != 3 and field is not None:
+                self._contradiction("a ZIP64 field of the directory is too short")
+            values.append(value)
+        return values
+
+    def _extra_field(self, extra: bytes, wanted: int) -> bytes | None:
+        at = 0
+        while at + 4 <= len(extra):
+            kind, n = struct.unpack_from("<HH", extra, at)
+            if at + 4 + n > len(extra):
+                break
+            if kind == wanted:
+                return extra[at + 4 : at + 4 + n]
+            at += 4 + n
+        return None
+
+    def _name(self, raw: bytes) -> str:
+        try:
+            name = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            name = ""
+        if not name or "\0" in name:
+            self._contradiction(f"a zip record has the name {raw[:80]!r}")
+        return name
+
+    def _data_offsets(self, entries: list[_Entry], end: int) -> dict[int, int]:
+        """Offset of the local header → offset of the data, by reading and checking every local header.
+
+        Args:
+            end: where the central directory begins.
+        """
+        ordered = sorted(entries, key=lambda entry: entry.header)
+        if ordered and ordered[0].header != 0:
+            message = f"{ordered[0].header} bytes precede the zip's first record"
+            self._report(self._error("zip.directory", message, 0, ordered[0].header))
+        found: dict[int, int] = {}
+        window_start, window = 0, b""
+        unpack = LOCAL.unpack_from
+        for number, entry in enumerate(ordered):
+            need = entry.header + LOCAL.size + len(entry.name)
+            limit = ordered[number + 1].header if number + 1 < len(ordered) else end
+            if need + entry.stored > limit:
+                self._report(self._overlap(entry, limit))
+                continue
+            if need > window_start + len(window):
+                window_start = entry.header
+                window = self._read(window_start, _window_end(ordered, number) - window_start)
+            at = entry.header - window_start
+            mark, _, flags, method, _, _, crc, stored, size, n, n_extra = unpack(window, at)
+            data = need + n_extra
+            if (
+                mark != LOCAL_SIGNATURE
+                or n != len(entry.name)
+                or window[at + LOCAL.size : at + LOCAL.size + n] != entry.name
+            ):
+                message = f"the directory and the local header of record {self._name(entry.name)!r} differ"
+                self._report(self._error("zip.header", message, entry.header, 30 + n))
+                continue
+            if (flags | _UTF8) != (entry.flags | _UTF8) or method != entry.method:
+                message = f"the flags of record {self._name(entry.name)!r} differ"
+                self._report(self._error("zip.header", message, entry.header, 30 + n))
+            if not flags & HAS_DESCRIPTOR:
+                if size == U32 or stored == U32:
+                    size, stored, *_ = self._wide(self._read(need, n_extra), (size, stored, 0, 0))
+                if (size, stored, crc) != (entry.n_bytes, entry.stored, entry.crc):
+                    message = (
+                        f"record {self._name(entry.name)!r} has {entry.n_bytes} bytes (CRC {entry.crc:08x}) by the "
+                        f"directory, {size} (CRC {crc:08x}) by its own header"
+                    )
+                    self._report(self._error("zip.header", message, entry.header, 30 + n))
+            elif (size or stored) and not (size in (entry.n_bytes, U32) and stored in (entry.stored, U32)):
+                message = f"the sizes of record {self._name(entry.name)!r} differ"
+                self._report(self._error("zip.header", message, entry.header, 30 + n))
+            if data + entry.stored > limit:
+                self._report(self._overlap(entry, limit))
+            found[entry.header] = data
+        return found
+
+    def _overlap(self, entry: _Entry, limit: int) -> CorruptError:
+        return self._error(
+            "zip.overlap",
+            f"record {self._name(entry.name)!r} of {entry.stored} bytes overlaps what follows it at byte {limit}",
+            entry.header,
+            LOCAL.size + len(entry.name) + entry.stored,
+        )
+
+
+def _window_end(ordered: list[_Entry], number: int) -> int:
+    """End of the last local header that is worth reading together with that of entry ``number``."""
+    first = ordered[number].header
+    end = first + LOCAL.size + len(ordered[number].name)
+    for other in range(number + 1, len(ordered)):
+        entry = ordered[other]
+        if entry.header > end + _READ_AHEAD or entry.header > first + _MAX_READ:
+            break
+        end = max(end, entry.header + LOCAL.size + len(entry.name))
+    return end
+
+
+def check_kind(archive: Archive) -> None:
+    """Returns if the zip is of the kind that ``torch.save`` writes.
+
+    Raises:
+        UnsupportedError: TorchScript, or another kind of zip.
+    """
+    if "constants.pkl" in archive.records:
+        raise _torchscript(archive.file)
+    if "data.pkl" not in archive.records:
+        raise UnsupportedError(
+            "a zip without data.pkl, so not one that torch.save wrote", file=archive.file, rule="torch.kind"
+        )
+
+
+def _torchscript(file: str) -> UnsupportedError:
+    return UnsupportedError(
+        "a TorchScript program, not a checkpoint",
+        file=file,
+        hint="load it with torch.jit.load and save its state_dict()",
+    )

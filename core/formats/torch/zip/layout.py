@@ -1,0 +1,166 @@
+"""Where every byte of a torch zip will lie, before it has data.
+
+Byte by byte, as miniz writes it for ``torch.save``::
+
+    local header    30 bytes: version, time, date, CRC and sizes all 0; flags 0x808 (0x800 if the record is empty)
+    name
+    extra field     [1: size and 0, if size ≥ 2³²−1; header offset, if that is ≥ 2³²−1] then "FB" and as many "Z" as
+                    bring the data to a multiple of 64
+    data
+    descriptor      "PK\\7\\8", CRC and two sizes of 4 bytes (of 8, if there was a ZIP64 field); none if empty
+    ⋮
+    central directory, its entries without "FB"
+    ZIP64 end record and locator (always), end record
+
+Hence sizes alone give every offset, so that data may be written in any order, and its CRC, which stands behind it,
+later.
+
+Source: torch 2.13 ``caffe2/serialize/inline_container.cc`` (``getPadding``) and ``third_party/miniz-3.0.2/miniz.c``
+(``mz_zip_writer_add_mem_ex_v2``); compared byte by byte with files that it wrote, in tests.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from core.catalog.file_image import Literal
+from core.formats.torch.zip.container import CENTRAL, END, END64, HAS_DESCRIPTOR, LOCAL, LOCATOR64, U16, U32
+
+ALIGNMENT = 64
+_UTF8 = 0x0800
+_JOINED_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivePlan:
+    """The layout of a torch zip. Offsets are relative to its begin. Made by ``plan_archive``.
+
+    Args:
+        size: bytes of the zip.
+        names: full names of the records, the root included, in file order.
+        sizes: bytes of each record.
+        headers: offset of each record's local header.
+        data: offset of each record's data.
+        directory: offset of the central directory.
+        directory_bytes: its length.
+    """
+
+    size: int
+    root: str
+    names: Sequence[str]
+    sizes: Sequence[int]
+    headers: Sequence[int]
+    data: Sequence[int]
+    directory: int
+    directory_bytes: int
+
+    def offset_of(self, name: str) -> int:
+        """Offset of the data of the record ``name`` (without the root); for many records, use ``data``."""
+        return self.data[self.names.index(f"{self.root}/{name}")]
+
+    def literals(self, payloads: Mapping[str, bytes], crc_of: Callable[[str], int]) -> Iterator[Literal]:
+        """Everything but the data of the records that are filled by others.
+
+        Args:
+            payloads: record name (without the root) → its bytes, for the records that are literal.
+            crc_of: CRC-32 of any other record, by its name; asked once each. Empty records are not asked for.
+
+        Yields:
+            Offsets increase; the central directory comes in pieces.
+        """
+        crcs = array("I", bytes(4 * len(self.names)))
+        skip = len(self.root) + 1
+        for number, name in enumerate(self.names):
+            n_bytes, header = self.sizes[number], self.headers[number]
+            payload = payloads.get(name[skip:])
+            head = self._local_header(number)
+            if payload is not None:
+                assert len(payload) == n_bytes
+                crcs[number] = zlib.crc32(payload)
+                yield header, head + payload + self._descriptor(number, crcs[number])
+                continue
+            yield header, head
+            if n_bytes:
+                crcs[number] = crc_of(name[skip:])
+                yield self.data[number] + n_bytes, self._descriptor(number, crcs[number])
+        yield from self._directory_pieces(crcs)
+
+    def _local_header(self, number: int) -> bytes:
+        name = self.names[number].encode()
+        n_bytes, header = self.sizes[number], self.headers[number]
+        extra = _wide_field(n_bytes, header, of_header=True)
+        padding = self.data[number] - header - LOCAL.size - len(name) - len(extra) - 4
+        extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        flags = _UTF8 | (HAS_DESCRIPTOR if n_bytes else 0)
+        return LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+
+    def _descriptor(self, number: int, crc: int) -> bytes:
+        n_bytes = self.sizes[number]
+        if not n_bytes:
+            return b""
+        is_wide = _is_wide(n_bytes, self.headers[number])
+        return struct.pack("<4sIQQ" if is_wide else "<4sIII", b"PK\x07\x08", crc, n_bytes, n_bytes)
+
+    def _directory_pieces(self, crcs: Sequence[int]) -> Iterator[Literal]:
+        at, piece = self.directory, bytearray()
+        for number, name in enumerate(self.names):
+            raw = name.encode()
+            n_bytes, header = self.sizes[number], self.headers[number]
+            extra = _wide_field(n_bytes, header, of_header=False)
+            flags = _UTF8 | (HAS_DESCRIPTOR if n_bytes else 0)
+            short, near = min(n_bytes, U32), min(header, U32)
+            piece += CENTRAL.pack(
+                b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crcs[number], short, short, len(raw), len(extra), 0, 0, 0, 0, near
+            )
+            piece += raw + extra
+            if len(piece) >= _JOINED_BYTES:
+                yield at, bytes(piece)
+                at, piece = at + len(piece), bytearray()
+        n, n_bytes, offset = len(self.names), self.directory_bytes, self.directory
+        piece += END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 0x2D, 0, 0, n, n, n_bytes, offset)
+        piece += LOCATOR64.pack(b"PK\x06\x07", 0, offset + n_bytes, 1)
+        n = min(n, U16)
+        piece += END.pack(b"PK\x05\x06", 0, 0, n, n, min(n_bytes, U32), min(offset, U32), 0)
+        yield at, bytes(piece)
+
+
+def plan_archive(prefix: str, records: Sequence[tuple[str, int]]) -> ArchivePlan:
+    """The layout of a torch zip.
+
+    Args:
+        prefix: the root directory, ``archive`` where torch has no file name.
+        records: names below the root and their bytes, in file order; names are unique.
+    """
+    names = [f"{prefix}/{name}" for name, _ in records]
+    sizes, headers, data = array("Q"), array("Q"), array("Q")
+    header = directory_bytes = 0
+    for name, (_, n_bytes) in zip(names, records, strict=True):
+        is_wide = _is_wide(n_bytes, header)
+        n_name = len(name.encode())
+        first = header + LOCAL.size + n_name + 4 + len(_wide_field(n_bytes, header, of_header=True))
+        begin = -(-first // ALIGNMENT) * ALIGNMENT
+        sizes.append(n_bytes)
+        headers.append(header)
+        data.append(begin)
+        directory_bytes += CENTRAL.size + n_name + len(_wide_field(n_bytes, header, of_header=False))
+        header = begin + n_bytes + (0 if not n_bytes else 24 if is_wide else 16)
+    size = header + directory_bytes + END64.size + LOCATOR64.size + END.size
+    return ArchivePlan(size, prefix, names, sizes, headers, data, header, directory_bytes)
+
+
+def _is_wide(n_bytes: int, header: int) -> bool:
+    return n_bytes >= U32 or header >= U32
+
+
+def _wide_field(n_bytes: int, header: int, *, of_header: bool) -> bytes:
+    """The ZIP64 extra field of a record, b"" if it needs none."""
+    content = b""
+    if n_bytes >= U32:
+        content += struct.pack("<QQ", n_bytes, 0 if of_header else n_bytes)
+    if header >= U32:
+        content += struct.pack("<Q", header)
+    return struct.pack("<HH", 1, len(content)) + content if content else b""

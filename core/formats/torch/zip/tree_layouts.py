@@ -1,0 +1,141 @@
+"""Torch zips to be written, of which many say the same: the ranks of a pipeline stage differ by their arrays only.
+
+A pickle depends on the tree, on which leaves share an array, and on dtypes and shapes. ``TreePlans`` describes all of
+that by a signature and makes the pickle and the places of the records once for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from core.formats.torch.zip.tree_layout import TreePlan, placed_records, plan_tree
+from core.pickle.inert import NO_STATE, Global, Inert, Size, TensorLeaf, Weights
+
+if TYPE_CHECKING:
+    from core.catalog.file_image import JoinedArray
+    from core.catalog.stored import StoredArray
+
+_PLAIN = frozenset({str, int, bool, bytes, type(None), Global})
+_MAX_PLANS = 256
+_MANY = 64
+
+
+class TreePlans:
+    """Plans the torch zips of one checkpoint.
+
+    Args:
+        prefix: as for ``plan_tree``.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._plans: dict[tuple[object, ...], TreePlan] = {}
+        self._opaque: dict[int, tuple[object, int | None]] = {}
+        """id of a container → (the container, so that its id stays its own; the number of its content, if it is large
+        and holds no tensor)."""
+        self._contents: dict[tuple[object, ...], int] = {}
+        self._weights = Weights()
+
+    def plan(self, value: object, array_of: Callable[[str], StoredArray | JoinedArray]) -> TreePlan:
+        """The torch zip of an inert tree; see ``plan_tree``."""
+        signing = _Signing(array_of, self._number_of)
+        signature = signing.signature(value)
+        if signature is None:
+            return plan_tree(value, array_of, prefix=self._prefix)
+        known = self._plans.get(signature)
+        if known is None:
+            made = plan_tree(value, array_of, prefix=self._prefix)
+            if [record.name for record in made.records] == [record.name for record in signing.records]:
+                if len(self._plans) >= _MAX_PLANS:
+                    self._plans.clear()
+                self._plans[signature] = made
+            return made
+        return replace(known, arrays=placed_records(known.archive, signing.records), records=signing.records)
+
+    def _number_of(self, node: object) -> int | None:
+        """The number of a container's content, if it is large and holds no tensor; ranks repeat such ones."""
+        known = self._opaque.get(id(node))
+        if known is None:
+            is_large = self._weights.of(node) > _MANY  # 0 with tensors in it
+            known = self._opaque[id(node)] = (node, self._content(node) if is_large else None)
+        return known[1]
+
+    def _content(self, node: object) -> int:
+        signature = _Signing(_no_array, lambda _: None).signature(node)
+        which = (id(node),) if signature is None else signature  # of a kind that is not described: equal to itself
+        return self._contents.setdefault(which, len(self._contents))
+
+
+def _no_array(key: str) -> StoredArray:
+    raise AssertionError(f"no tensor is called {key}, as there is none")
+
+
+class _Signing:
+    """Describes one tree: two with equal signatures have equal pickles, whose storages are ``records`` in order."""
+
+    def __init__(
+        self, array_of: Callable[[str], StoredArray | JoinedArray], number_of: Callable[[object], int | None]
+    ) -> None:
+        self._array_of = array_of
+        self._number_of = number_of
+        self._parts: list[object] = []
+        self._seen: dict[int, int] = {}
+        self._numbers: dict[str, int] = {}
+        self.records: list[StoredArray | JoinedArray] = []
+
+    def signature(self, value: object) -> tuple[object, ...] | None:
+        """The signature; None for a tree of a kind that is not described, or nested too deeply."""
+        try:
+            return tuple(self._parts) if self._add(value) else None
+        except RecursionError:
+            return None
+
+    def _add(self, node: object) -> bool:
+        kind = type(node)
+        add = self._parts.append
+        if kind is TensorLeaf:
+            self._add_leaf(node)  # type: ignore[arg-type]
+        elif kind in _PLAIN:
+            add(kind)
+            add(node)
+        elif kind is float:
+            add(repr(node))
+        elif id(node) in self._seen:
+            add(("again", self._seen[id(node)]))
+        elif kind is tuple and not node:
+            add(())
+        else:
+            self._seen[id(node)] = len(self._seen)
+            number = self._number_of(node)
+            if number is None:
+                return self._add_container(node)
+            add(("content", number))
+        return True
+
+    def _add_leaf(self, leaf: TensorLeaf) -> None:
+        if id(leaf) in self._seen:
+            self._parts.append(("again", self._seen[id(leaf)]))
+            return
+        self._seen[id(leaf)] = len(self._seen)
+        array = self._array_of(leaf.key)
+        number = self._numbers.setdefault(array.name, len(self.records))
+        if number == len(self.records):
+            self.records.append(array)
+        self._parts.append((leaf.wrapper, leaf.requires_grad, number, array.dtype, array.shape))
+
+    def _add_container(self, node: object) -> bool:
+        kind = type(node)
+        if kind is dict:
+            self._parts.append(("dict", len(node)))  # type: ignore[arg-type]
+            return all(self._add(key) and self._add(item) for key, item in node.items())  # type: ignore[attr-defined]
+        if kind is list or kind is tuple or kind is Size:
+            self._parts.append((kind, len(node)))  # type: ignore[arg-type]
+            return all(map(self._add, node))  # type: ignore[call-overload]
+        if kind is not Inert:
+            return False
+        assert isinstance(node, Inert)
+        self._parts.append((node.how, len(node.args), len(node.items), len(node.entries), node.state is NO_STATE))
+        parts = [node.fn, node.args, node.kwargs, None if node.state is NO_STATE else node.state, node.items]
+        return all(map(self._add, parts)) and all(self._add(key) and self._add(item) for key, item in node.entries)

@@ -1,0 +1,95 @@
+"""How zarr spells element types: the dtype table of ``core.arrays.dtypes`` in the words of zarr 2 and zarr 3.
+
+zarr 2 has numpy's type strings (``<f4``, ``|b1``); for the types that numpy lacks, tensorstore, and Megatron before
+it, write the bare name (``bfloat16``). zarr 3 has names throughout. What zarr-python 3.1 cannot open (bfloat16, all
+8-bit floats) tensorstore opens.
+
+Not supported: types with one value of four bits per byte (``int4``, ``float4_e2m1fn``), strings, times, structures,
+opaque bytes (``|V2``), zarr 3 extension types; on writing, ``complex32`` and ``float4_e2m1fn_x2``.
+
+Source: zarr 2 and 3 specifications; tensorstore 0.1.86 and zarr-python 3.1.6.
+"""
+
+from __future__ import annotations
+
+from core.arrays.dtypes import DTYPES
+from core.errors import UnsupportedError
+
+_V2_CODES = {
+    "float64": "f8",
+    "float32": "f4",
+    "float16": "f2",
+    "int64": "i8",
+    "int32": "i4",
+    "int16": "i2",
+    "int8": "i1",
+    "uint64": "u8",
+    "uint32": "u4",
+    "uint16": "u2",
+    "uint8": "u1",
+    "bool": "b1",
+    "complex128": "c16",
+    "complex64": "c8",
+}
+TENSORSTORE_ONLY = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+"""Types without a numpy code, which zarr-python cannot open; zarr 3 spells them as the registry of extensions does."""
+_V2_DTYPES = {code: name for name, code in _V2_CODES.items()}
+_V3_DTYPES = {name: name for name in (*_V2_CODES, *TENSORSTORE_ONLY)}
+
+
+def v2_dtype(spelling: str) -> tuple[str, bool] | None:
+    """The canonical name of a zarr 2 dtype, and whether it is stored big-endian; None for one that is not handled."""
+    if spelling in TENSORSTORE_ONLY:
+        return spelling, False
+    name = _V2_DTYPES.get(spelling[1:])
+    if name is None or spelling[0] not in "<>|":
+        return None
+    n_bytes = DTYPES[name].itemsize
+    if spelling[0] == "|" and n_bytes > 1:
+        return None
+    return name, spelling[0] == ">" and n_bytes > 1
+
+
+def v3_dtype(spelling: str) -> str | None:
+    """The canonical name of a zarr 3 data type; None for one that is not handled."""
+    return _V3_DTYPES.get(spelling)
+
+
+def v2_spelling(dtype: str, *, key: str) -> str:
+    """A canonical dtype in zarr 2's words.
+
+    Raises:
+        UnsupportedError: zarr has no such type.
+    """
+    code = _V2_CODES.get(dtype)
+    if code is not None:
+        return ("|" if DTYPES[dtype].itemsize == 1 else "<") + code
+    return v3_spelling(dtype, key=key)
+
+
+def v3_spelling(dtype: str, *, key: str) -> str:
+    """A canonical dtype in zarr 3's words.
+
+    Raises:
+        UnsupportedError: zarr has no such type.
+    """
+    if dtype not in _V3_DTYPES:
+        raise UnsupportedError(
+            f"zarr has no element type for {dtype}",
+            key=key,
+            hint=f"cast it (--dtype '{key}=float32') where that can be done, or leave it out with --exclude '{key}'",
+        )
+    return dtype
+
+
+def v3_fill_value(dtype: str) -> object:
+    """Zero, as a ``zarr.json`` spells it for a dtype."""
+    kind = DTYPES[dtype].kind
+    return {"bool": False, "int": 0, "uint": 0, "complex": [0.0, 0.0]}.get(kind, 0.0)

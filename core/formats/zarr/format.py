@@ -1,0 +1,246 @@
+"""Megatron-core's distributed checkpoint, backend ``zarr``: a directory of zarr 2 arrays. And any other such directory.
+
+On disk::
+
+    iter_0000010/
+    ├── metadata.json                           {"sharded_backend": "zarr", "sharded_backend_version": 1, …}
+    ├── common.pt                               what every rank shares (arguments, iteration …)
+    ├── decoder.layers.mlp.linear_fc1.weight/   one directory per tensor (``zarr_v2``)
+    │   ├── .zarray
+    │   └── 0.0.0, 0.1.0 …                      one chunk for what one rank holds of one layer, plain bytes
+    ├── optimizer.state.exp_avg.….sync/         left-over locks, empty files: ignored
+    └── rng_state/
+        └── shard_0.1_2.2.pt                    a ShardedObject: a torch file of its value
+
+Versions: written by megatron-core up to 0.12 (seen: 0.12.1); later ones cannot read it any more.
+
+The catalog has the schema of ``torch_dist``: a ShardedObject has the key ``rng_state/shard_0.1_2.2`` and a list of one
+value; attrs: ``sharded_backend_version``, ``common``, ``args``, ``iteration``, ``checkpoint_version``,
+``content_metadata``.
+
+A directory of zarr 2 arrays that Megatron did not write, groups in groups, is read as well; it has no common state and
+no objects. A tensor's key is its path, ``/`` between names. Written is always what Megatron would write.
+
+A chunk that is absent is an error in a checkpoint of Megatron's, which writes all; elsewhere it is the fill value
+(``zarr_fill``).
+
+Not supported, refused by name: what ``zarr_v2`` does not support; on writing, tensors whose pieces are no regular grid.
+
+Source: megatron-core 0.12.1 with zarr 2.18.3, pinned in tests/golden (``mcore0121_zarr``);
+``megatron/core/dist_checkpointing/strategies/{zarr,tensorstore}.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from math import prod
+from typing import TYPE_CHECKING
+
+from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.file_image import FileImage, PlacedArray
+from core.catalog.stored import Extent, StoredArray
+from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
+from core.files.json_object import small_file
+from core.files.store import LocalStore
+from core.formats.format import Format
+from core.formats.mcore.common_state import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
+from core.formats.mcore.metadata_json import (
+    BACKEND_KEY,
+    CONFIG,
+    checked_version,
+    config_image,
+    config_of,
+    names_backend,
+)
+from core.formats.mcore.objects import is_sharded_object, shard_grids
+from core.formats.torch.format import load_object, plan_tree
+from core.formats.zarr.chunks import folder_chunks
+from core.formats.zarr.fill import lost_files
+from core.formats.zarr.folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
+from core.formats.zarr.grid import ChunkNames, grid_of_pieces, is_like_a_chunk
+from core.formats.zarr.metadata2 import ARRAY_FILE, GROUP_FILE, parse_zarray, zarray
+from core.formats.zarr.tree import ROOT_KEY, Listing, check_keys, folders_of, has_array_inside
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+    from core.formats.zarr.array import ZarrArray
+
+_BACKEND = "zarr"
+_FOREIGN = ("manifest.ocdbt", ".metadata", "zarr.json")
+"""Files of formats that may look like this one."""
+_TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's, beside the directories of the iterations."""
+_OBJECT_FILE = re.compile(r"(shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*)\.pt$")
+_MAX_ZARRAY_BYTES = 1 << 20
+_RESERVED = frozenset((ARRAY_FILE, GROUP_FILE, ".zattrs", CONFIG, COMMON_FILE))
+
+
+def sniff(store: ReadStore) -> bool:
+    """Whether the directory is Megatron's with this backend, or a zarr 2 hierarchy."""
+    if store.entry is not None or any(map(store.exists, _FOREIGN)):
+        return False
+    if store.exists(CONFIG):
+        try:
+            if config_of(store).get(BACKEND_KEY) == _BACKEND:
+                return True
+        except CorruptError:
+            pass  # broken: what lies beside it tells
+    return store.exists(GROUP_FILE) or store.exists(ARRAY_FILE) or has_array_inside(store, ARRAY_FILE)
+
+
+def read(store: ReadStore) -> Catalog:
+    """The catalog of one iteration's directory, or of a zarr 2 hierarchy.
+
+    Raises:
+        CorruptError: ``metadata.json``, a ``.zarray`` or the common state is malformed, a chunk has the wrong length or
+            lies beyond its array.
+        MissingShardError: ``metadata.json``, ``common.pt``, a ``.zarray``, a chunk or a shard of an object is absent.
+        UnsupportedError: another backend or version.
+        UnsafeError: a hostile pickle, or a name outside the directory.
+    """
+    is_megatron = store.exists(COMMON_FILE) or names_backend(store)
+    fills = not stores_every_chunk(store)
+    lost = cache(partial(lost_files, store))
+    attrs: dict[str, object] = {}
+    hidden: dict[str, StoredArray] = {}
+    if is_megatron:
+        attrs["sharded_backend_version"] = checked_version(store, backend=_BACKEND)
+        common, inside = common_of_file(store)
+        attrs |= common_attrs(common, file=store.label)
+        hidden |= inside
+    folders: dict[str, ZarrFolder] = {}
+    unread: dict[str, UnsupportedError | UnsafeError] = {}
+    objects: dict[str, StoredObject] = {}
+    for folder, listing, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing):
+        if is_array:
+            key = folder or ROOT_KEY
+            try:
+                array, file = _metadata(store, folder, key=key)
+                chunks = folder_chunks(
+                    store,
+                    folder,
+                    array,
+                    key=key,
+                    fill=array.fill if fills else None,
+                    lost=lost,
+                    listing=listing,
+                )
+                folders[key] = ZarrFolder(array, file, chunks)
+            except (UnsupportedError, UnsafeError) as err:
+                unread[key] = err
+        elif folder:
+            _check_no_array(store, folder, listing, is_megatron=is_megatron)
+        if is_megatron and folder:
+            for item, inside in _objects(store, folder, listing):
+                objects[item.key] = item
+                hidden |= inside
+    for grid in shard_grids(objects):
+        for key in grid.absent_keys():
+            raise MissingShardError(
+                f"{len(grid.offsets)} of {prod(grid.shape)} shards of the object are there, this one is not",
+                file=f"{key}.pt",
+                key=key,
+                hint="copy the checkpoint again, with all its files",
+            )
+    catalog = catalog_of_folders(store, folders, format="zarr", version="2", objects=objects, attrs=attrs)
+    return without_unread(catalog.with_hidden(hidden), unread)
+
+
+def stores_every_chunk(store: ReadStore) -> bool:
+    """Whether Megatron wrote the directory, whose backend stores every chunk; also where its own files are lost."""
+    if store.exists(COMMON_FILE) or store.exists(CONFIG):
+        return True
+    return isinstance(store, LocalStore) and (store.root.resolve().parent / _TRACKER).exists()
+
+
+def _metadata(store: ReadStore, folder: str, *, key: str) -> tuple[ZarrArray, str]:
+    """(metadata of an array, the file that holds them)."""
+    file = f"{folder}/{ARRAY_FILE}" if folder else ARRAY_FILE
+    return parse_zarray(small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key), file=file, key=key), file
+
+
+def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megatron: bool) -> None:
+    """Returns if a directory without a ``.zarray`` is not what is left of an array.
+
+    Raises:
+        MissingShardError: it is.
+    """
+    chunk = next(filter(is_like_a_chunk, listing), None)
+    if chunk is not None:
+        raise MissingShardError(
+            f"{ARRAY_FILE} is missing beside the chunk {chunk}",
+            file=f"{folder}/{ARRAY_FILE}",
+            key=folder,
+            hint="copy the checkpoint again, with all its files, hidden ones too",
+        )
+    if is_megatron and not listing and not store.folders(folder):
+        raise MissingShardError(
+            "the directory is empty", file=folder, key=folder, hint="copy the checkpoint again, with all its files"
+        )
+
+
+def _objects(
+    store: ReadStore, folder: str, listing: Listing
+) -> Iterator[tuple[StoredObject, Mapping[str, StoredArray]]]:
+    """The ShardedObjects in a directory, and the arrays of the tensors inside them."""
+    for name, size in sorted(listing.items()):
+        match = _OBJECT_FILE.match(name)
+        if match is not None:
+            file, key = f"{folder}/{name}", f"{folder}/{match[1]}"
+            value, inside = load_object(store, StoredArray(key, "uint8", (size,), Extent(file, 0)), key=key)
+            yield StoredObject(key, value=[value]), inside
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of one iteration's directory: chunks and ``.zarray`` files, objects, common.pt, then metadata.json.
+
+    Args:
+        target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk. An object whose key
+            is a ShardedObject's becomes a file; any other goes into the common state, nested as the skeleton says.
+            Honoured attrs: ``common``.
+
+    Raises:
+        UnsupportedError: a tensor's arrays are no grid, its key is no directory's name, its dtype is none of zarr's, or
+            an object has not been loaded.
+    """
+    check_keys(target.tensors, reserved=_RESERVED)
+    images: list[FileImage] = []
+    for key in target.tensors:
+        images += _array_images(target, key)
+    for item in target.objects.values():
+        if is_sharded_object(item.key):
+            images.append(_object_image(target, item))
+    images.append(common_image(target, common_state(target)))
+    images.append(config_image(backend=_BACKEND, has_common_file=True, is_metadata=True))
+    return images
+
+
+def _array_images(target: Catalog, key: str) -> Iterator[FileImage]:
+    """``.zarray`` and the chunks of one tensor."""
+    meta = target.tensors[key]
+    grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
+    yield metadata_image(f"{key}/{ARRAY_FILE}", zarray(grid, meta.dtype, key=key), grid, arrays)
+    for path, array in chunk_files(key, ChunkNames(len(meta.shape), "."), grid, arrays):
+        yield FileImage(path, array.n_bytes, (PlacedArray(0, array),))
+
+
+def _object_image(target: Catalog, item: StoredObject) -> FileImage:
+    """The file of a ShardedObject."""
+    if item.raw_key is not None or not isinstance(item.value, list) or len(item.value) != 1:
+        raise UnsupportedError("the object is no list of one value, as that of a ShardedObject is", key=item.key)
+    name = item.key.rpartition("/")[2]
+    plan = plan_tree(item.value[0], array_of=target.whole_array, prefix=name)
+    return FileImage(f"{item.key}.pt", plan.size, plan.arrays, plan.literals)
+
+
+FORMAT = Format(
+    name="zarr",
+    title="Megatron zarr (zarr 2)",
+    sniff=sniff,
+    read=read,
+    lay_out=lay_out,
+    partition="grid",
+    is_mcore=True,
+)

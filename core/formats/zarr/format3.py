@@ -1,0 +1,250 @@
+"""A zarr 3 group of arrays: one directory per tensor.
+
+On disk::
+
+    checkpoint.zarr/
+    ├── zarr.json                       group; attributes {"ckpt": {"iteration": 10}}
+    ├── ckpt-objects.pt                 what is no tensor (``torch_objects``), if there is any
+    └── model.layers.0.mlp.weight/
+        ├── zarr.json                   (``zarr_v3``)
+        └── c/0/0, c/0/1 …              plain chunks; those above 64 MiB are shards (``zarr_shards``)
+
+A tensor's key is its path, ``/`` between names; groups may lie in groups. Consolidated metadata is not looked at: every
+array tells of itself. A chunk that is absent is the fill value (``zarr_fill``); in a group that this project wrote,
+whose attributes have "ckpt", it is an error.
+
+Written chunks are the pieces that the source has where they form a regular grid, else one chunk a tensor. A piece above
+64 MiB is cut into bands of at most 16 MiB inside its file, so that readers that decode whole chunks stay small; as the
+bands follow each other in C order, the data is still one run of bytes.
+
+attrs: ``iteration``, where the root's attributes tell it. Honoured on writing: ``iteration``, and ``shard_bytes``: the
+size above which a piece is sharded, in bytes (its bands get at most a quarter of it).
+
+Versions: zarr 3. zarr-python, up to 3.1.6, has no element types for bfloat16 and 8-bit floats, under whatever name, and
+refuses such arrays; tensorstore opens them. A note says so where they are written.
+
+Not supported, refused by name: what ``zarr_v3`` does not support; on writing, tensors whose pieces are no regular grid.
+
+Source: zarr 3 specification; groups written by zarr-python 3.1.6 and arrays by tensorstore 0.1.86.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from math import prod
+from typing import TYPE_CHECKING
+
+from core.arrays.dtypes import itemsize
+from core.catalog.catalog import Catalog
+from core.catalog.file_image import FileImage, Literal, PlacedArray, literal_file
+from core.catalog.key_patterns import some_of
+from core.errors import MissingShardError, UnsafeError, UnsupportedError
+from core.files.json_object import small_file
+from core.formats.format import Format
+from core.formats.torch.side_file import OBJECTS_FILE, objects_image, read_objects, with_objects
+from core.formats.zarr.chunks import folder_chunks
+from core.formats.zarr.dtypes import TENSORSTORE_ONLY
+from core.formats.zarr.fill import lost_files
+from core.formats.zarr.folder import ZarrFolder, catalog_of_folders, chunk_files, metadata_image, without_unread
+from core.formats.zarr.grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
+from core.formats.zarr.metadata3 import METADATA_FILE, array_json, group_json, node_of, parse_array
+from core.formats.zarr.shards import dense_index, index_bytes
+from core.formats.zarr.tree import ROOT_KEY, Listing, check_keys, folders_of, has_array_inside
+
+if TYPE_CHECKING:
+    from core.arrays.box import Shape
+    from core.catalog.file_image import CrcOf
+    from core.catalog.stored import StoredArray
+    from core.files.store import ReadStore
+
+DEFAULT_SHARD_BYTES = 64 << 20
+_BANDS_PER_SHARD = 4
+"""At least; a band has at most a quarter of ``shard_bytes``."""
+_MAX_INNER = 1 << 16
+"""Inner chunks of a shard; a piece that cannot be cut into so few equal bands is not sharded."""
+_MAX_METADATA_BYTES = 256 << 20
+_FOREIGN = ("manifest.ocdbt", ".metadata")
+_RESERVED = frozenset((METADATA_FILE, OBJECTS_FILE, "c"))
+_ATTRIBUTE = "ckpt"
+_CHUNK_FOLDERS = re.compile(r"((^|/)c)?((^|/)[0-9]+)*$")
+
+
+def sniff(store: ReadStore) -> bool:
+    """Whether the directory, or one of the first in it, has a ``zarr.json``."""
+    if store.entry is not None or any(map(store.exists, _FOREIGN)):
+        return False
+    return store.exists(METADATA_FILE) or has_array_inside(store, METADATA_FILE)
+
+
+def read(store: ReadStore) -> Catalog:
+    """The catalog of a group, or of a single array.
+
+    Raises:
+        CorruptError: a ``zarr.json`` is malformed, a chunk has the wrong length or lies beyond its array.
+        MissingShardError: a ``zarr.json`` or a chunk is absent.
+        UnsupportedError: something in a ``zarr.json`` is not handled.
+        UnsafeError: a hostile pickle, or a name outside the directory.
+    """
+    nodes: dict[str, dict[str, object]] = {}
+    noted: Mapping[str, object] | None = None
+
+    def is_array(folder: str, listing: Listing) -> bool:
+        nonlocal noted
+        if METADATA_FILE not in listing:
+            return False
+        file = _file_of(folder)
+        kind, metadata = node_of(small_file(store, file, max_bytes=_MAX_METADATA_BYTES), file=file)
+        if kind == "array":
+            nodes[folder] = metadata
+        elif not folder:
+            noted = _noted(metadata)
+        return kind == "array"
+
+    folders: dict[str, ZarrFolder] = {}
+    unread: dict[str, UnsupportedError | UnsafeError] = {}
+    lost = cache(partial(lost_files, store))
+    for folder, listing, found in folders_of(store, is_array=is_array):
+        if not found:
+            _check_no_array(folder, listing)
+            continue
+        key, file = folder or ROOT_KEY, _file_of(folder)
+        try:
+            array = parse_array(nodes.pop(folder), file=file, key=key)
+        except (UnsupportedError, UnsafeError) as err:
+            unread[key] = err
+            continue
+        fill = array.fill if noted is None else None
+        chunks = folder_chunks(store, folder, array, key=key, fill=fill, lost=lost, listing=listing)
+        folders[key] = ZarrFolder(array, file, chunks)
+    iteration = None if noted is None else noted.get("iteration")
+    attrs = {"iteration": iteration} if type(iteration) is int else {}
+    catalog = catalog_of_folders(store, folders, format="zarr3", version="3", attrs=attrs)
+    return without_unread(with_objects(catalog, read_objects(store)), unread)
+
+
+def _file_of(folder: str) -> str:
+    return f"{folder}/{METADATA_FILE}" if folder else METADATA_FILE
+
+
+def _noted(metadata: Mapping[str, object]) -> Mapping[str, object] | None:
+    """What this project notes in the root's attributes; None in a group of others."""
+    attributes = metadata.get("attributes")
+    noted = attributes.get(_ATTRIBUTE) if isinstance(attributes, dict) else None
+    return noted if isinstance(noted, dict) else None
+
+
+def stores_every_chunk(store: ReadStore) -> bool:
+    """Whether this project wrote the group, which stores every chunk.
+
+    Raises:
+        CheckpointingException: the group's metadata cannot be read.
+    """
+    if not store.exists(METADATA_FILE):
+        return False
+    kind, metadata = node_of(small_file(store, METADATA_FILE, max_bytes=_MAX_METADATA_BYTES), file=METADATA_FILE)
+    return kind == "group" and _noted(metadata) is not None
+
+
+def _check_no_array(folder: str, listing: Listing) -> None:
+    """Returns if a directory that is no array is not what is left of one.
+
+    Raises:
+        MissingShardError: it is.
+    """
+    chunk = next((name for name in listing if is_like_a_chunk(name) or name == "c"), None)
+    if chunk is not None:
+        home = _CHUNK_FOLDERS.sub("", folder, count=1)
+        raise MissingShardError(
+            f"{METADATA_FILE} is missing above the chunk {folder}/{chunk}",
+            file=_file_of(home),
+            key=home or None,
+            hint="copy the checkpoint again, with all its files",
+        )
+
+
+def lay_out(target: Catalog) -> Sequence[FileImage]:
+    """The images of a group: chunks and ``zarr.json`` files, the objects, then the group's own ``zarr.json``.
+
+    Args:
+        target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk or a shard.
+
+    Raises:
+        UnsupportedError: a tensor's arrays are no grid, its key is no directory's name, its dtype is none of zarr's, or
+            an object has not been loaded.
+    """
+    shard_bytes = target.attrs.get("shard_bytes", DEFAULT_SHARD_BYTES)
+    assert isinstance(shard_bytes, int)
+    images: list[FileImage] = []
+    groups: dict[str, None] = {}
+    check_keys(target.tensors, reserved=_RESERVED)
+    for key in target.tensors:
+        parts = key.split("/")
+        groups |= dict.fromkeys("/".join(parts[:depth]) for depth in range(1, len(parts)))
+        images += _array_images(target, key, shard_bytes=shard_bytes)
+    images += [literal_file(_file_of(group), group_json({})) for group in groups]
+    objects = objects_image(target)
+    if objects is not None:
+        images.append(objects)
+    iteration = target.attrs.get("iteration")
+    noted = {"iteration": iteration} if type(iteration) is int else {}
+    images.append(literal_file(METADATA_FILE, group_json({_ATTRIBUTE: noted}), is_metadata=True))
+    return images
+
+
+def _array_images(target: Catalog, key: str, *, shard_bytes: int) -> Iterator[FileImage]:
+    """``zarr.json`` and the chunks of one tensor."""
+    meta = target.tensors[key]
+    grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
+    inner_shape = _inner_shape(grid, meta.dtype, shard_bytes=shard_bytes)
+    text = array_json(grid, meta.dtype, inner_shape=inner_shape, key=key)
+    yield metadata_image(_file_of(key), text, grid, arrays)
+    for path, array in chunk_files(key, ChunkNames(len(meta.shape), "/", has_prefix=True), grid, arrays):
+        yield _chunk_image(path, array, inner_shape)
+
+
+def _inner_shape(grid: ChunkGrid, dtype: str, *, shard_bytes: int) -> Shape | None:
+    """Shape of the bands into which every chunk is cut, or None where chunks stay whole."""
+    if 0 in grid.shape or prod(grid.chunk_shape) * itemsize(dtype) <= shard_bytes:
+        return None
+    found = row_bands(grid.chunk_shape, itemsize(dtype), most_bytes=max(shard_bytes // _BANDS_PER_SHARD, 1))
+    return found if ChunkGrid(grid.chunk_shape, found).n_chunks <= _MAX_INNER else None
+
+
+def _chunk_image(path: str, array: StoredArray, inner_shape: Shape | None) -> FileImage:
+    """A chunk's file: its dense bytes and, of a shard, the index behind them."""
+    placed = (PlacedArray(0, array),)
+    if inner_shape is None:
+        return FileImage(path, array.n_bytes, placed)
+    n_inner = ChunkGrid(array.shape, inner_shape).n_chunks
+
+    def literals(crc_of: CrcOf) -> Iterator[Literal]:
+        yield array.n_bytes, dense_index(n_inner, array.n_bytes // n_inner)
+
+    return FileImage(path, array.n_bytes + index_bytes(n_inner, has_crc=True), placed, literals)
+
+
+def notes_of(target: Catalog) -> Sequence[str]:
+    """A note on tensors of which other software than tensorstore knows no element type."""
+    keys = [key for key, meta in target.tensors.items() if meta.dtype in TENSORSTORE_ONLY]
+    if not keys:
+        return ()
+    dtypes = ", ".join(dict.fromkeys(target.tensors[key].dtype for key in keys))
+    note = (
+        f"zarr-python (up to 3.1.6) has no element type for {dtypes} ({some_of(keys)}); tensorstore opens such arrays, "
+        "and so does zarr-python after: import core.dist_checkpointing.strategies.zarr_types"
+    )
+    return (note,)
+
+
+FORMAT = Format(
+    name="zarr3",
+    title="zarr 3 group",
+    sniff=sniff,
+    read=read,
+    lay_out=lay_out,
+    partition="grid",
+    has_objects_beside=True,
+    notes_of=notes_of,
+)

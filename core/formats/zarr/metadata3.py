@@ -1,0 +1,265 @@
+"""``zarr.json``, the metadata of a zarr 3 array or group.
+
+On disk::
+
+    <group>/
+    ├── zarr.json      {"zarr_format": 3, "node_type": "group", "attributes": {…}}
+    └── <array>/
+        ├── zarr.json  {"zarr_format": 3, "node_type": "array", "shape": [384, 64], "data_type": "bfloat16",
+        │               "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [192, 64]}},
+        │               "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        │               "fill_value": 0.0, "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]}
+        └── c/0/0, c/1/0 …    chunks in full, also where they reach beyond the array; or shards (``zarr_shards``)
+
+Versions: 3 (specification 3.0 and 3.1).
+
+Source: zarr 3 specification; arrays written by zarr-python 3.1.6 and tensorstore 0.1.86.
+
+Not supported, refused by name: grids other than the regular one, storage transformers, data types that are extensions,
+codecs around a shard, shards within shards, indexes that are compressed, and what ``zarr_decode`` does not decode.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from core.arrays.dtypes import itemsize
+from core.errors import CorruptError, UnsupportedError
+from core.files.json_object import object_of
+from core.formats.zarr.array import (
+    PICKLE_CODECS,
+    Sharding,
+    ZarrArray,
+    checked_grid,
+    checked_order,
+    checked_shape,
+    pickled_array,
+    required,
+)
+from core.formats.zarr.decode import ChunkCoding
+from core.formats.zarr.dtypes import v3_dtype, v3_fill_value, v3_spelling
+from core.formats.zarr.fill import fill_bytes
+from core.formats.zarr.grid import ChunkNames
+
+if TYPE_CHECKING:
+    from core.arrays.box import Shape
+    from core.formats.zarr.grid import ChunkGrid
+
+METADATA_FILE = "zarr.json"
+_MAX_VALUES = 16_000_000
+"""A group with consolidated metadata of 10⁵ arrays has 4 · 10⁶ values."""
+_SHARDING = "sharding_indexed"
+_KNOWN = frozenset(
+    (
+        *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "codecs"),
+        *("fill_value", "attributes", "dimension_names", "storage_transformers"),
+    )
+)
+
+Config = Mapping[str, object]
+
+
+def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
+    """(``array`` or ``group``, the content of a ``zarr.json``).
+
+    Raises:
+        CorruptError: it is malformed.
+        UnsupportedError: another version.
+    """
+    metadata = object_of(data, file=file, max_values=_MAX_VALUES)
+    version = required(metadata, "zarr_format", file=file)
+    if version != 3:
+        raise UnsupportedError(f"zarr format {str(version)[:40]} is not 3", file=file)
+    kind = required(metadata, "node_type", file=file)
+    if kind not in ("array", "group"):
+        raise CorruptError(f"node_type is {str(kind)[:40]!r}, neither array nor group", file=file)
+    return str(kind), metadata
+
+
+def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
+    """An array's metadata.
+
+    Args:
+        metadata: content of its ``zarr.json``.
+        file, key: name of that file and of the tensor, for messages.
+
+    Raises:
+        CorruptError: it is malformed.
+        UnsupportedError: something in it is not handled.
+        UnsafeError: its chunks are pickles.
+    """
+    for name, value in metadata.items():
+        if name not in _KNOWN and not (isinstance(value, dict) and value.get("must_understand") is False):
+            raise UnsupportedError(f"the member {name[:80]!r} is not handled", file=file, key=key)
+    if metadata.get("storage_transformers"):
+        raise UnsupportedError("storage transformers are not handled", file=file, key=key)
+    if _unpickles(metadata.get("codecs")):
+        raise pickled_array(file, key)
+    dtype = _dtype(required(metadata, "data_type", file=file), file=file, key=key)
+    shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
+    kind, config = _named(required(metadata, "chunk_grid", file=file), "chunk_grid", file=file)
+    if kind != "regular":
+        raise UnsupportedError(f"a chunk grid of the kind {kind!r} is not handled", file=file, key=key)
+    chunk_shape = checked_shape(config.get("chunk_shape"), "chunk_shape", least=1, file=file)
+    grid = checked_grid(shape, chunk_shape, dtype, file=file)
+    names = _names(required(metadata, "chunk_key_encoding", file=file), len(shape), file=file)
+    codecs = _codec_list(required(metadata, "codecs", file=file), "codecs", file=file)
+    fill = fill_bytes(metadata.get("fill_value"), dtype, zarr_format=3)
+    if any(name == _SHARDING for name, _ in codecs):
+        sharding = _sharding(codecs, dtype, chunk_shape, file=file, key=key)
+        return ZarrArray(dtype, grid, names, sharding.inner, sharding, fill)
+    return ZarrArray(dtype, grid, names, _coding(codecs, dtype, chunk_shape, file=file, key=key), fill=fill)
+
+
+def _unpickles(codecs: object) -> bool:
+    """Return whether a codec of a list unpickles; those of shards have lists of their own."""
+    for codec in codecs if isinstance(codecs, list) else ():
+        name = codec.get("name") if isinstance(codec, dict) else codec
+        config = codec.get("configuration") if isinstance(codec, dict) else None
+        if isinstance(name, str) and name in PICKLE_CODECS:
+            return True
+        if isinstance(config, dict) and any(map(_unpickles, (config.get("codecs"), config.get("index_codecs")))):
+            return True
+    return False
+
+
+def _dtype(spelled: object, *, file: str, key: str) -> str:
+    found = v3_dtype(spelled) if isinstance(spelled, str) else None
+    if found is None:
+        name = spelled.get("name", spelled) if isinstance(spelled, dict) else spelled
+        raise UnsupportedError(
+            f"the element type {str(name)[:80]!r} is not handled",
+            file=file,
+            key=key,
+            hint="cast the array with the tool that wrote it",
+        )
+    return found
+
+
+def _named(value: object, what: str, *, file: str) -> tuple[str, Config]:
+    """(name, configuration) of an extension point: an object, or its bare name."""
+    if isinstance(value, str):
+        return value[:80], {}
+    name = value.get("name") if isinstance(value, dict) else None
+    config = value.get("configuration", {}) if isinstance(value, dict) else None
+    if not isinstance(name, str) or not isinstance(config, dict):
+        raise CorruptError(f"{what} has no name: {str(value)[:80]}", file=file)
+    return name[:80], config
+
+
+def _codec_list(value: object, what: str, *, file: str) -> list[tuple[str, Config]]:
+    if not isinstance(value, list) or not value:
+        raise CorruptError(f"{what} is no list of codecs", file=file)
+    return [_named(item, "a codec", file=file) for item in value]
+
+
+def _names(value: object, rank: int, *, file: str) -> ChunkNames:
+    kind, config = _named(value, "chunk_key_encoding", file=file)
+    if kind not in ("default", "v2"):
+        raise UnsupportedError(f"a chunk key encoding of the kind {kind!r} is not handled", file=file)
+    separator = config.get("separator", "/" if kind == "default" else ".")
+    if separator not in (".", "/"):
+        raise CorruptError(f"the separator of chunk keys is {str(separator)[:40]!r}, neither '.' nor '/'", file=file)
+    return ChunkNames(rank, str(separator), has_prefix=kind == "default")
+
+
+def _coding(codecs: list[tuple[str, Config]], dtype: str, shape: Shape, *, file: str, key: str) -> ChunkCoding:
+    """Axes in the order that the transposes leave, then ``bytes``, then codecs of bytes."""
+    order = tuple(range(len(shape)))
+    rest = list(codecs)
+    while rest and rest[0][0] == "transpose":
+        _, config = rest.pop(0)
+        spelled = config.get("order")
+        if spelled in ("C", "F"):  # before the specification was final
+            spelled = list(range(len(shape)))[:: 1 if spelled == "C" else -1]
+        moved = checked_order(spelled, len(shape), "the order of a transpose", file=file)
+        order = tuple(order[axis] for axis in moved)
+    if not rest or rest[0][0] != "bytes":
+        raise UnsupportedError(
+            f"the chain of codecs {_chain(codecs)} is not handled: 'bytes' must follow the transposes",
+            file=file,
+            key=key,
+        )
+    _, config = rest.pop(0)
+    endian = config.get("endian")
+    if endian not in ("little", "big", None):
+        raise CorruptError(f"endian is {str(endian)[:40]!r}, neither little nor big", file=file)
+    n_bytes = itemsize(dtype)
+    if endian is None and n_bytes > 1:
+        raise CorruptError(f"the codec 'bytes' does not tell the byte order of {dtype}", file=file)
+    return ChunkCoding(dtype, shape, order, endian == "big" and n_bytes > 1, tuple(name for name, _ in rest))
+
+
+def _chain(codecs: list[tuple[str, Config]]) -> str:
+    return " → ".join(name for name, _ in codecs)
+
+
+def _sharding(codecs: list[tuple[str, Config]], dtype: str, shard_shape: Shape, *, file: str, key: str) -> Sharding:
+    if len(codecs) != 1:
+        raise UnsupportedError(f"codecs around a shard ({_chain(codecs)}) are not handled", file=file, key=key)
+    config = codecs[0][1]
+    inner_shape = checked_shape(config.get("chunk_shape"), "chunk_shape of the shards", least=1, file=file)
+    if len(inner_shape) != len(shard_shape) or any(
+        whole % part for whole, part in zip(shard_shape, inner_shape, strict=True)
+    ):
+        raise CorruptError(
+            f"inner chunks of shape {list(inner_shape)} do not divide shards of {list(shard_shape)}", file=file
+        )
+    inner = _codec_list(config.get("codecs"), "codecs of the shards", file=file)
+    if any(name == _SHARDING for name, _ in inner):
+        raise UnsupportedError("shards within shards are not handled", file=file, key=key)
+    location = config.get("index_location", "end")
+    if location not in ("start", "end"):
+        raise CorruptError(f"index_location is {str(location)[:40]!r}, neither start nor end", file=file)
+    index = _codec_list(config.get("index_codecs"), "index_codecs", file=file)
+    names = [name for name, _ in index]
+    if names not in (["bytes"], ["bytes", "crc32c"]) or index[0][1].get("endian") != "little":
+        raise UnsupportedError(f"a shard index of the codecs {_chain(index)} is not handled", file=file, key=key)
+    coding = _coding(inner, dtype, inner_shape, file=file, key=key)
+    return Sharding(coding, has_crc="crc32c" in names, is_index_first=location == "start")
+
+
+def array_json(grid: ChunkGrid, dtype: str, *, inner_shape: Shape | None, key: str) -> bytes:
+    """The ``zarr.json`` of an array of plain chunks.
+
+    Args:
+        inner_shape: of the inner chunks, where every chunk of the grid is a shard; else None.
+
+    Raises:
+        UnsupportedError: zarr has no such element type.
+    """
+    plain = {"name": "bytes", "configuration": {"endian": "little"}}
+    codecs: list[object] = [plain]
+    if inner_shape is not None:
+        config = {
+            "chunk_shape": list(inner_shape),
+            "codecs": [plain],
+            "index_codecs": [plain, {"name": "crc32c"}],
+            "index_location": "end",
+        }
+        codecs = [{"name": _SHARDING, "configuration": config}]
+    return _spelled(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(grid.shape),
+            "data_type": v3_spelling(dtype, key=key),
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": v3_fill_value(dtype),
+            "codecs": codecs,
+            "attributes": {},
+            "storage_transformers": [],
+        }
+    )
+
+
+def group_json(attributes: Config) -> bytes:
+    """The ``zarr.json`` of a group."""
+    return _spelled({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
+
+
+def _spelled(metadata: Config) -> bytes:
+    return json.dumps(metadata, indent=2).encode()

@@ -1,0 +1,104 @@
+"""The directories of a zarr hierarchy: which of them hold arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from core.catalog.key_patterns import listed_keys, rename_hint
+from core.errors import UnsafeError, UnsupportedError
+from core.files.store import checked_name
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+_MAX_DEPTH = 32
+_MAX_NAME_BYTES = 255
+ROOT_KEY = "array"
+"""The tensor's key where the checkpoint's own directory is an array."""
+_MAX_SNIFFED = 32
+
+Listing = Mapping[str, int]
+"""File name → bytes."""
+
+
+def folders_of(store: ReadStore, *, is_array: Callable[[str, Listing], bool]) -> Iterator[tuple[str, Listing, bool]]:
+    """(directory, files in it, whether it is an array) for the whole hierarchy; arrays have no directories of interest.
+
+    Directories whose names begin with a dot, or end with ``.sync`` (the locks that Megatron's zarr backend left), are
+    passed over.
+
+    Args:
+        is_array: whether a directory ("" for the root) with these files is an array.
+
+    Raises:
+        UnsafeError: directories are nested too deeply (a link may lead in a circle), or a name is no text.
+    """
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        listing = store.sizes(folder)
+        found = is_array(folder, listing)
+        yield folder, listing, found
+        if found:
+            continue
+        inside = [f"{folder}/{name}" if folder else name for name in store.folders(folder) if _is_shown(name)]
+        for path in inside:
+            if path.count("/") >= _MAX_DEPTH:
+                raise UnsafeError(f"directories are nested more than {_MAX_DEPTH} deep", file=path[:200])
+            _check_text(path)
+        waiting += reversed(inside)
+
+
+def _is_shown(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith(".sync")
+
+
+def _check_text(path: str) -> None:
+    checked_name(path)
+    try:
+        path.encode()
+    except UnicodeEncodeError as err:
+        raise UnsafeError(f"the directory's name {path!r} is not UTF-8") from err
+
+
+def has_array_inside(store: ReadStore, marker: str) -> bool:
+    """Whether one of the first directories holds a file of this name."""
+    shown = [name for name in store.folders() if _is_shown(name)]
+    return any(store.exists(f"{name}/{marker}") for name in shown[:_MAX_SNIFFED])
+
+
+def check_keys(keys: Mapping[str, object], *, reserved: frozenset[str]) -> None:
+    """Raise unless every key can be the name of an array's directory.
+
+    Args:
+        keys: of all tensors; none of them may lie inside another's directory.
+        reserved: names that mean something else.
+
+    Raises:
+        UnsupportedError: some cannot.
+    """
+    problems = {key: problem for key in keys if (problem := _key_problem(key, keys, reserved)) is not None}
+    if problems:
+        first, *others = problems
+        more = f"; nor can {listed_keys(others)}" if others else ""
+        raise UnsupportedError(
+            f"the key cannot be the name of a directory: {problems[first]}{more}",
+            key=first,
+            hint=rename_hint(list(problems)),
+        )
+
+
+def _key_problem(key: str, others: Mapping[str, object], reserved: frozenset[str]) -> str | None:
+    parts = key.split("/")
+    for part in parts:
+        if part in ("", ".", "..") or "\0" in part or "\\" in part:
+            return "it is no path of names"
+        if not _is_shown(part) or part in reserved:
+            return f"readers pass over {part!r}, or take it for something else"
+        if len(part.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
+            return f"{part[:20]!r}… has more than {_MAX_NAME_BYTES} bytes"
+    for depth in range(1, len(parts)):
+        if "/".join(parts[:depth]) in others:
+            return f"it would lie inside the array {'/'.join(parts[:depth])!r}"
+    return None

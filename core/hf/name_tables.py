@@ -1,0 +1,237 @@
+"""The tables of ``hf/tables``: which tensor of Hugging Face is which of Megatron's, family by family.
+
+A family's rows, with the sizes and traits of a model (``core.hf.traits``), make ``Pair``s: one tensor of the global
+Megatron form and the tensors of the other side that it is made of. ``hf/tables/llama.toml`` explains the fields.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import groupby
+from typing import Any
+
+from core.arrays.box import Shape
+from core.errors import UnsupportedError
+from core.hf.traits import Model
+
+LAYERS = "decoder.layers."
+MTP = "mtp.layers."
+_MTP_BODIES = ("transformer_layer.", "mtp_model_layer.")
+_EXPERT = "{expert}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a table; ``hf/tables/llama.toml`` says what the fields mean."""
+
+    megatron: str
+    fused: str | None
+    also: tuple[str, ...]
+    hf: tuple[str, ...]
+    hf_also: tuple[str, ...]
+    stacked: str | None
+    shape: tuple[str, ...]
+    fuse: str | None
+    when: frozenset[str]
+    tied: str | None
+    twin: str | None
+    source: str
+
+    @property
+    def is_of_expert(self) -> bool:
+        """Whether there is one such tensor for every expert."""
+        return _EXPERT in self.megatron
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One table; the fields are explained where the rows' are."""
+
+    model_type: str
+    aliases: tuple[str, ...]
+    architecture: str
+    requires: frozenset[str]
+    allows: frozenset[str]
+    ignored: tuple[re.Pattern[str], ...]
+    absent: tuple[str, ...]
+    defaults: Mapping[str, object]
+    config: Mapping[str, tuple[str, ...]]
+    fixed_args: Mapping[str, object]
+    fixed_config: Mapping[str, object]
+    first: tuple[Row, ...]
+    layer: tuple[Row, ...]
+    mtp: tuple[Row, ...]
+    last: tuple[Row, ...]
+
+    def misfits(self, features: frozenset[str]) -> list[str]:
+        """Features that a model has and the family cannot have, or the other way round; [] if it is of this family."""
+        return sorted((features - self.requires - self.allows) | (self.requires - features))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor on Hugging Face's side.
+
+    Args:
+        names: the name that is written, then others that are read.
+        shape: in elements.
+    """
+
+    names: tuple[str, ...]
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One tensor of the global Megatron form, and what it is on the other side.
+
+    Args:
+        names: Megatron's name that this model's rank files have, then others that are read.
+        parts: what it is made of; one part is the tensor itself.
+        n_groups: into how many groups the parts are dealt out (``core.hf.fuse.by_groups``).
+        stack: a tensor that holds this one whole on a leading axis, and the index on it and its extent; or None.
+        copies: tensors that may hold the same once more.
+        twins: copies that are written as well.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[Part, ...]
+    n_groups: int = 1
+    stack: tuple[str, int, int] | None = None
+    copies: tuple[str, ...] = ()
+    twins: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of Megatron's tensor."""
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+
+def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
+    """Every tensor of a model, in the order of Megatron's rank files."""
+    sizes = model.sizes
+    mtp_layers = [f"model.layers.{model.n_layers + number}." for number in range(model.n_mtp)]
+
+    def paired(row: Row, megatron: tuple[str, ...], hf: str, expert: int | None = None) -> Pair:
+        names = [row.megatron, *row.also]
+        if row.fused is not None:
+            names.insert(0 if not model.is_local else 1, row.fused)
+        in_mtp = [] if row.twin is None else [layer + row.twin for layer in mtp_layers]
+        return Pair(
+            names=tuple(start + _numbered(name, expert) for name in names for start in megatron),
+            parts=tuple(
+                Part(
+                    (hf + _numbered(name, expert), *(hf + other for other in row.hf_also[number : number + 1])),
+                    tuple(sizes[size] for size in row.shape[number].split()),
+                )
+                for number, name in enumerate(row.hf)
+            ),
+            n_groups=model.n_groups if row.fuse == "qkv" else 1,
+            stack=None if row.stacked is None or expert is None else (hf + row.stacked, expert, model.n_experts),
+            copies=() if row.tied is None or "tied" not in model.traits else (row.tied,),
+            twins=tuple(in_mtp),
+        )
+
+    def layer(kind: str, megatron: tuple[str, ...], hf: str) -> Iterator[Pair]:
+        present = [row for row in family.layer if row.when <= model.traits | {kind}]
+        for is_of_expert, rows in groupby(present, key=lambda row: row.is_of_expert):
+            group = list(rows)
+            for expert in range(model.n_experts) if is_of_expert else (None,):
+                for row in group:
+                    yield paired(row, megatron, hf, expert)
+
+    for row in family.first:
+        if row.when <= model.traits:
+            yield paired(row, ("",), "")
+    for number in range(model.n_layers):
+        yield from layer(model.kind_of(number), (f"{LAYERS}{number}.",), f"model.layers.{number}.")
+    yield from (paired(row, ("",), "") for row in family.last[:1] if row.when <= model.traits)
+    for number, hf in enumerate(mtp_layers):
+        start = f"{MTP}{number}."
+        for row in family.mtp[:-1]:
+            yield paired(row, (start,), hf)
+        yield from layer(model.kind_of(model.n_layers - 1), tuple(start + body for body in _MTP_BODIES), hf)
+        for row in family.mtp[-1:]:
+            yield paired(row, (start,), hf)
+    yield from (paired(row, ("",), "") for row in family.last[1:] if row.when <= model.traits)
+
+
+def _numbered(name: str, expert: int | None) -> str:
+    return name if expert is None else name.replace(_EXPERT, str(expert))
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Every family by its ``model_type``."""
+    tables = [item for item in files("core.hf").joinpath("tables").iterdir() if item.name.endswith(".toml")]
+    found = [_family(tomllib.loads(item.read_text(encoding="utf-8"))) for item in sorted(tables, key=lambda i: i.name)]
+    return {family.model_type: family for family in found}
+
+
+def family_of(model_type: object) -> Family:
+    """The family of a model type.
+
+    Raises:
+        UnsupportedError: it is not mapped.
+    """
+    for name, family in families().items():
+        if model_type == name or model_type in family.aliases:
+            return family
+    raise UnsupportedError(
+        f"models of type {str(model_type)[:80]!r} are not mapped", hint=f"mapped: {', '.join(families())}"
+    )
+
+
+def _family(table: Mapping[str, Any]) -> Family:
+    def rows(name: str) -> tuple[Row, ...]:
+        return tuple(map(_row, table.get(name, ())))
+
+    return Family(
+        model_type=table["model_type"],
+        aliases=tuple(table["aliases"]),
+        architecture=table["architecture"],
+        requires=frozenset(table["requires"]),
+        allows=frozenset(table["allows"]),
+        ignored=tuple(map(re.compile, table["ignored"])),
+        absent=tuple(table["absent"]),
+        defaults=table.get("defaults", {}),
+        config={name: _texts(value) for name, value in table["config"].items()},
+        fixed_args=table["fixed"]["args"],
+        fixed_config=table["fixed"]["config"],
+        first=rows("first"),
+        layer=rows("layer"),
+        mtp=rows("mtp"),
+        last=rows("last"),
+    )
+
+
+def _row(row: Mapping[str, Any]) -> Row:
+    unknown = set(row) - set(Row.__slots__)
+    if unknown:
+        raise ValueError(f"a row of hf/tables has unknown fields: {sorted(unknown)}")
+    made = Row(
+        megatron=row["megatron"],
+        fused=row.get("fused"),
+        also=_texts(row.get("also", ())),
+        hf=_texts(row["hf"]),
+        hf_also=_texts(row.get("hf_also", ())),
+        stacked=row.get("stacked"),
+        shape=_texts(row["shape"]),
+        fuse=row.get("fuse"),
+        when=frozenset(row.get("when", ())),
+        tied=row.get("tied"),
+        twin=row.get("twin"),
+        source=row["source"],
+    )
+    if len(made.hf) != len(made.shape) or (made.fuse is None) != (len(made.hf) == 1):
+        raise ValueError(f"the row of {made.megatron} does not fit its parts")
+    return made
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(str(item) for item in value)  # type: ignore[attr-defined]

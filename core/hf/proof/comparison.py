@@ -1,0 +1,353 @@
+"""Where the tensors of a checkpoint differ from those of the model that a ``config.json`` describes.
+
+One definition for two uses: a conversion refuses the first problem (``core.hf.proof.proof``), ``ckpt validate`` reports
+all.
+
+* known families (``hf/tables``): every name, shape and element type; the numbers of layers and experts; tied
+  embeddings; quantized weights against ``quantization_config``;
+* other families: what can be told without their names (``core.hf.proof.any_family``).
+
+What is no problem: a tied head that is stored all the same, buffers that follow from the configuration, names without
+``model.`` in front (a model without a head) or with ``transformer.`` (one that answers questions), tensors beside
+another head than the language model's, multi-token prediction layers that were left out.
+
+Source: transformers 5.23.0 ``modeling_utils.py`` ``from_pretrained``; models that it wrote, in tests/hf.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from core.arrays.box import Shape
+from core.arrays.dtypes import dtype_of
+from core.catalog.catalog import TensorMeta
+from core.changes.quantize import is_float8
+from core.errors import CorruptError
+from core.hf.config import CONFIG, count_of, dense_layers
+from core.hf.name_tables import Family
+from core.hf.proof.any_family import problems_of
+from core.hf.proof.expected import (
+    BODY,
+    HEAD,
+    Described,
+    Expected,
+    described,
+    expected_of,
+    head_of,
+    is_tied,
+    stated_experts,
+)
+from core.hf.proof.problem import Kind, Problem
+from core.hf.proof.quantization import OWN_FILES, Scheme, is_cache_scale, is_sign, owner_of, scale_key, scheme_of
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+_EXPERT = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(\d{1,6})\.")
+_STACKED = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(gate_up_proj|down_proj)")
+_ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|block_sparse_moe)\.gate\.weight")
+_BODY_PARTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
+_BODY_OF_ANSWERS = "transformer."
+"""What most classes that answer questions have in place of ``model.``."""
+
+
+def compared(
+    tensors: Mapping[str, TensorMeta], config: Mapping[str, object], *, files: Collection[str] = ()
+) -> tuple[Problem, ...]:
+    """Return every difference between tensors and their configuration, those that explain others first.
+
+    Args:
+        tensors: the tensors of a checkpoint, by key.
+        config: the parsed ``config.json``.
+        files: names of the files beside it, one of which may say how the weights are quantized.
+    """
+    model = described(config)
+    has_own_file = any(name in files for name in OWN_FILES)
+    if model is None:
+        return tuple(problems_of(tensors, config, has_own_file=has_own_file))
+    try:
+        return tuple(_problems(_case_of(tensors, config, model), has_own_file=has_own_file))
+    except CorruptError as err:  # a size that is absent, or is none
+        return (Problem(kind="config", message=err.message),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """How many layers and experts a model has.
+
+    Args:
+        layers, experts: as the configuration says.
+        stored_layers, stored_experts: of which there are tensors, up to the last one.
+        mtp: multi-token prediction layers behind the others; of which there are tensors.
+    """
+
+    layers: int
+    experts: int
+    stored_layers: int
+    stored_experts: int
+    mtp: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """The tensors of a checkpoint and the model of a known family that they should be.
+
+    Args:
+        config: the parsed ``config.json``.
+        model: what it describes.
+        stored: the tensors, under the names that they have in a language model; their keys are those stored.
+        body: what the stored keys have in place of ``model.``.
+        counts: layers and experts.
+        scheme: how the configuration says that weights are quantized, or None.
+        expected: the tensors of the model, as far as counts agree.
+        others: names in ``stored`` that no expected tensor has.
+        owner_of: those of them that belong to a quantized weight → its module.
+        quantized: the modules of quantized weights.
+    """
+
+    config: Mapping[str, object]
+    model: Described
+    stored: Mapping[str, TensorMeta]
+    body: str
+    counts: _Counts
+    scheme: Scheme | None
+    expected: tuple[Expected, ...]
+    others: tuple[str, ...]
+    owner_of: Mapping[str, str]
+    quantized: frozenset[str]
+
+    def is_quantized(self, name: str) -> bool:
+        """Return whether other tensors stand for a weight, or belong to it."""
+        return name.removesuffix(".weight") in self.quantized
+
+
+def _case_of(tensors: Mapping[str, TensorMeta], config: Mapping[str, object], model: Described) -> _Case:
+    body, scheme = _body_of(tensors, model), scheme_of(config)
+    stored = {_as_language_model(key, body): meta for key, meta in tensors.items()}
+    counts = _counts(stored, config, model.family)
+    routed = {meta.shape[0] for key, meta in stored.items() if _ROUTER.fullmatch(key) and meta.shape}
+    is_as_stated = counts.stored_experts == counts.experts or counts.experts in routed
+    of_family = expected_of(
+        config,
+        model.family,
+        n_layers=min(counts.layers, counts.stored_layers),
+        n_experts=min(counts.experts, counts.stored_experts),
+        n_rows_router=counts.experts if is_as_stated else counts.stored_experts,
+        n_mtp=counts.mtp,
+    )
+    expected = (*of_family, *head_of(config, model))
+    accepted = {name for item in expected for name in item.names}
+    accepted |= {item.stack[0] for item in expected if item.stack is not None}
+    others = tuple(key for key in stored if key not in accepted)
+    modules = {name.removesuffix(".weight").removesuffix(".bias") for name in accepted}
+    is_quantized = scheme is not None or any(map(is_sign, others))
+    owners = ((key, owner_of(key, modules)) for key in others) if is_quantized else ()
+    owner_by_key = {key: owner for key, owner in owners if owner is not None}
+    quantized = frozenset(owner_by_key.values())
+    return _Case(config, model, stored, body, counts, scheme, expected, others, owner_by_key, quantized)
+
+
+def _problems(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
+    if not any(name.startswith(BODY) for name in case.stored):
+        first = next(iter(case.stored), "there are no tensors")
+        yield Problem(
+            kind="missing",
+            message=f"no tensor of a {case.model.family.model_type} model is there; the first name is {first!r}",
+            key=case.expected[0].names[0],
+            expected=f"{len(case.expected):,} tensors",
+            found="none of them",
+            is_lack=True,
+        )
+        return
+    yield from _of_counts(case)
+    yield from _of_quantization(case, has_own_file=has_own_file)
+    for item in case.expected:
+        yield from _of_tensor(case, item)
+    yield from _unexpected(case)
+
+
+def _of_counts(case: _Case) -> Iterator[Problem]:
+    counts = case.counts
+    kinds: tuple[tuple[Kind, int, int, re.Pattern[str]], ...] = (
+        ("layers", counts.layers, counts.stored_layers, _LAYER),
+        ("experts", counts.experts, counts.stored_experts, _EXPERT),
+    )
+    for kind, stated, stored, pattern in kinds:
+        if stated != stored:
+            matches = ((pattern.match(name), meta.key) for name, meta in case.stored.items())
+            yield Problem(
+                kind=kind,
+                message=f"{CONFIG} says {stated:,} {kind}, there are tensors of {stored:,}",
+                key=next((key for match, key in matches if match and int(match[1]) == stored - 1), None),
+                expected=f"{stated} {kind}",
+                found=str(stored),
+                is_lack=stored < stated,
+            )
+
+
+def _of_tensor(case: _Case, item: Expected) -> Iterator[Problem]:
+    """Yield what is wrong with one tensor that the model has."""
+    name = next((name for name in item.names if name in case.stored), None)
+    shape = item.shape
+    names = item.names if item.stack is None else (*item.names, item.stack[0])
+    if name is None and item.stack is not None and item.stack[0] in case.stored:
+        name, (_, *extents) = item.stack
+        shape = (case.counts.stored_experts, *extents)  # that there are others than stated is told once
+        if item.names[0].rpartition(".experts.")[2].partition(".")[0] != "0":
+            return  # told with the first expert
+    if name is not None:
+        yield from _of_stored(case, case.stored[name], name, shape)
+    elif item.names == (HEAD,):
+        if case.model.has_head and not item.is_optional and not case.is_quantized(HEAD):
+            yield Problem(
+                kind="ties",
+                message=f"{CONFIG} says that the embeddings are not tied, but there is no output layer",
+                key=HEAD,
+                expected="the tensor, or tie_word_embeddings",
+                found="neither",
+                is_lack=True,
+            )
+    elif not item.is_optional and not any(map(case.is_quantized, names)):
+        yield Problem(
+            kind="missing",
+            message="the tensor is not in the checkpoint",
+            key=case.body + item.names[0].removeprefix(BODY) if item.names[0].startswith(BODY) else item.names[0],
+            expected=f"the tensor, {item.shape}",
+            found="no such tensor",
+            is_lack=True,
+        )
+
+
+def _of_stored(case: _Case, meta: TensorMeta, name: str, shape: Shape) -> Iterator[Problem]:
+    """Yield what is wrong with a tensor that is there.
+
+    Args:
+        meta: the tensor.
+        name: its name in a model with a head.
+        shape: the one that it should have.
+    """
+    is_packed = dtype_of(meta.dtype).kind != "float"
+    if is_packed and (case.scheme is not None or case.is_quantized(name)):
+        return
+    if is_packed:
+        yield Problem(
+            kind="dtype",
+            message=f"the elements are {meta.dtype}, but no quantization is stated",
+            key=meta.key,
+            expected="floating-point numbers",
+            found=meta.dtype,
+        )
+    if meta.shape != shape:
+        is_tied_head = name == HEAD and is_tied(case.config)
+        tied = f"{CONFIG} ties the output layer to the embedding; " if is_tied_head else ""
+        yield Problem(
+            kind="ties" if is_tied_head else "shape",
+            message=f"{tied}shape {meta.shape}, but {CONFIG} makes it {shape} (elements)",
+            key=meta.key,
+            expected=str(shape),
+            found=str(meta.shape),
+        )
+    if case.scheme is not None and is_float8(meta.dtype):
+        yield from _of_scales(case, meta, name, case.scheme)
+
+
+def _of_scales(case: _Case, meta: TensorMeta, name: str, scheme: Scheme) -> Iterator[Problem]:
+    """Yield what is wrong with the scales of a float8 weight."""
+    key = scale_key(name, case.stored)
+    if key is None and scheme.needs_scales:
+        yield Problem(
+            kind="quantization",
+            message=f"a weight in {meta.dtype} has no scales",
+            key=meta.key,
+            expected=f"{meta.key}_scale_inv",
+            found="no such tensor",
+            is_lack=True,
+        )
+    elif key is not None and not scheme.fits(case.stored[key].shape, meta.shape):
+        yield Problem(
+            kind="quantization",
+            message=f"scales {case.stored[key].shape} for a weight {meta.shape} in blocks of {scheme.block}",
+            key=case.stored[key].key,
+            expected=f"one for each block of {scheme.block}",
+            found=str(case.stored[key].shape),
+        )
+
+
+def _of_quantization(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
+    """Yield a problem if the configuration and the tensors disagree about whether there are quantized weights."""
+    signs = [key for key in case.owner_of if is_sign(key)]
+    if case.scheme is None and signs and not has_own_file:
+        yield Problem(
+            kind="quantization",
+            message=f"quantized weights ({len(signs):,} tensors of them), but {CONFIG} has no quantization_config",
+            key=case.stored[signs[0]].key,
+            expected="quantization_config",
+            found="none",
+        )
+    narrow = (is_float8(meta.dtype) or dtype_of(meta.dtype).kind != "float" for meta in case.stored.values())
+    if case.scheme is not None and case.scheme.is_never_wide and not case.owner_of and not any(narrow):
+        yield Problem(
+            kind="quantization",
+            message=f"{CONFIG} says that the weights are quantized ({case.scheme.method}), but none is",
+            expected=f"weights of {case.scheme.method}",
+            found="weights that are not quantized",
+        )
+
+
+def _unexpected(case: _Case) -> Iterator[Problem]:
+    counts = case.counts
+    for name in case.others:
+        is_known = name in case.owner_of or (case.scheme is not None and is_cache_scale(name))
+        is_ignored = any(pattern.search(name) for pattern in case.model.family.ignored)
+        if is_known or is_ignored or not (case.model.has_head or name.startswith(BODY)):
+            continue
+        layer, expert = _LAYER.match(name), _EXPERT.match(name)
+        is_counted = layer is not None and int(layer[1]) >= counts.layers + counts.mtp
+        if is_counted or (expert is not None and int(expert[1]) >= counts.experts > 0):
+            continue  # told as a wrong number of layers or experts
+        yield Problem(
+            kind="unexpected",
+            message=f"{case.model.family.model_type} models as {CONFIG} describes them have no such tensor",
+            key=case.stored[name].key,
+            expected="no such tensor",
+            found=f"{case.stored[name].dtype} {case.stored[name].shape}",
+        )
+
+
+def _body_of(tensors: Mapping[str, TensorMeta], model: Described) -> str:
+    """Return what stands in front of the names of a model's body; nothing does without a head."""
+    bodies = (BODY, _BODY_OF_ANSWERS, "") if "qa_outputs.weight" in model.head else (BODY, "")
+    return next((body for body in bodies if any(key.startswith(_starts(body)) for key in tensors)), BODY)
+
+
+def _starts(body: str) -> tuple[str, ...]:
+    return (body,) if body == BODY else tuple(body + part for part in _BODY_PARTS)
+
+
+def _as_language_model(key: str, body: str) -> str:
+    """Return the name that a tensor has in a language model."""
+    is_of_body = body != BODY and key.startswith(_starts(body))
+    return BODY + key.removeprefix(body) if is_of_body else key
+
+
+def _counts(stored: Mapping[str, TensorMeta], config: Mapping[str, object], family: Family) -> _Counts:
+    """Count layers and experts.
+
+    Raises:
+        CorruptError: the configuration does not say how many there are.
+    """
+    n_layers = count_of(config, "num_hidden_layers")
+    layers = {int(match[1]) for name in stored if (match := _LAYER.match(name)) is not None}
+    marks = [row.hf[0] for row in family.mtp]
+    n_mtp = 0
+    while any(f"model.layers.{n_layers + n_mtp}.{mark}" in stored for mark in marks):
+        n_mtp += 1
+    n_stored = max((layer + 1 for layer in layers if not n_layers <= layer < n_layers + n_mtp), default=0)
+    if n_mtp and n_stored > n_layers:
+        n_stored -= n_mtp
+    n_experts = stated_experts(config, family)
+    if n_experts and len(dense_layers(config, family, n_layers=n_stored)) == n_stored > 0:
+        n_experts = 0  # no layer has any, whatever number is stated
+    experts = [int(match[1]) + 1 for name in stored if (match := _EXPERT.match(name)) is not None]
+    experts += [meta.shape[0] for name, meta in stored.items() if _STACKED.fullmatch(name) and len(meta.shape) == 3]
+    return _Counts(n_layers, n_experts, n_stored, max(experts, default=0) if n_experts else 0, n_mtp)

@@ -1,0 +1,201 @@
+"""What a model of transformers stores: names and shapes that follow from its ``config.json``.
+
+::
+
+    config.json ── model_from ──▶ Model ── pairs_of (hf/tables) ──▶ Expected: names, shape, where it may also lie
+
+The tables are those by which names are mapped to Megatron's, so a name that is proven here is one that is mapped there.
+Unlike ``core.hf.config``, nothing is refused that only Megatron cannot express (sliding windows, rotary scaling): none
+of it changes a name or a shape.
+
+Source: transformers 5.23.0 ``models/*/modeling_*.py``; what it takes for absent values is ``[defaults]`` of the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from core.arrays.box import Shape
+from core.hf.config import count_of, dense_layers, number_of
+from core.hf.name_tables import Family, families, pairs_of
+from core.hf.traits import Model
+
+HEAD = "lm_head.weight"
+BODY = "model."
+"""What the names of all tensors begin with save the head's, in models that have a head."""
+_HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "ForSequenceClassification": {"score.weight": ("labels", "hidden_size")},
+    "ForTokenClassification": {"score.weight": ("labels", "hidden_size"), "score.bias": ("labels",)},
+    "ForQuestionAnswering": {"qa_outputs.weight": ("ends", "hidden_size"), "qa_outputs.bias": ("ends",)},
+}
+"""End of a class's name → the tensors of its head, the same in every family (``modeling_layers.py``), and their shapes.
+``ends`` are the two of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A tensor of a model.
+
+    Args:
+        names: the name that transformers writes, then others that it reads.
+        shape: in elements.
+        stack: the name and shape of a tensor that may hold it together with those of all other experts, or None.
+        is_optional: it may be absent, because it holds the same as another tensor.
+    """
+
+    names: tuple[str, ...]
+    shape: Shape
+    stack: tuple[str, Shape] | None = None
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a configuration says of the class of its model.
+
+    Args:
+        family: the family of the model.
+        has_head: the model is the language model that the family's table describes; otherwise the body and ``head``.
+        head: the tensors of another head, see ``_HEADS``.
+    """
+
+    family: Family
+    has_head: bool
+    head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def described(config: Mapping[str, object]) -> Described | None:
+    """Return the family that a configuration names, or None where the names of its tensors are not known.
+
+    A model may have another head (a classifier) or none. Other classes, such as a draft model for speculative decoding
+    that calls itself a Llama, have names of their own.
+    """
+    model_type = config.get("model_type")
+    family = next((f for f in families().values() if model_type == f.model_type or model_type in f.aliases), None)
+    if family is None:
+        return None
+    stated = config.get("architectures")
+    architecture = stated[0] if isinstance(stated, list) and stated else None
+    stem = family.architecture.removesuffix("ForCausalLM")
+    if architecture is None or architecture == f"{stem}Model":
+        return Described(family, has_head=False)
+    head = next((head for name, head in _HEADS.items() if architecture == stem + name), None)
+    if head is not None:
+        return Described(family, has_head=False, head=head)
+    return Described(family, has_head=True) if architecture == family.architecture else None
+
+
+def head_of(config: Mapping[str, object], model: Described) -> tuple[Expected, ...]:
+    """Return the tensors of another head than the language model's; of labels, transformers takes two if none is named.
+
+    Raises:
+        CorruptError: the configuration does not state a size.
+    """
+    names = config.get("id2label")
+    n_labels = len(names) if isinstance(names, Mapping) and names else count_of(config, "num_labels", default=2)
+    sizes = {"labels": n_labels, "ends": 2, "hidden_size": count_of(config, "hidden_size")}
+    return tuple(Expected((name,), tuple(sizes[size] for size in shape)) for name, shape in model.head.items())
+
+
+def unchecked_text(config: Mapping[str, object]) -> str | None:
+    """Return what is not compared with a configuration, or None where there is a table of the model's names."""
+    model_type, stated = config.get("model_type"), config.get("architectures")
+    if not isinstance(model_type, str) or described(config) is not None:
+        return None
+    name = str(stated[0]) if isinstance(stated, list) and stated else f"a {model_type} model"
+    return (
+        f"which tensors {name[:80]} has: there is no table of its names, so only stated sizes were compared, and "
+        "layers with each other"
+    )
+
+
+def is_tied(config: Mapping[str, object]) -> bool:
+    """Return whether the configuration shares the input embedding with the output layer."""
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def stated_experts(config: Mapping[str, object], family: Family) -> int:
+    """Return how many experts a layer has; 0 in a family without experts.
+
+    Raises:
+        CorruptError: the configuration does not say it.
+    """
+    return number_of(config, family.config["num_experts"]) if "moe" in family.requires else 0
+
+
+def expected_of(
+    config: Mapping[str, object], family: Family, *, n_layers: int, n_experts: int, n_rows_router: int, n_mtp: int
+) -> Iterator[Expected]:
+    """Yield every tensor of a model, the head of an untied one included.
+
+    Args:
+        config: the parsed ``config.json``.
+        family: its family.
+        n_layers: layers to describe, at most those that the configuration states.
+        n_experts: experts of a layer to describe.
+        n_rows_router: experts among which a router chooses.
+        n_mtp: multi-token prediction layers behind them.
+
+    Raises:
+        CorruptError: the configuration does not state a size.
+    """
+    model = _model_from(
+        config, family, n_layers=n_layers, n_experts=n_experts, n_rows_router=n_rows_router, n_mtp=n_mtp
+    )
+    for pair in pairs_of(family, model):
+        stack = None if pair.stack is None else (pair.stack[0], (pair.stack[2], *pair.shape))
+        for part in pair.parts:
+            yield Expected(part.names, part.shape, stack)
+        for name in (*pair.copies, *pair.twins):
+            yield Expected((name,), pair.shape, is_optional=True)
+
+
+def _model_from(
+    config: Mapping[str, object], family: Family, *, n_layers: int, n_experts: int, n_rows_router: int, n_mtp: int
+) -> Model:
+    config = {**family.defaults, **config}
+    heads, hidden = count_of(config, "num_attention_heads"), count_of(config, "hidden_size")
+    groups = count_of(config, "num_key_value_heads", default=heads)
+    head = count_of(config, "head_dim", default=max(hidden // heads, 1))
+    sizes = {
+        "vocab": count_of(config, "vocab_size"),
+        "hidden": hidden,
+        "hidden2": 2 * hidden,
+        "ffn": count_of(config, "intermediate_size"),
+        "head": head,
+        "q": heads * head,
+        "kv": groups * head,
+    }
+    traits = set(family.requires) | {"tied" if is_tied(config) else "untied"}
+    traits |= {name for name in ("attention_bias", "mlp_bias") if config.get(name)}
+    if "latent" in family.requires:
+        kv_lora, rotated = count_of(config, "kv_lora_rank"), count_of(config, "qk_rope_head_dim")
+        plain, value = count_of(config, "qk_nope_head_dim"), count_of(config, "v_head_dim")
+        sizes |= {
+            "o": heads * value,
+            "q_b": heads * (plain + rotated),
+            "kv_lora": kv_lora,
+            "kv_a": kv_lora + rotated,
+            "kv_b": heads * (plain + value),
+        }
+        if config.get("q_lora_rank") is None:
+            traits.add("no_q_lora")
+        else:
+            traits.add("q_lora")
+            sizes["q_lora"] = count_of(config, "q_lora_rank")
+    if "moe" in family.requires:
+        sizes |= {"experts": n_rows_router, "moe_ffn": number_of(config, family.config["moe_ffn_hidden_size"])}
+        if "shared_expert" in family.requires:
+            sizes["shared_ffn"] = count_of(config, "n_shared_experts") * sizes["moe_ffn"]
+    return Model(
+        n_layers=n_layers,
+        n_mtp=n_mtp,
+        n_experts=n_experts,
+        n_groups=groups,
+        dense=dense_layers(config, family, n_layers=n_layers) if "moe" in family.requires else None,
+        sizes=sizes,
+        features=frozenset(),
+        traits=frozenset(traits - {"moe"}),
+        is_local=True,
+    )

@@ -1,0 +1,114 @@
+"""Quantized weights of Hugging Face models: what ``config.json`` says of them, and the tensors that come with them.
+
+``quantization_config`` (``compression_config`` before 2024) names a method. What a module ``X`` then stores in place of
+``X.weight``, or beside it:
+
+====================  ==========================================================================================
+ method                tensors of ``X``
+====================  ==========================================================================================
+ fp8                   ``weight`` in float8, ``weight_scale_inv`` (one for each block, or for all)
+ gptq, awq             ``qweight``, ``qzeros``, ``scales``, ``g_idx``
+ bitsandbytes          ``weight`` in int8 and ``SCB``; or packed in uint8, ``weight.absmax``, ``weight.quant_map`` …
+ compressed-tensors    ``weight`` and ``weight_scale``, or ``weight_packed``, ``weight_shape`` …
+ others                not looked at: whatever begins with ``X.`` is taken to belong to it
+====================  ==========================================================================================
+
+Some software keeps the method in a file of its own (``OWN_FILES``).
+
+Source: transformers 5.23.0 ``quantizers/``, ``integrations/finegrained_fp8.py``; published models of each kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from core.arrays.box import Shape
+
+OWN_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Where AutoGPTQ, AutoAWQ and ModelOpt keep the method."""
+
+_SIGNS = re.compile(
+    r".*(\.(qweight|qzeros|g_idx|weight_scale|weight_scale_2|weight_packed|SCB|absmax|quant_map)|weight_scale_inv)"
+)
+"""Names that only tensors of quantized weights have."""
+_CACHE = re.compile(r".*\.[qkv]_(scale|zero_point)")
+"""Scales for cached keys and values, which belong to an attention module."""
+_NEVER_WIDE = ("fp8", "gptq", "awq", "fbgemm_fp8")
+"""Methods of which transformers loads quantized weights only; others may quantize while they load."""
+_SCALES = ("_scale_inv", "_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a model's weights are quantized.
+
+    Args:
+        method: the name of the method, such as ``fp8``.
+        block: rows and columns that share a scale, where the configuration says it.
+    """
+
+    method: str
+    block: tuple[int, int] | None
+
+    @property
+    def needs_scales(self) -> bool:
+        """Whether each float8 weight has a tensor of scales."""
+        return self.method in ("fp8", "fbgemm_fp8")
+
+    @property
+    def is_never_wide(self) -> bool:
+        """Whether weights cannot all be wide ones that are quantized while they are loaded."""
+        return self.method in _NEVER_WIDE
+
+    def fits(self, scale: Shape, weight: Shape) -> bool:
+        """Return whether scales of this shape belong to a float8 weight; True where the configuration does not say."""
+        if self.method != "fp8" or self.block is None or len(weight) < 2 or set(scale) <= {1}:
+            return True
+        blocks = tuple(-(-n // block) for n, block in zip(weight[-2:], self.block, strict=True))
+        return scale == (*weight[:-2], *blocks)
+
+
+def scheme_of(config: Mapping[str, object]) -> Scheme | None:
+    """Return how the weights are quantized, or None if the configuration does not say that they are."""
+    for name in ("quantization_config", "compression_config"):
+        stated = config.get(name)
+        if isinstance(stated, Mapping) and stated:
+            block = stated.get("weight_block_size")
+            is_pair = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+            method = str(stated.get("quant_method", "bitsandbytes" if stated.get("load_in_8bit") else ""))
+            return Scheme(method, (block[0], block[1]) if is_pair and isinstance(block, list) else None)
+    return None
+
+
+def is_sign(key: str) -> bool:
+    """Return whether only a quantized weight has a tensor of this name."""
+    return _SIGNS.fullmatch(key) is not None
+
+
+def is_cache_scale(key: str) -> bool:
+    """Return whether a tensor scales what attention caches."""
+    return _CACHE.fullmatch(key) is not None
+
+
+def scale_key(key: str, keys: Container[str]) -> str | None:
+    """Return the name of a float8 weight's scales among ``keys``, or None."""
+    return next((key + suffix for suffix in _SCALES if key + suffix in keys), None)
+
+
+def owner_of(key: str, modules: Container[str]) -> str | None:
+    """Return the module to which a tensor of a quantized weight belongs, or None.
+
+    Args:
+        key: such as ``model.layers.0.mlp.up_proj.weight.absmax``.
+        modules: names of modules, and of tensors that are no module's (stacked experts).
+    """
+    end = len(key)
+    while (end := key.rfind(".", 0, end)) > 0:
+        if key[:end] in modules:
+            return key[:end]
+    for suffix in _SCALES:
+        if key.endswith(suffix) and key.removesuffix(suffix) in modules:
+            return key.removesuffix(suffix)
+    return None

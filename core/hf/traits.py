@@ -1,0 +1,251 @@
+"""What a model is, in the words that the tables of ``hf/tables`` use: sizes, features and traits.
+
+Everything is read from Megatron's training arguments, on the way out of Hugging Face's names as well as into them
+(``core.hf.config`` makes arguments of a ``config.json`` first), so that both ways agree.
+
+==================  ======================================================================================
+ size                what
+==================  ======================================================================================
+ vocab, hidden       rows of the embedding without padding; channels of the residual stream
+ q, kv, head         channels of all query heads; of all key heads; of one head
+ o                   channels of all value heads where attention is latent
+ ffn                 inner channels of a dense MLP
+ experts, moe_ffn    experts of a layer; inner channels of one
+ shared_ffn          inner channels of the shared experts together
+ q_lora, q_b         channels that queries are compressed to; channels of all query heads (latent attention)
+ kv_lora, kv_a       channels that keys and values are compressed to; the same and the rotated key's
+ kv_b                channels of all keys, without the rotated ones, and all values
+ hidden2             twice ``hidden``
+==================  ======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+
+FEATURES: Mapping[str, str] = {
+    "tied": "untie_embeddings_and_output_weights",
+    "linear_bias": "add_bias_linear",
+    "qkv_bias": "add_qkv_bias",
+    "qk_norm": "qk_layernorm",
+    "latent": "multi_latent_attention",
+    "moe": "num_experts",
+    "dense_layers": "moe_layer_freq",
+    "shared_expert": "moe_shared_expert_intermediate_size",
+    "expert_bias": "moe_router_enable_expert_bias",
+    "sigmoid": "moe_router_score_function",
+    "pre_softmax": "moe_router_pre_softmax",
+    "topk_scaling": "moe_router_topk_scaling_factor",
+    "router_groups": "moe_router_num_groups",
+    "mtp": "mtp_num_layers",
+}
+"""Feature that a family may or may not have → the argument that says so."""
+
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "position_embedding_type": ("rope",),
+    **dict.fromkeys(
+        (
+            *("squared_relu", "quick_geglu", "openai_gelu", "layernorm_zero_centered_gamma", "apply_layernorm_1p"),
+            *("apply_residual_connection_post_layernorm", "rotary_interleaved", "attention_output_gate", "qk_l2_norm"),
+            *("moe_shared_expert_gate", "moe_apply_probs_on_input", "mla_down_proj_fusion", "use_mup"),
+        ),
+        (False, None),
+    ),
+    **dict.fromkeys(
+        (
+            *("window_size", "no_rope_freq", "moe_latent_size", "moe_mlp_glu_interleave_size", "linear_attention_freq"),
+            *("activation_func_clamp_value", "hybrid_layer_pattern", "hybrid_override_pattern"),
+            *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+            *("experimental_attention_variant",),
+        ),
+        (None, "", 0, False),
+    ),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "rotary_percent": (1, 1.0, None),
+    "softmax_type": ("vanilla", None),
+    "glu_linear_offset": (0, 0.0, None),
+}
+"""Argument → the values it may have in a model that any of the families describes."""
+
+_DEFAULTS: Mapping[str, object] = {
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "position_embedding_type": "learned_absolute",
+    "moe_router_score_function": "softmax",
+}
+"""What Megatron takes for arguments that are not there, where that is none of the values above."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model, as its training arguments describe it.
+
+    Args:
+        n_layers: decoder layers.
+        n_mtp: multi-token prediction layers.
+        n_experts: experts of a layer that has some.
+        n_groups: query groups.
+        dense: numbers of the layers without experts; None if no layer has any.
+        sizes: extents by name.
+        features: what distinguishes families, names of ``FEATURES``.
+        traits: what decides whether a tensor exists, but for ``dense`` and ``moe``, which belong to layers.
+        is_local: the parameters have the names of the local implementation, not of Transformer Engine.
+    """
+
+    n_layers: int
+    n_mtp: int
+    n_experts: int
+    n_groups: int
+    dense: frozenset[int] | None
+    sizes: Mapping[str, int]
+    features: frozenset[str]
+    traits: frozenset[str]
+    is_local: bool
+
+    def kind_of(self, layer: int) -> str:
+        """``dense`` or ``moe``."""
+        return "dense" if self.dense is None or layer in self.dense else "moe"
+
+
+def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Model:
+    """The model of training arguments.
+
+    Args:
+        fields: the arguments by name.
+        n_rows: rows of the vocabulary, without padding.
+        n_tensors: tensors of the checkpoint; a model of more layers than that is not looked at.
+
+    Raises:
+        MissingShardError: fewer tensors than layers.
+        UnsupportedError: an argument is absent, or says that the model is none that the tables know.
+        CorruptError: an argument makes no sense.
+    """
+    for name, allowed in _PLAIN.items():
+        value = fields.get(name, _DEFAULTS.get(name, allowed[0]))
+        if not any(value is item or (type(value) is type(item) and value == item) for item in allowed):
+            raise UnsupportedError(
+                f"argument {name} is {value!r}; models with Hugging Face names have {allowed[0]!r}",
+                hint="such a model has no counterpart among the families that are mapped",
+            )
+    heads, hidden = size_of(fields, "num_attention_heads"), size_of(fields, "hidden_size")
+    groups = size_of(fields, "num_query_groups") if fields.get("group_query_attention") else heads
+    if heads % groups:
+        raise CorruptError(f"{heads} attention heads are not shared evenly by {groups} query groups")
+    head = size_of(fields, "kv_channels", default=max(hidden // heads, 1))
+    n_layers = size_of(fields, "num_layers")
+    if n_layers > n_tensors:
+        raise MissingShardError(f"a model of {n_layers} layers has more than the {n_tensors} tensors that are here")
+    n_experts = size_of(fields, "num_experts", default=0)
+    n_mtp = size_of(fields, "mtp_num_layers", default=0)
+    ffn = size_of(fields, "ffn_hidden_size")
+    sizes = {
+        "vocab": n_rows,
+        "hidden": hidden,
+        "hidden2": 2 * hidden,
+        "ffn": ffn,
+        "head": head,
+        "q": heads * head,
+        "kv": groups * head,
+    }
+    dense = _dense_layers(fields, n_layers) if n_experts else None
+    traits = {"tied" if not fields.get("untie_embeddings_and_output_weights") else "untied"}
+    features = traits & {"tied"}
+    if fields.get("add_bias_linear", True):
+        features.add("linear_bias")
+        traits |= {"attention_bias", "mlp_bias"}
+    if fields.get("add_qkv_bias"):
+        features.add("qkv_bias")
+    if fields.get("qk_layernorm"):
+        features.add("qk_norm")
+    if fields.get("multi_latent_attention"):
+        features.add("latent")
+        sizes |= _latent_sizes(fields, heads)
+        traits.add("q_lora" if "q_lora" in sizes else "no_q_lora")
+    if n_experts:
+        features |= {"moe"} | ({"dense_layers"} if dense else set()) | _moe_features(fields)
+        sizes |= {"experts": n_experts, "moe_ffn": size_of(fields, "moe_ffn_hidden_size", default=ffn)}
+        if "shared_expert" in features:
+            sizes["shared_ffn"] = size_of(fields, "moe_shared_expert_intermediate_size")
+    if n_mtp:
+        features.add("mtp")
+    return Model(
+        n_layers=n_layers,
+        n_mtp=n_mtp,
+        n_experts=n_experts,
+        n_groups=groups,
+        dense=dense,
+        sizes=sizes,
+        features=frozenset(features),
+        traits=frozenset(traits | features - {"moe"}),
+        is_local=fields.get("transformer_impl") == "local",
+    )
+
+
+def _latent_sizes(fields: Mapping[str, object], heads: int) -> dict[str, int]:
+    kv_lora, rotated = size_of(fields, "kv_lora_rank"), size_of(fields, "qk_pos_emb_head_dim")
+    plain, value = size_of(fields, "qk_head_dim"), size_of(fields, "v_head_dim")
+    sizes = {
+        "o": heads * value,
+        "q_b": heads * (plain + rotated),
+        "kv_lora": kv_lora,
+        "kv_a": kv_lora + rotated,
+        "kv_b": heads * (plain + value),
+    }
+    if fields.get("q_lora_rank") is not None:
+        sizes["q_lora"] = size_of(fields, "q_lora_rank")
+    return sizes
+
+
+def _moe_features(fields: Mapping[str, object]) -> set[str]:
+    found = set()
+    if fields.get("moe_shared_expert_intermediate_size"):
+        found.add("shared_expert")
+    if fields.get("moe_router_enable_expert_bias"):
+        found.add("expert_bias")
+    if fields.get("moe_router_score_function") == "sigmoid":
+        found.add("sigmoid")
+    elif fields.get("moe_router_pre_softmax"):
+        found.add("pre_softmax")
+    if fields.get("moe_router_topk_scaling_factor") not in (None, 1, 1.0):
+        found.add("topk_scaling")
+    if fields.get("moe_router_num_groups") not in (None, 1):
+        found.add("router_groups")
+    return found
+
+
+def _dense_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
+    """Numbers of the layers without experts.
+
+    ``moe_layer_freq`` is a number n, for every n-th layer from the first, or a list with a 1 for each layer that has
+    them.
+    """
+    pattern = fields.get("moe_layer_freq", 1)
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        return frozenset(layer for layer in range(n_layers) if layer % pattern)
+    if isinstance(pattern, list) and len(pattern) == n_layers and set(pattern) <= {0, 1}:
+        return frozenset(layer for layer, has_experts in enumerate(pattern) if not has_experts)
+    raise CorruptError(
+        f"argument moe_layer_freq is {repr(pattern)[:80]}, neither a positive number nor {n_layers} zeros and ones"
+    )
+
+
+def size_of(fields: Mapping[str, object], name: str, *, default: int | None = None) -> int:
+    """A positive integer argument.
+
+    Raises:
+        UnsupportedError: it is not there, and there is no ``default``.
+        CorruptError: it is no positive integer.
+    """
+    value = fields.get(name)
+    if value is None:
+        if default is None:
+            raise UnsupportedError(f"the training arguments do not say {name}")
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CorruptError(f"argument {name} is {value!r}, not a positive integer")
+    return value

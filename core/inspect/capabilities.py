@@ -1,0 +1,298 @@
+"""What can be done with a checkpoint: for every format whether ``convert`` would write it, and what it takes.
+
+Nothing is predicted: the job is planned as ``core.convert.run`` plans it, up to the point where bytes would move, first
+without options, then with those that a refusal may ask for. So that looking at a checkpoint stays quick,
+
+* the objects are loaded once, and the global form is made once for all formats that get the same;
+* of many tensors whose names differ only in their numbers, and which are alike otherwise, the first is planned. A
+  parallel layout needs the whole model: there it is made of all tensors, and what is not cut is thinned after it.
+
+So what is damaged in one of many layers is not seen here: ``core.validate.run`` looks for that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+
+from core.catalog.catalog import Catalog
+from core.changes.select import cast_of, restricted
+from core.convert.global_form import GlobalForm, global_form, is_mcore
+from core.convert.job import Job, TopologyChange
+from core.convert.options import is_cut
+from core.convert.target_form import cut_form, keeps_unknown_classes, vetted_of, with_objects_loaded
+from core.errors import CheckpointingException
+from core.formats.format import Format
+from core.formats.registry import formats
+from core.formats.torch.nested_names import uses_in
+from core.opening.open import Checkpoint
+from core.opening.target import retyped
+from core.pickle.inert import Inert, walk
+from core.pickle.reader import gc_paused, judge
+from core.plan.plan import make_plan
+
+MANY = 32
+"""More tensors than so many are thinned."""
+MANY_STREAMS = 4_096
+"""More objects than so many, each of which may have a stream to be read, are thinned before they are loaded."""
+LARGE = 400
+"""Of a model that is cut by a layout, more tensors than so many are not placed in files: the layout has judged them."""
+HUGE = 60_000
+"""Of a model with a layout and more arrays than so many nothing is tried: one plan takes longer than all else."""
+MANY_VALUES = 100_000
+"""Nor if its objects hold more values than so many, as they would be written for every format."""
+_DIGITS = re.compile(r"\d+")
+_HF = "hf"
+"""As ``--to`` takes it: the format safetensors, with Hugging Face's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Something that can or cannot be done.
+
+    Args:
+        action: ``convert`` or ``reshard``.
+        is_possible: whether ckpt does it.
+        targets: format names, for ``convert``.
+        why: the reason if not, or a condition if so.
+    """
+
+    action: str
+    is_possible: bool
+    targets: tuple[str, ...] = ()
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is known of the model in a checkpoint.
+
+    Args:
+        layout_refusal: why it has no parallel layout that could be changed; None if it has one.
+        is_hf: its tensors have Hugging Face's names.
+        has_optimizer: there are optimizer states.
+        has_scales: weights have scales of their own.
+    """
+
+    layout_refusal: str | None
+    is_hf: bool
+    has_optimizer: bool
+    has_scales: bool
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether its names are known, so that a parallel layout is looked for."""
+        return self.layout_refusal is None or self.is_hf
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """An option of ``convert`` that may make a job possible.
+
+    Args:
+        text: what must be done, with the option.
+        fields: of the job.
+    """
+
+    text: str
+    fields: Mapping[str, object]
+
+
+_NO_OPTIM = _Option("the optimizer must be left out: --no-optim", {"optim": "drop"})
+_DEQUANTIZE = _Option("the scales must be multiplied in: --dequantize bf16", {"dequantize": "bf16"})
+_HF_NAMES = _Option("the names must stay Hugging Face's: --names hf", {"names": "hf"})
+_DROP_UNKNOWN = _Option("objects of unknown classes must be left out: --drop-unknown", {"drop_unknown": True})
+_FLOAT32 = _Option("the weights must be cast: --dtype float32", {"dtype": ((None, "float32"),)})
+_NEEDS_LAYOUT = "into a format that has a layout: --to megatron or --to torch_dist"
+
+
+def capabilities_of(checkpoint: Checkpoint, model: Model) -> tuple[Capability, ...] | None:
+    """Return what can be done with a checkpoint; None if it is so large that nothing is tried.
+
+    Formats under one condition, or with one reason, share an entry.
+    """
+    if (model.has_layout and len(checkpoint.catalog.tensors) > HUGE) or _has_many_values(checkpoint.catalog):
+        return None
+    possible: dict[str | None, list[str]] = {}
+    impossible: dict[str | None, list[str]] = {}
+    own = checkpoint.format.name
+    targets = [(format.name, format) for format in formats() if format.lay_out is not None and format.name != own]
+    if not model.is_hf:
+        targets += [(_HF, format) for _, format in targets if _HF in format.aliases]
+    with gc_paused():
+        trials = _Trials(checkpoint, model)
+        for name, format in targets:
+            is_possible, why = trials.conversion(name, format)
+            (possible if is_possible else impossible).setdefault(why, []).append(name)
+        can_reshard, why = trials.reshard()
+    return (
+        *(Capability("convert", True, tuple(names), why) for why, names in possible.items()),
+        *(Capability("convert", False, tuple(names), why) for why, names in impossible.items()),
+        Capability("reshard", can_reshard, (), why),
+    )
+
+
+class _Trials:
+    """Jobs that are planned to see whether they can be done, and what several of them share."""
+
+    def __init__(self, checkpoint: Checkpoint, model: Model) -> None:
+        self._model = model
+        self._is_covered = False
+        self._is_vetted = False
+        self._failure: CheckpointingException | None = None
+        self._raw_forms: dict[tuple[object, ...], GlobalForm] = {}
+        self._forms: dict[tuple[object, ...], GlobalForm | CheckpointingException] = {}
+        is_plain = not model.has_layout and not checkpoint.catalog.attrs.get("is_rank_local")
+        try:
+            if is_plain and len(checkpoint.catalog.objects) > MANY_STREAMS:
+                checkpoint = replace(checkpoint, catalog=_thinned(checkpoint.catalog))
+            checkpoint = with_objects_loaded(checkpoint)
+            if is_plain:
+                checkpoint = replace(checkpoint, catalog=_thinned(checkpoint.catalog))
+        except CheckpointingException as err:
+            self._failure = err
+        self._source = checkpoint
+
+    def conversion(self, to: str, format: Format) -> tuple[bool, str | None]:
+        """Return whether the checkpoint can be converted, and the condition or the reason."""
+        options = [
+            *([_NO_OPTIM] if self._model.has_optimizer else []),
+            *([_DEQUANTIZE] if self._model.has_scales else []),
+            *([_HF_NAMES] if self._model.is_hf and format.is_mcore else []),
+            *([_FLOAT32] if format.adapt is not None else []),
+        ]
+        needs_layout = is_cut(format) or to == _HF or self._source.format.partition == "ranks"
+        lacks_layout = needs_layout and self._model.layout_refusal is not None
+        job = Job(src=self._source.path, to=to)
+        if lacks_layout and not self._model.is_hf and not is_cut(self._source.format):
+            options = []  # no option gives the tensors other names
+        is_possible, why = self._tried(job, format, options)
+        has_reason = lacks_layout and not self._model.is_hf  # of a model of a family, the planner says more
+        return is_possible, self._model.layout_refusal if has_reason and not is_possible else why
+
+    def reshard(self) -> tuple[bool, str | None]:
+        """Return whether the parallel sizes can be changed, and the condition or the reason."""
+        own = self._source.format
+        if self._model.layout_refusal is not None and not self._model.is_hf:
+            return False, self._model.layout_refusal
+        options = [
+            *([_NO_OPTIM] if self._model.has_optimizer else []),
+            *([_DEQUANTIZE] if self._model.has_scales else []),
+        ]
+        job = Job(src=self._source.path, topology=TopologyChange(tp=1), keeps_layout=True)
+        if is_cut(own):
+            return self._tried(job, own, options)
+        megatron = next(format for format in formats() if format.partition == "ranks")
+        is_possible, why = self._tried(replace(job, to=megatron.name), megatron, options)
+        if not is_possible:
+            return False, why
+        return True, "; ".join([*([why] if why else []), _NEEDS_LAYOUT])
+
+    def _tried(self, job: Job, format: Format, options: list[_Option]) -> tuple[bool, str | None]:
+        """Return whether a job can be done with some of the options, as few as possible, and which; or why not."""
+        first = self._refusal(job, format, ())
+        if first is None:
+            return True, None
+        if not self._is_vetted and self._has_unknown_classes and not keeps_unknown_classes(format):
+            options = [*options, _DROP_UNKNOWN]
+        every = self._refusal(job, format, tuple(options)) if options else first
+        if every is not None:
+            return False, every.sentence  # fewer options help no more
+        subsets = [chosen for size in range(1, len(options)) for chosen in combinations(options, size)]
+        fewest = next((chosen for chosen in subsets if self._refusal(job, format, chosen) is None), options)
+        return True, "; ".join(option.text for option in fewest)
+
+    def _refusal(self, job: Job, format: Format, options: tuple[_Option, ...]) -> CheckpointingException | None:
+        """Return the error that planning a job ends with; None if it can be done."""
+        fields = {name: value for option in options for name, value in option.fields.items()}
+        job = replace(job, **fields)  # type: ignore[arg-type]  # the table has fields of a job
+        try:
+            form = self._form(job, format, options)
+            assert format.lay_out is not None, "only formats that are written are tried"
+            is_layout = is_cut(format) and self._model.has_layout and job.names is None
+            catalog, target = cut_form(job, form.catalog if is_layout else _thinned(form.catalog), format)
+            if is_layout and len(form.catalog.tensors) > LARGE:
+                return None
+            if format.check is not None:
+                format.check(target)
+            else:
+                images = tuple(format.lay_out(target))
+                if is_layout or job.dtype or job.dequantize or not self._is_covered:
+                    make_plan(catalog, target, images)  # proves that the source has every region, and every cast
+                    self._is_covered = True
+        except CheckpointingException as err:
+            return err
+        return None
+
+    def _form(self, job: Job, format: Format, options: tuple[_Option, ...]) -> GlobalForm:
+        """Return the vetted global form that a job makes; formats without a layout of their own share it.
+
+        Raises:
+            CheckpointingException: the job cannot be done.
+        """
+        if self._failure is not None:
+            raise self._failure
+        casts = job.dtype if not self._model.has_scales else ()
+        if casts:  # the last of the changes, so it is made to the form that is there
+            form = self._form(replace(job, dtype=()), format, tuple(option for option in options if option != _FLOAT32))
+            return replace(form, catalog=retyped(form.catalog, cast_of(casts)))
+        place: object = self._model.is_hf and format.carries_files
+        if is_cut(format):
+            place = "mcore" if format.is_mcore and not is_mcore(self._source.catalog) else format.name
+        keeps_unknown = keeps_unknown_classes(format)
+        raw_key = (place, job.to == _HF, job.topology is None, *(option.text for option in options))
+        key = (keeps_unknown, *raw_key)
+        result = self._forms.get(key)
+        if result is None:
+            try:
+                if raw_key not in self._raw_forms:
+                    self._raw_forms[raw_key] = global_form(job, self._source, format)
+                result = vetted_of(self._raw_forms[raw_key], job, self._source, format)
+                self._is_vetted |= not keeps_unknown and not job.drop_unknown
+            except CheckpointingException as err:
+                result = err
+            self._forms[key] = result
+        if isinstance(result, CheckpointingException):
+            raise result
+        return result
+
+    @cached_property
+    def _has_unknown_classes(self) -> bool:
+        objects = self._source.catalog.objects.values()
+        return any(judge(use) == "unknown" for item in objects for use in uses_in(item.value))
+
+
+def _has_many_values(catalog: Catalog) -> bool:
+    """Return whether the objects that were read with the metadata hold more values than are written for trial."""
+    n_values = 0
+    for node in walk([item.value for item in catalog.objects.values() if item.raw_key is None]):
+        if isinstance(node, (list, tuple, dict, set, frozenset)):
+            n_values += len(node)
+        elif isinstance(node, Inert):
+            n_values += len(node.items) + len(node.entries)
+        if n_values > MANY_VALUES:
+            return True
+    return False
+
+
+def _thinned(catalog: Catalog) -> Catalog:
+    """Return the catalog with one of the tensors that are alike but for the numbers in their names.
+
+    Of objects, those are alike that name the same classes. Where thousands have streams of their own that are not
+    loaded yet, the names of their keys must do.
+    """
+    if len(catalog.tensors) + len(catalog.objects) <= MANY or not catalog.tensors:
+        return catalog
+
+    first_of: dict[object, str] = {}
+    for key, meta in catalog.tensors.items():
+        first_of.setdefault((_DIGITS.sub("0", key), meta.dtype, len(meta.shape), meta.n_elements > 0), key)
+    for key, item in catalog.objects.items():
+        first_of.setdefault((_DIGITS.sub("0", key), frozenset(uses_in(item.value))), key)
+    keys = set(first_of.values())
+    unsupported = catalog.attrs.get("unsupported")
+    keys |= set(map(str, unsupported)) if isinstance(unsupported, Mapping) else set()
+    return restricted(catalog, keys.__contains__).catalog

@@ -1,0 +1,171 @@
+"""Tensors in memory as a format: what a running process holds of global tensors, as a catalog over a MemoryStore.
+
+::
+
+    global tensor ── box (the chunk that this process has)
+                       └── flat: elements [start, stop) of the flattened chunk, where it has only a part of it
+                              └── memory, the bytes of the elements; strides where they do not lie in C order
+
+Read (``live_source``) and written (``live_target``) through the engine as files are: every live tensor is one file of
+the store, and an array of it where it is dense. No torch here: memory is a memoryview.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from core.arrays.box import Box, Shape, boxes_of_flat_range, is_c_contiguous
+from core.arrays.dtypes import itemsize
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.file_image import FileImage, PlacedArray
+from core.catalog.stored import Extent, StoredArray
+from core.errors import UsageError
+from core.files.store import MemoryStore
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A region of a global tensor that somebody holds; no data, so that processes can tell each other.
+
+    Args:
+        key: the tensor.
+        dtype: canonical dtype name.
+        shape: global shape, in elements.
+        box: the region, in elements.
+        flat: the elements [start, stop) of the flattened region, in C order, that are held; None for all of them.
+        flexible: the tensor's shape may differ from the one that a checkpoint has (``allow_shape_mismatch``).
+    """
+
+    key: str
+    dtype: str
+    shape: Shape
+    box: Box
+    flat: tuple[int, int] | None = None
+    flexible: bool = False
+
+    @property
+    def n_elements(self) -> int:
+        """Elements that are held."""
+        return self.box.n_elements if self.flat is None else self.flat[1] - self.flat[0]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that are held, as a dense run."""
+        return self.n_elements * itemsize(self.dtype)
+
+    def runs(self) -> list[tuple[int, Box]]:
+        """The held elements as boxes of the tensor, each with the elements held before it."""
+        if self.flat is None:
+            return [(0, self.box)]
+        found = []
+        before = 0
+        for box in boxes_of_flat_range(self.box.shape, *self.flat):
+            found.append((before, box.shift(self.box.offset)))
+            before += box.n_elements
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """A chunk and the memory that holds it.
+
+    Args:
+        chunk: which elements.
+        memory: bytes, from the first element to the end of the last one.
+        strides: in elements per axis of the chunk's box; None for C order. A flat range is always dense.
+    """
+
+    chunk: Chunk
+    memory: memoryview
+    strides: Shape | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements lie in C order without gaps."""
+        return self.strides is None or is_c_contiguous(self.chunk.box.shape, self.strides)
+
+
+def live_source(
+    tensors: Sequence[LiveTensor], streams: Sequence[tuple[str, bytes]] = ()
+) -> tuple[Catalog, MemoryStore]:
+    """The catalog of what a process holds, and the store of its memory.
+
+    Args:
+        tensors: chunks of one key may be replicas of each other.
+        streams: (key, bytes) of byte strings, which become hidden tensors.
+
+    Raises:
+        UsageError: two chunks of one key disagree on dtype or shape.
+    """
+    files: dict[str, memoryview] = {}
+    fragments: dict[str, list[Fragment]] = {}
+    for number, tensor in enumerate(tensors):
+        chunk, file = tensor.chunk, str(number)
+        files[file] = tensor.memory
+        for before, box in chunk.runs():
+            extent = Extent(file, before * itemsize(chunk.dtype), None if tensor.is_dense else tensor.strides)
+            array = StoredArray(f"{file}+{before}", chunk.dtype, box.shape, extent)
+            fragments.setdefault(chunk.key, []).append(Fragment(chunk.key, box, array, (0,) * box.rank))
+    hidden = {}
+    for key, data in streams:
+        files[f"stream {key}"] = memoryview(data)
+        hidden[key] = TensorMeta(key, "uint8", (len(data),))
+        array = StoredArray(f"stream {key}", "uint8", (len(data),), Extent(f"stream {key}", 0))
+        fragments[key] = [Fragment(key, Box((0,), (len(data),)), array, (0,))]
+    catalog = Catalog(
+        format="live",
+        version=None,
+        tensors=metas_of_chunks(tensor.chunk for tensor in tensors),
+        fragments_of=lambda key: fragments.get(key, ()),
+        hidden=hidden,
+    )
+    return catalog, MemoryStore(files)
+
+
+def live_target(tensors: Sequence[LiveTensor]) -> tuple[Catalog, list[FileImage], MemoryStore]:
+    """The catalog to be filled, with its arrays placed in the images, and the store that writes into memory.
+
+    Args:
+        tensors: dense ones.
+
+    Raises:
+        UsageError: two chunks of one key disagree on dtype or shape.
+    """
+    files: dict[str, memoryview] = {}
+    fragments: dict[str, list[Fragment]] = {}
+    images = []
+    for number, tensor in enumerate(tensors):
+        assert tensor.is_dense, "a strided tensor is filled by way of a dense one"
+        chunk, file = tensor.chunk, str(number)
+        files[file] = tensor.memory
+        placed = []
+        for before, box in chunk.runs():
+            array = StoredArray(f"{file}+{before}", chunk.dtype, box.shape)
+            placed.append(PlacedArray(before * itemsize(chunk.dtype), array))
+            fragments.setdefault(chunk.key, []).append(Fragment(chunk.key, box, array, (0,) * box.rank))
+        images.append(FileImage(file, chunk.n_bytes, placed))
+    metas = metas_of_chunks(tensor.chunk for tensor in tensors)
+    catalog = Catalog(format="live", version=None, tensors=metas, fragments_of=lambda key: fragments.get(key, ()))
+    return catalog, images, MemoryStore(files)
+
+
+def metas_of_chunks(chunks: Iterable[Chunk]) -> dict[str, TensorMeta]:
+    """The global tensors of chunks, by key, in the order in which they come.
+
+    Raises:
+        UsageError: two chunks of one key disagree on dtype or shape.
+    """
+    metas: dict[str, TensorMeta] = {}
+    for chunk in chunks:
+        meta = metas.get(chunk.key)
+        if meta is None:
+            metas[chunk.key] = TensorMeta(chunk.key, chunk.dtype, chunk.shape, chunk.flexible)
+        elif (meta.dtype, meta.shape) != (chunk.dtype, chunk.shape):
+            raise UsageError(
+                f"one part of the tensor says {meta.dtype} of shape {meta.shape}, another {chunk.dtype} of shape "
+                f"{chunk.shape} (elements)",
+                key=chunk.key,
+                hint="give tensors that differ in dtype or global shape keys of their own",
+            )
+    return metas

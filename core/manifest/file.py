@@ -1,0 +1,253 @@
+"""The manifest file: sizes, CRC-32s and content digests of a checkpoint, and its fingerprints, for later checking.
+
+``ckpt-manifest.json`` in the checkpoint's directory, or ``FILE.ckpt-manifest.json`` beside a single file::
+
+    {"schema": "ckpt-manifest", "version": 2, "tool": "ckpt-toolkit 0.1.0", "digest": "xxh3-128/1MiB",
+     "files": [
+      {"path": "model.pt", "size": 1234, "crc32": "89abcdef", "digest": "…"},
+      …],
+     "arrays": [
+      {"key": "w", "name": "w", "file": "model.pt", "offset": 64, "dtype": "float32", "shape": [2, 3],
+       "crc32": "…", "digest": "…"},
+      …],
+     "fingerprint": "fp1",
+     "fingerprints": [
+      {"key": "w", "dtype": "float32", "shape": [2, 3], "sum": "…"},
+      …]}
+
+One entry a line, in the order of the plan or of the checkpoint; no time stamps and no paths of the machine, so equal
+work gives equal manifests. ``key`` of an array is the first tensor that it holds (a part of), ``name`` the array's own;
+its bytes are dense in the file. What was switched off is null. Files of a copy have no digest: their arrays have.
+
+``fingerprints`` are of canonical tensors (``core.opening.canonical``), whose keys are the same in every format and
+layout; ``fingerprint`` names their definition (``core.fingerprint.definition``). Version 1 has none of the two; without
+fingerprints it is version 1 that is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from core.errors import CorruptError, UnsupportedError
+from core.files.json_object import object_of, small_file
+from core.fingerprint.definition import SCHEME, Fingerprint, lanes_of
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore, WriteStore
+
+MANIFEST = "ckpt-manifest.json"
+SCHEMA = "ckpt-manifest"
+VERSION = 2
+MAX_BYTES = 512 << 20
+MAX_VALUES = 12_000_000
+"""Most values in it; 10⁵ arrays have 2 · 10⁶."""
+
+
+def manifest_name(file: str | None = None) -> str:
+    """Name of the manifest of a directory, or of a single file."""
+    return MANIFEST if file is None else f"{file}.{MANIFEST}"
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """A finished file.
+
+    Args:
+        path: relative to the destination.
+        n_bytes: its size.
+        crc: CRC-32 of the whole file; None if checksums are off.
+        digest: of the whole file, hexadecimal; None if it is not known.
+    """
+
+    path: str
+    n_bytes: int
+    crc: int | None
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestArray:
+    """An array as its manifest describes it; ``crc`` and ``digest`` (hexadecimal) are None where switched off."""
+
+    key: str
+    name: str
+    file: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    crc: int | None
+    digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a manifest states.
+
+    Args:
+        tool: who wrote it.
+        digest: name of the digest, None if there are none.
+        files: the files.
+        arrays: the arrays.
+        scheme: name of the fingerprints' definition, None if there are none.
+        fingerprints: by key of the canonical tensor.
+    """
+
+    tool: str
+    digest: str | None
+    files: tuple[FileSum, ...]
+    arrays: tuple[ManifestArray, ...]
+    scheme: str | None = None
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
+
+
+def manifest_lines(
+    tool: str,
+    digest: str | None,
+    files: Iterable[FileSum],
+    arrays: Iterable[ManifestArray],
+    fingerprints: Mapping[str, Fingerprint] | None = None,
+) -> Iterator[str]:
+    """The text of a manifest, in pieces.
+
+    Args:
+        tool: name and version of the writing software.
+        digest: name of the digest; None if there are none.
+        files, arrays: the entries.
+        fingerprints: by key; None for a manifest without.
+    """
+    version = 1 if fingerprints is None else VERSION
+    head = {"schema": SCHEMA, "version": version, "tool": tool, "digest": digest}
+    yield json.dumps(head, ensure_ascii=False)[:-1] + ',\n"files": [\n'
+    yield from _entries(_entry_of_file(file) for file in files)
+    yield '],\n"arrays": [\n'
+    yield from _entries(_entry_of_array(array) for array in arrays)
+    if fingerprints is not None:
+        yield f'],\n"fingerprint": "{SCHEME}",\n"fingerprints": [\n'
+        yield from _entries(
+            {"key": key, "dtype": found.dtype, "shape": list(found.shape), "sum": found.text}
+            for key, found in fingerprints.items()
+        )
+    yield "]}\n"
+
+
+def _entries(entries: Iterable[dict[str, object]]) -> Iterator[str]:
+    separator = ""
+    for entry in entries:
+        text = json.dumps(entry, ensure_ascii=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # a name that is no UTF-8, or a key of half a character
+            text = json.dumps(entry)
+        yield separator + text
+        separator = ",\n"
+
+
+def _entry_of_file(file: FileSum) -> dict[str, object]:
+    entry: dict[str, object] = {"path": file.path, "size": file.n_bytes, "crc32": _hex(file.crc)}
+    return entry if file.digest is None else {**entry, "digest": file.digest}
+
+
+def _entry_of_array(array: ManifestArray) -> dict[str, object]:
+    return {
+        "key": array.key,
+        "name": array.name,
+        "file": array.file,
+        "offset": array.offset,
+        "dtype": array.dtype,
+        "shape": list(array.shape),
+        "crc32": _hex(array.crc),
+        "digest": array.digest,
+    }
+
+
+def _hex(crc: int | None) -> str | None:
+    return None if crc is None else f"{crc:08x}"
+
+
+def write_lines(store: WriteStore, name: str, lines: Iterable[str]) -> None:
+    """Writes a text, a thousand lines at a time.
+
+    Raises:
+        CapacityError, StorageError: the system refuses.
+    """
+    store.create(name, 0)
+    offset = 0
+    pending: list[str] = []
+    for line in lines:
+        pending.append(line)
+        if len(pending) == 1000:
+            offset += _put(store, name, offset, pending)
+            pending = []
+    _put(store, name, offset, pending)
+
+
+def _put(store: WriteStore, name: str, offset: int, lines: list[str]) -> int:
+    data = "".join(lines).encode()
+    store.write(name, offset, data)
+    return len(data)
+
+
+def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        MissingShardError: there is none.
+        CorruptError: it is not a manifest.
+        UnsupportedError: it is of a newer version.
+    """
+    data = small_file(store, name, max_bytes=MAX_BYTES)
+    try:
+        found: Any = object_of(data, file=name, max_values=MAX_VALUES)
+        if found["schema"] != SCHEMA:
+            raise ValueError(found["schema"])
+        if found["version"] > VERSION:
+            raise UnsupportedError(f"manifest version {found['version']} is newer than {VERSION}", file=name)
+        digest, scheme = found["digest"], found.get("fingerprint")
+        return Manifest(
+            tool=str(found["tool"]),
+            digest=None if digest is None else str(digest),
+            files=tuple(_file(entry) for entry in found["files"]),
+            arrays=tuple(_array(entry) for entry in found["arrays"]),
+            scheme=None if scheme is None else str(scheme),
+            fingerprints={str(one["key"]): _fingerprint(one, scheme) for one in found.get("fingerprints", ())},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, CorruptError) as err:
+        why = err.message if isinstance(err, CorruptError) else "an entry is missing or is something else"
+        raise CorruptError(
+            f"not a ckpt manifest: {why}", file=name, hint="remove it, and make a new one with ckpt manifest"
+        ) from err
+
+
+def _file(entry: Any) -> FileSum:
+    return FileSum(str(entry["path"]), int(entry["size"]), _crc(entry["crc32"]), _text(entry.get("digest")))
+
+
+def _fingerprint(entry: Any, scheme: object) -> Fingerprint:
+    text = str(entry["sum"])
+    if scheme == SCHEME:
+        lanes_of(text)
+    return Fingerprint(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), text)
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _crc(text: Any) -> int | None:
+    return None if text is None else int(text, 16)
+
+
+def _array(entry: Any) -> ManifestArray:
+    return ManifestArray(
+        str(entry["key"]),
+        str(entry["name"]),
+        str(entry["file"]),
+        int(entry["offset"]),
+        str(entry["dtype"]),
+        tuple(int(n) for n in entry["shape"]),
+        _crc(entry["crc32"]),
+        _text(entry["digest"]),
+    )

@@ -1,0 +1,44 @@
+"""The order of names in a rank file, where no file says it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from core.megatron.extras.common_state import EXTRA_STATE
+from core.megatron.rules.rules import Rules
+
+_FIELDS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
+_MODULES = (
+    *("word_embeddings", "position_embeddings", "tokentype_embeddings"),
+    *("encoder_relative_pos_emb", "decoder_relative_pos_emb"),
+    *("lm_head.dense", "lm_head.layer_norm", "lm_head", "output_layer", "binary_head", "pooler"),
+)
+
+
+Place = tuple[int, int, int, int, int, str, int]
+
+
+def by_place(rules: Rules) -> Callable[[str], Place]:
+    """A key for ``sorted`` over global names."""
+    return lambda name: place_of(name, rules)
+
+
+def place_of(name: str, rules: Rules) -> Place:
+    """Sorts global names: embedding, every stack of layers with its last norm, the rest.
+
+    Experts come one after the other, parameters before extra states.
+    """
+    module, _, last = name.rpartition(".")
+    field = _FIELDS.index(last) if last in _FIELDS else len(_FIELDS) + (last == EXTRA_STATE)
+    layer = rules.layer_of(name)
+    if layer is not None:
+        expert = rules.expert_of(name)
+        number = 0 if expert is None or expert.number is None else expert.number
+        stack = 1 + 2 * rules.stacks.index(layer.stack)
+        inner = rules.inner_number(layer.sub)
+        return stack, layer.number, inner, rules.position(layer.sub), number, module, field
+    for number, before in enumerate(rules.stacks):
+        if name.startswith(before.removesuffix("layers.")):
+            return 2 + 2 * number, 0, 0, 0, 0, module, field
+    place = next((i for i, word in enumerate(_MODULES) if word in module), len(_MODULES))
+    return (0 if rules.stage_of(name) == "first" else 1 + 2 * len(rules.stacks)), 0, 0, place, 0, module, field

@@ -1,0 +1,188 @@
+"""How one tensor is cut for a destination: its rule, its shape and the arguments put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from core.arrays.box import Box, Shape
+from core.arrays.sharding import Piece, check_divides, check_heads, divisors, listed, replicated, shard_shape, split
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.file_image import JoinedArray
+from core.catalog.optimizer_keys import param_of
+from core.catalog.stored import Coords, StoredArray
+from core.errors import CorruptError, UnsupportedError
+from core.megatron.model.facts import Facts
+from core.megatron.model.parts import check_units, parts_of, with_sizes
+from core.megatron.model.topology import Rank, Topology
+from core.megatron.model.vocabulary import padded_rows
+from core.megatron.rules.experts import packed
+from core.megatron.rules.rules import Rule, Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a global tensor is cut over the ranks of a group.
+
+    Args:
+        shape: global shape in the destination, padding included.
+        axis: the axis that is cut, or None for replication.
+        parts: extents of the consecutive parts of that axis.
+        n: number of shards.
+        group: ``tp`` or ``etp``.
+        is_transposed: files hold the two axes of a shard in the other order.
+    """
+
+    shape: Shape
+    axis: int | None
+    parts: tuple[int, ...]
+    n: int
+    group: str
+    is_transposed: bool = False
+    shard_shape: Shape = field(init=False)
+    """Shape of one shard."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shard_shape", shard_shape(self.shape, self.axis, self.n))
+
+    @property
+    def target_shape(self) -> Shape:
+        """Shape of the whole tensor with its axes as in files."""
+        return self.shape[::-1] if self.is_transposed else self.shape
+
+    @property
+    def array_shape(self) -> Shape:
+        """Shape of a shard with its axes as in files."""
+        return self.shard_shape[::-1] if self.is_transposed else self.shard_shape
+
+    def pieces(self, rank: Rank) -> list[Piece]:
+        """The pieces of one rank's shard."""
+        if self.axis is None:
+            return replicated(self.shape)
+        return split(self.shape, self.axis, parts=self.parts, rank=rank.within(self.group), n=self.n)
+
+    def fragments(self, key: str, rank: Rank, array: StoredArray) -> list[Fragment]:
+        """The fragments of a tensor that lie in an array, which is one rank's shard."""
+        pieces = replicated(self.shape) if self.n == 1 else self.pieces(rank)  # parts follow each other on both sides
+        if self.is_transposed:
+            swapped = [(Box(piece.box.offset[::-1], piece.box.shape[::-1]), piece.at[::-1]) for piece in pieces]
+            return [Fragment(key, box, array, at) for box, at in swapped]
+        return [Fragment(key, piece.box, array, piece.at) for piece in pieces]
+
+
+def cuts_of(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, *, n_rows: int | None) -> dict[str, Cut]:
+    """How every tensor of the global per-layer form is cut; an optimizer's states as their parameters are.
+
+    Args:
+        n_rows: rows of the true vocabulary, or None where nothing says.
+
+    Raises:
+        UnknownTensorError: no rule fits a name.
+        UnsupportedError, CorruptError: as for ``cut_of``.
+    """
+    facts = with_sizes(facts, {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key}, rules)
+    found = {}
+    known: dict[tuple[int, Shape], Cut] = {}  # one of each kind; rules live as long as their table
+    for key, meta in catalog.tensors.items():
+        rule = rules.rule_of(param_of(key), shapes=(meta.shape,))
+        kind = (id(rule), meta.shape)
+        cut = known.get(kind)
+        if cut is None:
+            if rule.extent and rule.cut_axis is None and catalog.attrs.get("is_down_proj_cut"):
+                rule = rule.as_cut()
+            cut = known[kind] = cut_of(meta, rule, facts, topology=topology, n_rows=n_rows)
+        found[key] = cut
+    return found
+
+
+def cut_of(meta: TensorMeta, rule: Rule, facts: Facts, *, topology: Topology, n_rows: int | None) -> Cut:
+    """How a tensor is cut, or why it cannot be.
+
+    Args:
+        n_rows: rows of the true vocabulary, or None where nothing says.
+
+    Raises:
+        UnsupportedError: a size does not divide, or the padded vocabulary of the destination is not known.
+        CorruptError: the tensor has no such axis.
+    """
+    axis, n = rule.cut_axis, topology.size_of(rule.group)
+    if axis is None:
+        return Cut(meta.shape, None, (), n, rule.group)
+    if axis >= len(meta.shape):
+        raise CorruptError(f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=meta.key)
+    if rule.unit == "heads":
+        check_heads(n_heads=facts.n_heads, n_groups=facts.n_groups, tp=n, key=meta.key)
+    shape = meta.shape
+    if rule.kind == "vocab":
+        rows = padded_rows(meta, facts, tp=n, n_rows=n_rows)
+        shape = (*shape[:axis], rows, *shape[axis + 1 :])
+    check_units(rule, n, facts, key=meta.key)
+    parts = parts_of(rule, shape[axis], facts, key=meta.key)
+    check_divides(parts, n, key=meta.key, axis=axis, group=rule.group.upper())
+    return Cut(shape, axis, tuple(parts), n, rule.group)
+
+
+def param_array(
+    name: str,
+    keys: Sequence[str],
+    tensors: Mapping[str, TensorMeta],
+    cuts: Mapping[str, Cut],
+    rules: Rules,
+    *,
+    coords: Coords,
+) -> StoredArray | JoinedArray:
+    """Return the array of a rank's parameter, or of one of its states, before it has a place.
+
+    Args:
+        name: of the array.
+        keys: the tensors that it holds: one, or those of all experts of the rank, in order.
+        tensors: their metadata.
+        cuts: how they are cut.
+        rules: the layout's table.
+        coords: of the rank.
+    """
+    if not cuts[keys[0]].is_transposed:
+        (key,) = keys
+        return StoredArray(name, tensors[key].dtype, cuts[key].array_shape, coords=coords)
+    parts = [
+        StoredArray(f"{name}[{number}]", tensors[key].dtype, cuts[key].array_shape, coords=coords)
+        for number, key in enumerate(keys)
+    ]
+    expert = rules.expert_of(param_of(keys[0]))
+    assert expert is not None, "only experts are transposed"
+    return packed(name, parts, expert.rest)
+
+
+def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:
+    """Boxes of the destination's tensor that the source does not have."""
+    if cut.shape == meta.shape:
+        return []
+    rows = meta.shape[0]
+    return [Box((rows, *(0 for _ in cut.shape[1:])), (cut.shape[0] - rows, *cut.shape[1:]))]
+
+
+def check_target(topology: Topology, facts: Facts) -> None:
+    """Refuses sizes that Megatron or the model's experts cannot have.
+
+    Raises:
+        UnsupportedError: model chunks without pipeline stages; there are no experts, or they do not divide.
+    """
+    if topology.vpp > 1 and topology.pp == 1:
+        layout = None if topology.pipeline is None else topology.pipeline.layout
+        raise UnsupportedError(
+            f"several model chunks a stage (VPP {topology.vpp}) need more than one pipeline stage",
+            hint="say --vpp-new 1, or a larger --pp-new"
+            if layout is None
+            else f"the pipeline layout has {len(layout)} parts: say --pp-new {len(layout)}, or a size that divides it",
+        )
+    if facts.n_experts is None:
+        if topology.ep > 1 or topology.expert_tp != topology.tp:
+            raise UnsupportedError(
+                f"the model has no experts that could be cut over expert parallel ranks ({topology})",
+                hint="leave out --ep-new and --etp-new",
+            )
+    elif facts.n_experts % topology.ep:
+        raise UnsupportedError(
+            f"{facts.n_experts} experts do not divide over EP {topology.ep}",
+            hint=f"EP sizes that do: {listed(divisors(facts.n_experts))}",
+        )

@@ -1,0 +1,128 @@
+"""The training arguments of rank files with new sizes.
+
+Changed are the sizes and what follows from them (``tensor_model_parallel_size``, ``world_size``,
+``padded_vocab_size`` …); every other argument stays as it was, and none is added but those without which the new
+layout would not be known.
+
+Source: Megatron-LM d98e8a64 ``training/arguments.py``; arguments of the checkpoints in tests/golden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import lcm
+
+from core.megatron.model.args import fields_of, replaced, topology_of
+from core.megatron.model.hybrid import NAMES as PATTERNS
+from core.megatron.model.hybrid import recut
+from core.megatron.model.pipeline import Pipeline
+from core.megatron.model.pipeline_args import changes_for
+from core.megatron.model.topology import Topology
+
+
+def updated(
+    args: object,
+    *,
+    topology: Topology,
+    pipeline: Pipeline,
+    counts: Sequence[int],
+    padded_vocab_size: int | None,
+    is_grouped: bool | None = None,
+    unset: Iterable[str] = (),
+) -> object:
+    """A copy of the arguments for rank files with new sizes; see the module's docstring.
+
+    Args:
+        args: those of the source.
+        topology: sizes to write.
+        pipeline: how they distribute the layers.
+        counts: layers of every model chunk, virtual stages outermost.
+        padded_vocab_size: rows of the embedding, or None to leave that argument.
+        is_grouped: whether experts are written as grouped ones, or None to leave that argument.
+        unset: arguments that become False where they are set.
+    """
+    fields = fields_of(args)
+    own = topology_of(args)
+    changes: dict[str, object] = {"ckpt_format": "torch", "use_dist_ckpt": False}
+    if padded_vocab_size is not None:
+        changes["padded_vocab_size"] = padded_vocab_size
+    if is_grouped is not None:
+        changes |= {"moe_grouped_gemm": is_grouped, "moe_use_legacy_grouped_gemm": False}
+    changes |= {name: False for name in unset if fields.get(name)}
+    changes |= {name: recut(text, counts) for name in PATTERNS if isinstance(text := fields.get(name), str) and text}
+    added = changes_for(fields, pipeline)
+    has_sizes = _sizes(topology) != _sizes(own)
+    if has_sizes or added:
+        n_chunks = topology.vpp if topology.vpp > 1 else None
+        changes |= {  # Megatron takes the number of chunks from one of them: a layout has it already
+            "virtual_pipeline_model_parallel_size": n_chunks,
+            "num_virtual_stages_per_pipeline_rank": n_chunks if pipeline.layout is None else None,
+            "num_layers_per_virtual_pipeline_stage": None,
+        }
+    if has_sizes:
+        n_stage, dp = _stage_and_dp(fields, own, topology)
+        world_size = n_stage * topology.pp
+        added |= _not_known(fields, topology)
+        changes |= {
+            "tensor_model_parallel_size": topology.tp,
+            "tensor_parallel_num_weight_shards": topology.tp,
+            "pipeline_model_parallel_size": topology.pp,
+            "transformer_pipeline_model_parallel_size": topology.pp - pipeline.has_embedding_stage,
+            "expert_model_parallel_size": topology.ep,
+            "data_parallel_size": dp,
+            "world_size": world_size,
+            "inprocess_active_world_size": world_size,
+        }
+        if (topology.vpp > 1) != (own.vpp > 1):  # Megatron's defaults with and without model chunks
+            changes |= {"overlap_p2p_comm": topology.vpp > 1, "align_param_gather": topology.vpp > 1}
+        if fields.get("expert_tensor_parallel_size") is not None:
+            changes |= {
+                "expert_tensor_parallel_size": topology.expert_tp,
+                "expert_tensor_parallel_num_weight_shards": topology.expert_tp,
+            }
+        if topology.tp == 1:
+            changes["sequence_parallel"] = False
+    return replaced(args, changes, added=added)
+
+
+def _not_known(fields: Mapping[str, object], topology: Topology) -> dict[str, object]:
+    """Sizes for which the run had no argument, and which are not what their absence means."""
+    sizes = {
+        "pipeline_model_parallel_size": (topology.pp, 1),
+        "virtual_pipeline_model_parallel_size": (topology.vpp, 1),
+        "expert_model_parallel_size": (topology.ep, 1),
+        "expert_tensor_parallel_size": (topology.expert_tp, topology.tp),
+    }
+    return {name: size for name, (size, usual) in sizes.items() if fields.get(name) is None and size != usual}
+
+
+def dp_at(args: object, topology: Topology) -> int | None:
+    """The data parallel size that rank files of new sizes state; None if the run did not state its own."""
+    fields = fields_of(args)
+    own = topology_of(args)
+    stated = fields.get("data_parallel_size")
+    if _sizes(topology) != _sizes(own) and stated is not None:
+        return _stage_and_dp(fields, own, topology)[1]
+    return stated if isinstance(stated, int) else None
+
+
+def _sizes(topology: Topology) -> tuple[int, ...]:
+    return topology.tp, topology.pp, topology.vpp, topology.ep, topology.expert_tp
+
+
+def _stage_and_dp(fields: Mapping[str, object], own: Topology, topology: Topology) -> tuple[int, int]:
+    """(ranks of a pipeline stage, data parallel size) with new sizes.
+
+    There stay as many copies of the experts as there were (of the whole stage, in models without), and more where TP
+    and EP could not co-vary otherwise.
+    """
+    dp, cp = (value if isinstance(value := fields.get(name), int) else 1 for name in _COPIES)
+    n_copies = max(1, own.tp * cp * dp // (own.expert_tp * own.ep))
+    n_dense, n_expert = topology.tp * cp, topology.expert_tp * topology.ep
+    n_stage = n_expert * n_copies
+    if n_stage % n_dense:
+        n_stage = lcm(n_stage, n_dense)
+    return n_stage, n_stage // n_dense
+
+
+_COPIES = ("data_parallel_size", "context_parallel_size")

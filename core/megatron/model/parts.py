@@ -1,0 +1,163 @@
+"""The consecutive parts of an axis that is cut: what a rule says they are, and how large they are in a model.
+
+A rule names its parts by sizes, ``parts = ["mamba_inner", "mamba_groups", "mamba_groups", 4]``: numbers, training
+arguments, sums and products of them (``"linear_num_key_heads * linear_key_head_dim"``), and sizes that ``[[size]]``
+rows take from shapes. One size that nothing says follows from the extent of the axis. Of several lists the first whose
+sum is the extent holds::
+
+    in_proj of Mamba-2    (2d + 2gN + h, H)   z, x, B, C, dt     d and h are known from out_proj and A_log: gN follows
+    in_proj of Mamba-1    (2d, H)             z, x               d and h are known: no gN fits, so the second list does
+
+Source: Megatron-LM d98e8a64 ``core/resharding/planner.py`` (``partition_sizes``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+from core.arrays.box import Shape
+from core.arrays.sharding import divisors, listed
+from core.errors import CorruptError, UnsupportedError
+from core.megatron.model.checks import with_gate
+from core.megatron.model.facts import Facts
+from core.megatron.rules.rules import Rule, Rules
+from core.megatron.rules.sizes import PartSize
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """One list of parts against an extent: the extents where it fits, else why not."""
+
+    extents: list[int] | None
+    unknown: tuple[str, ...] = ()
+    total: int = 0
+
+
+def parts_of(rule: Rule, extent: int, facts: Facts, *, key: str) -> list[int]:
+    """Extents of the consecutive parts of an axis.
+
+    Args:
+        extent: of the axis, over all ranks.
+
+    Raises:
+        CorruptError: a gated extent is odd, or the parts do not add up to the extent.
+        UnsupportedError: more than one of the sizes is not known.
+    """
+    if rule.parts == "named":
+        return _named_parts(rule, extent, facts.sizes, key=key)
+    if rule.parts != "gated" or not facts.is_gated:
+        return [extent]
+    if extent % 2:
+        raise CorruptError(f"a gated MLP has an odd number of rows, {extent}", key=key)
+    return [extent // 2, extent // 2]
+
+
+def _named_parts(rule: Rule, extent: int, sizes: Mapping[str, int], *, key: str) -> list[int]:
+    fits = [_fit(parts, extent, sizes) for parts in rule.segments]
+    for fit in fits:
+        if fit.extents is not None:
+            return fit.extents
+    unknown = sorted({name for fit in fits if len(fit.unknown) > 1 for name in fit.unknown})
+    if unknown:
+        raise UnsupportedError(
+            f"the arguments do not say how large {', '.join(unknown)} are, so neither how the {extent} rows are cut",
+            key=key,
+            hint="write a [[rule]] with the sizes as numbers, parts = [8, 8, 4], for --rules",
+        )
+    text = "; ".join(
+        f"{' + '.join(part.text for part in parts)} = {fit.total}{' + …' if fit.unknown else ''}"
+        for parts, fit in zip(rule.segments, fits, strict=True)
+    )
+    raise CorruptError(f"the parts are {text}, but there are {extent}", key=key)
+
+
+def _fit(parts: Sequence[PartSize], extent: int, sizes: Mapping[str, int]) -> _Fit:
+    """What a list of parts makes of an extent; one size that is not known is what the others leave."""
+    values = [part.value(sizes) for part in parts]
+    total = sum(value for value in values if value is not None)
+    unknown = tuple(dict.fromkeys(part.text for part, value in zip(parts, values, strict=True) if value is None))
+    if not unknown:
+        return _Fit([value for value in values if value is not None] if total == extent else None, (), total)
+    left, rest = divmod(extent - total, values.count(None))
+    if len(unknown) > 1 or left < 1 or rest:
+        return _Fit(None, unknown, total)
+    return _Fit([left if value is None else value for value in values])
+
+
+def check_parts(rule: Rule, shape: Shape, facts: Facts, *, key: str) -> None:
+    """Every rank of the source has an equal share of every part.
+
+    Args:
+        shape: global.
+
+    Raises:
+        CorruptError: the parts do not add up to the axis, or do not divide.
+        UnsupportedError: more than one of their sizes is not known.
+    """
+    axis, n = rule.cut_axis, facts.topology.size_of(rule.group)
+    if rule.parts != "named" or axis is None or axis >= len(shape):
+        return
+    parts = parts_of(rule, shape[axis], facts, key=key)
+    if any(part % n for part in parts):
+        raise CorruptError(
+            f"its parts would be {', '.join(map(str, parts))}, of which {n} ranks cannot have equal shares",
+            key=key,
+            hint="are the sizes in the training arguments right? A [[rule]] for --rules can give them as numbers",
+        )
+
+
+def check_units(rule: Rule, n: int, facts: Facts, *, key: str) -> None:
+    """Refuses a size that does not divide what a rank holds whole, such as heads or groups.
+
+    Args:
+        n: the wanted number of shards.
+
+    Raises:
+        UnsupportedError: names the tensor, what does not divide and the sizes that work.
+    """
+    known = {name: facts.sizes[name] for name in rule.divides if name in facts.sizes}
+    for name, size in known.items():
+        if size % n:
+            raise UnsupportedError(
+                f"{size} {name} do not divide over {rule.group.upper()} {n}",
+                key=key,
+                hint=f"{rule.group.upper()} sizes that do: {listed(divisors(gcd(*known.values())))}",
+            )
+
+
+def with_sizes(facts: Facts, shapes: Mapping[str, Shape], rules: Rules) -> Facts:
+    """The facts with the sizes that shapes tell, and whether MLPs are gated.
+
+    Args:
+        shapes: global shapes by global name.
+
+    Raises:
+        CorruptError: two tensors, or a tensor and an argument, contradict each other.
+    """
+    facts = with_gate(facts, shapes)
+    if not rules.sizes:
+        return facts
+    some = re.compile("|".join(f"(?:{size.pattern.pattern})" for size in rules.sizes))
+    found: dict[str, tuple[int, str]] = {}
+    for name, shape in shapes.items():
+        if some.search(name) is None:
+            continue
+        for size in rules.sizes:
+            if size.axis >= len(shape) or size.pattern.search(name) is None:
+                continue
+            value, other = found.setdefault(size.name, (shape[size.axis], name))
+            if shape[size.axis] != value:
+                raise CorruptError(f"{size.name} is {shape[size.axis]}, but it is {value} by {other}", key=name)
+    said = dict(facts.sizes)
+    for size in rules.sizes:
+        drawn = None if size.args is None else size.args.value(said)
+        if drawn is not None:
+            said.setdefault(size.name, drawn)
+        if size.name in found:
+            extent, name = found[size.name]
+            if said.setdefault(size.name, extent) != extent:
+                raise CorruptError(f"{size.name} is {extent}, but {said[size.name]} by the arguments", key=name)
+    return replace(facts, sizes=said)

@@ -1,0 +1,122 @@
+"""The distribution of layers over pipeline stages in the training arguments: reading and writing it.
+
+=============================================  =======================================================================
+ argument                                       as
+=============================================  =======================================================================
+ ``decoder_first_pipeline_num_layers``          a number or None; of transformer configurations
+                                                ``num_layers_in_first_pipeline_stage``, and the same for the last stage
+ ``account_for_embedding_in_pipeline_split``    a bool, and the same for the loss
+ ``pipeline_model_parallel_layout``             a string, lists of words, or a pickled ``PipelineParallelLayerLayout``,
+                                                which is read from its attributes and never called
+ ``standalone_embedding_stage``                 a bool, of older Megatron
+=============================================  =======================================================================
+
+Source: Megatron-LM d98e8a64 ``training/arguments.py``; megatron-core 0.16.1
+``transformer/pipeline_parallel_layer_layout.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from core.errors import CorruptError, UsageError
+from core.megatron.model.pipeline import Pipeline, layout_of_words, layout_text, parse_layout
+from core.pickle.inert import Global, Inert, attributes
+
+LAYOUT = "pipeline_model_parallel_layout"
+FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
+LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+COUNTS_EMBEDDING = "account_for_embedding_in_pipeline_split"
+COUNTS_LOSS = "account_for_loss_in_pipeline_split"
+EMBEDDING_STAGE = "standalone_embedding_stage"
+_LAYER_TYPE = Global("megatron.core.transformer.enums", "LayerType")
+_LAYER_TYPES = {1: "embedding", 2: "loss", 3: "encoder", 4: "decoder", 5: "mtp"}
+
+
+def pipeline_of(fields: Mapping[str, object], *, file: str | None = None) -> Pipeline:
+    """What the arguments of a run say.
+
+    Raises:
+        CorruptError: an argument makes no sense, or two of them exclude each other.
+    """
+    try:
+        return Pipeline(
+            first=_count(fields, FIRST),
+            last=_count(fields, LAST),
+            counts_embedding=bool(fields.get(COUNTS_EMBEDDING)),
+            counts_loss=bool(fields.get(COUNTS_LOSS)),
+            layout=layout_of(fields.get(LAYOUT)),
+            has_embedding_stage=bool(fields.get(EMBEDDING_STAGE)),
+        )
+    except UsageError as err:
+        raise CorruptError(f"in the training arguments, {err.message}", file=file, hint=err.hint) from err
+
+
+def layout_of(value: object) -> tuple[str, ...] | None:
+    """The letters of every chunk of a layout argument, or None if it is None or empty.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if value is None or value == "" or value == []:
+        return None
+    if isinstance(value, Inert) and value.fn != _LAYER_TYPE:
+        return _of_object(value)
+    if isinstance(value, str):
+        return parse_layout(value)
+    if isinstance(value, (list, tuple)) and all(isinstance(row, (list, tuple)) for row in value):
+        return layout_of_words([[_word(item) for item in row] for row in value])
+    raise UsageError(f"{LAYOUT} is a {type(value).__name__}, neither a string nor lists of layers")
+
+
+def _of_object(value: Inert) -> tuple[str, ...]:
+    """The layout of a pickled ``PipelineParallelLayerLayout``: what it was made of, or its stages' chunks.
+
+    Raises:
+        UsageError: it has neither.
+    """
+    found = attributes(value) or {}
+    if isinstance(found.get("input_data"), (str, list)):
+        return layout_of(found["input_data"]) or ()
+    stages = found.get("layout")
+    if not isinstance(stages, list) or not stages or not all(isinstance(stage, list) and stage for stage in stages):
+        raise UsageError(f"{LAYOUT} is a {value.class_name} without a layout")
+    return layout_of([stage[v] for v in range(len(stages[0])) for stage in stages if v < len(stage)]) or ()
+
+
+def _word(item: object) -> str:
+    """The word for a layer of a layout's list: itself, or the name of a pickled ``LayerType``."""
+    if isinstance(item, Inert) and item.fn == _LAYER_TYPE and len(item.args) == 1:
+        return _LAYER_TYPES.get(item.args[0], "") if isinstance(item.args[0], int) else ""
+    return item if isinstance(item, str) else repr(item)[:40]
+
+
+def _count(fields: Mapping[str, object], names: tuple[str, ...]) -> int | None:
+    found = next((fields[name] for name in names if fields.get(name) is not None), None)
+    if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
+        raise UsageError(f"{names[0]} is {found!r}, not a positive integer")
+    return found if isinstance(found, int) else None
+
+
+def changes_for(fields: Mapping[str, object], pipeline: Pipeline) -> dict[str, object]:
+    """The arguments that say ``pipeline`` and said something else before; those that a run must have are added.
+
+    Args:
+        fields: the arguments that were.
+    """
+    own = pipeline_of(fields)
+    wanted: dict[str, object] = {}
+    if pipeline.layout != own.layout:
+        wanted[LAYOUT] = None if pipeline.layout is None else layout_text(pipeline.layout)
+    for names, was, now in ((FIRST, own.first, pipeline.first), (LAST, own.last, pipeline.last)):
+        if was != now:
+            known = [name for name in names if name in fields] or ([names[0]] if now is not None else [])
+            wanted |= dict.fromkeys(known, now)
+    for name, was, now in (
+        (COUNTS_EMBEDDING, own.counts_embedding, pipeline.counts_embedding),
+        (COUNTS_LOSS, own.counts_loss, pipeline.counts_loss),
+        (EMBEDDING_STAGE, own.has_embedding_stage, pipeline.has_embedding_stage),
+    ):
+        if was != now:
+            wanted[name] = now
+    return {name: value for name, value in wanted.items() if name in fields or value}

@@ -1,0 +1,71 @@
+"""Which pipeline stage and model chunk holds which part of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.megatron.model.pipeline import LayerSplit
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Where a model's parts live.
+
+    Args:
+        pp, vpp: pipeline stages, and model chunks a stage.
+        splits: what stands before the layers' numbers (``decoder.layers.``) → how they are distributed, the main stack
+            first.
+        mtp: (vp, pp) of the chunk of multi-token prediction; None for the last one.
+    """
+
+    pp: int
+    vpp: int
+    splits: Mapping[str, LayerSplit]
+    mtp: tuple[int, int] | None = None
+
+    def n_layers(self, stack: str) -> int:
+        """Layers of a stack; 0 for one that the model does not have."""
+        split = self.splits.get(stack)
+        return 0 if split is None else split.n_layers
+
+    def count(self, stack: str, vp: int, pp: int) -> int:
+        """Layers of a stack that a chunk holds."""
+        split = self.splits.get(stack)
+        return 0 if split is None else split.counts[vp][pp]
+
+    def offset(self, stack: str, vp: int, pp: int) -> int:
+        """Global number of the first layer of a stack that a chunk holds."""
+        split = self.splits.get(stack)
+        return 0 if split is None else split.offset(vp, pp)
+
+    def chunk_of(self, stack: str, layer: int) -> tuple[int, int, int]:
+        """(vp, pp, local number) of a layer.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        split = self.splits.get(stack)
+        if split is None:
+            raise ValueError(f"the model has no {stack}{layer}")
+        return split.chunk_of(layer)
+
+    def chunk_at(self, place: str) -> tuple[int, int]:
+        """(vp, pp) of what lives in a place of the model.
+
+        Args:
+            place: ``first`` or ``last`` chunk, that of the ``last_layer`` of the main stack, or that of multi-token
+                prediction, ``mtp``.
+        """
+        if place == "first":
+            return (0, 0)
+        if place == "mtp" and self.mtp is not None:
+            return self.mtp
+        if place == "last_layer":
+            split = next(iter(self.splits.values()))
+            return split.chunk_of(split.n_layers - 1)[:2]
+        return (self.vpp - 1, self.pp - 1)
+
+    def in_one_chunk(self, n_layers: int, where: tuple[int, int]) -> LayerSplit:
+        """The split of a stack whose layers are all in one chunk, (vp, pp)."""
+        return LayerSplit(tuple(tuple(n_layers * ((v, p) == where) for p in range(self.pp)) for v in range(self.vpp)))

@@ -1,0 +1,225 @@
+"""Parallel sizes, and the rank directories that Megatron writes for them.
+
+Directory names (``core.formats.megatron.format``)::
+
+    mp_rank_{tp:02d}                     neither PP > 1 nor EP > 1
+    mp_rank_{tp:02d}_{pp:03d}            PP > 1
+    mp_rank_{tp:02d}_{ep:03d}            EP > 1 and PP == 1: the same shape as the line above
+    mp_rank_{tp:02d}_{pp:03d}_{ep:03d}   both
+
+A name alone does not tell PP from EP, and with EP > 1 not every (TP, EP) pair exists. So names are never parsed: the
+sizes come from the training arguments, the names follow from the sizes, and the two sets are compared.
+
+Source: Megatron-LM d98e8a64, ``training/checkpointing.py`` ``get_checkpoint_name``, ``core/parallel_state.py``
+``RankGenerator``. With ``use_tp_pp_dp_mapping`` ranks are numbered otherwise, but the same ones write: Megatron then
+wants TP × CP = ETP × EP (or one pipeline stage), at which the pairs of the first stage's ranks are those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from math import lcm
+
+from core.catalog.stored import Coords
+from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
+from core.megatron.model.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Coordinates of one rank of a model replica.
+
+    Args:
+        tp, pp, ep: its tensor, pipeline and expert parallel ranks.
+        etp: its rank among those that cut experts.
+    """
+
+    tp: int
+    pp: int
+    ep: int = 0
+    etp: int = 0
+
+    def within(self, group: str) -> int:
+        """Its rank in a group that cuts tensors, ``tp`` or ``etp``."""
+        return self.tp if group == "tp" else self.etp
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Sizes of the parallel groups that cut a model.
+
+    Args:
+        tp: tensor parallel size.
+        pp: pipeline parallel size, in stages.
+        vpp: model chunks a stage (virtual pipeline).
+        ep: expert parallel size.
+        etp: tensor parallel size of experts; None means the same as ``tp``.
+        pipeline: how layers are distributed over the stages; None leaves that to the training arguments
+            (``core.megatron.model.facts.Facts.pipeline_at``).
+
+    Raises:
+        UsageError: a size is not a positive integer.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    pipeline: Pipeline | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if field.name == "pipeline" or (size is None and field.name == "etp"):
+                continue
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise UsageError(f"{field.name.upper()} size {size!r} is not a positive integer")
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size of experts."""
+        return self.tp if self.etp is None else self.etp
+
+    def __str__(self) -> str:
+        text = f"TP{self.tp} PP{self.pp}"
+        if self.vpp > 1:
+            text += f" VPP{self.vpp}"
+        if self.ep > 1:
+            text += f" EP{self.ep}"
+        if self.etp is not None and self.etp != self.tp:
+            text += f" ETP{self.etp}"
+        if self.pipeline is not None and not self.pipeline.is_even:
+            text += f" ({self.pipeline})"
+        return text
+
+    def size_of(self, group: str) -> int:
+        """Number of shards of what is cut over a group, ``tp`` or ``etp``."""
+        return self.tp if group == "tp" else self.expert_tp
+
+    def coords(self, rank: Rank) -> Coords:
+        """Coordinates of one rank, as stored arrays carry them."""
+        expert = (("ep", rank.ep),) if self.ep > 1 else ()
+        return (("tp", rank.tp), ("pp", rank.pp), *expert)
+
+    def rank_at(self, coords: Coords) -> Rank:
+        """The rank of a file, by the coordinates that its arrays carry."""
+        found = dict(coords)
+        return Rank(found["tp"], found["pp"], found.get("ep", 0), found["tp"] % self.expert_tp)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage that hold something that no other does; more ranks repeat them."""
+        return lcm(self.tp, self.expert_tp * self.ep)
+
+    def ranks(self) -> Iterator[Rank]:
+        """Every rank of one model replica, in the order of Megatron's global ranks.
+
+        TP and EP ranks co-vary: with TP4 EP8 ETP1, TP rank 1 meets EP ranks 1 and 5 only.
+        """
+        for pp_rank in range(self.pp):
+            for q in range(self.stage_size):
+                yield self.rank_of(q, pp_rank)
+
+    def rank_of(self, q: int, pp_rank: int) -> Rank:
+        """Rank ``q`` of a pipeline stage."""
+        return Rank(q % self.tp, pp_rank, (q // self.expert_tp) % self.ep, q % self.expert_tp)
+
+
+def check_rank_files(topology: Topology) -> None:
+    """Refuses sizes at which two ranks that hold different experts have one file.
+
+    Raises:
+        UnsupportedError: ETP does not divide TP.
+    """
+    if topology.tp % topology.expert_tp:
+        raise UnsupportedError(
+            f"ETP {topology.expert_tp} does not divide TP {topology.tp}: several ranks of Megatron write one file, "
+            "and experts are lost when it saves",
+            hint="use torch_dist for these sizes, or an ETP that divides TP",
+        )
+
+
+def rank_dir(topology: Topology, rank: Rank) -> str:
+    """The name of a rank's directory."""
+    name = f"mp_rank_{rank.tp:02d}"
+    if topology.pp > 1:
+        name += f"_{rank.pp:03d}"
+    if topology.ep > 1:
+        name += f"_{rank.ep:03d}"
+    return name
+
+
+def rank_dirs(topology: Topology, *, world_size: int | None = None, cp: int = 1) -> list[dict[str, Coords]]:
+    """The sets of directories that a training run may have written, each name with its rank's coordinates.
+
+    Without expert parallelism there is one set, the full product. With it, TP and EP ranks co-vary, and which ranks
+    write changed over time: the newest rule comes first, and last what ``core.megatron.reshard.to_ranks`` writes, the
+    files that any run of these sizes asks for.
+
+    Args:
+        topology: the run's sizes.
+        world_size: ranks of the run; needed only with EP > 1, None then means as few as possible.
+        cp: context parallel size.
+
+    Raises:
+        UnsupportedError: two ranks would write different experts to one file, or the sizes do not divide.
+    """
+    check_rank_files(topology)
+    every = {rank_dir(topology, rank): topology.coords(rank) for rank in topology.ranks()}
+    if topology.ep == 1:
+        return [every]
+    n_dense, n_expert = topology.tp * cp, topology.expert_tp * topology.ep
+    n_stage = _stage_ranks(topology, world_size=world_size, cp=cp)
+    found = []
+    for n_writers in (max(n_dense, n_expert), n_expert):  # since core 0.19, and before
+        ranks = [topology.rank_of(q, p) for p in range(topology.pp) for q in range(min(n_writers, n_stage))]
+        found.append({rank_dir(topology, rank): topology.coords(rank) for rank in ranks})
+    return [names for n, names in enumerate((*found, every)) if names not in (*found, every)[:n]]
+
+
+def _stage_ranks(topology: Topology, *, world_size: int | None, cp: int) -> int:
+    """Ranks of one pipeline stage."""
+    dense, expert = topology.tp * cp, topology.expert_tp * topology.ep
+    if world_size is None:
+        return max(dense, expert)
+    n_stage, rest = divmod(world_size, topology.pp)
+    if rest or n_stage == 0 or n_stage % dense or n_stage % expert:
+        raise UnsupportedError(f"a world of {world_size} ranks cannot be {topology}")
+    return n_stage
+
+
+def matched_dirs(found: Iterable[str], expected: list[dict[str, Coords]], *, topology: Topology) -> dict[str, Coords]:
+    """The expected set that equals the directories that exist.
+
+    Args:
+        found: directory names.
+        expected: what ``rank_dirs`` gives.
+        topology: for the message.
+
+    Raises:
+        MissingShardError: a directory is absent; names the missing and the unexpected ones.
+        CorruptError: there are more directories than the sizes allow.
+    """
+    names = set(found)
+    for candidate in expected:
+        if names == set(candidate):
+            return candidate
+    wanted = set(expected[0])
+    missing, unexpected = sorted(wanted - names), sorted(names - wanted)
+    text = f"the training arguments say {topology}, which is {len(wanted)} rank directories, but "
+    parts = []
+    if missing:
+        parts.append(f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    if unexpected:
+        parts.append(f"{_listed(unexpected)} {'is' if len(unexpected) == 1 else 'are'} not expected")
+    if missing:
+        raise MissingShardError(text + " and ".join(parts), hint="copy the checkpoint again, with all of its files")
+    raise CorruptError(text + " and ".join(parts), hint="move directories of other runs away")
+
+
+def _listed(names: list[str]) -> str:
+    if len(names) > 8:
+        return f"{', '.join(names[:6])}, … {names[-1]} ({len(names)} in all)"
+    return ", ".join(names)

@@ -1,0 +1,91 @@
+"""Boxes of a global tensor that a run of a flattened shard holds.
+
+The distributed optimizer cuts flat buffers wherever it likes, so what one stored array has of a parameter is a run of
+the elements of the rank's shard, in C order. A run is at most a few boxes::
+
+    shard of shape (4, 5), elements 3–17        . . . 3 4      head of a row
+                                                5 6 7 8 9      whole rows
+                                                10 11 12 13 14
+                                                15 16 . . .    tail of a row
+
+each of which is consecutive in the array too, and so a ``core.catalog.stored.part_of`` it with the box's shape.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+from core.arrays.box import Box, Shape, boxes_of_flat_range, c_strides
+from core.arrays.sharding import Piece
+from core.catalog.catalog import Fragment
+from core.catalog.stored import StoredArray, part_of
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive elements of a flattened shard, and where they are stored.
+
+    Args:
+        start: elements of the shard before the run.
+        n: elements of the run.
+        array: what holds it.
+        at: elements of the array before the run.
+    """
+
+    start: int
+    n: int
+    array: StoredArray
+    at: int
+
+
+def fragments_of_run(key: str, run: Run, pieces: Sequence[Piece], *, shape: Shape) -> Iterator[Fragment]:
+    """The fragments of a global tensor that a run of one of its shards holds.
+
+    Args:
+        key: the tensor.
+        run: of the shard.
+        pieces: regions of the tensor that the shard holds, and where (``core.arrays.sharding``); what they leave out
+            (vocabulary padding) is in no fragment.
+        shape: of the shard, in elements.
+
+    Yields:
+        In C order of the shard, boxes disjoint; every array is a part of ``run.array``.
+
+    Raises:
+        ValueError: the run does not lie in the shard.
+        CorruptError, UnsupportedError: as for ``core.catalog.stored.part_of``.
+    """
+    strides = c_strides(shape)
+    for local in boxes_of_flat_range(shape, run.start, run.start + run.n):
+        before = sum(offset * stride for offset, stride in zip(local.offset, strides, strict=True)) - run.start
+        part: StoredArray | None = None
+        for piece in pieces:
+            common = local.intersect(Box(piece.at, piece.box.shape))
+            if common is None:
+                continue
+            part = part_of(run.array, run.at + before, local.shape) if part is None else part
+            delta = (there - here for there, here in zip(piece.box.offset, piece.at, strict=True))
+            at = tuple(index - first for index, first in zip(common.offset, local.offset, strict=True))
+            yield Fragment(key, common.shift(delta), part, at)
+
+
+def runs_in(stored: Sequence[tuple[int, StoredArray]], start: int, n: int) -> Iterator[Run]:
+    """The parts of a run of a flat tensor that is stored as several arrays.
+
+    Args:
+        stored: (first element, array of one axis), in increasing order, without gaps.
+        start, n: elements of the flat tensor.
+
+    Yields:
+        Runs whose ``start`` counts from the beginning of the wanted one, in order.
+    """
+    place = max(bisect_right(stored, start, key=itemgetter(0)) - 1, 0)
+    while place < len(stored) and stored[place][0] < start + n:
+        first, array = stored[place]
+        low, high = max(start, first), min(start + n, first + array.shape[0])
+        if low < high:
+            yield Run(low - start, high - low, array, low - first)
+        place += 1

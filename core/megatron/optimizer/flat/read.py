@@ -1,0 +1,217 @@
+"""The distributed optimizer of rank files: its flat buffers in distrib_optim.pt, and the rest in model_optim_rng.pt.
+
+The file of one rank has all that the data parallel ranks hold together, so it does not depend on their number; a buffer
+lists no names. Which parameter is where follows from the order of the state dict
+(``core.megatron.optimizer.flat.buffers``) and is proven by the values (``core.megatron.optimizer.proof``).
+
+Read are files of megatron-core since its first with ``distrib_optim.pt`` (2023-05), before and after buckets were
+coalesced (2024-02). Not read: buffers of FP8 parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from core.catalog.catalog import Catalog
+from core.catalog.optimizer_keys import MASTER
+from core.catalog.stored import StoredArray, part_of
+from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, raising
+from core.files.store import ReadStore
+from core.megatron.extras.common_state import OPTIMIZER
+from core.megatron.model.args import fields_of
+from core.megatron.model.facts import Facts
+from core.megatron.optimizer.flat.buffers import Bucketing, bucketing_of
+from core.megatron.optimizer.flat.content import Buffer, buffers_of, members_of
+from core.megatron.optimizer.flat.groups import shared_groups
+from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, starts_in
+from core.megatron.optimizer.flat.params import is_distributed_expert, is_shared_embedding, members_of_file
+from core.megatron.optimizer.proof import are_masters, is_master
+from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates
+from core.megatron.rules.rules import Rules
+from core.pickle.inert import TensorLeaf
+
+
+def read_flat(
+    catalog: Catalog,
+    files: Sequence[RankFile],
+    facts: Facts,
+    rules: Rules,
+    *,
+    store: ReadStore | None,
+    report: Report = raising,
+) -> RankStates:
+    """The distributed optimizer of a rank catalog; see ``core.megatron.reshard.rank_optimizer.read_states``.
+
+    Raises:
+        MissingShardError: no rank has the optimizer of some parameter.
+        UnsupportedError: nothing says, or proves, where a parameter lies in its buffer.
+        CorruptError: a file's content contradicts the model or other ranks.
+    """
+    contents = catalog.attrs.get("optim_files")
+    assert isinstance(contents, Mapping), "a rank catalog lists what its files hold"
+    reader = _Reader(catalog, facts, rules, store, bucketing_of(fields_of(catalog.attrs.get("args"))))
+    notes: list[str] = []
+    states: list[ParamState] = []
+    unread: set[str] = set()
+    for file in files:
+        content = contents.get(facts.topology.coords(file.rank))
+        try:
+            if content is not None:
+                states += reader.states(file, content, notes)
+        except CheckpointingException as err:
+            report(err.breaking("optim.buffers"))
+            unread.add(file.folder)
+    _check_covered([file for file in files if file.folder not in unread], states, facts, rules, report)
+    beside: dict[str, list[StoredArray]] = {}
+
+    def note(key: str, old: str) -> None:
+        beside.setdefault(key, []).append(reader.array_of(TensorLeaf(old)))
+
+    entries = [(file.folder, file.root.get(OPTIMIZER)) for file in files]
+    shared = shared_groups(entries, note, report=report)
+    names = dict.fromkeys(state.state for state in states if state.state != MASTER)
+    return RankStates(shared.optimizer(names), states, beside=beside, notes=tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads the buffers of single ranks."""
+
+    catalog: Catalog
+    facts: Facts
+    rules: Rules
+    store: ReadStore | None
+    bucketing: Bucketing
+
+    def states(self, file: RankFile, content: object, notes: list[str]) -> Iterator[ParamState]:
+        """The states that a rank's distrib_optim.pt holds."""
+        members = members_of(content, rank=file.folder)
+        parts = members_of_file(self.facts.topology, self.bucketing, n_members=len(members), rank=file.folder)
+        n_rank = sum(prod(param.array.shape) for param in file.params)
+        for member, part in zip(members, parts, strict=True):
+            if member is None:
+                continue
+            buffers = iter(buffers_of(member, self.array_of, rank=file.folder))
+            for vp_rank in part.chunks:
+                held = [
+                    param
+                    for param in file.params
+                    if param.chunk.where[0] == vp_rank
+                    and part.is_expert == is_distributed_expert(param.name, self.facts.topology, self.rules)
+                    and self.rules.is_param(_global_name(param))
+                ]
+                yield from self._chunk_states(file, held, buffers, n_rank, notes)
+            extra = next(buffers, None)
+            if extra is not None:
+                raise CorruptError(f"there is a buffer {extra.number}, but no parameter for it", rank=file.folder)
+
+    def array_of(self, leaf: TensorLeaf) -> StoredArray:
+        """The array of a leaf."""
+        array = self.catalog.fragments(leaf.key)[0].array
+        assert array is not None
+        return array
+
+    def _chunk_states(
+        self, file: RankFile, held: Sequence[Param], buffers: Iterator[Buffer], n_rank: int, notes: list[str]
+    ) -> Iterator[ParamState]:
+        """The states of one model chunk: one buffer a dtype, in the order in which dtypes appear."""
+        left = list(held)
+        while left:
+            buffer = next(buffers, None)
+            if buffer is None:
+                raise CorruptError(f"no buffer holds {left[0].name}", rank=file.folder)
+            dtype = left[0].array.dtype
+            if buffer.dtype not in (None, dtype):
+                raise CorruptError(
+                    f"buffer {buffer.number} is of {buffer.dtype} parameters, but should be of {dtype} ones, such as "
+                    f"{left[0].name}",
+                    rank=file.folder,
+                )
+            mine = [param for param in left if buffer.dtype is None or param.array.dtype == dtype]
+            left = [param for param in left if buffer.dtype is not None and param.array.dtype != dtype]
+            yield from self._buffer_states(file, mine, buffer, n_rank, notes)
+
+    def _buffer_states(
+        self, file: RankFile, params: Sequence[Param], buffer: Buffer, n_rank: int, notes: list[str]
+    ) -> Iterator[ParamState]:
+        space = FlatSpace(
+            params=[self._flat(param) for param in params],
+            n_elements=buffer.n_elements,
+            buckets=buffer.buckets,
+            bucketing=self.bucketing,
+            chunk=params[0].chunk.where,
+            n_rank=n_rank,
+            n_copies=self.bucketing.n_ranks,
+            label=f"buffer {buffer.number}",
+            rank=file.folder,
+        )
+        store = self.store
+
+        def fits(place: int, start: int) -> bool:
+            assert store is not None
+            weight = params[place].array
+            master = _part(buffer, MASTER, start, weight)
+            return master is not None and is_master(store, master, weight, bind=self.catalog.bind)
+
+        def all_fit(starts: Sequence[int]) -> bool:
+            assert store is not None
+            pairs = []
+            for param, start in zip(params, starts, strict=True):
+                master = _part(buffer, MASTER, start, param.array)
+                if master is None:
+                    return False
+                pairs.append((master, param.array))
+            return are_masters(store, pairs, bind=self.catalog.bind)
+
+        starts = starts_in(space, None if store is None else fits, notes, all_fit=all_fit)
+        for param, start in zip(params, starts, strict=True):
+            for state in buffer.states:
+                part = _part(buffer, state, start, param.array)
+                assert part is not None, "a layout puts parameters into buckets"
+                yield ParamState(param, state, part)
+
+    def _flat(self, param: Param) -> FlatParam:
+        is_shared = is_shared_embedding(_global_name(param), self.facts.topology, self.facts, self.rules)
+        return FlatParam(param.name, prod(param.array.shape), is_shared)
+
+
+def _global_name(param: Param) -> str:
+    """A name of the parameter in the whole model: of the first expert, where it holds several."""
+    return param.chunk.global_names(param.name)[0][1]
+
+
+def _part(buffer: Buffer, state: str, start: int, weight: StoredArray) -> StoredArray | None:
+    """A parameter's part of a state, or None if no one array holds it."""
+    array, at = buffer.place_of(state, start)
+    if at + prod(weight.shape) > array.shape[0]:
+        return None
+    return part_of(array, at, weight.shape)
+
+
+def _check_covered(
+    files: Sequence[RankFile], states: Sequence[ParamState], facts: Facts, rules: Rules, report: Report
+) -> None:
+    """Some rank has the states of every shard of every parameter; what is wrong names the rank and its first one."""
+    etp = facts.topology.expert_tp
+
+    def shard(param: Param) -> tuple[object, ...]:
+        rank = param.chunk.rank
+        if is_distributed_expert(param.name, facts.topology, rules):
+            return (param.chunk.where, param.name, rank.tp % etp, rank.ep)
+        return (param.chunk.where, param.name, rank.tp)
+
+    found = {shard(state.param) for state in states if state.state == MASTER}
+    for file in files:
+        lost = [param for param in file.params if shard(param) not in found and rules.is_param(_global_name(param))]
+        if lost:
+            more = f", nor that of {len(lost) - 1} more" if len(lost) > 1 else ""
+            error = MissingShardError(
+                f"no distrib_optim.pt holds its optimizer state{more}",
+                key=lost[0].name,
+                rank=file.folder,
+                hint="copy the checkpoint again, with all of its files, or leave the optimizer out with --no-optim",
+                rule="optim.missing",
+            )
+            report(error)

@@ -1,0 +1,104 @@
+"""In which form a checkpoint keeps its optimizer's state, told from key names alone.
+
+=================================  =====================================================================================
+ name                               what is stored
+=================================  =====================================================================================
+ ``megatron_float16``               rank files: fp32 masters and Adam state of each parameter, by number, per TP/PP rank
+ ``megatron_distributed``           rank files: ``distrib_optim.pt``, flat buffers of all parameters of a TP/PP rank
+ ``per_parameter``                  torch_dist: one global tensor a parameter and moment (not distributed)
+ ``fully_reshardable``              torch_dist: the same, written by the distributed optimizer
+ ``fully_sharded_model_space``      torch_dist: flattened ranges of each parameter
+ ``dp_reshardable``                 torch_dist: flat buckets, tied to the TP and PP they were saved with
+ ``dp_zero_gather_scatter``         torch_dist: one opaque object per TP/PP rank
+ ``torch_by_name``                  DCP and others: moments under the parameter's name
+ ``torch_by_number``                ``torch.optim`` state dict: moments under the parameter's number
+ ``other``                          optimizer entries in none of these forms
+=================================  =====================================================================================
+
+Source: tests/golden (Megatron-LM d98e8a64, megatron-core 0.12.1 and 0.16.1, torch 2.13) and ``RESHARD.md`` of the
+design documents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from core.catalog.optimizer_keys import MASTERS, MOMENTS
+from core.changes.select import is_optimizer_key
+
+TITLES = {
+    "megatron_float16": "fp32 masters and Adam moments, numbered, per TP/PP rank (Float16Optimizer)",
+    "megatron_distributed": "distributed optimizer, flat buffers in distrib_optim.pt",
+    "per_parameter": "fp32 masters and Adam moments by parameter",
+    "fully_reshardable": "distributed optimizer, fully_reshardable",
+    "fully_sharded_model_space": "distributed optimizer, fully_sharded_model_space (flattened ranges)",
+    "dp_reshardable": "distributed optimizer, dp_reshardable (flat buckets, tied to TP and PP)",
+    "dp_zero_gather_scatter": "distributed optimizer, dp_zero_gather_scatter (opaque objects)",
+    "torch_by_name": "torch.optim state by parameter name",
+    "torch_by_number": "torch.optim state by parameter number",
+    "other": "not recognised",
+}
+"""Format name → a few words for people."""
+
+_BUCKETS = re.compile(r"gbuf_idx_\d+|\.bucket_idx_\d+")
+_BY_STATE = re.compile(rf"(chained_\d+\.)?optimizer\.state\.(?P<state>{'|'.join(sorted(MOMENTS | MASTERS))})\.(?=.)")
+_NUMBERED = re.compile(r"(^|\.)state\.\d+\.[a-z_0-9]+$")
+_OPTIMIZER_OBJECT = re.compile(r"(^|[.:])(optimizer|optim)\b")
+
+
+@lru_cache(maxsize=1 << 16)
+def role_of(key: str) -> str:
+    """The group a tensor counts to: ``model``, ``moments``, ``masters`` or ``other``.
+
+    Args:
+        key: without the rank directory.
+    """
+    parts = key.split(".")
+    if key.startswith("distrib_optim") or is_optimizer_key(key):
+        if not MOMENTS.isdisjoint(parts):
+            return "moments"
+        return "masters" if not MASTERS.isdisjoint(parts) else "other"
+    if not _NEITHER.isdisjoint(parts):
+        return "other"
+    return "model"
+
+
+_NEITHER = frozenset({
+    "rng_state", "rng_states", "rng", "cuda_rng_state", "torch_rng_state", "rng_tracker_states", "random_rng_state",
+    "np_rng_state", "lr_scheduler", "scheduler", "opt_param_scheduler", "dataloader", "train_state",
+    "rerun_state_machine", "_extra_state", "step",
+})  # fmt: skip
+
+
+def optim_format_of(
+    tensor_keys: Iterable[str], object_keys: Iterable[str], *, has_flattened: bool = False
+) -> str | None:
+    """The name of the form in the module's table, or None if the checkpoint holds no optimizer state.
+
+    Args:
+        tensor_keys, object_keys: without rank directories.
+        has_flattened: the metadata lists reformulated shapes (``nd_reformulated_orig_global_shape``).
+    """
+    keys = [key for key in tensor_keys if key.startswith("distrib_optim") or is_optimizer_key(key)]
+    states = [key for key in keys if role_of(key) != "other"]
+    if any(key.startswith("distrib_optim") for key in states):
+        return "megatron_distributed"
+    if any("fp32_from_fp16_params" in key for key in states):
+        return "megatron_float16"
+    if any(_BUCKETS.search(key) for key in states):
+        return "dp_reshardable"
+    of_parameters = {match["state"] for key in states if (match := _BY_STATE.match(key))}
+    if "param" in of_parameters:
+        return "fully_reshardable"
+    if of_parameters:
+        return "fully_sharded_model_space" if has_flattened else "per_parameter"
+    if any(_NUMBERED.search(key) for key in states):
+        return "torch_by_number"
+    if states:
+        return "torch_by_name"
+    objects = [key for key in object_keys if _OPTIMIZER_OBJECT.search(key)]
+    if any("distributed" in key and "/shard_" in key for key in objects):
+        return "dp_zero_gather_scatter"
+    return "other" if keys else None

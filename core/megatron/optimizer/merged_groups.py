@@ -1,0 +1,127 @@
+"""The param groups of all ranks as one list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from core.catalog.optimizer_keys import ParamGroup
+from core.errors import CorruptError, UnsupportedError
+from core.megatron.extras.common_state import renamed_leaves, same
+from core.megatron.optimizer.groups import identity
+from core.pickle.inert import TensorLeaf
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group under construction.
+
+    Args:
+        rank: the directory whose settings these are.
+        is_empty: that rank has no parameter in it; such a group may miss the steps of the others.
+    """
+
+    settings: Mapping[str, object]
+    rank: str
+    is_empty: bool
+    params: dict[str, None] = field(default_factory=dict)
+
+
+class MergedGroups:
+    """The groups of an optimizer, put together from those of its ranks.
+
+    Args:
+        note: takes (new key, old key) of every tensor among the settings.
+    """
+
+    def __init__(self, note: Callable[[str, str], None]) -> None:
+        self._note = note
+        self._groups: dict[tuple[object, ...], _Group] = {}
+        self._home: dict[str, tuple[tuple[object, ...], str]] = {}
+        self._of_rank: list[dict[tuple[object, ...], bool]] = []
+
+    def add(self, rank: str, groups: Iterable[tuple[Mapping[str, object], Iterable[str]]]) -> None:
+        """Takes a rank's groups: settings, and global names of parameters.
+
+        Raises:
+            CorruptError: it contradicts another rank.
+            UnsupportedError: groups of one identity.
+        """
+        mine: dict[tuple[object, ...], bool] = {}
+        for stored, params in groups:
+            which = identity(stored)
+            number = list(self._groups).index(which) if which in self._groups else len(self._groups)
+            key = f"optimizer.groups.{number}"
+            settings = {name: self._renamed(value, f"{key}.{name}") for name, value in stored.items()}
+            names = dict.fromkeys(params)
+            if which in mine:
+                raise UnsupportedError(
+                    "two of the optimizer's param groups cannot be told apart by their settings",
+                    rank=rank,
+                    hint="leave the optimizer out with --no-optim",
+                )
+            mine[which] = not names
+            self._settle(which, settings, rank, is_empty=not names)
+            for name in names:
+                known = self._home.setdefault(name, (which, rank))
+                if known[0] != which:
+                    other = self._groups[known[0]]
+                    what = next((key for key, value in settings.items() if value != other.settings.get(key)), "")
+                    raise CorruptError(
+                        f"its param group has {what} {settings.get(what)!r} here, {other.settings.get(what)!r} in "
+                        f"{known[1]}",
+                        key=name,
+                        rank=rank,
+                    )
+                self._groups[which].params[name] = None
+        self._of_rank.append(mine)
+
+    def _renamed(self, value: object, key: str) -> object:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+
+        def new_key(path: str, old: str) -> str:
+            made = f"{key}.{path}" if path else key
+            self._note(made, old)
+            return made
+
+        return renamed_leaves(value, new_key)
+
+    def _settle(self, which: tuple[object, ...], settings: Mapping[str, object], rank: str, *, is_empty: bool) -> None:
+        """Compares settings with those of other ranks."""
+        group = self._groups.get(which)
+        if group is None:
+            self._groups[which] = _Group(settings, rank, is_empty)
+            return
+        free = {"step"} if is_empty or group.is_empty else set()
+        for name in dict.fromkeys([*group.settings, *settings]):
+            mine, theirs = (one.get(name, _ABSENT) for one in (settings, group.settings))
+            if name not in free and not same(mine, theirs):
+                number = list(self._groups).index(which)
+                raise CorruptError(
+                    f"setting {name} of the optimizer's param group {number} is {_text(mine)} here, {_text(theirs)} in "
+                    f"{group.rank}",
+                    rank=rank,
+                    hint="the ranks' files are not of one checkpoint, or one is damaged",
+                )
+        if group.is_empty and not is_empty:
+            group.settings, group.rank, group.is_empty = settings, rank, False
+
+    def groups(self) -> tuple[ParamGroup, ...]:
+        """The groups in order, dense ones first."""
+        made = [ParamGroup(group.settings, tuple(group.params)) for group in self._groups.values()]
+        return tuple(sorted(made, key=lambda group: group.is_expert))
+
+    @property
+    def omits_empty(self) -> bool | None:
+        """Whether ranks lack groups of which they have no parameter; None where no rank shows it."""
+        if any(len(mine) < len(self._groups) for mine in self._of_rank):
+            return True
+        return False if any(is_empty for mine in self._of_rank for is_empty in mine.values()) else None
+
+
+_ABSENT = "absent"
+
+
+def _text(value: object) -> str:
+    return "a tensor" if isinstance(value, TensorLeaf) else repr(value) if value != _ABSENT else _ABSENT

@@ -1,0 +1,191 @@
+"""The numbered optimizer of rank files (``core.megatron.optimizer.numbered.content``): writing.
+
+On every rank, parameters get their numbers anew: group by group, in the order of its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from core.catalog.catalog import Catalog, Fragment
+from core.catalog.file_image import JoinedArray
+from core.catalog.optimizer_keys import MASTER, Optimizer, state_key, trained
+from core.catalog.stored import Coords, StoredArray
+from core.errors import MissingShardError, UnsupportedError
+from core.megatron.extras.common_state import with_arrays
+from core.megatron.model.cut import Cut, param_array
+from core.megatron.model.facts import Facts
+from core.megatron.model.topology import Rank, Topology
+from core.megatron.model.version import MegatronVersion
+from core.megatron.optimizer.groups import HALF
+from core.megatron.optimizer.numbered.content import INNER, MASTERS, STEP_NAME
+from core.megatron.optimizer.rank_state import HeldParam
+from core.megatron.optimizer.target_groups import target_groups
+from core.megatron.rules.rules import Rules
+from core.pickle.inert import TensorLeaf
+
+
+class NumberedFiles:
+    """An FP32 or Float16 optimizer at a destination of rank files; see ``core.optim_files``.
+
+    Raises:
+        MissingShardError: a parameter lacks states.
+        UnsupportedError, CorruptError: as for ``target_groups``.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        optimizer: Optimizer,
+        topology: Topology,
+        facts: Facts,
+        rules: Rules,
+        cuts: Mapping[str, Cut],
+        *,
+        version: MegatronVersion | None = None,
+    ) -> None:
+        self.files: dict[Coords, object] = {}
+        self.arrays: dict[str, StoredArray | JoinedArray] = {}
+        self.beside: dict[str, list[StoredArray]] = {}
+        self.notes: list[str] = []
+        self.dropped: list[str] = []
+        self._catalog = catalog
+        self._optimizer = optimizer
+        self._cuts = cuts
+        self._rules = rules
+        self._moments = [name for name in optimizer.states if name != MASTER]
+        self._has_masters = optimizer.kind != "fp32"
+        self._is_asked = version is not None
+        params = _trained(catalog, optimizer)
+        args = catalog.attrs.get("args")
+        self._groups = target_groups(optimizer, params, topology, facts, rules, args, version=version)
+        self._check_states(params)
+        self._held: dict[str, list[tuple[Rank, StoredArray]]] = {}
+
+    def _check_states(self, params: Mapping[str, int]) -> None:
+        """Every parameter has every state, and a master if it is of 16 bits."""
+        for name in params:
+            masters = [MASTER] if self._has_master(name) else []
+            if self._has_masters and not masters and state_key(MASTER, name) in self._catalog.tensors:
+                raise UnsupportedError(
+                    f"it has a master in fp32, but is {self._catalog.tensors[name].dtype}: rank files have masters of "
+                    "16-bit parameters only",
+                    key=name,
+                    hint="leave the cast out, or the optimizer with --no-optim",
+                )
+            for state in (*masters, *self._moments):
+                if state_key(state, name) not in self._catalog.tensors:
+                    raise MissingShardError(f"the optimizer has no {state} of this parameter", key=name)
+
+    def _has_master(self, name: str) -> bool:
+        return self._has_masters and self._catalog.tensors[name].dtype in HALF
+
+    def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
+        """See ``OptimizerFiles``."""
+        stored: dict[tuple[str, str], list[str]] = {}  # one parameter may hold several tensors (GroupedMLP)
+        for param in params:
+            if param.key in self._groups.group_of:
+                stored.setdefault((param.chunk, param.name), []).append(param.key)
+        held = {keys[0]: keys for keys in stored.values()}
+        listed = self._groups.order(held)
+        self._note_order(listed, held)
+        members = [[number for number in listed if not self._groups.is_expert(number)]]
+        experts = [number for number in listed if self._groups.is_expert(number)]
+        if experts:
+            members.append(experts)
+        place = f"{folder}:optimizer"
+        made = [
+            self._member(rank, place if not experts else f"{place}.{i}", coords, groups, held)
+            for i, groups in enumerate(members)
+        ]
+        return made if experts else made[0]
+
+    def _note_order(self, listed: Sequence[int], held: Iterable[str]) -> None:
+        """Notes what makes a rank's param groups those of an older version."""
+        if self._groups.is_sorted or self._is_asked:
+            return
+        added = []
+        if list(listed) != sorted(listed):
+            added.append("the optimizer's param groups are in the order of megatron-core before 0.16, as in the source")
+        is_any_empty = len(listed) > len({self._groups.group_of[name] for name in held})
+        if is_any_empty and self._optimizer.omits_empty is None:
+            added.append("empty param groups are listed, as by megatron-core 0.14 and later; older ones list none")
+        self.notes += [note for note in added if note not in self.notes]
+
+    def _member(
+        self, rank: Rank, place: str, coords: Coords, numbers: Sequence[int], held: Mapping[str, Sequence[str]]
+    ) -> dict[object, object]:
+        """One optimizer of a rank.
+
+        Args:
+            place: what its arrays' names begin with.
+            numbers: its groups.
+            held: parameters of the rank in order, by the first tensor of each.
+        """
+        inner = f"{place}.{INNER[0]}" if self._has_masters else place
+        state: dict[object, object] = {}
+        groups: list[object] = []
+        masters: list[object] = []
+        for at, number in enumerate(numbers):
+            params = [name for name in held if self._groups.group_of[name] == number]
+            first = len(state)
+            leaves: list[object] = []
+            for i, name in enumerate(params, start=first):
+                state[i] = self._state(held[name], f"{inner}.state.{i}", rank, coords)
+                if self._has_master(name):
+                    array_name = f"{place}.{MASTERS[0]}.{at}.{len(leaves)}"
+                    leaves.append(self._leaf(MASTER, held[name], array_name, rank, coords))
+            settings = self._copied(dict(self._groups.settings[number]), f"{inner}.param_groups.{at}", coords)
+            groups.append({**settings, "params": list(range(first, len(state)))})
+            masters.append(leaves)
+        content: dict[object, object] = {"state": state, "param_groups": groups}
+        if not self._moments and self._optimizer.step is None:
+            state.clear()
+        entries = self._copied(dict(self._optimizer.entries), place, coords)
+        if not self._has_masters:
+            return {**content, **entries}
+        return {INNER[0]: content, **entries, MASTERS[0]: masters}
+
+    def _state(self, names: Sequence[str], place: str, rank: Rank, coords: Coords) -> dict[object, object]:
+        """The states of one parameter, which holds these tensors."""
+        found: dict[object, object] = {}
+        step = self._optimizer.step
+        if isinstance(step, TensorLeaf):
+            meta = self._catalog.meta(step.key)
+            array = StoredArray(f"{place}.{STEP_NAME}", meta.dtype, meta.shape, coords=coords)
+            self.beside.setdefault(step.key, []).append(array)
+            found[STEP_NAME] = TensorLeaf(array.name)
+        elif step is not None:
+            found[STEP_NAME] = step
+        for state in self._moments:
+            found[state] = self._leaf(state, names, f"{place}.{state}", rank, coords)
+        return found
+
+    def _leaf(self, state: str, names: Sequence[str], array_name: str, rank: Rank, coords: Coords) -> TensorLeaf:
+        """A state's place in the file."""
+        keys = [state_key(state, name) for name in names]
+        array = param_array(array_name, keys, self._catalog.tensors, self._cuts, self._rules, coords=coords)
+        self.arrays[array_name] = array
+        parts = [part for _, part in array.parts] if isinstance(array, JoinedArray) else [array]
+        for key, part in zip(keys, parts, strict=True):
+            self._held.setdefault(key, []).append((rank, part))
+        return TensorLeaf(array_name)
+
+    def _copied(self, entries: Mapping[str, object], place: str, coords: Coords) -> dict[object, object]:
+        """Entries whose tensors, if any, are arrays of this rank."""
+        made = with_arrays(self._catalog, dict(entries), place, coords, self.beside)
+        assert isinstance(made, dict)
+        return made
+
+    def fragments(self, key: str) -> Sequence[Fragment]:
+        """See ``OptimizerFiles``."""
+        cut = self._cuts[key]
+        return tuple(piece for rank, array in self._held.get(key, ()) for piece in cut.fragments(key, rank, array))
+
+
+def _trained(catalog: Catalog, optimizer: Optimizer) -> dict[str, int]:
+    """Every parameter that the optimizer has → number of its axes, in the catalog's order."""
+    if any(group.params is None for group in optimizer.groups):
+        return trained(catalog.tensors)
+    named = {name for group in optimizer.groups for name in group.params or ()}
+    return {key: len(meta.shape) for key, meta in catalog.tensors.items() if key in named}

@@ -1,0 +1,92 @@
+"""What the ranks of a run held of a model, out of its global form: which parameters, in which order, cut how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.arrays.sharding import Piece, trimmed
+from core.catalog.catalog import Catalog
+from core.megatron.extras.order import Place, place_of
+from core.megatron.model.cut import Cut, cuts_of
+from core.megatron.model.facts import Facts
+from core.megatron.model.topology import Rank
+from core.megatron.placement.homes import Home, by_chunk, by_file_order, homes_at, tied_of
+from core.megatron.rules.rules import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter of a rank.
+
+    Args:
+        key: its global name.
+        name: its name in the rank's file.
+        vp_rank: its model chunk.
+        cut: how it is cut; its shape is that in the run, padding of the vocabulary included.
+        pieces: what the rank's shard holds of the global tensor, without that padding.
+    """
+
+    key: str
+    name: str
+    vp_rank: int
+    cut: Cut
+    pieces: tuple[Piece, ...]
+
+
+class Holdings:
+    """The parameters that the ranks of the run that saved held.
+
+    Args:
+        model: the global per-layer form, without an optimizer.
+        facts: of the run.
+
+    Raises:
+        UnsupportedError, CorruptError: as for ``core.megatron.model.cut.cuts_of`` and
+        ``core.megatron.placement.homes.Homes.home``.
+    """
+
+    def __init__(self, model: Catalog, facts: Facts, rules: Rules) -> None:
+        self._model = model
+        self._rules = rules
+        rows = model.attrs.get("vocab_size")
+        n_rows = rows if isinstance(rows, int) else None
+        self._cuts = cuts_of(model, facts.topology, facts, rules, n_rows=n_rows)
+        self._homes = _homes(model, facts, rules)
+
+    def of(self, rank: Rank) -> list[Held]:
+        """The parameters of a rank, chunk by chunk, in the order of its file."""
+        found = []
+        for (vp_rank, pp_rank), homes in sorted(self._homes.items()):
+            if pp_rank != rank.pp:
+                continue
+            here = [(key, home.name) for key, home in homes if home.has(rank)]
+            for key, name in by_file_order(here, self._rules):
+                cut = self._cuts[key]
+                found.append(Held(key, name, vp_rank, cut, self._pieces(key, cut, rank)))
+        return found
+
+    def _pieces(self, key: str, cut: Cut, rank: Rank) -> tuple[Piece, ...]:
+        pieces = cut.pieces(rank)
+        axis, shape = cut.axis, self._model.tensors[key].shape
+        if axis is None:
+            return tuple(pieces)
+        kept = (trimmed(piece, axis, shape[axis]) for piece in pieces)
+        return tuple(piece for piece in kept if piece is not None)
+
+
+def _homes(model: Catalog, facts: Facts, rules: Rules) -> Mapping[tuple[int, int], list[tuple[str, Home]]]:
+    """(vp_rank, pp_rank) → (global name, home) of the parameters there, in order."""
+    topology = facts.topology
+    places = homes_at(model, topology, facts, rules)
+    homes = [(key, home) for key in model.tensors if rules.is_param(key) for home in places.homes(key)]
+    head = facts.kind.head
+    tied = tied_of(model, facts, rules) if topology.pp > 1 else None
+    if tied is not None:
+        homes.append((tied, places.last(head)))
+
+    def order(item: tuple[str, Home]) -> Place:
+        key, home = item
+        return place_of(head if home.name == head else key, rules)
+
+    return by_chunk(sorted(homes, key=order))

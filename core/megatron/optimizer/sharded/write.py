@@ -1,0 +1,136 @@
+"""The optimizer of torch_dist and zarr checkpoints that are to be written.
+
+=============  ======================  =================================================================================
+ format         optimizer               form
+=============  ======================  =================================================================================
+ torch_dist     FP32, Float16           ``optimizer.state.{fp32_param,exp_avg,…}.<key>``
+ torch_dist     distributed             ``fully_reshardable``: the same, but ``param`` instead of ``fp32_param``;
+                                        megatron-core 0.15 and later load it at any sizes
+ zarr           FP32, Float16           as in torch_dist
+ zarr           distributed             ``fully_sharded_model_space``, ``fp32_param``: megatron-core up to 0.12, which
+                                        alone reads zarr, knows no other form that is independent of TP and PP
+=============  ======================  =================================================================================
+
+``content_metadata`` of the common state tells current Megatron which form it is, and that keys of chained optimizers
+have no prefix; without it, Megatron asks for keys of older forms.
+
+Source: Megatron-LM d98e8a64 ``training/checkpointing.py``; megatron-core 0.16.1 ``core/optimizer/{optimizer,
+distrib_optimizer}.py``; pinned in tests/golden (``mcore*_torch_dist``, ``mcore0121_zarr``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from core.catalog.catalog import Catalog
+from core.catalog.optimizer_keys import MASTER, STATES, Optimizer, ParamGroup, state_of, trained
+from core.megatron.extras.common_state import CONTENT, OPTIMIZER, common_of
+from core.megatron.model.facts import Facts
+from core.megatron.model.topology import Topology
+from core.megatron.optimizer.entries import FULLY_RESHARDABLE, MODEL_SPACE, SHARDING, common_entry
+from core.megatron.optimizer.target_groups import target_groups
+from core.megatron.rules.rules import Rules
+from core.pickle.inert import as_mapping
+
+_CONTENT_SHARDING = "distrib_optim_sharding_type"
+
+
+def sharding_of(catalog: Catalog) -> str | None:
+    """How a catalog with a common state keeps a distributed optimizer's states; None where it has none."""
+    return next((str(value) for value in _sharding_types(common_of(catalog).get(OPTIMIZER))), None)
+
+
+def _sharding_types(entry: object) -> Iterator[object]:
+    found = as_mapping(entry) or {}
+    if SHARDING in found:
+        yield found[SHARDING]
+    for name, member in found.items():
+        if isinstance(name, int):
+            yield from _sharding_types(member)
+
+
+def wanted_sharding(format: str) -> str:
+    """How the readers of ``torch_dist`` or ``zarr`` load a distributed optimizer at any sizes."""
+    return FULLY_RESHARDABLE if format == "torch_dist" else MODEL_SPACE
+
+
+def _regrouped(catalog: Catalog, optimizer: Optimizer, topology: Topology, facts: Facts, rules: Rules) -> Optimizer:
+    """The optimizer with the groups that it has where experts are distributed in another way."""
+    before = facts.topology
+    if not facts.n_experts or (topology.ep, topology.expert_tp) == (before.ep, before.expert_tp):
+        return optimizer
+    groups = target_groups(optimizer, trained(catalog.tensors), topology, facts, rules, catalog.attrs.get("args"))
+    return replace(optimizer, groups=tuple(ParamGroup(settings) for settings in groups.settings))
+
+
+class StackedOptimizer:
+    """What a checkpoint holds of an optimizer beside its tensors; nothing where there is none.
+
+    Args:
+        catalog: the global per-layer form.
+        format: ``torch_dist`` or ``zarr``.
+        topology: sizes of the destination: with expert parallelism, experts have groups of their own.
+        facts: of the source.
+
+    Attributes:
+        common: entries of the common state.
+        attrs: of the target catalog.
+        notes: what the user should know.
+    """
+
+    def __init__(self, catalog: Catalog, format: str, topology: Topology, facts: Facts, rules: Rules) -> None:
+        found = catalog.attrs.get(OPTIMIZER)
+        self._optimizer = _regrouped(catalog, found, topology, facts, rules) if isinstance(found, Optimizer) else None
+        self._sharding = wanted_sharding(format)
+        self.common: dict[object, object] = {}
+        self.attrs: dict[str, object] = {}
+        self.notes: list[str] = []
+        if self._optimizer is None:
+            return
+        content = as_mapping(common_of(catalog).get(CONTENT)) or {}
+        self.common[OPTIMIZER] = common_entry(self._optimizer, sharding=self._sharding)
+        if format == "torch_dist" or content:
+            self.common[CONTENT] = self._content(content)
+        if self._is_distributed and content.get(_CONTENT_SHARDING) != self._sharding:
+            self._note_form(catalog)
+
+    @property
+    def _is_distributed(self) -> bool:
+        return self._optimizer is not None and self._optimizer.kind == "distributed"
+
+    def key(self, key: str, name: str) -> str:
+        """The key of a tensor.
+
+        Args:
+            key: in the global form.
+            name: the key of the tensor or, of a state, its parameter's.
+        """
+        found = state_of(key)
+        if found is None:
+            return name
+        is_param = found[0] == MASTER and self._is_distributed and self._sharding == FULLY_RESHARDABLE
+        return f"{STATES}{'param' if is_param else found[0]}.{name}"
+
+    def _content(self, before: dict[object, object]) -> dict[object, object]:
+        """What the content is, for Megatron's loader."""
+        made: dict[object, object] = {}
+        if self._is_distributed:
+            made[_CONTENT_SHARDING] = self._sharding
+            made["distrib_optim_fully_reshardable_mem_efficient"] = False
+        made |= {name: value for name, value in before.items() if not str(name).startswith("distrib_optim_")}
+        made["singleton_local_shards"] = False
+        made["chained_optim_avoid_prefix"] = True
+        return made
+
+    def _note_form(self, catalog: Catalog) -> None:
+        if self._sharding == MODEL_SPACE:
+            form = f"the distributed optimizer is written as {MODEL_SPACE}"
+            self.notes.append(f"content_metadata: {form}, as megatron-core 0.12 reads it")
+            return
+        self.notes.append(
+            f"content_metadata: the distributed optimizer is written as {FULLY_RESHARDABLE}; megatron-core 0.15 and "
+            "later load it at any sizes"
+        )
+        if catalog.attrs.get("dialect") == "0.12":
+            self.attrs["dialect"] = "common_pt"

@@ -1,0 +1,233 @@
+"""The param groups of an optimizer at another layout.
+
+Groups are those of the source. Only experts may come to other ones: with expert parallelism they have groups, and a
+chained optimizer, of their own (``is_expert_parallel``); without, they are in the groups of dense parameters. Which of
+them a rank lists, and in which order, depends on megatron-core's version (``core.megatron.model.version``): on the one
+that is to load the result, or, where nobody says, on the one that wrote the source.
+
+Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py`` ``_get_param_groups``,
+``get_megatron_optimizer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from core.catalog.optimizer_keys import Optimizer, ParamGroup
+from core.errors import CorruptError, UnsupportedError
+from core.megatron.extras.common_state import same
+from core.megatron.model.args import fields_of
+from core.megatron.model.facts import Facts
+from core.megatron.model.topology import Topology
+from core.megatron.model.version import OPTION, MegatronVersion
+from core.megatron.optimizer.groups import EXPERT, identity, known, policies_of, traits_of
+from core.megatron.rules.rules import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class TargetGroups:
+    """The groups at a destination.
+
+    Args:
+        settings: of each group, in order: dense ones first.
+        group_of: global parameter → number of its group.
+        is_sorted: ranks have them in that order; otherwise as their parameters need them.
+        omits_empty: ranks leave out those of which they have no parameter.
+    """
+
+    settings: Sequence[Mapping[str, object]]
+    group_of: Mapping[str, int]
+    is_sorted: bool
+    omits_empty: bool
+
+    def order(self, params: Iterable[str]) -> list[int]:
+        """The groups that a rank lists.
+
+        Args:
+            params: those it holds, in order.
+        """
+        own = list(dict.fromkeys(self.group_of[name] for name in params))
+        if self.is_sorted:
+            own.sort()
+        if not self.omits_empty:
+            every = range(len(self.settings))
+            own = list(every) if self.is_sorted else [*own, *(number for number in every if number not in own)]
+        return own
+
+    def is_expert(self, number: int) -> bool:
+        """Whether a group belongs to the optimizer of experts."""
+        return bool(self.settings[number].get(EXPERT))
+
+
+def target_groups(
+    optimizer: Optimizer,
+    params: Mapping[str, int],
+    topology: Topology,
+    facts: Facts,
+    rules: Rules,
+    args: object,
+    *,
+    version: MegatronVersion | None = None,
+) -> TargetGroups:
+    """The groups of a destination.
+
+    Args:
+        params: global name of every parameter that is trained → number of its axes.
+        topology: sizes of the destination.
+        facts: of the source.
+        args: the training arguments.
+        version: the megatron-core that is to load the groups; None for the one that wrote them.
+
+    Raises:
+        UnsupportedError: no policy tells which parameters the source's groups have, two groups that become one have
+            different settings, or this version would describe them in another way.
+        CorruptError: a parameter is in no group.
+    """
+    sources = _source_groups(optimizer, params, rules, args)
+    splits = _splits(optimizer.groups, topology, facts)
+    wanted: dict[tuple[object, ...], Mapping[str, object]] = {}
+    place: dict[tuple[int, bool], tuple[object, ...]] = {}
+
+    def settle(number: int, is_expert: bool) -> tuple[object, ...]:
+        if (number, is_expert) in place:
+            return place[number, is_expert]
+        group = optimizer.groups[number]
+        which = identity(group.settings, is_expert=is_expert)
+        settings = _as_expert(group.settings, is_expert)
+        _check_same(wanted.setdefault(which, settings), settings)
+        return place.setdefault((number, is_expert), which)
+
+    of_name = {}
+    for name in params:
+        number = sources[name]
+        is_expert = (
+            optimizer.groups[number].is_expert if splits is None else splits and rules.expert_of(name) is not None
+        )
+        of_name[name] = settle(number, is_expert)
+    for number, group in enumerate(optimizer.groups):
+        if not any(source == number for source in sources.values()):
+            settle(number, group.is_expert if splits in (None, True) else False)
+    base = [identity(group.settings, is_expert=False) for group in optimizer.groups]
+    order = sorted(wanted, key=lambda which: (bool(which[2]), base.index((*which[:2], False, *which[3:]))))
+    is_sorted, omits_empty = _is_sorted(optimizer), bool(optimizer.omits_empty)
+    if version is not None:
+        wanted = {which: _described(settings, version) for which, settings in wanted.items()}
+        if version.sorts_groups and not is_sorted:
+            order = _in_order(wanted)
+        is_sorted, omits_empty = version.sorts_groups, not version.lists_empty_groups
+    return TargetGroups(
+        settings=[wanted[which] for which in order],
+        group_of={name: order.index(which) for name, which in of_name.items()},
+        is_sorted=is_sorted,
+        omits_empty=omits_empty,
+    )
+
+
+def _is_sorted(optimizer: Optimizer) -> bool:
+    return all(_USUAL_RATE in group.settings for group in optimizer.groups)
+
+
+def _described(settings: Mapping[str, object], version: MegatronVersion) -> Mapping[str, object]:
+    """A group's settings as a version has them.
+
+    Raises:
+        UnsupportedError: it finds groups by a setting that this one lacks, or tells another learning rate otherwise.
+    """
+    missing = [name for name in _FOUND_BY if name not in settings and f"pre_{name}" not in settings]
+    if missing:
+        raise UnsupportedError(
+            f"the source's param groups have no {' and no '.join(missing)}, by which megatron-core tells them apart",
+            hint=f"leave {OPTION} out, or leave the optimizer out with --no-optim",
+        )
+    if version.sorts_groups == (_USUAL_RATE in settings):
+        return settings
+    if traits_of(settings).has_own_lr or settings.get("lr_mult", settings.get("pre_lr_mult")) != 1:
+        raise UnsupportedError(
+            f"megatron-core {version} describes param groups with a learning rate of their own in another way than the "
+            "source",
+            hint=f"leave {OPTION} out, or leave the optimizer out with --no-optim",
+        )
+    if version.sorts_groups:
+        return {**settings, _USUAL_RATE: True}
+    return {name: value for name, value in settings.items() if name != _USUAL_RATE}
+
+
+def _in_order(groups: Mapping[tuple[object, ...], Mapping[str, object]]) -> list[tuple[object, ...]]:
+    """Groups with the usual learning rate in the order of 0.16: with weight decay, without; dense ones first.
+
+    Raises:
+        UnsupportedError: two of them are alike in that.
+    """
+    place = {which: (bool(which[2]), traits_of(settings).is_exempt) for which, settings in groups.items()}
+    if len(set(place.values())) < len(place):
+        raise UnsupportedError(
+            "the source's param groups differ in more than weight decay and experts, so that their order in "
+            "megatron-core 0.16 is not known",
+            hint="leave the optimizer out with --no-optim",
+        )
+    return sorted(place, key=lambda which: place[which])
+
+
+_USUAL_RATE = "default_config"
+"""Setting of a group's, since megatron-core 0.16: whether its learning rate is the usual one."""
+_FOUND_BY = ("wd_mult", "lr_mult", EXPERT, "is_decoupled_lr")
+"""The settings by which megatron-core 0.15 and later find a group."""
+
+
+def _splits(groups: Sequence[ParamGroup], topology: Topology, facts: Facts) -> bool | None:
+    """Whether experts have groups of their own at the destination; None means those that they have.
+
+    Without expert parallelism, some versions give them groups of their own where their TP size is another; then what
+    the source does decides, if it shows it.
+    """
+    if not any(EXPERT in group.settings for group in groups):
+        return None
+    if topology.ep > 1:
+        return True
+    source = facts.topology
+    if source.ep == 1 and (source.expert_tp != source.tp) == (topology.expert_tp != topology.tp):
+        return None
+    return False
+
+
+def _as_expert(settings: Mapping[str, object], is_expert: bool) -> Mapping[str, object]:
+    if EXPERT not in settings:
+        return settings
+    return {name: is_expert if name == EXPERT else value for name, value in settings.items()}
+
+
+def _check_same(one: Mapping[str, object], other: Mapping[str, object]) -> None:
+    """Raises unless two groups that become one agree."""
+    for name in dict.fromkeys([*one, *other]):
+        if name not in one or name not in other or not same(one[name], other[name]):
+            raise UnsupportedError(
+                f"experts and other parameters come to one param group, but their {name} is {one.get(name)!r} and "
+                f"{other.get(name)!r}",
+                hint="keep an expert parallel size above 1, or leave the optimizer out with --no-optim",
+            )
+
+
+def _source_groups(optimizer: Optimizer, params: Mapping[str, int], rules: Rules, args: object) -> Mapping[str, int]:
+    """The number of every parameter's group in the source."""
+    groups = optimizer.groups
+    if all(group.params is not None for group in groups):
+        found = {name: number for number, group in enumerate(groups) for name in group.params or ()}
+        missing = next((name for name in params if name not in found), None)
+        if missing is not None:
+            raise CorruptError("the optimizer has states of it, but no param group has it", key=missing)
+        return found
+    wanted = [traits_of(group.settings) for group in groups]
+    if len(set(wanted)) == len(wanted):
+        for policy in policies_of(fields_of(args)):
+            made = {}
+            for name, n_axes in params.items():
+                traits = policy.traits(name, n_axes, is_expert=rules.expert_of(name) is not None)
+                if traits is not None and known(traits, wanted) in wanted:
+                    made[name] = wanted.index(known(traits, wanted))
+            if len(made) == len(params) and len(set(made.values())) == len(groups):
+                return made
+    raise UnsupportedError(
+        f"which parameters the optimizer's {len(groups)} groups have is not stored, and their settings do not tell",
+        hint="leave the optimizer out with --no-optim, or keep the format",
+    )

@@ -1,0 +1,96 @@
+"""The optimizer of rank files: for every rank, which stored array is which state of which parameter.
+
+``read_states`` finds the form and leaves the work to ``core.megatron.optimizer.numbered.read`` (FP32 and Float16
+optimizers, in model_optim_rng.pt) or ``core.megatron.optimizer.flat.read`` (the distributed optimizer's
+distrib_optim.pt).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from core.catalog.catalog import Catalog
+from core.catalog.optimizer_keys import Optimizer
+from core.errors import Report, UnsupportedError, raising
+from core.files.store import ReadStore
+from core.megatron.model.cut import Cut
+from core.megatron.model.facts import Facts
+from core.megatron.model.topology import Topology
+from core.megatron.model.version import MegatronVersion
+from core.megatron.optimizer.rank_state import OptimizerFiles, RankFile, RankStates
+from core.megatron.rules.experts import OPTION
+from core.megatron.rules.rules import Rules
+
+
+def read_states(
+    catalog: Catalog,
+    files: Sequence[RankFile],
+    facts: Facts,
+    rules: Rules,
+    *,
+    store: ReadStore | None,
+    report: Report = raising,
+) -> RankStates:
+    """The optimizer of a rank catalog that has one.
+
+    Args:
+        catalog: ``core.formats.megatron.format``'s.
+        files: all ranks.
+        store: to compare masters with weights; None leaves that out.
+        report: takes what is wrong with single ranks (rules ``optim.numbers``, ``.groups``, ``.states``, ``.shape``,
+            ``.step``, ``.settings``, ``.entries``, ``.buffers``, ``.missing``), which is then left out; raises it, if
+            none is given.
+
+    Raises:
+        UnsupportedError: of a kind that is not read, or nothing proves which state is whose.
+        CorruptError: ranks contradict each other.
+    """
+    kind = catalog.attrs.get("optimizer")
+    if kind == "distributed":
+        from core.megatron.optimizer.flat.read import read_flat
+
+        return read_flat(catalog, files, facts, rules, store=store, report=report)
+    if kind == "layer-wise":
+        raise UnsupportedError(
+            "the layer-wise optimizer (Muon) cannot be resharded yet",
+            hint="leave it out with --no-optim; the weights are exact, and training starts with a fresh optimizer",
+        )
+    from core.megatron.optimizer.numbered.read import read_numbered
+
+    return read_numbered(catalog, files, facts, rules, store=store, report=report)
+
+
+def optimizer_files(
+    catalog: Catalog,
+    optimizer: Optimizer,
+    topology: Topology,
+    facts: Facts,
+    rules: Rules,
+    cuts: Mapping[str, Cut],
+    *,
+    version: MegatronVersion | None = None,
+) -> OptimizerFiles:
+    """What will hold an optimizer at a destination of rank files.
+
+    Args:
+        catalog: the global per-layer form, with the optimizer's states among its tensors.
+        topology: sizes of the destination.
+        facts: of the source.
+        cuts: how every tensor is cut, states included.
+        version: the megatron-core that is to load the files; None for the one that wrote the source.
+
+    Raises:
+        UnsupportedError: the destination's form of it is not determined.
+    """
+    from core.megatron.optimizer.flat.write import FlatFiles
+    from core.megatron.optimizer.numbered.write import NumberedFiles
+
+    if optimizer.kind == "distributed":
+        if any(cut.is_transposed for cut in cuts.values()):
+            raise UnsupportedError(
+                "the distributed optimizer's buffers of GroupedMLP are not written",
+                hint=f"leave the optimizer out with --no-optim, or write one module for each expert with {OPTION} "
+                "sequential",
+            )
+        return FlatFiles(catalog, optimizer, topology, facts, rules, cuts, version=version)
+    return NumberedFiles(catalog, optimizer, topology, facts, rules, cuts, version=version)

@@ -1,0 +1,59 @@
+"""Pickles that lie in tensors of bytes, as Transformer Engine's extra states do in Megatron's checkpoints.
+
+Transformer Engine before 1.0 saves the state of its scales with ``torch.save`` into a uint8 tensor, and pickles it into
+one since; when the model is loaded, it unpickles the bytes. So the bytes of every one-dimensional tensor of bytes that
+begin like such a stream are read for what they do with names.
+
+Source: Transformer Engine 1.13 and 2.x ``pytorch/module/base.py`` (``get_extra_state``, ``set_extra_state``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from core.arrays.box import Box
+from core.catalog.catalog import Catalog
+from core.errors import CheckpointingException
+from core.files.store import MemoryStore, ReadStore
+from core.formats.torch.nested_names import uses_of_stream
+from core.formats.torch.other_pickles import MAX_BYTES, Looked
+from core.formats.torch.stream import stream_kind
+from core.plan.box_reader import BoxReader
+
+_HEAD_BYTES = 512
+_DTYPES = ("uint8", "int8")
+_EXTRA_STATE = "_extra_state"
+"""How the keys of Transformer Engine's states end; theirs are read even if they look like text."""
+_TENSOR = "tensor"
+
+
+def pickled_tensors(catalog: Catalog, store: ReadStore) -> Iterator[tuple[str, str, Looked]]:
+    """Yield (file, key, what its pickles do) of the tensors that hold a stream."""
+    reader = BoxReader(catalog, store)
+    for key in (*catalog.tensors, *catalog.hidden):
+        meta = catalog.meta(key)
+        if meta.dtype not in _DTYPES or len(meta.shape) != 1 or meta.shape[0] == 0:
+            continue
+        try:
+            head = _read(reader, key, min(_HEAD_BYTES, meta.shape[0]))
+            is_stream = stream_kind(MemoryStore({_TENSOR: head}), _TENSOR, 0, len(head)) is not None
+            if not is_stream and not key.endswith(_EXTRA_STATE):
+                continue
+            if meta.shape[0] > MAX_BYTES:
+                looked = Looked(unread=(f"the tensor {key} has more than {MAX_BYTES >> 20} MiB",))
+            else:
+                data = _read(reader, key, meta.shape[0])
+                looked = Looked(frozenset(uses_of_stream(MemoryStore({_TENSOR: data}), _TENSOR, 0, len(data))))
+        except CheckpointingException:  # other checks say it
+            continue
+        array = catalog.fragments(key)[0].array
+        file = store.label if array is None or array.extent is None else array.extent.file
+        yield file, key, looked
+
+
+def _read(reader: BoxReader, key: str, n_bytes: int) -> bytes:
+    """Return the first bytes of a tensor of bytes."""
+    out = bytearray(n_bytes)
+    with memoryview(out) as view:
+        reader.tensor(key).read(Box((0,), (n_bytes,)), view, memoryview(bytearray(n_bytes)))
+    return bytes(out)

@@ -1,0 +1,155 @@
+"""From a global catalog to a target catalog: which arrays the destination will have.
+
+A target catalog is an ordinary catalog whose arrays have no extent yet. A format's ``lay_out`` places them.
+
+Source of the partition names: ``core.formats.format.Format.partition``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from core.arrays.box import Box
+from core.catalog.catalog import Catalog, Fragment, TensorMeta, bind_nothing, catalog_of_arrays
+from core.catalog.files_beside import carried_of, without_carried
+from core.catalog.mapping_attributes import without_attributes
+from core.catalog.stored import StoredArray, array_name
+from core.formats.format import Format
+from core.opening.objects import inlined, state_dict, with_common, with_mapping_root, with_objects
+
+
+def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Catalog]:
+    """(the source under the keys that it gets in a format of global tensors, the target catalog to be laid out).
+
+    Args:
+        catalog: global tensors; its objects have been loaded.
+        format: not one that is cut by ranks.
+    """
+    if not keeps_nesting(catalog, format):
+        catalog = without_attributes(catalog)
+    if format.is_mcore:
+        catalog = with_common(with_mapping_root(catalog))
+    elif format.has_objects_beside:
+        catalog = with_objects(catalog)
+    else:
+        catalog = state_dict(catalog, keeps_root=format.nests)
+    if format.nests:
+        catalog = inlined(catalog)
+    if format.adapt is not None:
+        catalog = format.adapt(catalog)
+    if not format.carries_files:
+        catalog = without_carried(catalog, carried_of(catalog)).with_attrs(carried={}, documents={})
+    return catalog, partitioned(catalog, format=format.name, by=format.partition)
+
+
+def keeps_nesting(catalog: Catalog, format: Format) -> bool:
+    """Return whether a format holds the containers around tensors as they are, or describes them beside the tensors."""
+    return format.nests or (format.has_objects_beside and format.adapt is None and bool(catalog.objects))
+
+
+def tensors_only(target: Catalog) -> Catalog:
+    """A target catalog for one file that holds nothing but tensors."""
+    attrs = {name: value for name, value in target.attrs.items() if name not in ("carried", "documents")}
+    return replace(target, objects={}, hidden={}, skeleton=None, attrs=attrs)
+
+
+def dense_target(metas: Iterable[TensorMeta]) -> Catalog:
+    """A target of one dense array for each tensor, named by its key."""
+    return catalog_of_arrays(
+        format="memory", arrays={meta.key: StoredArray(meta.key, meta.dtype, meta.shape) for meta in metas}
+    )
+
+
+def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog:
+    """A catalog whose tensors have the dtypes that ``dtype_for`` gives; arrays follow in ``partitioned``."""
+    tensors = {
+        key: meta if (dtype := dtype_for(meta)) == meta.dtype else replace(meta, dtype=dtype)
+        for key, meta in catalog.tensors.items()
+    }
+    return replace(catalog, tensors=tensors)
+
+
+def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
+    """The target catalog of a format that stores global tensors.
+
+    Args:
+        catalog: what is to be written; keys, shapes and dtypes are final.
+        format: name of the target format.
+        by: ``whole`` (one array a tensor), ``as_stored`` (one array per stored piece, so that each piece moves as one
+            run; replicas once; tensors whose pieces overlap in part become whole) or ``grid`` (the same where the
+            pieces are equal boxes of a regular grid). Hidden tensors are always whole.
+    """
+    file_number = _file_numbers(catalog) if by == "as_stored" else {}
+
+    @lru_cache(maxsize=64)
+    def fragments_of(key: str) -> Sequence[Fragment]:
+        meta = catalog.meta(key)
+        boxes = _whole(meta)
+        number_of: dict[Box, int | None] = {}
+        if by in ("as_stored", "grid") and key in catalog.tensors:
+            number_of = _stored_boxes(meta, catalog.fragments(key), file_number)
+            if by == "grid" and not _is_grid(number_of):
+                number_of = {}
+            boxes = list(number_of) or boxes
+        origin = (0,) * len(meta.shape)
+        return tuple(
+            Fragment(
+                key,
+                box,
+                StoredArray(
+                    key if len(boxes) == 1 else array_name(key, box),
+                    meta.dtype,
+                    box.shape,
+                    coords=() if (number := number_of.get(box)) is None else (("file", number),),
+                ),
+                origin,
+            )
+            for box in boxes
+        )
+
+    return replace(catalog, format=format, version=None, fragments_of=fragments_of, bind=bind_nothing)
+
+
+def _is_grid(boxes: Collection[Box]) -> bool:
+    """Whether boxes that tile a tensor are all of one shape and lie at multiples of it."""
+    shapes = {box.shape for box in boxes}
+    return len(shapes) == 1 and all(
+        n > 0 and offset % n == 0 for box in boxes for offset, n in zip(box.offset, box.shape, strict=True)
+    )
+
+
+def _whole(meta: TensorMeta) -> list[Box]:
+    return [Box((0,) * len(meta.shape), meta.shape)]
+
+
+def _stored_boxes(
+    meta: TensorMeta, fragments: Iterable[Fragment], file_number: dict[str, int]
+) -> dict[Box, int | None]:
+    """Distinct boxes of a tensor's pieces → number of the file each is to go to, or None; {} if they do not tile it."""
+    boxes: dict[Box, int | None] = {}
+    for fragment in fragments:
+        array = fragment.array
+        if array is None:
+            return {}
+        if not fragment.box.is_empty or meta.n_elements == 0:
+            boxes.setdefault(fragment.box, None if array.extent is None else file_number.get(array.extent.file))
+    tiles = sum(box.n_elements for box in boxes) == meta.n_elements and (meta.n_elements or len(boxes) == 1)
+    return boxes if tiles else {}
+
+
+def _file_numbers(catalog: Catalog) -> dict[str, int]:
+    """Source file → number, in order of first use; {} if the files are no ranks' files.
+
+    They are not if all lies in one file, or if most pieces have a file of their own, as zarr's chunks do; the format
+    then makes files as it likes.
+    """
+    numbers: dict[str, int] = {}
+    n_pieces = 0
+    for key in catalog.tensors:
+        for fragment in catalog.fragments(key):
+            if fragment.array is not None and fragment.array.extent is not None:
+                numbers.setdefault(fragment.array.extent.file, len(numbers))
+                n_pieces += 1
+    return numbers if 1 < len(numbers) <= n_pieces // 2 else {}

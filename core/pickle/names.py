@@ -1,0 +1,150 @@
+"""What is to be thought of a name in a pickle, and of what the pickle does with it.
+
+Nothing is ever looked up or called, so this is not what keeps a reader safe: it is what ``ckpt`` says about a file that
+other programs would unpickle.
+
+- ``known``: a constructor of plain data (``pickle/calls.toml``), which conversions keep.
+- ``unknown``: harmless to load or only mentioned, but nothing that a conversion understands; or of a module that nobody
+  knows (``known_packages``), which only its user can judge.
+- ``dangerous``: a callable of a known package that is not on the list of harmless ones and is called, and whatever is
+  named that runs commands, reads files or loads code. The list of the latter follows the modules that picklescan,
+  fickling and modelscan name. It is never complete, which is why it does not decide what may be called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Literal
+
+from core.pickle.call_table import constructor
+from core.pickle.inert import Global, walk
+from core.pickle.known_packages import is_known_package
+from core.pickle.uses import How, Use
+
+Verdict = Literal["known", "unknown", "dangerous"]
+
+
+_SCRIPT = "__torch__"
+"""The module of TorchScript's own classes, which no Python imports."""
+_ALLOWED = {"name": ("named",), "make": ("named", "made"), "call": ("named", "made", "called", "bound")}
+"""What a row of the table allows."""
+
+
+def judge(use: Use) -> Verdict:
+    """Return the verdict on a name and what is done with it."""
+    return classify(use.name, use.how)
+
+
+@lru_cache(maxsize=1 << 16)
+def classify(name: Global, how: How = "named") -> Verdict:
+    """Return the verdict on a name.
+
+    Args:
+        how: what is done with it; by itself a name is only mentioned.
+    """
+    if how == "unread":
+        return "dangerous"
+    if name.module == _SCRIPT or name.module.startswith(f"{_SCRIPT}."):
+        return "unknown"
+    row = constructor(name.module, name.name)
+    if row is not None and (how in _ALLOWED[row.may] or (how == "bound" and row.may_be_bound)):
+        return "known" if row.is_data else "unknown"
+    head, _, attribute = name.name.partition(".")
+    if how == "named" and attribute.isupper() and "." not in attribute and _is_enum(name.module, head):
+        return "known"
+    if _is_listed(name, head):
+        return "dangerous"
+    if how == "named":
+        return "unknown"
+    if how == "changed" or is_known_package(name.module) or _leads_through_a_module(name):
+        return "dangerous"
+    return "unknown"
+
+
+def is_foreign(use: Use) -> bool:
+    """Return whether nobody but its user can know what a name is: of an unknown module, and not dangerous for sure."""
+    return not is_known_package(use.name.module) and judge(use) == "unknown"
+
+
+def dangerous_uses(uses: Iterable[Use]) -> set[Use]:
+    """Return those that must not be loaded."""
+    return {use for use in uses if judge(use) == "dangerous"}
+
+
+def globals_of(tree: object) -> set[Global]:
+    """Return every name in an inert tree."""
+    return {node for node in walk(tree) if type(node) is Global}
+
+
+def _is_enum(module: str, name: str) -> bool:
+    row = constructor(module, name)
+    return row is not None and row.is_enum
+
+
+def _is_listed(name: Global, head: str) -> bool:
+    """Return whether a name is known to be an attack, whoever uses it for what."""
+    modules = name.module.split(".")
+    parts = name.name.split(".")
+    inner = modules[1:] if is_known_package(name.module) else []
+    if modules[0] in _DANGEROUS_MODULES or any(part in _DANGEROUS_PARTS for part in (*inner, *parts)):
+        return True
+    own = modules[1:] if modules[0] == "__main__" else modules
+    is_special = any(part.startswith("__") and part.endswith("__") for part in (*own, *parts))
+    return is_special or (name.module, head) in _DANGEROUS_PAIRS
+
+
+def _leads_through_a_module(name: Global) -> bool:
+    """Return whether a dotted name does not go from class to class: then it may leave the module it begins in."""
+    *heads, _ = name.name.split(".")
+    return any(not part.lstrip("_")[:1].isupper() for part in heads)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _pairs(table: dict[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset((module, name) for module, names in table.items() for name in names.split())
+
+
+_DANGEROUS_MODULES = _words(
+    """
+    os posix nt ntpath posixpath sys subprocess _posixsubprocess commands popen2 pty shutil socket _socket ssl runpy
+    importlib imp zipimport pkgutil code codeop ctypes _ctypes cffi pickle _pickle cPickle dill cloudpickle joblib
+    marshal shelve webbrowser platform pdb bdb timeit cProfile profile trace tracemalloc asyncio _asyncio
+    multiprocessing concurrent threading _thread operator _operator inspect gc atexit tempfile glob fileinput linecache
+    urllib http httplib ftplib smtplib telnetlib poplib imaplib nntplib xmlrpc socketserver requests httpx aiohttp
+    logging distutils setuptools pip pydoc doctest unittest pytest test venv ensurepip sysconfig site idlelib lib2to3
+    turtledemo ast symtable dis types signal resource fcntl mmap sqlite3 dbm nturl2path antigravity rlcompleter readline
+    uu_decode this wsgiref crypt mailbox mailcap msilib winreg _winreg _winapi msvcrt pipes select selectors
+    """
+)
+_DANGEROUS_PARTS = _words(
+    """
+    os posix sys subprocess system popen spawn execv execve eval exec compile __import__ import_module __builtins__
+    __globals__ __subclasses__ __getattribute__ builtins shutil socket runpy ctypes cpp_extension hub
+    """
+)
+_DANGEROUS_PAIRS = _pairs(
+    {
+        "builtins": (
+            "eval exec compile open input __import__ getattr setattr delattr globals locals vars dir breakpoint "
+            "memoryview exit quit help apply execfile file map filter classmethod staticmethod property type super"
+        ),
+        "functools": "partial partialmethod reduce",
+        "io": "open open_code FileIO TextIOWrapper",
+        "_io": "open open_code FileIO TextIOWrapper",
+        "codecs": "open",
+        "copyreg": "add_extension pickle",
+        "torch": "load save compile classes ops",
+        "torch.serialization": "load save",
+        "torch.jit": "load CompilationUnit",
+        "torch.package": "PackageImporter",
+        "numpy": "load fromfile memmap genfromtxt loadtxt save savetxt",
+        "numpy.testing._private.utils": "runstring",
+        "numpy.f2py": "compile",
+        "pandas": "read_pickle eval",
+        "collections": "namedtuple",
+    }
+)

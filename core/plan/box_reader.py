@@ -1,0 +1,180 @@
+"""Reads boxes of a checkpoint's tensors as dense bytes, wherever and however they are stored.
+
+::
+
+    key, box ── match ──▶ pieces that meet it ──┬── consecutive in file and buffer: one read, straight to its place
+                                                ├── long rows: one vectored read into their places
+                                                └── anything else: read as a block, then copied (``core.arrays.gather``)
+
+Of replicas the first is read. Memory is the caller's two buffers, and a bounded cache of decoded units for arrays that
+are compressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from core.arrays.box import Box, Shape
+from core.arrays.coverage import BoxIndex
+from core.arrays.dtypes import itemsize
+from core.arrays.gather import Layout, copy_box, dense, inner_run, read_box, starts
+from core.catalog.catalog import Catalog, Fragment, catalog_of_arrays
+from core.catalog.decoded import DEFAULT_CACHE_BYTES, DecodedStore
+from core.catalog.stored import StoredArray
+from core.errors import in_checkpoint
+from core.files.store import ReadStore
+from core.plan.addresses import Source, source_in
+from core.plan.match import match
+
+_MIN_VECTOR_BYTES = 16 << 10
+"""Rows shorter than this are cheaper to copy in memory than to name to the kernel."""
+_FEW = 8
+
+
+def bands(shape: Shape, size: int, band_bytes: int) -> Iterator[Box]:
+    """Boxes that tile a tensor in C order, each consecutive in its dense form.
+
+    Args:
+        shape: in elements.
+        size: bytes per element.
+        band_bytes: most bytes of a box, unless one element is longer.
+    """
+    if 0 in shape:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    axis = 0
+    while axis < len(shape) - 1 and prod(shape[axis + 1 :]) * size > band_bytes:
+        axis += 1
+    rows = max(1, band_bytes // (prod(shape[axis + 1 :]) * size))
+    tail = shape[axis + 1 :]
+    for index in product(*(range(n) for n in shape[:axis])):
+        for first in range(0, shape[axis], rows):
+            n = min(rows, shape[axis] - first)
+            yield Box((*index, first, *(0,) * len(tail)), (*(1,) * axis, n, *tail))
+
+
+class BoxReader:
+    """Access to the tensors of one checkpoint.
+
+    Args:
+        catalog: its metadata.
+        store: its files.
+        cache_bytes: most bytes of decoded units that are kept.
+    """
+
+    def __init__(self, catalog: Catalog, store: ReadStore, *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+        self._catalog = catalog
+        self._store = DecodedStore(store, cache_bytes=cache_bytes)
+
+    def tensor(self, key: str) -> TensorReader:
+        """Access to one tensor, visible or hidden; its pieces are proven to cover it.
+
+        Raises:
+            KeyError: no such tensor.
+            MissingShardError: no piece holds some of it.
+            CorruptError, UnsupportedError: its pieces contradict each other.
+        """
+        meta = self._catalog.meta(key)
+        array = StoredArray(f"dense:{key}", meta.dtype, meta.shape)
+        with in_checkpoint(self._store.label):
+            work = match(self._catalog, catalog_of_arrays(format="memory", arrays={key: array}), key)
+            pieces = [_Piece(box, self._source(fragment, box)) for box, fragment in work.pieces]
+        return TensorReader(self._store, work.dtype, meta.shape, pieces)
+
+    def _source(self, fragment: Fragment, box: Box) -> Source:
+        if fragment.array is None:
+            return Source(None, 0, (0,) * box.rank)
+        return source_in(self._store.placed(self._catalog.bind(self._store, fragment.array)), fragment, box)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A box of a tensor, and where its first element and the others lie."""
+
+    box: Box
+    source: Source
+
+
+class TensorReader:
+    """One tensor, read box by box from any number of threads.
+
+    Attributes:
+        dtype: canonical name, of the bytes that are read.
+        shape: in elements.
+    """
+
+    def __init__(self, store: DecodedStore, dtype: str, shape: Shape, pieces: Sequence[_Piece]) -> None:
+        self._store = store
+        self.dtype = dtype
+        self.shape = shape
+        self._pieces = pieces
+        self._size = itemsize(dtype)
+        self._index = BoxIndex([piece.box for piece in pieces]) if len(pieces) > _FEW else None
+
+    def read(self, box: Box, out: memoryview, raw: memoryview) -> None:
+        """Fills a buffer with the elements of a box in C order.
+
+        Args:
+            box: lies in the tensor.
+            out: as long as the box.
+            raw: scratch space; the larger, the fewer reads where elements are scattered.
+
+        Raises:
+            TruncatedError, MissingShardError, StorageError, CorruptError: as the store and encodings raise them.
+        """
+        whole = dense(box.shape, self._size)
+        for piece, common in self._meeting(box):
+            delta = [a - b for a, b in zip(common.offset, piece.box.offset, strict=True)]
+            source = Layout(piece.source.at(delta), piece.source.strides)
+            place = sum((a - b) * step for a, b, step in zip(common.offset, box.offset, whole.strides, strict=True))
+            with in_checkpoint(self._store.label):
+                self._fill(piece.source.file, source, out, Layout(place, whole.strides), common.shape, raw)
+
+    def _meeting(self, box: Box) -> Iterator[tuple[_Piece, Box]]:
+        if self._index is not None:
+            for number, common in self._index.meeting(box):
+                yield self._pieces[number], common
+            return
+        for piece in self._pieces:
+            found = piece.box.intersect(box)
+            if found is not None:
+                yield piece, found
+
+    def _fill(
+        self, file: str | None, source: Layout, out: memoryview, target: Layout, shape: Shape, raw: memoryview
+    ) -> None:
+        """Reads one part of a box to its place."""
+        if file is None:
+            n_axes, n_bytes = inner_run(shape, self._size, target)
+            zeros = bytes(n_bytes)
+            for (start,) in starts(shape[:n_axes], target):
+                out[start : start + n_bytes] = zeros
+            return
+        n_axes, n_bytes = inner_run(shape, self._size, source, target)
+        if n_axes == 0:
+            self._store.read_into(file, source.start, out[target.start : target.start + n_bytes])
+            return
+        total = prod(shape) * self._size
+        if inner_run(shape, self._size, source)[0] == 0:
+            if n_bytes >= _MIN_VECTOR_BYTES:
+                places = [out[start : start + n_bytes] for (start,) in starts(shape[:n_axes], target)]
+                self._store.read_vector(file, source.start, places, total)
+                return
+            if total <= len(raw):
+                self._store.read_into(file, source.start, raw[:total])
+                copy_box(raw, Layout(0, source.strides), out, target, shape=shape, itemsize=self._size)
+                return
+        read_box(
+            lambda address, buffer: self._store.read_into(file, address, buffer),
+            source,
+            out,
+            target,
+            shape=shape,
+            itemsize=self._size,
+            raw=raw,
+        )

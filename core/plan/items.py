@@ -1,0 +1,370 @@
+"""Work items: what one thread does at a time.
+
+The matched boxes of a tensor become
+
+* **moves**: a run of bytes that is consecutive in its source and in all its destinations; streamed;
+* **weaves**: sources and destinations that meet in boxes which are not consecutive on both sides (splits and merges
+  along an inner axis). All sources and destinations that hang together are walked in common row bands, so that every
+  source byte is read once and every destination byte is written once, both in long runs;
+* **comparisons**: replicas with their primary.
+
+Items are about ``ITEM_BYTES`` long, so that threads share the largest tensor too. Which items there are, and their
+order, follows from the plan alone: a resumed run meets the same ones. Everything here is integers; only late-bound
+addresses are asked for through ``bind``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import gcd, prod
+
+from core.arrays.box import Box, Shape
+from core.arrays.checksum import BLOCK_BYTES
+from core.arrays.coverage import first_overlap
+from core.arrays.dtypes import itemsize
+from core.arrays.gather import is_dense
+from core.catalog.catalog import Fragment
+from core.plan.addresses import Bind, Destination, Ends, Source
+from core.plan.match import Match
+from core.plan.positions import Places
+
+ITEM_BYTES = 32 << 20
+"""Target bytes of one item, about."""
+_MANY_ENDS = 16
+"""Of one item: copies that are compared, or places that one source goes to, the source among them."""
+_SMALL_BYTES = 64 << 10
+_MANY_RUNS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A run of elements, consecutive in the source and in every destination.
+
+    Args:
+        key: the tensor.
+        n_elements: length of the run.
+        source: where it begins.
+        destinations: (array number, flat element index) of each copy to write.
+        dtypes: of the source and of the target.
+    """
+
+    key: str
+    n_elements: int
+    source: Source
+    destinations: tuple[tuple[int, int], ...]
+    dtypes: tuple[str, str]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes to write."""
+        return self.n_elements * itemsize(self.dtypes[1]) * len(self.destinations)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A source piece and a destination that meet in ``box``; their ``start`` is the box's first element."""
+
+    box: Box
+    source: Source
+    destination: Destination
+
+
+@dataclass(frozen=True, slots=True)
+class Weave:
+    """Consecutive row bands of sources and destinations that hang together.
+
+    Args:
+        key: the tensor.
+        links: who meets whom; the boxes are disjoint.
+        bands: boxes to walk, in C order.
+        is_regular: whether every link spans each band on the axes up to the cut one, so that bands of one shape differ
+            only by their addresses.
+        dtypes: of the source and of the target.
+    """
+
+    key: str
+    links: Sequence[Link]
+    bands: Sequence[Box]
+    is_regular: bool
+    dtypes: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Copies that must equal their primary in a box.
+
+    Args:
+        key: the tensor.
+        box: the region; the sources begin at its first element.
+        primary: the source that is used.
+        copies: the other sources.
+        bands: parts of the box, each at most a digest block long.
+        dtype: of all.
+    """
+
+    key: str
+    box: Box
+    primary: Source
+    copies: tuple[Source, ...]
+    bands: Sequence[Box]
+    dtype: str
+
+
+Item = Move | Weave | Comparison
+ItemNumber = tuple[int, int]
+"""Number of the tensor among those of the plan, and of the item among the tensor's: the same whoever does the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What one worker does of a tensor.
+
+    Args:
+        number: of the tensor among those of the plan.
+        match: the work of the whole tensor.
+        start, stop: which of its items: those that begin in these bytes, which ``weight_of`` counts; None for the end.
+    """
+
+    number: int
+    match: Match
+    start: int = 0
+    stop: int | None = None
+
+
+def items_of_portion(
+    portion: Portion, *, places: Places, bind: Bind, band_bytes: int, item_bytes: int = ITEM_BYTES
+) -> Iterator[tuple[ItemNumber, Item]]:
+    """The work items of a portion, with their numbers.
+
+    Args:
+        places, bind, band_bytes, item_bytes: as for ``items_of``.
+    """
+    items = items_of(portion.match, places=places, bind=bind, band_bytes=band_bytes, item_bytes=item_bytes)
+    if portion.start == 0 and portion.stop is None:
+        yield from (((portion.number, n), item) for n, item in enumerate(items))
+        return
+    begin = 0
+    for n, item in enumerate(items):
+        if portion.stop is not None and begin >= portion.stop:
+            return
+        if begin >= portion.start:
+            yield (portion.number, n), item
+        begin += weight_of(item)
+
+
+def weight_of(item: Item) -> int:
+    """Bytes that an item reads and writes, about."""
+    if isinstance(item, Move):
+        return item.n_bytes + (0 if item.source.file is None else item.n_elements * itemsize(item.dtypes[0]))
+    n_elements = sum(band.n_elements for band in item.bands)
+    if isinstance(item, Comparison):
+        return n_elements * itemsize(item.dtype) * (1 + len(item.copies))
+    return n_elements * sum(map(itemsize, item.dtypes))
+
+
+def items_of(
+    match: Match, *, places: Places, bind: Bind, band_bytes: int, item_bytes: int = ITEM_BYTES
+) -> Iterator[Item]:
+    """The work items of one tensor: comparisons, then moves, then weaves.
+
+    Args:
+        band_bytes: most source bytes that a band of a weave may hold.
+        item_bytes: about how many bytes an item is to hold.
+    """
+    if match.meta.n_elements == 0:
+        return
+    ends = Ends(match, places, bind)
+    yield from _comparisons(match, ends, min(band_bytes, BLOCK_BYTES), item_bytes)
+    size = itemsize(match.dtype)
+    dtypes = (match.dtype, match.meta.dtype)
+    runs: dict[tuple[int, Box], list[int]] = {}
+    woven: list[tuple[int, int, Box]] = []
+    for n_piece, n_target, box in match.pairs:
+        in_source = is_dense(box.shape, size, ends.source(n_piece).strides)
+        if in_source and is_dense(box.shape, 1, ends.destination(n_target).strides):
+            runs.setdefault((n_piece, box), []).append(n_target)
+        else:
+            woven.append((n_piece, n_target, box))
+    if _are_many_and_small(match, runs, size):
+        woven += [(n_piece, n_target, box) for (n_piece, box), targets in runs.items() for n_target in targets]
+        runs = {}
+    for (n_piece, box), n_targets in runs.items():
+        source = ends.source_of(n_piece, box)
+        to = [ends.destination_of(n_target, box) for n_target in n_targets]
+        move = Move(match.meta.key, box.n_elements, source, tuple((end.array, end.start) for end in to), dtypes)
+        yield from _cut_move(move, _item_bytes(item_bytes, 1 + len(to)))
+    for layer in _layers(woven):
+        for links in _components(layer, match, ends):
+            yield from _cut_weave(match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes)
+
+
+def _item_bytes(item_bytes: int, n_ends: int) -> int:
+    """How many bytes of one end an item holds; less where so many copies would make it far more work than others."""
+    return item_bytes if n_ends <= _MANY_ENDS else max(1, item_bytes * _MANY_ENDS // n_ends)
+
+
+def _are_many_and_small(match: Match, runs: Mapping[tuple[int, Box], object], size: int) -> bool:
+    """Whether so many tiny runs share so few arrays on one side that weaving them makes long ones."""
+    return (
+        len(runs) > _MANY_RUNS
+        and sum(box.n_elements for _, box in runs) * size < _SMALL_BYTES * len(runs)
+        and 4 * min(len(match.targets), len(match.pieces)) < len(runs) + 4
+    )
+
+
+def _comparisons(match: Match, ends: Ends, band_bytes: int, item_bytes: int) -> Iterator[Comparison]:
+    groups: dict[tuple[Box, int], list[Fragment]] = {}
+    primaries: dict[int, Fragment] = {}
+    for box, fragment, primary in match.copies:
+        groups.setdefault((box, id(primary)), []).append(fragment)
+        primaries[id(primary)] = primary
+    for (box, number), fragments in groups.items():
+        used = ends.bound(primaries[number], box)
+        copies = tuple(dict.fromkeys(ends.bound(fragment, box) for fragment in fragments))
+        size = itemsize(match.dtype)
+        axis = _cut_axis(box.shape, size, band_bytes)
+        finely = _item_bytes(item_bytes, 1 + len(copies))
+        for bands in _bands(box, axis, size, 1, band_bytes=band_bytes, item_bytes=finely):
+            yield Comparison(match.meta.key, box, used, copies, bands, match.dtype)
+
+
+def _cut_move(move: Move, item_bytes: int) -> Iterator[Move]:
+    """A move in parts of about ``item_bytes``, cut where a block of the first destination begins."""
+    source_size, target_size = (itemsize(name) for name in move.dtypes)
+    position = move.destinations[0][1] * target_size
+    done = 0
+    while done < move.n_elements:
+        stop = position + done * target_size + item_bytes
+        if item_bytes >= 2 * BLOCK_BYTES:
+            stop -= stop % BLOCK_BYTES
+        end = max(done + 1, (stop - position) // target_size)
+        if end * target_size + item_bytes // 16 > move.n_elements * target_size:
+            end = move.n_elements
+        source = Source(move.source.file, move.source.start + done * source_size, (), move.source.record)
+        ends = tuple((array, start + done) for array, start in move.destinations)
+        yield Move(move.key, end - done, source, ends, move.dtypes)
+        done = end
+
+
+def _layers(pairs: list[tuple[int, int, Box]]) -> list[list[tuple[int, int, Box]]]:
+    """Pairs in groups whose boxes are disjoint: targets that repeat a region go to other layers."""
+    if first_overlap([box for _, _, box in pairs]) is None:
+        return [pairs] if pairs else []
+    of_target: dict[int, list[tuple[int, int, Box]]] = {}
+    for pair in pairs:
+        of_target.setdefault(pair[1], []).append(pair)
+    n_seen: dict[tuple[Box, ...], int] = {}
+    by_turn: dict[int, list[tuple[int, int, Box]]] = {}
+    for group in of_target.values():
+        boxes = tuple(box for _, _, box in group)
+        turn = n_seen[boxes] = n_seen.get(boxes, 0) + 1
+        by_turn.setdefault(turn, []).extend(group)
+    layers = []
+    for layer in by_turn.values():
+        if first_overlap([box for _, _, box in layer]) is None:
+            layers.append(layer)
+        else:  # targets that overlap in part: one by one
+            one_by_one: dict[int, list[tuple[int, int, Box]]] = {}
+            for pair in layer:
+                one_by_one.setdefault(pair[1], []).append(pair)
+            layers += list(one_by_one.values())
+    return layers
+
+
+def _components(pairs: list[tuple[int, int, Box]], match: Match, ends: Ends) -> Iterator[list[Link]]:
+    """The links of each group of sources and destinations that hang together.
+
+    Two pairs hang together if they share a source piece or a target, or pieces (or targets) of one array whose regions
+    there are interleaved.
+    """
+    size = itemsize(match.dtype)
+    parent: dict[object, object] = {}
+
+    def root(node: object) -> object:
+        while (above := parent.setdefault(node, node)) != node:
+            parent[node] = parent[above]
+            node = above
+        return node
+
+    for n_piece, n_target, _ in pairs:
+        box, fragment = match.pieces[n_piece]
+        source: object = ("piece", n_piece)
+        if fragment.array is not None and not is_dense(box.shape, size, ends.source(n_piece).strides):
+            source = ("from", fragment.array.name)
+        destination: object = ("target", n_target)
+        if not is_dense(match.targets[n_target].box.shape, 1, ends.destination(n_target).strides):
+            destination = ("to", ends.destination(n_target).array)
+        parent[root(source)] = root(destination)
+        parent[root(("piece", n_piece))] = root(source)
+    groups: dict[object, list[Link]] = {}
+    for n_piece, n_target, box in pairs:
+        link = Link(box, ends.source_of(n_piece, box), ends.destination_of(n_target, box))
+        groups.setdefault(root(("piece", n_piece)), []).append(link)
+    yield from groups.values()
+
+
+def _cut_weave(
+    key: str, links: list[Link], dtypes: tuple[str, str], *, band_bytes: int, item_bytes: int
+) -> Iterator[Weave]:
+    rank = links[0].box.rank
+    offset = tuple(min(link.box.offset[axis] for link in links) for axis in range(rank))
+    end = tuple(max(link.box.end[axis] for link in links) for axis in range(rank))
+    bounds = Box(offset, tuple(b - a for a, b in zip(offset, end, strict=True)))
+    size, target_size = (itemsize(name) for name in dtypes)
+    n_ends = len({link.destination.array for link in links} | {link.source.file for link in links})
+    is_consecutive = all(sorted(link.source.strides, reverse=True) == list(link.source.strides) for link in links)
+    wanted = min(band_bytes, max(1 << 20, n_ends << 18)) if is_consecutive else band_bytes
+    axis = _cut_axis(bounds.shape, size, wanted)
+    is_regular = all(
+        link.box.offset[: axis + 1] == offset[: axis + 1] and link.box.end[: axis + 1] == end[: axis + 1]
+        for link in links
+    )
+    row_bytes = links[0].destination.strides[axis] * target_size
+    for bands in _bands(bounds, axis, size, row_bytes, band_bytes=wanted, item_bytes=item_bytes):
+        yield Weave(key, links, bands, is_regular, dtypes)
+
+
+def _cut_axis(shape: Shape, size: int, band_bytes: int) -> int:
+    """The first axis of whose indices one fits into a band."""
+    axis = 0
+    while axis < len(shape) - 1 and prod(shape[axis + 1 :]) * size > band_bytes:
+        axis += 1
+    return axis
+
+
+def _bands(
+    bounds: Box, axis: int, size: int, row_bytes: int, *, band_bytes: int, item_bytes: int
+) -> Iterator[list[Box]]:
+    """Row bands of a box, in groups of about ``item_bytes``.
+
+    Args:
+        axis: where they are cut.
+        size: bytes per element.
+        row_bytes: bytes of a destination's row; groups end at its digest blocks where that comes out even.
+        band_bytes: most bytes of a band, unless one element is longer.
+        item_bytes: bytes of a group.
+    """
+    shape = bounds.shape
+    if not shape:
+        yield [bounds]
+        return
+    rows = max(1, band_bytes // (prod(shape[axis + 1 :]) * size))
+    even = BLOCK_BYTES // gcd(BLOCK_BYTES, row_bytes)
+    if axis == 0 and even < rows:
+        rows -= rows % even
+    bands: list[Box] = []
+    n_bytes = 0
+    for index in product(*(range(n) for n in shape[:axis])):
+        for first in range(0, shape[axis], rows):
+            start = (*index, first, *(0,) * (len(shape) - axis - 1))
+            extent = (*(1,) * axis, min(rows, shape[axis] - first), *shape[axis + 1 :])
+            bands.append(Box(tuple(a + b for a, b in zip(bounds.offset, start, strict=True)), extent))
+            n_bytes += prod(extent) * size
+            is_even = axis > 0 or (first + rows) % even == 0
+            if n_bytes >= item_bytes and (is_even or n_bytes >= 2 * item_bytes):
+                yield bands
+                bands, n_bytes = [], 0
+    if bands:
+        yield bands

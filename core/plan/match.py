@@ -1,0 +1,235 @@
+"""Who fills what of one tensor: the fragments of the source and of the target, matched and proven."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.arrays.box import Box, whole
+from core.arrays.cast import check_cast
+from core.arrays.coverage import BoxIndex, first_hole, first_overlap, is_tiled
+from core.arrays.fast_value import value
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.stored import StoredArray
+from core.errors import CorruptError, MissingShardError
+from core.plan.positions import described, region_shape
+
+
+@value(frozen=True, slots=True)
+class Match:
+    """The proven work of one tensor.
+
+    Args:
+        meta: the target tensor.
+        dtype: of the source.
+        pieces: primary sources: disjoint boxes, each a part of its fragment's box, none empty.
+        copies: (common box, fragment, primary): fragments whose bytes must equal the primary's in that box.
+        targets: the target fragments that are not empty.
+        pairs: (number of the piece, number of the target, common box).
+    """
+
+    meta: TensorMeta
+    dtype: str
+    pieces: Sequence[tuple[Box, Fragment]]
+    copies: Sequence[tuple[Box, Fragment, Fragment]]
+    targets: Sequence[Fragment]
+    pairs: Sequence[tuple[int, int, Box]]
+
+
+def match(source: Catalog, target: Catalog, key: str, *, zeros: Sequence[Box] = (), covers: bool = True) -> Match:
+    """Who fills what of one tensor, proven.
+
+    Args:
+        covers: whether the target's fragments must cover the tensor; they need not if others fill the rest.
+
+    Raises:
+        MissingShardError, CorruptError, UnsupportedError: see ``make_plan``.
+    """
+    return matched(source, target.meta(key), target.fragments(key), zeros=zeros, covers=covers)
+
+
+def matched(
+    source: Catalog, meta: TensorMeta, wanted: Sequence[Fragment], *, zeros: Sequence[Box] = (), covers: bool = True
+) -> Match:
+    """``match``, where the target's tensor and its fragments are at hand."""
+    key = meta.key
+    if key not in source.tensors and key not in source.hidden:
+        raise MissingShardError("the source has no such tensor", key=key)
+    have, found = source.meta(key), source.fragments(key)
+    if len(found) == len(wanted) == 1 and not zeros and have.shape == meta.shape:
+        if (simple := _of_whole(found[0], have, wanted[0], meta)) is not None:
+            return simple
+    targets = [fragment for fragment in wanted if not fragment.box.is_empty]
+    _check_shapes(have, meta, zeros)
+    dtype = _check_fragments(found, have)
+    _check_targets(targets, meta)
+    if dtype != meta.dtype:
+        check_cast(dtype, meta.dtype, key=key)
+    offered = [fragment for fragment in found if not fragment.box.is_empty]
+    offered += [Fragment(key, box, None, ()) for box in zeros if not box.is_empty]
+    if _are_whole(offered, meta) and _are_whole(targets, meta) and offered and targets:
+        copies = [(one.box, one, offered[0]) for one in offered[1:] if one.array != offered[0].array]
+        box = offered[0].box
+        return Match(meta, dtype, [(box, offered[0])], copies, targets, [(0, n, box) for n in range(len(targets))])
+    pieces, copies = _primaries(offered)
+    pairs = _pairs(key, [box for box, _ in pieces], targets, meta)
+    if covers and not _is_covered(meta, [fragment.box for fragment in targets]):
+        hole = first_hole(whole(meta.shape), [fragment.box for fragment in targets])
+        raise CorruptError(f"{described(hole)} would not be written anywhere", key=key)
+    return Match(meta, dtype, pieces, copies, targets, pairs)
+
+
+def _of_whole(one: Fragment, have: TensorMeta, wanted: Fragment, meta: TensorMeta) -> Match | None:
+    """The work of a tensor that is one array on both sides, as most of a large model's are; None for any other."""
+    array, place = one.array, wanted.array
+    if array is None or array.extent is None or place is None or place.dtype != meta.dtype or one.box.is_empty:
+        return None
+    if not (is_all(one, array, have) and is_all(wanted, place, meta)):
+        return None
+    if array.dtype != meta.dtype:
+        check_cast(array.dtype, meta.dtype, key=meta.key)
+    return Match(meta, array.dtype, [(one.box, one)], (), [wanted], [(0, 0, one.box)])
+
+
+def is_all(fragment: Fragment, array: StoredArray, meta: TensorMeta) -> bool:
+    """Whether a fragment is all of the tensor and all of its array."""
+    box = fragment.box
+    return box.shape == meta.shape == array.shape and not any(box.offset) and not any(fragment.at)
+
+
+def _are_whole(fragments: Sequence[Fragment], meta: TensorMeta) -> bool:
+    """Whether every fragment is all of the tensor and all of its array: nothing is cut, as with experts and norms."""
+    return all(
+        fragment.box.shape == meta.shape and fragment.array is not None and fragment.array.shape == meta.shape
+        for fragment in fragments
+    )
+
+
+def _check_shapes(have: TensorMeta, want: TensorMeta, zeros: Sequence[Box]) -> None:
+    if have.shape == want.shape or want.flexible:
+        return
+    grows = len(have.shape) == len(want.shape) and all(a <= b for a, b in zip(have.shape, want.shape, strict=True))
+    if not (zeros and grows):
+        raise CorruptError(f"the source has shape {have.shape}, the target {want.shape} (elements)", key=want.key)
+
+
+def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
+    """The one dtype of a tensor's source arrays; bounds are checked on the way."""
+    dtype = None
+    for fragment in fragments:
+        _check_bounds(fragment, meta)
+        array = fragment.array
+        if array is None:
+            continue
+        if dtype is not None and array.dtype != dtype:
+            raise CorruptError(f"stored in part as {dtype}, in part as {array.dtype}", key=meta.key, file=_file(array))
+        dtype = array.dtype
+        if array.extent is None:
+            raise CorruptError(f"array {array.name!r} of the source lies nowhere", key=meta.key)
+    return meta.dtype if dtype is None else dtype
+
+
+def _check_targets(targets: Sequence[Fragment], meta: TensorMeta) -> None:
+    for fragment in targets:
+        _check_bounds(fragment, meta)
+        if fragment.array is None:
+            raise CorruptError(f"{described(fragment.box)} of the target has no array", key=meta.key)
+        if fragment.array.dtype != meta.dtype:
+            raise CorruptError(
+                f"array {fragment.array.name!r} is {fragment.array.dtype}, not {meta.dtype}", key=meta.key
+            )
+
+
+def _check_bounds(fragment: Fragment, meta: TensorMeta) -> None:
+    box, array = fragment.box, fragment.array
+    if array is not None and is_all(fragment, array, meta):
+        return
+    if box.rank != len(meta.shape) or any(stop > n for stop, n in zip(box.end, meta.shape, strict=True)):
+        raise CorruptError(
+            f"{described(box)} does not lie in shape {meta.shape}",
+            key=meta.key,
+            file=None if array is None else _file(array),
+        )
+    if array is None:
+        return
+    shape = region_shape(box, len(array.shape))
+    fits = shape is not None and all(
+        start >= 0 and start + n <= extent for start, n, extent in zip(fragment.at, shape, array.shape, strict=True)
+    )
+    if not fits:
+        raise CorruptError(
+            f"{described(box)} does not fit at {fragment.at} in array {array.name!r} of shape {array.shape}",
+            key=meta.key,
+            file=_file(array),
+        )
+
+
+_MOST_OVERLAPS = 250_000
+
+
+def _primaries(
+    offered: Sequence[Fragment],
+) -> tuple[list[tuple[Box, Fragment]], list[tuple[Box, Fragment, Fragment]]]:
+    """Disjoint pieces, earlier fragments first, and the copies that overlap them."""
+    first: dict[Box, Fragment] = {}
+    copies = []
+    for fragment in offered:
+        primary = first.setdefault(fragment.box, fragment)
+        if primary is not fragment and (fragment.array, fragment.at) != (primary.array, primary.at):
+            copies.append((fragment.box, fragment, primary))
+    boxes = list(first)
+    if first_overlap(boxes) is None:
+        return list(first.items()), copies
+    index = BoxIndex(boxes)
+    fragments = list(first.values())
+    pieces: list[tuple[Box, Fragment]] = []
+    n_overlaps = 0
+    for number, fragment in enumerate(fragments):
+        rest = [fragment.box]
+        for other, common in sorted(index.meeting(fragment.box), key=lambda hit: hit[0]):
+            if other < number:
+                n_overlaps += 1
+                if n_overlaps > _MOST_OVERLAPS:  # a hostile metadata file of 5,000 chunks can state millions
+                    raise CorruptError(f"more than {_MOST_OVERLAPS} pairs of its pieces overlap", key=fragment.key)
+                copies += [
+                    (part, fragment, fragments[other]) for old in rest if (part := old.intersect(common)) is not None
+                ]
+                rest = [piece for old in rest for piece in old.subtract(common)]
+        pieces += [(box, fragment) for box in rest]
+    return pieces, copies
+
+
+def _pairs(key: str, boxes: list[Box], targets: list[Fragment], meta: TensorMeta) -> list[tuple[int, int, Box]]:
+    """Every piece with every target it meets; each target is filled."""
+    number_of = {box: number for number, box in enumerate(boxes)}
+    index: BoxIndex | None = None
+    pairs = []
+    for n_target, fragment in enumerate(targets):
+        box = fragment.box
+        same = number_of.get(box)
+        if same is not None:
+            pairs.append((same, n_target, box))
+            continue
+        index = index or BoxIndex(boxes)
+        hits = sorted(index.meeting(box), key=lambda hit: hit[1].offset)
+        if sum(common.n_elements for _, common in hits) != box.n_elements:
+            hole = first_hole(box, [common for _, common in hits])
+            raise MissingShardError(
+                f"nothing holds {described(hole)} of shape {meta.shape} (elements)",
+                key=key,
+                hint="a shard is missing or incomplete; copy the checkpoint again or use an older one",
+            )
+        pairs += [(n_piece, n_target, common) for n_piece, common in hits]
+    return pairs
+
+
+def _is_covered(meta: TensorMeta, boxes: list[Box]) -> bool:
+    """Whether boxes, which may repeat or overlap, cover a tensor."""
+    if meta.n_elements == 0:
+        return True
+    distinct = list(dict.fromkeys(boxes))
+    region = whole(meta.shape)
+    return distinct == [region] or is_tiled(region, distinct) or first_hole(region, distinct) is None
+
+
+def _file(array: StoredArray) -> str | None:
+    return None if array.extent is None else array.extent.file

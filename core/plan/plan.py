@@ -1,0 +1,320 @@
+"""Source catalog × target catalog → proven work.
+
+``make_plan`` shows, before any byte moves, that
+
+* every target fragment lies in an array that a file image places, and the fragments of an array tile it;
+* the arrays of a file image lie in the file without touching each other, and every one of them gets filled;
+* the target fragments of a tensor cover it, and every element they ask for has a source (or is zero by rule);
+* where sources overlap, one is the *primary* and the others are *copies* to be compared with it.
+
+No work is kept: ``Plan.match`` derives that of one key again when it is copied, so that the fragments of all keys never
+exist at once. What is kept is metadata, whose memory counts like that of buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from core.arrays.box import Box
+from core.arrays.dtypes import itemsize
+from core.catalog.catalog import Catalog
+from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
+from core.catalog.file_image import FileImage
+from core.catalog.stored import StoredArray
+from core.errors import CapacityError
+from core.plan.items import Portion
+from core.plan.match import Match, match, matched
+from core.plan.positions import ArrayCoverage, Places
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+MIB = 1 << 20
+DEFAULT_THREADS = 2
+DEFAULT_BUFFER_BYTES = 24 * MIB
+"""Per thread. Runs that are consecutive on both sides touch one MiB of it, splits and merges along an inner axis one to
+four; transposed sources profit from all."""
+MIN_BUFFER_BYTES = MIB
+RUNTIME_BYTES = 48 * MIB
+"""What the interpreter, its modules and numpy occupy."""
+DECODER_BYTES = 192 * MIB
+"""What tensorstore and other codecs occupy beside the pieces that they decode."""
+TENSOR_BYTES = 4 << 10
+"""Of metadata per tensor: its catalogs, its place in a nested state, the text of a header, its line in the manifest."""
+PIECE_BYTES = 3 << 9
+"""Of metadata per source fragment and per placed array."""
+MATCH_BYTES = 1 << 10
+"""Per fragment of the tensor that is being copied, beside ``PIECE_BYTES``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Proven work, derived key by key.
+
+    Args:
+        source, target: the catalogs.
+        places: where the target's arrays lie.
+        zeros: regions of target tensors that are zero by rule.
+        threads: copying threads.
+        buffer_bytes: most bytes of buffers per thread.
+        read_bytes: source bytes to read, copies included.
+        write_bytes: bytes of the target's arrays.
+        file_bytes: bytes of all output files.
+        n_fragments: source fragments that take part.
+        n_transfers: box copies.
+        n_copies: replicas to compare.
+        n_casts: tensors whose dtype changes.
+        memory_bytes: what the process needs.
+        metadata_bytes: how much of it is metadata, which cannot be less.
+        cache_bytes: of decoded pieces of encoded arrays; 0 if nothing is encoded.
+        compares: whether copies are compared with the primary; otherwise they are not read.
+        n_ignored: copies that are not.
+        copy_bytes: how many of ``read_bytes`` are those of copies.
+        is_share: whether the target is only what one of several processes fills.
+    """
+
+    source: Catalog
+    target: Catalog
+    places: Places
+    zeros: Mapping[str, Sequence[Box]]
+    threads: int
+    buffer_bytes: int
+    read_bytes: int
+    write_bytes: int
+    file_bytes: int
+    n_fragments: int
+    n_transfers: int
+    n_copies: int
+    n_casts: int
+    memory_bytes: int
+    metadata_bytes: int = 0
+    cache_bytes: int = 0
+    compares: bool = True
+    n_ignored: int = 0
+    copy_bytes: int = 0
+    is_share: bool = False
+
+    @property
+    def least_read_bytes(self) -> int:
+        """Bytes that nobody could avoid to read: every element that is needed, once."""
+        return self.read_bytes - self.copy_bytes
+
+    @property
+    def images(self) -> Sequence[FileImage]:
+        """The file images."""
+        return self.places.images
+
+    def keys(self) -> Iterator[str]:
+        """Keys with work, in order."""
+        return _keys(self.target, self.places)
+
+    def portions(self) -> Iterator[Portion]:
+        """The work of all keys, each whole; see ``core.copy.run.Work``."""
+        return (Portion(number, self.match(key)) for number, key in enumerate(self.keys()))
+
+    def bind(self, store: ReadStore, array: StoredArray) -> StoredArray:
+        """See ``Catalog.bind``."""
+        return self.source.bind(store, array)
+
+    def match(self, key: str) -> Match:
+        """The work of one key, derived again."""
+        work = match(self.source, self.target, key, zeros=self.zeros.get(key, ()), covers=not self.is_share)
+        return work if self.compares else replace(work, copies=())
+
+
+@dataclass(slots=True)
+class _Totals:
+    read_bytes: int = 0
+    copy_bytes: int = 0
+    n_fragments: int = 0
+    n_transfers: int = 0
+    n_copies: int = 0
+    n_casts: int = 0
+    decode_bytes: int = 0
+    most_fragments: int = 0
+    n_ignored: int = 0
+
+
+def make_plan(
+    source: Catalog,
+    target: Catalog,
+    images: Sequence[FileImage],
+    *,
+    zeros: Mapping[str, Sequence[Box]] | None = None,
+    threads: int = DEFAULT_THREADS,
+    memory_bytes: int | None = None,
+    beside_bytes: int = 0,
+    compares: bool = True,
+    is_share: bool = False,
+) -> Plan:
+    """The plan that fills the target's arrays from the source.
+
+    Args:
+        source: a catalog whose arrays have extents; it has every key of the target.
+        target: a catalog whose arrays the images place by name. A key of ``attrs["aliases"]`` whose array is not placed
+            has no bytes of its own and is passed over.
+        images: file images, from the target format's ``lay_out``.
+        zeros: target key → boxes that no source holds and that are zero; None takes ``target.attrs["zeros"]``.
+        threads: copying threads.
+        memory_bytes: most bytes the process may use, imports included; None for no limit.
+        beside_bytes: how many of them are taken by what is not counted here.
+        compares: whether copies are compared with the primary; otherwise they are not read.
+        is_share: the target is only what this process holds or wants (``core.live.share``, ``core.live.tensors``): its
+            fragments need not cover their tensors, nor fill the arrays.
+
+    Raises:
+        MissingShardError: the source lacks a tensor, or a region that the target asks for.
+        CorruptError: boxes out of bounds, shapes that differ, holes or double writes in target arrays, bad images.
+        UnsupportedError: a cast that is not made.
+        CapacityError: the work does not fit in ``memory_bytes``.
+    """
+    if zeros is None:
+        found = target.attrs.get("zeros")
+        zeros = found if isinstance(found, Mapping) else {}
+    places = Places(images)
+    totals = _Totals()
+    coverage = ArrayCoverage(places)
+    for key in _keys(target, places):
+        wanted = target.fragments(key)
+        work = matched(source, target.meta(key), wanted, zeros=zeros.get(key, ()), covers=not is_share)
+        coverage.add(wanted)
+        if not compares:
+            totals.n_ignored += len(work.copies)
+            work = replace(work, copies=())
+        _count(totals, work)
+    if not is_share:
+        coverage.finish()
+    n_tensors = len(target.tensors) + len(target.hidden)
+    metadata = _Metadata(n_tensors, len(places), totals.n_fragments, totals.most_fragments)
+    memory = _memory(threads, metadata, totals.decode_bytes, memory_bytes, beside_bytes)
+    return Plan(
+        source=source,
+        target=target,
+        places=places,
+        zeros=zeros,
+        threads=memory.threads,
+        buffer_bytes=memory.buffer_bytes,
+        read_bytes=totals.read_bytes,
+        write_bytes=places.n_bytes,
+        file_bytes=sum(image.size for image in images),
+        n_fragments=totals.n_fragments,
+        n_transfers=totals.n_transfers,
+        n_copies=totals.n_copies,
+        n_casts=totals.n_casts,
+        memory_bytes=memory.n_bytes,
+        metadata_bytes=metadata.n_bytes,
+        cache_bytes=memory.cache_bytes,
+        compares=compares,
+        n_ignored=totals.n_ignored,
+        copy_bytes=totals.copy_bytes,
+        is_share=is_share,
+    )
+
+
+def _keys(target: Catalog, places: Places) -> Iterator[str]:
+    aliases = target.attrs.get("aliases")
+    aliases = aliases if isinstance(aliases, Mapping) else {}
+    for keys in (target.tensors, target.hidden):
+        for key in keys:
+            if key in aliases and all(
+                fragment.array is None or places.number_of(fragment.array.name) is None
+                for fragment in target.fragments(key)
+            ):
+                continue
+            yield key
+
+
+def _count(totals: _Totals, work: Match) -> None:
+    stored = [(box, fragment) for box, fragment in work.pieces if fragment.array is not None]
+    n_copies, n_pairs = len(work.copies), len(work.pairs)
+    n_fragments = len(stored) + n_copies
+    size = itemsize(work.dtype)
+    copy_bytes = size * sum([prod(box.shape) for box, _, _ in work.copies])
+    totals.read_bytes += size * sum([prod(box.shape) for box, _ in stored]) + copy_bytes
+    totals.copy_bytes += copy_bytes
+    totals.n_fragments += n_fragments
+    totals.most_fragments = max(totals.most_fragments, n_fragments, n_pairs)
+    totals.n_transfers += n_pairs
+    totals.n_copies += n_copies
+    totals.n_casts += work.dtype != work.meta.dtype
+    totals.decode_bytes = max(totals.decode_bytes, decoding_bytes([fragment for _, fragment in stored]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What the process may use.
+
+    Args:
+        threads: that copy; fewer than were asked for where decoding would take too much.
+        buffer_bytes: of buffers per thread.
+        cache_bytes: of decoded pieces.
+        n_bytes: that the process needs.
+    """
+
+    threads: int
+    buffer_bytes: int
+    cache_bytes: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """How much of what is known without data.
+
+    Args:
+        n_tensors: of the target, hidden ones included.
+        n_arrays: placed ones.
+        n_fragments: of the source.
+        most_fragments: of the source for one tensor.
+    """
+
+    n_tensors: int
+    n_arrays: int
+    n_fragments: int
+    most_fragments: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that it takes."""
+        pieces = PIECE_BYTES * (self.n_arrays + self.n_fragments)
+        return TENSOR_BYTES * self.n_tensors + pieces + MATCH_BYTES * self.most_fragments
+
+
+def _memory(
+    threads: int, metadata: _Metadata, decode_bytes: int, memory_bytes: int | None, beside_bytes: int
+) -> _Memory:
+    """How the memory is divided.
+
+    Args:
+        metadata: what takes memory as long as the work lasts.
+        decode_bytes: most memory that decoding one piece of an encoded array takes; 0 if nothing is encoded.
+        memory_bytes: most bytes that the process may use; None for no limit.
+        beside_bytes: taken by what is not counted here.
+
+    Raises:
+        CapacityError: it does not fit.
+    """
+    fixed = beside_bytes + RUNTIME_BYTES + metadata.n_bytes + (DECODER_BYTES if decode_bytes else 0)
+    buffer_bytes, cache_bytes = DEFAULT_BUFFER_BYTES, DEFAULT_CACHE_BYTES if decode_bytes else 0
+    if memory_bytes is not None:
+        while threads > 1 and decode_bytes and fixed + threads * (MIN_BUFFER_BYTES + decode_bytes) > memory_bytes:
+            threads -= 1
+        rest = memory_bytes - fixed - threads * decode_bytes
+        buffer_bytes = min(buffer_bytes, rest // threads)
+        if buffer_bytes < MIN_BUFFER_BYTES:
+            least = fixed + threads * (MIN_BUFFER_BYTES + decode_bytes)
+            what = f"{threads} threads and {metadata.n_arrays} arrays"
+            if metadata.n_fragments > metadata.n_arrays:
+                what += f" from {metadata.n_fragments} pieces"
+            if decode_bytes:
+                what += f" and the largest encoded piece ({decode_bytes} bytes)"
+            raise CapacityError(
+                f"{memory_bytes} bytes of memory are allowed, but {what} need {least}",
+                hint=f"allow at least {-(-least // MIB)} MiB" + (", or use fewer threads" if threads > 1 else ""),
+            )
+        cache_bytes = min(cache_bytes, rest - threads * buffer_bytes)
+    need = fixed + threads * (buffer_bytes + decode_bytes) + cache_bytes
+    return _Memory(threads, buffer_bytes, cache_bytes, need)

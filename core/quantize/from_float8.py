@@ -1,0 +1,181 @@
+"""float8 or int8 with scales → wider floats, as an encoding.
+
+For the element in row r and column c of the last two axes::
+
+    value = round_to_dtype( float32(w[…, r, c]) × float32(scale[…, r // block_rows, c // block_columns]) )
+
+The product is float32's; it is rounded to nearest even (to infinity above the range), as
+``(w.float() * scale).to(dtype)`` does in torch. bitsandbytes' int8 has one scale a row, and the product is multiplied
+by 1 / 127, in float32 as well, before it is rounded: ``int8_vectorwise_dequant`` of bitsandbytes 0.50.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from core.arrays.box import Box, boxes_of_flat_range, whole
+from core.arrays.cast import cast_of
+from core.arrays.dtypes import dtype_of, itemsize
+from core.catalog.decoded import device_of
+from core.device.device import DEQUANTIZE, Device
+from core.device.lane import lane_of
+from core.device.scales import multiplied
+from core.errors import UnsupportedError
+from core.quantize.source import SourceTensor, number_type
+
+if TYPE_CHECKING:
+    from core.catalog.stored import StoredArray
+    from core.files.store import ReadStore
+
+UNIT_BYTES = 4 << 20
+_AT_ONCE = 1 << 18
+"""Elements that are multiplied at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """The encoding of a tensor that is a float8 or int8 tensor times its scales.
+
+    Args:
+        weight: the float8 or int8 tensor.
+        scales: its scales: one element, or one for every block of the last two axes; of one axis, one for every row.
+        block: rows and columns of a block; None for one scale for all.
+        dtype: of the result.
+        factor: by which the product is multiplied; None for nothing.
+        row_format: bitsandbytes' note on the order of the numbers, 0 for rows; None if there is none.
+    """
+
+    weight: SourceTensor
+    scales: SourceTensor
+    block: tuple[int, int] | None
+    dtype: str
+    factor: float | None = None
+    row_format: SourceTensor | None = None
+
+    @property
+    def name(self) -> str:
+        """See Encoding."""
+        return f"{self.weight.dtype} × {self.scales.dtype} scales"
+
+    @property
+    def _columns(self) -> int:
+        return self.weight.shape[-1] if self.weight.shape else 1
+
+    @property
+    def unit_bytes(self) -> int:
+        """See Encoding: whole rows."""
+        row_bytes = max(1, self._columns * itemsize(self.dtype))
+        return row_bytes * max(1, UNIT_BYTES // row_bytes)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """See Encoding."""
+        return (*self.weight.files, *self.scales.files, *(self.row_format.files if self.row_format else ()))
+
+    @property
+    def working_bytes(self) -> int:
+        """See Encoding."""
+        n = self.unit_bytes // itemsize(self.dtype)
+        at_once = max(_AT_ONCE, self._columns)
+        return n * itemsize(self.weight.dtype) + 16 * at_once + self.weight.working_bytes + self.scales.working_bytes
+
+    def decode(self, store: ReadStore, array: StoredArray, unit: int) -> memoryview:
+        """See Encoding.
+
+        Raises:
+            UnsupportedError: the numbers lie in another order than by rows.
+        """
+        import numpy as np
+
+        note = self.row_format
+        if note is not None and any(note.read(store, whole(note.shape))):
+            raise UnsupportedError(
+                "bitsandbytes' weight_format says another order than rows",
+                key=note.key,
+                hint="save the model again with bitsandbytes 0.45 or later",
+            )
+        n_rows = prod(self.weight.shape[:-1])
+        rows = self.unit_bytes // max(1, self._columns * itemsize(self.dtype))
+        first, last = unit * rows, min((unit + 1) * rows, n_rows)
+        out: Any = np.empty((last - first, self._columns), number_type(self.dtype))
+        multiply = self._on(device_of(store))
+        done = 0
+        for box in boxes_of_flat_range(self.weight.shape, first * self._columns, last * self._columns):
+            weight = memoryview(self.weight.read(store, box))
+            at = 0
+            for n, scales in self._scales(store, box):
+                part = weight[at * self._row_bytes : (at + n) * self._row_bytes]
+                multiply(part, scales, out[done : done + n])
+                done += n
+                at += n
+        return memoryview(out.view(np.uint8)).cast("B")
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._columns * itemsize(self.weight.dtype)
+
+    def _on(self, device: Device | None) -> Callable[[memoryview, Any, Any], None]:
+        """The function that multiplies some rows by their scales, into an array."""
+        import numpy as np
+
+        is_float8 = dtype_of(self.weight.dtype).kind == "float" and itemsize(self.weight.dtype) == 1
+        if device is None or not device.does(DEQUANTIZE) or not is_float8 or self.factor is not None:
+            return self._in_numpy
+        lane = lane_of(device)
+        block_columns = self.block[1] if self.block is not None else self._columns
+
+        def on_device(weight: memoryview, scales: Any, out: Any) -> None:
+            dtypes = self.weight.dtype, self.dtype
+            found = multiplied(lane, weight, scales, dtypes=dtypes, shape=out.shape, columns=block_columns)
+            out.view(np.uint8).reshape(-1)[:] = found
+
+        return on_device
+
+    def _in_numpy(self, weight: memoryview, scales: Any, out: Any) -> None:
+        import numpy as np
+
+        if self.block is not None and self.block[1] < self._columns:
+            scales = np.repeat(scales, self.block[1], axis=1)[:, : self._columns]
+        elif self.block is None:
+            scales = scales[0]
+        numbers: Any = np.empty(out.shape, np.float32)
+        if self.weight.dtype == "float32":
+            numbers[:] = np.frombuffer(weight, np.float32).reshape(out.shape)
+        else:
+            cast_of(self.weight.dtype, "float32")(weight, memoryview(numbers.reshape(-1).view(np.uint8)))
+        with np.errstate(all="ignore"):
+            product = numbers * scales
+            out[:] = product if self.factor is None else product * np.float32(self.factor)
+
+    def _scales(self, store: ReadStore, box: Box) -> Iterator[tuple[int, Any]]:
+        """(number of rows, their scales) for the rows of a box of whole rows, in order.
+
+        The scales are float32: one for all, or for each row one for each of its blocks.
+        """
+        import numpy as np
+
+        at_once = max(1, _AT_ONCE // max(1, self._columns))
+        kind = number_type(self.scales.dtype)
+        if self.block is None:
+            data = self.scales.read(store, whole(self.scales.shape))
+            scale: Any = np.frombuffer(data, kind).astype(np.float32)[:1]
+            n_rows = prod(box.shape[:-1])
+            yield from ((min(at_once, n_rows - first), scale) for first in range(0, n_rows, at_once))
+            return
+        rows, _ = self.block
+        n_blocks = 1 if len(self.scales.shape) == 1 else self.scales.shape[-1]
+        for lead in product(*(range(o, o + n) for o, n in zip(box.offset[:-2], box.shape[:-2], strict=True))):
+            start, stop = box.offset[-2], box.offset[-2] + box.shape[-2]
+            top = start // rows
+            height = -(-stop // rows) - top
+            part = Box((*lead, top, 0), (*(1,) * len(lead), height, n_blocks))
+            if len(self.scales.shape) == 1:
+                part = Box((top,), (height,))
+            found: Any = np.frombuffer(self.scales.read(store, part), kind).astype(np.float32).reshape(-1, n_blocks)
+            for first in range(start, stop, at_once):
+                last = min(first + at_once, stop)
+                yield last - first, found[np.arange(first, last) // rows - top]

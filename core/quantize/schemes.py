@@ -1,0 +1,163 @@
+"""Quantized weights of other software: which tensors of a catalog are one; the rows are ``quantize/schemes.toml``.
+
+A weight is its stored numbers, the scales without which these mean nothing, and what else belongs to them. Such
+tensors are moved as they are. They are not cast, as scales of another type give other weights, and numbers without
+their scales are no weights.
+
+Not supported, and not seen: parameters that torchao's classes are (objects that are not read), GGUF files.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from core.arrays.dtypes import dtype_of
+from core.catalog.catalog import TensorMeta
+from core.errors import UnsupportedError
+
+_TABLE = "schemes.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A row of the table, whose comment explains the fields."""
+
+    name: str
+    mark: str
+    weight: str
+    source: str
+    methods: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    needs_config: bool = False
+    weight_dtypes: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    dequantize: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A quantized weight of a catalog.
+
+    Args:
+        scheme: how it is stored.
+        key: of the stored numbers.
+        scales: keys of what they mean nothing without, the tensor that told of them first.
+        others: keys of what belongs to them as well.
+    """
+
+    scheme: Scheme
+    key: str
+    scales: tuple[str, ...]
+    others: tuple[str, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All tensors of the weight."""
+        return (self.key, *self.scales, *self.others)
+
+
+@cache
+def schemes() -> tuple[Scheme, ...]:
+    """Return the rows of the table."""
+    table = tomllib.loads(files("core.quantize").joinpath(_TABLE).read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = [
+        {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        for row in table["scheme"]
+    ]
+    return tuple(Scheme(**row) for row in rows)
+
+
+def method_of(config: Mapping[str, object] | None) -> str | None:
+    """Return ``quant_method`` of a configuration's ``quantization_config``; None if it states none."""
+    stated = None if config is None else config.get("quantization_config")
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+    return method.lower() if isinstance(method, str) else None
+
+
+def quantized_weights(
+    tensors: Mapping[str, TensorMeta], config: Mapping[str, object] | None = None
+) -> tuple[QuantizedWeight, ...]:
+    """Return the quantized weights among some tensors, in the order of the tensors that tell of them.
+
+    Args:
+        config: the model's ``config.json``, if there is one.
+    """
+    method = method_of(config)
+    rows = sorted(schemes(), key=lambda row: method not in row.methods)
+    marks = tuple({row.mark for row in rows})
+    claimed: set[str] = set()
+    weights: list[QuantizedWeight] = []
+    for key in tensors:
+        if not key.endswith(marks) or key in claimed:
+            continue
+        candidates = (_weight(row, key, tensors, is_stated=method in row.methods) for row in rows)
+        weight = next((one for one in candidates if one is not None and one.key not in claimed), None)
+        if weight is not None:
+            claimed.update(weight.keys)
+            weights.append(weight)
+    return tuple(weights)
+
+
+def _weight(row: Scheme, mark: str, tensors: Mapping[str, TensorMeta], *, is_stated: bool) -> QuantizedWeight | None:
+    """The weight of which a tensor tells by the rule of a row; None if it does not."""
+    base = mark.removesuffix(row.mark)
+    key = base + row.weight
+    if not mark.endswith(row.mark) or key not in tensors or (row.needs_config and not is_stated):
+        return None
+    if row.weight_dtypes and tensors[key].dtype not in row.weight_dtypes:
+        return None
+    if not is_stated and not all(base + suffix in tensors for suffix in row.also):
+        return None
+
+    def present(suffixes: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for suffix in suffixes if (name := base + suffix) in tensors and name != key)
+
+    return QuantizedWeight(row, key, present(row.scales), present(row.others))
+
+
+def refused_scheme(weight: QuantizedWeight, *, doing: str) -> UnsupportedError:
+    """Return the error for a weight whose numbers cannot be made wide."""
+    return UnsupportedError(
+        f"{doing}: {weight.scheme.name} weights cannot be dequantized here",
+        key=weight.key,
+        hint="dequantize the model with the library that quantized it, save it, and convert that",
+    )
+
+
+def check_numbers(meta: TensorMeta) -> None:
+    """Raise if a tensor that another system takes for a weight holds the numbers of a quantized one.
+
+    Raises:
+        UnsupportedError: it holds integers, or float8 numbers.
+    """
+    kind = dtype_of(meta.dtype)
+    if kind.kind != "float" or kind.itemsize < 2:
+        raise UnsupportedError(
+            f"the tensor holds {kind.name} numbers of a quantized weight, which mean nothing without their scales",
+            key=meta.key,
+            hint="keep the scales and apply them with --dequantize bf16; cast float8 numbers that need no scales with "
+            "--dtype GLOB=bf16",
+        )
+
+
+def check_scheme(config: Mapping[str, object] | None, *, doing: str) -> None:
+    """Raise if a configuration states a scheme that the table does not have.
+
+    Args:
+        doing: what is asked for, as the user wrote it: ``--dtype``.
+
+    Raises:
+        UnsupportedError: it does; nothing tells which tensors are scales.
+    """
+    method = method_of(config)
+    if method is not None and not any(method in row.methods for row in schemes()):
+        raise UnsupportedError(
+            f"{doing}: config.json states the quantization method {method[:40]!r}, whose tensors are not known",
+            hint="save the model without quantization, with the library that quantized it, and convert that",
+        )

@@ -1,0 +1,204 @@
+"""A tensor of the source, read box by box: what an encoding that computes one tensor from others needs.
+
+All that the engine proves of a tensor that it moves is proven here of one that is computed with: the fragments lie in
+their arrays and cover the tensor, have one dtype, and replicas are compared where they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from core.arrays.box import Box, Shape, c_strides, whole
+from core.arrays.coverage import first_hole
+from core.arrays.dtypes import itemsize
+from core.arrays.gather import Layout, copy_box, dense, is_dense, read_box
+from core.catalog.catalog import Catalog, Fragment
+from core.catalog.decoded import DecodedStore, decoding_bytes
+from core.catalog.stored import StoredArray
+from core.errors import CorruptError, MissingShardError, ReplicaMismatchError
+
+if TYPE_CHECKING:
+    from core.files.store import ReadStore
+
+_RAW_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A global tensor whose boxes can be read.
+
+    Args:
+        key, dtype, shape: of the tensor, as stored.
+        fragments: distinct ones that are not empty.
+        bind: see ``Catalog.bind``.
+    """
+
+    key: str
+    dtype: str
+    shape: Shape
+    fragments: tuple[Fragment, ...]
+    bind: Callable[[ReadStore, StoredArray], StoredArray]
+
+    @property
+    def file(self) -> str:
+        """A file that holds some of it."""
+        for fragment in self.fragments:
+            if fragment.array is not None and fragment.array.extent is not None:
+                return fragment.array.extent.file
+        return ""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that hold it, sorted."""
+        extents = (fragment.array.extent for fragment in self.fragments if fragment.array is not None)
+        return tuple(sorted({extent.file for extent in extents if extent is not None}))
+
+    @property
+    def working_bytes(self) -> int:
+        """Most memory that reading a box takes beside the box."""
+        return _RAW_BYTES + decoding_bytes(self.fragments)
+
+    def read(self, store: ReadStore, box: Box) -> bytearray:
+        """The elements of a box, dense, in C order.
+
+        Raises:
+            ReplicaMismatchError: two fragments hold different bytes.
+            TruncatedError, MissingShardError, StorageError, CorruptError: as the store raises them.
+        """
+        size = itemsize(self.dtype)
+        data = bytearray(box.n_elements * size)
+        out = memoryview(data)
+        rest = [box]
+        for fragment in self.fragments:
+            common = fragment.box.intersect(box)
+            if common is None:
+                continue
+            fresh = [part for old in rest if (part := old.intersect(common)) is not None]
+            if fresh == [common]:
+                self._fill(store, fragment, common, out, _within(common, box, size))
+            else:
+                found = memoryview(bytearray(common.n_elements * size))
+                self._fill(store, fragment, common, found, dense(common.shape, size))
+                self._merge(fragment, common, found, fresh, box, out)
+            rest = [piece for old in rest for piece in old.subtract(common)]
+        return data
+
+    def _merge(
+        self, fragment: Fragment, common: Box, found: memoryview, fresh: list[Box], box: Box, out: memoryview
+    ) -> None:
+        """Takes what is new of a replica, and compares the rest with what was read before."""
+        size = itemsize(self.dtype)
+        for part in fresh:
+            copy_box(found, _within(part, common, size), out, _within(part, box, size), shape=part.shape, itemsize=size)
+        again = memoryview(bytearray(len(found)))
+        copy_box(out, _within(common, box, size), again, dense(common.shape, size), shape=common.shape, itemsize=size)
+        if bytes(again) != bytes(found):
+            array = fragment.array
+            raise ReplicaMismatchError(
+                f"two copies of the box at {common.offset} differ",
+                file=None if array is None or array.extent is None else array.extent.file,
+                key=self.key,
+                hint="the ranks disagree; the checkpoint is damaged or was saved by diverged ranks",
+            )
+
+    def _fill(self, store: ReadStore, fragment: Fragment, box: Box, out: memoryview, to: Layout) -> None:
+        """Reads a part of a fragment to its place; zeros by rule are there already."""
+        if fragment.array is None:
+            return
+        array = fragment.array
+        if array.extent is not None and array.extent.is_late:
+            array = self.bind(store, array)
+        served = store if isinstance(store, DecodedStore) else DecodedStore(store)
+        array = served.placed(array)
+        extent = array.extent
+        if extent is None or extent.is_late:
+            raise CorruptError("the array's place in its file was not found", key=self.key)
+        size = itemsize(array.dtype)
+        steps = tuple(n * size for n in (extent.strides or c_strides(array.shape)))
+        if any(step < 0 for step in steps):
+            raise CorruptError(f"strides {extent.strides} are negative", key=self.key, file=extent.file)
+        extra = len(steps) - box.rank
+        strides = steps[extra:] if extra >= 0 else (0,) * -extra + steps
+        start = extent.offset + _dot(fragment.at, steps)
+        start += _dot([a - b for a, b in zip(box.offset, fragment.box.offset, strict=True)], strides)
+        if is_dense(box.shape, size, strides) and is_dense(box.shape, size, to.strides):
+            served.read_into(extent.file, start, out[to.start : to.start + box.n_elements * size])
+            return
+        read_box(
+            lambda address, buffer: served.read_into(extent.file, address, buffer),
+            Layout(start, strides),
+            out,
+            to,
+            shape=box.shape,
+            itemsize=size,
+            raw=memoryview(bytearray(_RAW_BYTES)),
+        )
+
+
+def source_of(catalog: Catalog, key: str) -> SourceTensor:
+    """A tensor of the catalog, its fragments checked.
+
+    Raises:
+        CorruptError: a fragment lies outside the tensor or its array, or the arrays have several dtypes.
+        MissingShardError: the fragments leave a hole.
+    """
+    meta = catalog.meta(key)
+    distinct = {
+        (fragment.box, fragment.array, fragment.at): fragment
+        for fragment in catalog.fragments(key)
+        if not fragment.box.is_empty
+    }
+    fragments = tuple(distinct.values())
+    dtypes = {fragment.array.dtype for fragment in fragments if fragment.array is not None}
+    if len(dtypes) > 1:
+        raise CorruptError(f"stored in part as {' and as '.join(sorted(dtypes))}", key=key)
+    for fragment in fragments:
+        _check(fragment, meta.shape)
+    hole = first_hole(whole(meta.shape), [fragment.box for fragment in fragments])
+    if hole is not None:
+        raise MissingShardError(
+            f"nothing holds the box at {hole.offset} of {hole.shape} elements",
+            key=key,
+            hint="a shard is missing or incomplete; copy the checkpoint again or use an older one",
+        )
+    return SourceTensor(key, dtypes.pop() if dtypes else meta.dtype, meta.shape, fragments, catalog.bind)
+
+
+def _check(fragment: Fragment, shape: Shape) -> None:
+    box, array = fragment.box, fragment.array
+    fits = box.rank == len(shape) and all(stop <= n for stop, n in zip(box.end, shape, strict=True))
+    if fits and array is not None:
+        extra = len(array.shape) - box.rank
+        region = (1,) * extra + box.shape if extra >= 0 else box.shape[-extra:]
+        fits = prod(box.shape[: max(-extra, 0)]) == 1 and all(
+            start >= 0 and start + n <= extent
+            for start, n, extent in zip(fragment.at, region, array.shape, strict=True)
+        )
+    if not fits:
+        file = None if array is None or array.extent is None else array.extent.file
+        raise CorruptError(
+            f"the box at {box.offset} of {box.shape} elements does not fit the tensor of {shape} or its array",
+            key=fragment.key,
+            file=file,
+        )
+
+
+def _within(box: Box, outer: Box, size: int) -> Layout:
+    """Where the elements of a box lie in the dense bytes of an outer one."""
+    steps = dense(outer.shape, size).strides
+    return Layout(_dot([a - b for a, b in zip(box.offset, outer.offset, strict=True)], steps), steps)
+
+
+def _dot(index: Any, strides: Shape) -> int:
+    return sum(i * step for i, step in zip(index, strides, strict=True))
+
+
+def number_type(dtype: str) -> Any:
+    """The numpy or ml_dtypes type of a floating-point dtype."""
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(getattr(ml_dtypes, dtype, None) or getattr(np, dtype))

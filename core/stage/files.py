@@ -1,0 +1,203 @@
+"""The files of a stage: created at their full size, filled from many threads, synced."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from core.errors import StorageError, TruncatedError, UnsupportedError
+from core.files.folders import sync_file, sync_folders
+from core.files.store import checked_name, translated
+from core.files.syscalls import allocate, start_writeback
+
+MAX_OPEN_FILES = 128
+_SYNC_THREADS = 4
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class StageStore:
+    """A directory that is being written.
+
+    Args:
+        root: the directory; it exists.
+        is_durable: whether the bytes are meant to be on the disk in the end; if so, ranges that are finished are sent
+            there while others are still being filled.
+    """
+
+    def __init__(self, root: Path, *, is_durable: bool = True) -> None:
+        self.root = root
+        self._is_durable = is_durable
+        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._names: set[str] = set()
+        self._linked: set[str] = set()
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def create(self, name: str, n_bytes: int) -> None:
+        """See WriteStore.
+
+        Raises:
+            CapacityError: the disk is full, or a limit on file sizes is reached.
+            StorageError: the file cannot be made.
+        """
+        path = self.root / checked_name(name)
+        with translated(name, doing="create"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, _FLAGS | os.O_CREAT, 0o666))
+            with self._file(name) as fd:
+                size = os.fstat(fd).st_size
+                if size != n_bytes:
+                    if size:  # an empty one may be getting its bytes from another process at this moment
+                        os.ftruncate(fd, 0)
+                    os.ftruncate(fd, n_bytes)  # at once; reserving space may lengthen the file step by step
+                    allocate(fd, n_bytes)
+        self._names.add(name)
+
+    def link(self, name: str, existing: Path) -> None:
+        """Makes a file that is another name of an existing one.
+
+        Raises:
+            UnsupportedError: the two places are on different file systems, or theirs has no hard links.
+            StorageError: it cannot be made.
+        """
+        path = self.root / checked_name(name)
+        with translated(name, doing="link"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(existing, path)
+            except OSError as err:
+                if err.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+                    raise
+                raise UnsupportedError(
+                    f"the file system makes no hard link to it here: {err.strerror}",
+                    file=str(existing),
+                    hint="write to the file system of the source, or leave --metadata-only out",
+                ) from err
+        self._linked.add(name)
+
+    def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
+        """See WriteStore.
+
+        Raises:
+            CapacityError, StorageError: the system refuses.
+        """
+        with self._file(name) as fd, translated(name, doing="write"):
+            done = os.pwrite(fd, data, offset)
+            while done < len(data):
+                done += os.pwrite(fd, memoryview(data)[done:], offset + done)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fills ``buffer`` from ``offset``.
+
+        Raises:
+            TruncatedError: the file is too short.
+            StorageError: the system refuses.
+        """
+        with self._file(name) as fd, translated(name, doing="read back"):
+            done = 0
+            while done < len(buffer):
+                n = os.preadv(fd, [buffer[done:]], offset + done)
+                if n == 0:
+                    raise TruncatedError("the unfinished file is too short", file=name)
+                done += n
+
+    def settle(self, name: str, offset: int, n_bytes: int) -> None:
+        """See ``core.copy.output.Stage``."""
+        if self._is_durable:
+            with self._file(name) as fd:
+                start_writeback(fd, offset, n_bytes)
+
+    def sync(self, name: str) -> None:
+        """See WriteStore.
+
+        Raises:
+            StorageError: the system could not write.
+        """
+        with self._file(name) as fd, translated(name, doing="sync"):
+            os.fsync(fd)
+
+    def sync_files(self) -> None:
+        """Syncs every file that was created, opened or linked here.
+
+        Raises:
+            StorageError: the system could not write.
+        """
+        with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+            for _ in pool.map(self.sync, sorted(self._names)):
+                pass
+            for _ in pool.map(sync_file, [self.root / name for name in sorted(self._linked)]):
+                pass
+
+    def sync_all(self) -> None:
+        """Syncs every file that was created, and the directories, the innermost first.
+
+        Raises:
+            StorageError: the system could not write.
+        """
+        self.sync_files()
+        sync_folders(self.root)
+
+    def close(self) -> None:
+        """Closes every file; one that a thread still uses is closed when it is done with it. No file opens any more.
+
+        Raises:
+            StorageError: a write that was still pending failed.
+        """
+        with self._lock:
+            self._is_closed = True
+            idle = [name for name, file in self._open.items() if file.n_users == 0]
+            for name in idle:
+                self._close(name)
+
+    @contextmanager
+    def _file(self, name: str) -> Iterator[int]:
+        """An open descriptor of ``name``; at most ``MAX_OPEN_FILES`` idle ones are kept."""
+        with self._lock:
+            if self._is_closed:
+                raise StorageError("the stage is closed", file=name)
+            opened = self._open.get(name)
+            if opened is None:
+                with translated(name, doing="open"):
+                    opened = _OpenFile(os.open(self.root / checked_name(name), _FLAGS))
+                self._open[name] = opened
+                self._names.add(name)
+                self._close_idle()
+            self._open.move_to_end(name)
+            opened.n_users += 1
+        try:
+            yield opened.fd
+        finally:
+            self._release(name, opened)
+
+    def _release(self, name: str, opened: _OpenFile) -> None:
+        with self._lock:
+            opened.n_users -= 1
+            if self._is_closed and opened.n_users == 0:
+                self._close(name)
+
+    def _close_idle(self) -> None:
+        excess = len(self._open) - MAX_OPEN_FILES
+        if excess > 0:
+            for name in [name for name, file in self._open.items() if file.n_users == 0][:excess]:
+                if self._open[name] is not next(reversed(self._open.values())):
+                    self._close(name)
+
+    def _close(self, name: str) -> None:
+        with translated(name, doing="close"):  # network file systems tell here that they could not write
+            os.close(self._open.pop(name).fd)
+
+
+class _OpenFile:
+    """A descriptor and how many threads are using it."""
+
+    __slots__ = ("fd", "n_users")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.n_users = 0

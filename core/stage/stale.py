@@ -1,0 +1,71 @@
+"""Stages that are of no use any more: removed, or at least named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from core.errors import CheckpointingException
+from core.files.folders import sync_folder
+from core.files.store import translated
+from core.stage.folder_lock import lock_folder
+
+_ATTEMPTS = 2
+
+
+def remove_stage(stage_dir: Path) -> bool:
+    """Removes a stage, which the caller has locked, as far as the system lets it; whether it is gone."""
+    for _ in range(_ATTEMPTS):
+        with suppress(OSError):  # what rmtree does not ignore: errors of closing
+            shutil.rmtree(stage_dir, ignore_errors=True)
+        if not os.path.lexists(stage_dir):
+            return True
+    return False
+
+
+def clear_finished(stage_dir: Path, dst: Path, *, is_file: bool) -> bool:
+    """Removes the stage of a run that published its destination, and was killed before it could tidy up.
+
+    A stage with work in it stays, and one that is in use.
+
+    Returns:
+        Whether there is no stage any more.
+    """
+    work = stage_dir / "data" / dst.name if is_file else stage_dir / "data"
+    if not os.path.lexists(stage_dir):
+        return True
+    try:
+        lock = lock_folder(stage_dir, dst=dst)
+    except CheckpointingException:
+        return False
+    try:
+        return not os.path.lexists(work) and remove_stage(stage_dir)
+    finally:
+        with suppress(OSError):
+            os.close(lock.fd)
+
+
+def finish(stage_dir: Path, dst: Path) -> None:
+    """Does what a run left undone that was killed after its destination got its name: nothing, if nothing is left.
+
+    Args:
+        stage_dir: of that run; what it holds is the manifest of a single file, and what was there before.
+        dst: the new destination, which has its name.
+
+    Raises:
+        StorageError: another process is at work there, or the system refuses.
+    """
+    if os.path.lexists(stage_dir):
+        lock = lock_folder(stage_dir, dst=dst)
+        try:
+            if not dst.is_dir():
+                with translated(str(dst), doing="publish the manifest of"):
+                    for path in (stage_dir / "data").glob("*"):
+                        path.replace(dst.parent / path.name)
+            remove_stage(stage_dir)
+        finally:
+            with suppress(OSError):
+                os.close(lock.fd)
+    sync_folder(dst.parent)
