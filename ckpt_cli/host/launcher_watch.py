@@ -1,15 +1,14 @@
 """A worker does not outlive its launcher: one that was killed can end nobody, and what is left would keep the stage.
 
 The agent starts each worker in a session of its own, so no signal of a terminal or of a batch system reaches the
-workers once it is gone. The thread that looks after it is no ``threading.Thread`` and holds no lock, for the reason
-that ``ckpt_cli.workers.store`` gives.
+workers once it is gone.
 """
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
+from threading import Thread
 from time import sleep
 
 _LOOK_S = 0.5
@@ -23,7 +22,7 @@ def end_with(launcher: int) -> None:
     Args:
         launcher: process id of the launcher, whose child this process is.
     """
-    _thread.start_new_thread(_watch, (launcher,))
+    Thread(target=_watch, args=(launcher,), name="launcher watch", daemon=True).start()
 
 
 def _watch(launcher: int) -> None:

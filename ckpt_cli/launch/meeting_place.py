@@ -7,7 +7,6 @@ and on the others somebody listens, for as long as hosts are waited for.
 
 from __future__ import annotations
 
-import _thread
 import errno
 import socket
 import time
@@ -15,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from threading import Event
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from ckpt_cli.options.launch import nodes_in, settings_in
@@ -282,6 +281,6 @@ def _answers(rendezvous: Rendezvous) -> bool:
             pass
         is_over.set()
 
-    _thread.start_new_thread(ask, ())
+    Thread(target=ask, name="probe", daemon=True).start()
     is_over.wait(limit_s + _PROBE_MORE_S)
     return bool(found)

@@ -30,7 +30,7 @@ def progress_bar(*, is_wanted: bool = True) -> Iterator[Progress | None]:
     """A callback that draws the bar; None where there is to be none, or where a team's own display is shown.
 
     The line is erased at the end, also when the work fails or is interrupted. The bar is drawn by the threads that
-    report, one at a time: with a thread of its own it would keep the engine from reading large metadata in a child.
+    report, one at a time.
     rich is imported with the first report, when the work has begun.
     """
     screen = screen_of(sys.stderr)

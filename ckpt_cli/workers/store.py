@@ -3,17 +3,13 @@
 A request to a store whose host has vanished blocks for a quarter of an hour in native code, deaf to signals. So only
 this thread makes requests; others wait for its answers in Python, with a limit. Between requests it runs the worker's
 *beat*, which tells the others that the worker lives and hears how they are.
-
-It is no ``threading.Thread``: large metadata is read in a forked child (``core.files.sandbox``), which is safe beside
-this thread, because it holds no lock that Python code of another thread ever takes, but not beside threads in general.
 """
 
 from __future__ import annotations
 
-import _thread
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from threading import Event
+from threading import Event, Thread
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -69,7 +65,7 @@ class StoreLine:
         self._error: Exception | None = None
         self._beat: Callable[[Any], None] | None = None
         self._interval_s = 0.0
-        _thread.start_new_thread(self._run, ())
+        Thread(target=self._run, name="store", daemon=True).start()
 
     def ask(self, work: Callable[[Any], T], *, within_s: float | None = None) -> T:
         """What ``work(store)`` gives, run in the thread.

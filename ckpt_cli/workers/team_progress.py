@@ -10,13 +10,12 @@ lag by a beat. The time left is that of the worker that needs longest at its own
 
 from __future__ import annotations
 
-import _thread
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import Event
+from threading import Event, Thread
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -117,22 +116,19 @@ def team_display(progress: Callable[[], Amounts], screen: Screen) -> Iterator[No
         progress: the figures as they are known now; called from a thread.
         screen: of stderr.
     """
-    stop, stopped = Event(), Event()
+    stop = Event()
 
     def draw() -> None:
-        try:
+        with suppress(OSError, ValueError):  # a terminal that is gone is no reason to stop the work
             _draw(progress, screen, stop)
-        except (OSError, ValueError):
-            pass  # a terminal that is gone is no reason to stop the work
-        finally:
-            stopped.set()
 
-    _thread.start_new_thread(draw, ())
+    thread = Thread(target=draw, name="progress", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         stop.set()
-        stopped.wait(5)
+        thread.join(5)
 
 
 def _draw(progress: Callable[[], Amounts], screen: Screen, stop: Event) -> None:

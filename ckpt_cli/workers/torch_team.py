@@ -15,11 +15,10 @@ memory than that. A broadcast goes along gloo's tree, or nccl's ring.
 
 from __future__ import annotations
 
-import _thread
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from threading import Event
+from threading import Event, Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -267,7 +266,7 @@ class TorchTeam:
                 errors.append(err)
             done.set()
 
-        _thread.start_new_thread(run, ())
+        Thread(target=run, name="collective", daemon=True).start()
         deadline = monotonic() + 2 * self._timeout_s
         while not done.wait(POLL_S):
             self._check()

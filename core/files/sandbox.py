@@ -1,88 +1,109 @@
-"""Runs a piece of work in a forked child that has little memory, little time and can open nothing.
+"""Run a function on untrusted bytes in a process that has little memory, little time and can open nothing.
 
-For work on untrusted bytes by fast code that is not hardened against them, such as the C unpickler: whatever it does,
-the caller gets the result or None, and then does the work the slow way. Linux only, because only there address space
-can be limited relative to what the process has already mapped.
+For fast code that is not hardened against what a file may hold, such as the C unpickler: whatever it does, the caller
+gets the result or None, and then does the work the slow way. Linux only, because only there address space can be
+limited relative to what the process has already mapped.
+
+The child is an interpreter of its own, not a fork: a fork of a process that runs threads may wait for ever for a lock
+that one of them held. That costs 20 to 40 ms a call.
 """
 
 from __future__ import annotations
 
-import gc
 import os
-import select
-import signal
+import subprocess
 import sys
-import threading
-import time
-import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 _HEADER_BYTES = 8
 _WALL_FACTOR = 4
 """Seconds that the child may take for each second of its processor time, on a busy machine."""
 
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from core.files.sandbox import be_child; be_child(sys.argv[2:])"
+)
 
-def run_contained(
-    work: Callable[[], bytes], *, memory_bytes: int, cpu_s: int, beside_threads: bool = False
-) -> bytes | None:
-    """The result of ``work()``, run in a child process, or None if it did not come to one.
 
-    The child has closed every file, may open none, map at most ``memory_bytes`` more than this process has now, use
-    ``cpu_s`` seconds of processor time, and ends without running exit handlers. Its failures (an exception, a crash, a
-    limit) are None. It is gone when the function returns, also when that is by an exception.
+def run_sandboxed(function: str, data: bytes, *, memory_bytes: int, cpu_s: int) -> bytes | None:
+    """Return what a function makes of some bytes in a child process, or None if it does not come to a result.
+
+    The child imports the function's module and reads ``data``; then it closes every file but the pipe for its answer,
+    may open none, map at most ``memory_bytes`` more and use ``cpu_s`` seconds of processor time. Its failures (an
+    exception, a crash, a limit) are None. It is gone when this returns, also when that is by an exception.
 
     Args:
-        work: sees the memory of this process as it is now; what it changes is lost.
-        memory_bytes: address space for the work.
+        function: ``package.module:function`` of this project, from bytes to bytes.
+        memory_bytes: address space for the function, beside its module and ``data``.
         cpu_s: seconds of processor time, >= 1.
-        beside_threads: run it although other Python threads exist. A lock that one of them holds is never released
-            in the child, so the work must take none (idle threads of native libraries do no harm).
 
     Returns:
-        None also where containment is not possible: not on Linux, or other Python threads run.
+        None also where there is no such containment: not on Linux, or no more processes can be started.
     """
-    if sys.platform != "linux" or (threading.active_count() != 1 and not beside_threads):
+    if sys.platform != "linux" or not sys.executable:
         return None
+    root = Path(__file__).parents[2]
+    # -I: neither the working directory nor the environment decides what is imported. -S: no package of others is.
+    command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(root), function, str(memory_bytes), str(cpu_s)]
     try:
-        limits = _limits(memory_bytes, cpu_s)
-        reader, writer = os.pipe2(os.O_CLOEXEC)
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/"
+        )
     except OSError:
         return None
-    usual = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the child has reset the handlers
-    pid = None
     try:
-        pid = _fork()
-        if pid == 0:
-            _be_child(work, writer, limits)
-        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-        closing, writer = writer, -1
-        os.close(closing)
-        received = None if pid is None else _received(reader, time.monotonic() + _WALL_FACTOR * cpu_s)
-        if pid is not None and received is not None:
-            _, status = os.waitpid(pid, 0)
-            pid = None
-            return received if status == 0 else None
+        message, _ = child.communicate(data, timeout=_WALL_FACTOR * cpu_s)
+    except subprocess.TimeoutExpired:
         return None
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-        for fd in (reader, writer):
-            if fd >= 0:
-                os.close(fd)
-        if pid is not None:
-            _end(pid)
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+    if child.returncode != 0 or int.from_bytes(message[:_HEADER_BYTES], "little") != len(message) - _HEADER_BYTES:
+        return None
+    return message[_HEADER_BYTES:]
+
+
+def be_child(arguments: list[str]) -> NoReturn:
+    """Do the work of the child: read the bytes from stdin, and write the answer to stdout."""
+    status = 1
+    try:
+        import gc
+        import resource  # not on every platform
+
+        name, memory_bytes, cpu_s = arguments
+        module, _, function = name.partition(":")
+        work = getattr(import_module(module), function)
+        data = sys.stdin.buffer.read()
+        gc.disable()
+        limits = _limits(int(memory_bytes), int(cpu_s))
+        os.close(0)
+        os.closerange(2, max(3, os.sysconf("SC_OPEN_MAX")))
+        for kind, value in limits.items():
+            resource.setrlimit(kind, (value, value))
+        answer = work(data)
+        for part in (len(answer).to_bytes(_HEADER_BYTES, "little"), answer):
+            view = memoryview(part)
+            while view:
+                view = view[os.write(1, view) :]
+        status = 0
+    finally:
+        os._exit(status)  # without exit handlers, and without a traceback
 
 
 def _limits(memory_bytes: int, cpu_s: int) -> dict[int, int]:
-    """Hard limits for the child; address space is counted from what is mapped now."""
-    import resource  # not on every platform
+    """Return the hard limits of the child; address space is counted from what is mapped now."""
+    import resource
 
     with open("/proc/self/statm", "rb") as statm:
         n_pages = int(statm.read().split()[0])
+    used_s = resource.getrusage(resource.RUSAGE_SELF)
     limits = {
         resource.RLIMIT_AS: n_pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes,
-        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_CPU: cpu_s + int(used_s.ru_utime + used_s.ru_stime),
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NPROC: 0,
@@ -92,76 +113,3 @@ def _limits(memory_bytes: int, cpu_s: int) -> dict[int, int]:
         hard = resource.getrlimit(kind)[1]
         limits[kind] = value if hard == resource.RLIM_INFINITY else min(value, hard)
     return limits
-
-
-def _fork() -> int | None:
-    """``os.fork``, or None if there can be no more processes."""
-    with warnings.catch_warnings():  # Python 3.12 warns of any native thread, such as OpenBLAS's
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            return os.fork()
-        except OSError:
-            return None
-
-
-def _end(pid: int) -> None:
-    """Kills and reaps a child."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        os.waitpid(pid, 0)
-
-
-def _received(reader: int, deadline: float) -> bytes | None:
-    """The one message that comes through a pipe, or None if it is incomplete or late."""
-    poll = select.poll()
-    poll.register(reader, select.POLLIN)
-    parts = []
-    n_bytes = 0
-    while True:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0 or not poll.poll(left_s * 1000):
-            return None
-        part = os.read(reader, 1 << 20)
-        if not part:
-            break
-        parts.append(part)
-        n_bytes += len(part)
-    message = b"".join(parts)
-    if n_bytes < _HEADER_BYTES or int.from_bytes(message[:_HEADER_BYTES], "little") != n_bytes - _HEADER_BYTES:
-        return None
-    return message[_HEADER_BYTES:]
-
-
-def _be_child(work: Callable[[], bytes], writer: int, limits: dict[int, int]) -> NoReturn:
-    """Does the work, sends its result and ends the process."""
-    status = 1
-    try:
-        import resource
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXCPU):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        gc.disable()
-        _close_all_but(writer)
-        for kind, value in limits.items():
-            resource.setrlimit(kind, (value, value))
-        result = work()
-        _send(writer, len(result).to_bytes(_HEADER_BYTES, "little"))
-        _send(writer, result)
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def _close_all_but(kept: int) -> None:
-    """Closes every file, the standard streams included: what the child reports goes through the pipe only."""
-    most = os.sysconf("SC_OPEN_MAX")
-    os.closerange(0, kept)
-    os.closerange(kept + 1, most if most > 0 else 1 << 20)
-
-
-def _send(writer: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(writer, view) :]

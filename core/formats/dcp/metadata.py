@@ -47,7 +47,7 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
-from core.files.sandbox import run_contained
+from core.files.sandbox import run_sandboxed
 from core.files.store import checked_name
 from core.formats.dcp.columns import DcpChunk, DcpItem, DcpMetadata, DcpTensor
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
@@ -82,7 +82,7 @@ __all__ = [
     "write_metadata",
 ]
 
-FAST_FROM_BYTES = 1 << 19
+FAST_FROM_BYTES = 1 << 20
 """Smaller files are not worth a child process."""
 
 _MAX_EXTENT = 1 << 62
@@ -229,7 +229,7 @@ def _parsed_by_c(data: bytes, *, cpu_s: int | None = None) -> _Parsed | None:
     """
     memory_bytes = (256 << 20) + 32 * len(data)
     cpu_s = cpu_s or 2 + (len(data) >> 20)
-    packed = run_contained(lambda: _pack(data), memory_bytes=memory_bytes, cpu_s=cpu_s)
+    packed = run_sandboxed("core.formats.dcp.metadata:pack", data, memory_bytes=memory_bytes, cpu_s=cpu_s)
     return None if packed is None else _unpack(packed)
 
 
@@ -240,8 +240,8 @@ _PLAIN = (
 )
 
 
-def _pack(data: bytes) -> bytes:
-    """What the child does: metadata as bytes, what is wrong with it, and the names that it is no part of.
+def pack(data: bytes) -> bytes:
+    """Do the work of the child: return the metadata, what is wrong with it, and the names that it is no part of.
 
     Raises:
         ValueError: a part is not plain.
@@ -262,7 +262,7 @@ def _pack(data: bytes) -> bytes:
 
 
 def _unpack(packed: bytes) -> _Parsed | None:
-    """What the parent makes of it; None if a name must be looked at more closely, as it may be called."""
+    """Return what the parent makes of it; None if a name must be looked at more closely, as it may be called."""
     names, problems, tensors, objects, columns, plain = marshal.loads(packed)
     uses = frozenset(Use(Global(module, name), "called") for module, name in names)
     if any(judge(use) != "known" for use in uses):
