@@ -37,7 +37,7 @@ def _megatron() -> Tool:
 
 def install_megatron() -> None:
     """Makes megatron-core work without an accelerator."""
-    from tests.megatron import cpu
+    from tests.real_megatron import cpu
 
     with contextlib.redirect_stdout(io.StringIO()):
         cpu.install()

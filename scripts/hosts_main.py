@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.launch.hosts import Host, NotPermittedError, hosts
+from tests.ckpt_cli.launch.hosts import Host, NotPermittedError, hosts
 
 SKIPPED = 77
 """Exit code by which test runners know that something could not be tried."""

@@ -11,7 +11,7 @@ import pytest
 from core.checks.level import Level
 from core.errors import CheckpointingException
 from core.opening.open import open_checkpoint
-from tests.edited import Rows, copied, counted, edit_rank, edit_rows, found_in
+from tests.support.edited import Rows, copied, counted, edit_rank, edit_rows, found_in
 
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2_optim"
 DIST = "mcore_torch_dist/dense_gqa/tp2_pp2"

@@ -28,9 +28,9 @@ from core.formats.zarr import format3 as zarr3
 from core.megatron.reshard.reshard import load_rules
 from core.opening.open import located
 from core.validate.run import validate
-from tests import broken as b
-from tests.damages import FIRST, ITER, RANKS, SECOND, SHARDS, STEP, TABLE, TORCH, ZARR, ZARR3, ZERO, Row
-from tests.zarr_files import source_of, written
+from tests.support import broken as b
+from tests.support.damages import FIRST, ITER, RANKS, SECOND, SHARDS, STEP, TABLE, TORCH, ZARR, ZARR3, ZERO, Row
+from tests.support.zarr_files import source_of, written
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.checks.level import Level
-from tests.edited import Rows, chunks_of, copied, counted, edit_pickle, edit_rows, found_in
+from tests.support.edited import Rows, chunks_of, copied, counted, edit_pickle, edit_rows, found_in
 
 DIST = "mcore_torch_dist/dense_gqa/tp2_pp2_optim"
 DCP = "torch_dcp/fsdp2_dp2"

@@ -16,8 +16,8 @@ from core.checks.metadata import hf_model
 from core.convert.run import Job, run
 from core.errors import CheckpointingException, CorruptError, UnknownTensorError, UnsupportedError
 from core.validate.run import validate
-from tests.damages import MODELS, ONE, TIED, Row, config_changed, prefixed, tensors_changed
 from tests.hf.models import loaded_model
+from tests.support.damages import MODELS, ONE, TIED, Row, config_changed, prefixed, tensors_changed
 
 APP = "torch_dcp/fsdp2_dp2"
 """Written by FSDP2 with the layout of torchtitan's top level: the model's keys begin with ``app.model.``; 2 layers."""

@@ -11,8 +11,8 @@ import pytest
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.run import Job, run
-from tests.edited import Rows, chunks_of, copied, counted, edit_rank, edit_rows, found_in, nothing
-from tests.rank_files import MODEL_FILE
+from tests.support.edited import Rows, chunks_of, copied, counted, edit_rank, edit_rows, found_in, nothing
+from tests.support.rank_files import MODEL_FILE
 
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2"
 TIED = "mcore_legacy/dense_gelu/tp2_pp2"

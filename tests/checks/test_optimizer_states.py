@@ -10,7 +10,7 @@ import pytest
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.run import Job, run
-from tests.edited import Rows, chunks_of, copied, counted, edit_rank, edit_rows, found_in
+from tests.support.edited import Rows, chunks_of, copied, counted, edit_rank, edit_rows, found_in
 
 NUMBERED = "mcore_legacy/dense_gqa/tp2_pp2_optim"
 FLAT = "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"

@@ -16,9 +16,9 @@ from core.convert.run import Job, run
 from core.errors import CheckpointingException
 from core.validate.run import validate
 from tests.checks.test_damages import copied, row_id, sharded
-from tests.damages import DCP, LEGACY, ONE, TABLE, TORCH, ZARR3, Row
-from tests.real_readers import read_dcp, read_safetensors, read_torch
-from tests.refusals import check_agreement
+from tests.support.damages import DCP, LEGACY, ONE, TABLE, TORCH, ZARR3, Row
+from tests.support.real_readers import read_dcp, read_safetensors, read_torch
+from tests.support.refusals import check_agreement
 
 __all__ = ["sharded"]
 

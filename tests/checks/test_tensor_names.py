@@ -14,9 +14,9 @@ from ckpt_cli.screen.terminal import Screen
 from core.checks.finding import Finding
 from core.checks.level import Level
 from core.validate.run import validate
-from tests.broken import archive_of
 from tests.checks.test_damages import copied
-from tests.verdicts import finding, verdict
+from tests.support.broken import archive_of
+from tests.support.verdicts import finding, verdict
 
 OPTIM = "mcore_legacy/dense_gqa/tp2_pp2_optim"
 DISTOPT = "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"

@@ -15,7 +15,7 @@ from core.errors import CheckpointingException
 from core.opening.open import open_checkpoint
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
-from tests.materialize import tensor_bytes
+from tests.support.materialize import tensor_bytes
 
 wrap = CheckpointableShardedTensor.from_sh_ten
 

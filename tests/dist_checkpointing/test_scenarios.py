@@ -29,7 +29,7 @@ Observed = Any
 def _prepared(package: str) -> Any:
     warnings.simplefilter("ignore")
     if package == THEIRS:
-        from tests.megatron import cpu
+        from tests.real_megatron import cpu
 
         cpu.install()
     return api_of(package)

@@ -24,8 +24,8 @@ from core.dist_checkpointing._values.stand_in import StandIn
 from core.dist_checkpointing.storage_reader import CkptLoadPlanner, CkptStorageReader
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError, UsageError
 from tests.dist_checkpointing.ranks import run_ranks
-from tests.real_readers import Tensors, of_tensor, read_dcp, read_safetensors, read_torch, read_zarr
-from tests.reshard.megatron_gold import oracle
+from tests.megatron.support.megatron_gold import oracle
+from tests.support.real_readers import Tensors, of_tensor, read_dcp, read_safetensors, read_torch, read_zarr
 
 FLAT = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 GOLD = {

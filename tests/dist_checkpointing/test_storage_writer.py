@@ -21,8 +21,8 @@ from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.errors import MissingShardError, UnsupportedError, UsageError
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.test_storage_reader import Net, load_all, tensors_of
-from tests.rank_files import assert_same_weights, rank_dirs
-from tests.real_readers import READERS, Tensors, leaves, of_tensor
+from tests.support.rank_files import assert_same_weights, rank_dirs
+from tests.support.real_readers import READERS, Tensors, leaves, of_tensor
 
 FORMATS = ["dcp", "torch_dist", "zarr", "zarr3", "safetensors", "torch"]
 

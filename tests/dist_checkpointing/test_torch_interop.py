@@ -26,7 +26,7 @@ from core.files.store import LocalStore
 from core.formats.dcp.format import metadata_of
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.test_torch_strategy import differences, on_ranks, state_of
-from tests.real_readers import Tensors, of_tensor, read_dcp
+from tests.support.real_readers import Tensors, of_tensor, read_dcp
 
 has_megatron = (
     importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
@@ -52,7 +52,7 @@ def _theirs(state: Any) -> Any:
 
 
 def _megatron() -> Any:
-    from tests.megatron import cpu
+    from tests.real_megatron import cpu
 
     cpu.install()
     from megatron.core.dist_checkpointing.strategies import torch as strategies

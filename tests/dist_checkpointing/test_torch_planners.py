@@ -29,7 +29,7 @@ from core.errors import CheckpointingException
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import global_tensor, part_of
 from tests.dist_checkpointing.test_torch_strategy import check_tensors, differences, on_ranks, state_of
-from tests.real_readers import read_dcp
+from tests.support.real_readers import read_dcp
 
 
 def _torch_saves(rank: int, world: int, folder: Path) -> None:

@@ -19,7 +19,7 @@ from core.dist_checkpointing.strategies.torch import (
 from core.errors import CheckpointingException
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
-from tests.real_readers import read_dcp
+from tests.support.real_readers import read_dcp
 
 SHAPES = {
     "column": ((8, 6), torch.float32),

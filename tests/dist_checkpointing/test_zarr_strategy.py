@@ -44,7 +44,7 @@ from core.errors import (
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
 from tests.dist_checkpointing.zarr_states import SHAPES, bits, check_loaded, global_bits, save, save_columns, state
-from tests.zarr_files import files_of
+from tests.support.zarr_files import files_of
 
 LOADER = ZarrLoadShardedStrategy("zarr", 1)
 

@@ -1,4 +1,4 @@
-"""A command of ``ckpt`` by several workers, each a fork of this process, that talk through pipes (``tests.teams``)."""
+"""A command of ``ckpt`` by several workers, each a fork of this process, that talk through pipes (``tests.support.teams``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.faults.disturb import nothing
 from tests.faults.operations import Disturb, read_trace, watch
 from tests.faults.process import Ended
-from tests.teams import PipeTeam
+from tests.support.teams import PipeTeam
 
 PATIENCE_S = 120
 _PAUSE_S = 0.005

@@ -19,7 +19,7 @@ from core.catalog.catalog import Catalog, catalog_of_arrays
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import LocalStore
 from core.pickle.inert import attributes
-from tests.materialize import Bytes, tensor_bytes
+from tests.support.materialize import Bytes, tensor_bytes
 
 COMMON = {
     "vocab_size": 130,

@@ -23,7 +23,7 @@ from core.opening.target import partitioned
 from core.plan.plan import make_plan
 from core.stage.stage import Stage
 from tests.hf.models import assert_same, bytes_of, config_of, contents, loaded_model, logits, saved, tensors
-from tests.reshard.megatron_gold import RULES
+from tests.megatron.support.megatron_gold import RULES
 
 NAMES = ("llama_tied", "llama_biased", "qwen2", "qwen3", "mixtral", "qwen3_moe_mixed", "deepseek_v3")
 

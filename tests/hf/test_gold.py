@@ -27,8 +27,8 @@ from tests.hf.models import (
     tensors,
     written,
 )
-from tests.materialize import Bytes, tensor_bytes
-from tests.reshard.megatron_gold import RULES, dist_files, filled, global_form, rank_files, stored
+from tests.megatron.support.megatron_gold import RULES, dist_files, filled, global_form, rank_files, stored
+from tests.support.materialize import Bytes, tensor_bytes
 
 HF = {
     "llama/safetensors_single": safetensors,

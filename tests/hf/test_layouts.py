@@ -18,8 +18,8 @@ from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import shard, stack, unshard
 from core.opening.objects import loaded
 from tests.hf.models import MODELS, assert_same, catalog_of, config_of, contents, saved, tensors
-from tests.materialize import Bytes, write_files
-from tests.reshard.megatron_gold import RULES, filled
+from tests.megatron.support.megatron_gold import RULES, filled
+from tests.support.materialize import Bytes, write_files
 
 TOPOLOGIES = (Topology(tp=1), Topology(tp=2), Topology(tp=2, pp=3))
 EXPERTS = (Topology(tp=2, ep=2), Topology(ep=4, pp=3), Topology(tp=2, ep=2, etp=1))

@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 
 from core.hf import to_megatron
-from tests.asked import told
 from tests.hf.models import (
     MODELS,
     arguments,
@@ -31,6 +30,7 @@ from tests.hf.models import (
     saved,
     tensor_of,
 )
+from tests.support.asked import told
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.cases import CASES, MARKER, SOUND, Make
-from tests.refusals import check_agreement
+from tests.support.refusals import check_agreement
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc")
 

@@ -35,7 +35,7 @@ CLASSES: dict[str, type] = {
         *(Quantized, Scales, Dequantized, EncodedChunk, FillValue, RecordEncoding, StreamItem, InlineValue, Widened),
     )
 }
-"""What an encoding may consist of. ``tests/test_plan_file.py`` finds encodings that are missing."""
+"""What an encoding may consist of. ``tests/convert/stored_plan/test_file.py`` finds encodings that are missing."""
 
 BINDERS: dict[str, Callable[..., StoredArray]] = {"nothing": bind_nothing, "torch item": item_location}
 """How arrays are bound, by name (``Catalog.bind``)."""

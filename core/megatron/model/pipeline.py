@@ -15,8 +15,8 @@ its first and last letters; Megatron builds them in the first and last chunk eve
 
 Source: megatron-core 0.16.1 ``transformer/transformer_block.py`` ``get_num_layers_to_build``,
 ``transformer/pipeline_parallel_layer_layout.py``, ``transformer/transformer_config.py`` (what is refused); for the
-stage of the embedding alone Megatron-LM ``megatron/legacy/model/transformer.py``. tests/reshard/test_stages.py compares
-with megatron-core. Layout strings: not in megatron-core 0.12, in 0.15 and later.
+stage of the embedding alone Megatron-LM ``megatron/legacy/model/transformer.py``. tests/megatron/model/test_stages.py
+compares with megatron-core. Layout strings: not in megatron-core 0.12, in 0.15 and later.
 """
 
 from __future__ import annotations

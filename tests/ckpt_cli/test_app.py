@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_cli.app import app, main
+
+HEAVY = ("torch", "numpy", "zarr", "tensorstore", "rich", "ml_dtypes", "pydantic")
+
+
+def modules_after(*arguments: str) -> set[str]:
+    """Names of the modules that a command line leaves imported, in a process of its own."""
+    code = (
+        "import sys, io\n"
+        "from contextlib import redirect_stdout\n"
+        "from ckpt_cli.app import main\n"
+        "with redirect_stdout(io.StringIO()):\n"
+        f"    code = main({list(arguments)!r})\n"
+        "print('\\n'.join(sys.modules))\n"
+        "sys.exit(code)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("inspect", "--help"), ("convert", "--help"), ("--version",)])
+def test_help_imports_nothing_heavy_and_no_command(arguments: tuple[str, ...]) -> None:
+    found = modules_after(*arguments)
+    assert not found.intersection(HEAVY)
+    assert not found.intersection(
+        {"core.convert.run", "core.opening.open", "ckpt_cli.commands.inspect", "core.formats"}
+    )
+
+
+def test_python_m_is_the_same_program() -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_cli", "inspect", "--help"], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("Usage: ckpt inspect [OPTIONS] [PATH]")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["inspect", "--no-such"], "no such option: --no-such"),
+        (["explode"], "no such command 'explode'"),
+        (["inspect", "--limit", "x"], "'x' is not a whole number of at least 0"),
+        (["inspect", "--sort", "shape"], "'shape' is none of: name, size"),
+        (["convert", "a", "b", "c"], "unexpected extra argument"),
+        (["convert", "--memory", "lots", "--to", "dcp"], "'lots' is not a size"),
+        (
+            ["convert", "--tp-new", "0", "--to", "dcp"],
+            "invalid value for '--tp-new': '0' is not a whole number of at least 1",
+        ),
+        (["convert", "a", "b"], "--to is missing. Choose one of: dcp, "),
+        (["convert", "a", "b", "--to"], "option '--to' requires an argument. See: ckpt convert --help"),
+        (["convert", "a", "b", "--to", "hf", "--rules", "no/such.toml"], "--rules: there is no such file"),
+        (["convert", "a", "b", "-o", "c", "--to", "dcp"], "two destinations"),
+        (["convert", "a", "--to", "dcp", "--rank", "0"], "--dry-run"),
+        (["convert", "a", "--to", "dcp", "--rename", "x"], "is not OLD=NEW"),
+        (["convert", "a", "--to", "dcp", "--dtype", "*.w="], "is neither DTYPE nor GLOB=DTYPE"),
+        (["reshard", "a", "b"], "no target size"),
+        (["reshard", "a", "b", "--tp", "2"], "no target size"),
+        (["inspect", "no/such/path"], "no such file or directory"),
+    ],
+)
+def test_mistakes_give_one_line_and_exit_code_2(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("ckpt: error: ")
+    assert text in err
+
+
+def test_json_prints_the_error_as_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "no/such/path", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "error": {
+            "code": "usage",
+            "message": "no such file or directory",
+            "file": "no/such/path",
+            "hint": "check the spelling of the path",
+            "exit_code": 2,
+        }
+    }
+    assert err.startswith("ckpt: error: ")
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--format", "json"], ["--format=json"]])
+def test_every_way_to_ask_for_json_gets_the_error_so(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "no/such/path", *words]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "usage"
+
+
+def test_a_traceback_comes_only_with_debug(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["inspect", "no/such/path"])
+    assert "Traceback" not in capsys.readouterr().err
+    main(["inspect", "no/such/path", "--debug"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_no_command_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Commands:" in err
+
+
+def test_every_command_is_offered_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    listed = [line.split()[0] for line in page.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()]
+    assert listed == [command.name for command in app.registered_commands]
+    for name in listed:
+        assert main([name, "--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"Usage: ckpt {name} ")

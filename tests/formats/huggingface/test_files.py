@@ -1,0 +1,140 @@
+"""Small files beside the weights: which are carried, byte for byte, and the configuration within bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.files_beside import carried_of, documents_of, with_documents, without_carried
+from core.errors import CorruptError, UnsupportedError
+from core.files.json_object import MAX_VALUES
+from core.files.store import LocalStore, MemoryStore
+from core.formats.huggingface.files import carried_files, config_number, config_of, file_images, with_carried
+from core.opening.target import partitioned
+from tests.support.materialize import materialized
+
+CARRIED = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *(
+        "tokenizer.tiktoken",
+        "special_tokens_map.json",
+        "vocab.json",
+        "vocab.txt",
+        "vocab.bpe",
+        "merges.txt",
+        "spm.model",
+    ),
+    *("preprocessor_config.json", "chat_template.json", "chat_template.jinja", "extra.jinja", "added_tokens.json"),
+    *(
+        "README.md",
+        "LICENSE",
+        "LICENSE.txt",
+        "NOTICE",
+        "modeling_llama.py",
+        "configuration_x.py",
+        "adapter_config.json",
+    ),
+    *("model_index.json", "qwen.tiktoken", "USE_POLICY.md", "größe.json"),
+)
+LEFT = (
+    *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    *("x.safetensors.index.fp16.json", "ckpt-manifest.json", "model.safetensors.ckpt-manifest.json", "ckpt-objects.pt"),
+    *("tokenizer.pt", "vocab.npy", "metadata.json", "zarr.json", ".gitattributes", ".hidden.json", "training_args.bin"),
+    *("events.out", "optimizer.pt", "notes.txt", "back\\slash.json", "model.gguf", "line\nbreak.json"),
+)
+
+
+def empty() -> Catalog:
+    return Catalog("fake", None, {}, lambda key: ())
+
+
+def test_what_transformers_needs_is_carried_and_weights_are_not() -> None:
+    store = MemoryStore({name: name.encode() for name in (*CARRIED, *LEFT, "folder/config.json")})
+    assert carried_files(store) == {name: len(name.encode()) for name in sorted(CARRIED)}
+
+
+def test_carried_files_come_out_byte_for_byte() -> None:
+    files = {"config.json": b'{"a": 1}', "merges.txt": bytes(range(256)), "README.md": b""}
+    store = MemoryStore(files)
+    source = with_carried(empty(), store)
+    assert carried_of(source) == {name: f"file:{name}" for name in sorted(files)}
+    assert source.hidden["file:merges.txt"] == TensorMeta("file:merges.txt", "uint8", (256,))
+    target = partitioned(with_documents(source, {"new.json": b"{}"}), format="fake", by="whole")
+    made = materialized(file_images(target), target=target, source=source, store=store)
+    assert made == {**files, "new.json": b"{}"}
+
+
+def test_a_carried_file_gets_a_key_that_no_tensor_has() -> None:
+    taken = Catalog("fake", None, {"file:config.json": TensorMeta("file:config.json", "uint8", (1,))}, lambda key: ())
+    made = with_carried(taken, MemoryStore({"config.json": b"{}"}))
+    assert carried_of(made) == {"config.json": "file:file:config.json"}
+
+
+def test_a_directory_without_such_files_stays_as_it_is() -> None:
+    catalog = empty()
+    assert with_carried(catalog, MemoryStore({"model.safetensors": b""})) is catalog
+    assert file_images(catalog) == []
+
+
+def test_links_as_in_the_hugging_face_cache_are_carried(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "abc").write_bytes(b"{}")
+    (tmp_path / "snapshot").mkdir()
+    os.symlink("../blobs/abc", tmp_path / "snapshot" / "config.json")
+    assert carried_files(LocalStore(tmp_path / "snapshot")) == {"config.json": 2}
+
+
+def test_a_document_takes_the_place_of_a_carried_file() -> None:
+    source = with_carried(empty(), MemoryStore({"config.json": b"{}", "README.md": b"x"}))
+    made = with_documents(source, {"config.json": b'{"new": 1}'})
+    assert list(carried_of(made)) == ["README.md"] and list(made.hidden) == ["file:README.md"]
+    assert documents_of(with_documents(made, {"b": b"2"})) == {"config.json": b'{"new": 1}', "b": b"2"}
+    assert without_carried(source, ["nothing"]) is source
+
+
+def test_a_path_that_is_both_carried_and_made_is_refused() -> None:
+    source = with_carried(empty(), MemoryStore({"config.json": b"{}"})).with_attrs(documents={"config.json": b"{}"})
+    with pytest.raises(UnsupportedError, match="both carried and made") as caught:
+        file_images(partitioned(source, format="fake", by="whole"))
+    assert caught.value.file == "config.json"
+
+
+def test_the_configuration_is_parsed(golden: Path) -> None:
+    path = golden / "hf" / "llama" / "safetensors_single"
+    assert config_of(LocalStore(path)) == json.loads((path / "config.json").read_text())
+    assert config_of(MemoryStore()) is None
+    assert config_of(MemoryStore({"config.json": b'\xef\xbb\xbf{"a": 1}'})) == {"a": 1}
+
+
+BROKEN = {
+    "empty": (b"", "not a JSON file"),
+    "a list": (b"[]", "a JSON list, not an object"),
+    "cut": (b'{"a": 1', "not a JSON file"),
+    "no UTF-8": (b'{"a": "\xff"}', "not a JSON file"),
+    "a key twice": (b'{"a": 1, "a": 2}', "'a' is there twice"),
+    "not a number": (b'{"a": nan}', "not a JSON file"),
+    "too deep": (b'{"a":' + b"[" * 100_000, "not a JSON file"),
+    "too many digits": (b'{"a":' + b"9" * 100_000 + b"}", "not a JSON file"),
+    "too many values": (b'{"a":[' + b"[]," * (MAX_VALUES // 2 + 10) + b"1]}", "too many for this file"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_configuration_is_refused_with_its_file(case: str) -> None:
+    data, message = BROKEN[case]
+    with pytest.raises(CorruptError) as caught:
+        config_of(MemoryStore({"config.json": data}))
+    assert message in caught.value.message and caught.value.file == "config.json"
+
+
+def test_numbers_may_stand_in_the_text_part() -> None:
+    assert config_number({"vocab_size": 5}, "vocab_size") == 5
+    assert config_number({"text_config": {"vocab_size": 7}}, "vocab_size") == 7
+    assert config_number({"text_config": 3}, "vocab_size") is None
+    for odd in (0, -1, 1.5, "3", True, [1]):
+        with pytest.raises(CorruptError, match="not a positive number"):
+            config_number({"vocab_size": odd}, "vocab_size")

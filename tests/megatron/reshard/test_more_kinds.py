@@ -1,0 +1,489 @@
+"""Kinds of parameters that megatron-core 0.16.1 does not build on a CPU: Mamba-1, adapters, experts in one parameter.
+
+The reference is a table of which axis is cut in which parts, and numpy; patterns of hybrid models and what is refused
+are here, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnknownTensorError,
+    UnsupportedError,
+    UsageError,
+)
+from core.megatron.model.args import facts_of, fields_of
+from core.megatron.model.topology import Topology, rank_dir
+from core.megatron.reshard.reshard import Rules, load_rules, shard, stack, unshard
+from core.pickle.inert import as_mapping
+from tests.megatron.support.kinds import catalog_of
+from tests.megatron.support.megatron_gold import RULES, filled
+from tests.support.materialize import tensor_bytes
+
+REPLICATED = (None, ())
+Shape = tuple[int, ...]
+Place = tuple[int | None, tuple[int, ...]]
+"""The axis that is cut, and its parts; () for one."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model of a table: global name → (shape, place)."""
+
+    tensors: Mapping[str, tuple[Shape, Place]]
+    layers: int = 2
+    args: Mapping[str, object] = field(default_factory=dict)
+    counts: tuple[int, ...] | None = None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        starts = accumulate((int(np.prod(shape)) for shape, _ in self.tensors.values()), initial=1)
+        return {
+            name: np.arange(start, start + np.prod(shape), dtype=np.float32).reshape(shape)
+            for (name, (shape, _)), start in zip(self.tensors.items(), starts, strict=False)
+        }
+
+    def files(self, topology: Topology) -> dict[str, dict[str, np.ndarray | None]]:
+        arrays = self.arrays()
+        counts = self.counts or (self.layers // topology.pp,) * topology.pp
+        firsts = [0, *accumulate(counts)]
+        found: dict[str, dict[str, np.ndarray | None]] = {}
+        for rank in topology.ranks():
+            held = found[rank_dir(topology, rank)] = {}
+            for name, (_, place) in self.tensors.items():
+                local = name
+                if name.startswith("decoder.layers."):
+                    number, sub = name.removeprefix("decoder.layers.").split(".", 1)
+                    if not firsts[rank.pp] <= int(number) < firsts[rank.pp + 1]:
+                        continue
+                    local = f"decoder.layers.{int(number) - firsts[rank.pp]}.{sub}"
+                elif rank.pp != (0 if name.startswith("embedding") else topology.pp - 1):
+                    if not self.has_predictions or rank.pp != topology.pp - 1:
+                        continue  # multi-token prediction has a copy of the embedding
+                held[local] = cut(arrays[name], place, rank.tp, topology.tp)
+        return found
+
+    @property
+    def has_predictions(self) -> bool:
+        return any(name.startswith("mtp.") for name in self.tensors)
+
+    def arguments(self, topology: Topology) -> dict[str, object]:
+        return {
+            "tensor_model_parallel_size": topology.tp,
+            "pipeline_model_parallel_size": topology.pp,
+            "num_layers": self.layers,
+            "hidden_size": 8,
+            "num_attention_heads": 8,
+            "kv_channels": 2,
+            "swiglu": True,
+            "untie_embeddings_and_output_weights": True,
+            "transformer_impl": "transformer_engine",
+            "vocab_size": 16,
+            "padded_vocab_size": 16,
+            "make_vocab_size_divisible_by": 1,
+            **self.args,
+        }
+
+    def check(self, a: Topology, b: Topology, *, rules: Rules = RULES) -> None:
+        """Every layout's files are those of the table, from every other's."""
+        store, catalog = catalog_of(self.arguments(a), a, self.files(a))
+        source = unshard(catalog, rules=rules)
+        for name, array in self.arrays().items():
+            assert tensor_bytes(source, store, name).tobytes() == array.tobytes(), name
+        target = shard(source, b, rules=rules)
+        found = filled(target, source, store)  # type: ignore[arg-type]
+        wanted = replace(self, counts=None).files(b)
+        assert set(found) == {f"{folder}:model.{name}" for folder, held in wanted.items() for name in held}
+        ranks = target.attrs["ranks"]
+        assert isinstance(ranks, dict)
+        for rank in b.ranks():
+            folder = rank_dir(b, rank)
+            assert list(as_mapping(ranks[b.coords(rank)][1]["model"]) or {}) == list(wanted[folder])
+            for name, array in wanted[folder].items():
+                assert array is not None
+                assert found[f"{folder}:model.{name}"].tobytes() == array.tobytes(), (folder, name)
+
+
+def cut(array: np.ndarray, place: Place, tp_rank: int, tp: int) -> np.ndarray:
+    """One rank's share."""
+    axis, parts = place
+    if axis is None:
+        return array
+    pieces = np.split(array, list(accumulate(parts))[:-1], axis=axis) if parts else [array]
+    return np.concatenate([np.split(piece, tp, axis=axis)[tp_rank] for piece in pieces], axis=axis)
+
+
+def model(layers: list[dict[str, tuple[Shape, Place]]], *, norm: str = "final_layernorm", **args: object) -> Made:
+    """Embedding, layers, last norm and output layer."""
+    tensors: dict[str, tuple[Shape, Place]] = {"embedding.word_embeddings.weight": ((16, 8), (0, ()))}
+    for number, layer in enumerate(layers):
+        tensors |= {f"decoder.layers.{number}.{name}": found for name, found in layer.items()}
+    tensors[f"decoder.{norm}.weight"] = ((8,), REPLICATED)
+    tensors["output_layer.weight"] = ((16, 8), (0, ()))
+    return Made(tensors, len(layers), args)
+
+
+MAMBA_1: dict[str, tuple[Shape, Place]] = {
+    "mixer.A_log": ((16, 4), (0, ())),
+    "mixer.D": ((16,), (0, ())),
+    "mixer.in_proj.layer_norm_weight": ((8,), REPLICATED),
+    "mixer.in_proj.weight": ((32, 8), (0, (16, 16))),
+    "mixer.conv1d.weight": ((16, 1, 4), (0, ())),
+    "mixer.conv1d.bias": ((16,), (0, ())),
+    "mixer.x_proj.weight": ((11, 16), (1, ())),
+    "mixer.dt_proj.weight": ((16, 3), (0, ())),
+    "mixer.dt_proj.bias": ((16,), (0, ())),
+    "mixer.out_proj.weight": ((8, 16), (1, ())),
+}
+MAMBA_2: dict[str, tuple[Shape, Place]] = {
+    "mixer.dt_bias": ((4,), (0, ())),
+    "mixer.A_log": ((4,), (0, ())),
+    "mixer.D": ((4,), (0, ())),
+    "mixer.in_proj.layer_norm_weight": ((8,), REPLICATED),
+    "mixer.in_proj.weight": ((52, 8), (0, (16, 16, 8, 8, 4))),
+    "mixer.conv1d.weight": ((32, 1, 4), (0, (16, 8, 8))),
+    "mixer.conv1d.bias": ((32,), (0, (16, 8, 8))),
+    "mixer.norm.weight": ((16,), (0, ())),
+    "mixer.out_proj.weight": ((8, 16), (1, ())),
+}
+MLP: dict[str, tuple[Shape, Place]] = {
+    "mlp.linear_fc1.layer_norm_weight": ((8,), REPLICATED),
+    "mlp.linear_fc1.weight": ((24, 8), (0, (12, 12))),
+    "mlp.linear_fc2.weight": ((8, 12), (1, ())),
+}
+ATTENTION: dict[str, tuple[Shape, Place]] = {
+    "self_attention.linear_proj.weight": ((8, 16), (1, ())),
+    "self_attention.linear_qkv.layer_norm_weight": ((8,), REPLICATED),
+    "self_attention.linear_qkv.weight": ((48, 8), (0, ())),
+}
+SIZES = {"mamba_num_groups": 2, "mamba_state_dim": 4, "mamba_head_dim": 4}
+ADAPTERS: dict[str, tuple[Shape, Place]] = {
+    "self_attention.linear_proj.adapter.linear_in.weight": ((4, 16), (1, ())),
+    "self_attention.linear_proj.adapter.linear_out.weight": ((8, 4), (0, ())),
+    "self_attention.linear_qkv.adapter.linear_in.weight": ((4, 8), (0, ())),
+    "self_attention.linear_qkv.adapter.linear_out.weight": ((48, 4), (0, ())),
+    "mlp.linear_fc1.adapter.linear_in.weight": ((4, 8), (0, ())),
+    "mlp.linear_fc1.adapter.linear_out.weight": ((24, 4), (0, (12, 12))),
+    "mlp.linear_fc2.adapter.linear_in.weight": ((4, 12), (1, ())),
+    "mlp.linear_fc2.adapter.linear_out.weight": ((8, 4), (0, ())),
+}
+MAMBA_ADAPTERS: dict[str, tuple[Shape, Place]] = {
+    "mixer.in_proj.adapter.linear_in.weight": ((4, 8), (0, ())),
+    "mixer.in_proj.adapter.linear_out.weight": ((52, 4), (0, (16, 16, 8, 8, 4))),
+    "mixer.out_proj.adapter.linear_in.weight": ((4, 16), (1, ())),
+    "mixer.out_proj.adapter.linear_out.weight": ((8, 4), (0, ())),
+}
+
+
+def among(
+    base: dict[str, tuple[Shape, Place]], adapters: dict[str, tuple[Shape, Place]]
+) -> dict[str, tuple[Shape, Place]]:
+    """A layer in which every module's adapter stands behind it."""
+    found: dict[str, tuple[Shape, Place]] = {}
+    for name, place in base.items():
+        found[name] = place
+        module = name.rpartition(".")[0]
+        if name.endswith(".weight"):
+            found |= {other: at for other, at in adapters.items() if other.startswith(f"{module}.adapter.")}
+    return found
+
+
+BLOCK = ATTENTION | MLP
+
+
+def with_prediction(made: Made, layers: dict[str, tuple[Shape, Place]], **args: object) -> Made:
+    """A model with one multi-token prediction, whose own layers are in a layer called ``mtp_model_layer``."""
+    own: dict[str, tuple[Shape, Place]] = {
+        "enorm.weight": ((8,), REPLICATED),
+        "hnorm.weight": ((8,), REPLICATED),
+        "eh_proj.weight": ((8, 16), (0, ())),
+        **{f"mtp_model_layer.{name}": place for name, place in layers.items()},
+        "final_layernorm.weight": ((8,), REPLICATED),
+    }
+    tensors = dict(made.tensors)
+    output = tensors.pop("output_layer.weight")
+    tensors |= {f"mtp.layers.0.{name}": place for name, place in own.items()}
+    more = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": None, **args}
+    return replace(made, tensors={**tensors, "output_layer.weight": output}, args={**made.args, **more})
+
+
+LINEAR: dict[str, tuple[Shape, Place]] = {
+    "self_attention.dt_bias": ((4,), (0, ())),
+    "self_attention.A_log": ((4,), (0, ())),
+    "self_attention.in_proj.layer_norm_weight": ((8,), REPLICATED),
+    "self_attention.in_proj.weight": ((48, 8), (0, (4, 4, 16, 16, 4, 4))),
+    "self_attention.conv1d.weight": ((24, 1, 4), (0, (4, 4, 16))),
+    "self_attention.out_norm.weight": ((4,), REPLICATED),
+    "self_attention.out_proj.weight": ((8, 16), (1, ())),
+}
+GATED = ATTENTION | {"self_attention.linear_qkv.weight": ((64, 8), (0, ()))}
+MODELS = {
+    "linear attention by shapes, output gates": model(
+        [LINEAR | MLP, GATED | MLP] * 2, linear_attention_freq=[1, 0, 1, 0], attention_output_gate=True
+    ),
+    "Mamba-1": model([MAMBA_1] * 4, norm="final_norm"),
+    "Mamba-2 by shapes": model([MAMBA_2] * 4, norm="final_norm"),
+    "hybrid by shares": model(
+        [MAMBA_2, ATTENTION, MLP, MAMBA_2],
+        norm="final_norm",
+        hybrid_attention_ratio=0.25,
+        hybrid_mlp_ratio=0.25,
+        **SIZES,
+    ),
+    "prediction": with_prediction(model([BLOCK] * 4), BLOCK),
+    "hybrid with prediction": with_prediction(
+        model([MAMBA_2, BLOCK] * 2, norm="final_norm"),
+        {f"layers.{number}.{name}": at for number, layer in enumerate([MAMBA_2, MLP]) for name, at in layer.items()},
+        hybrid_override_pattern="M*M*/M-",
+    ),
+    "LoRA": model([among(BLOCK, ADAPTERS)] * 4),
+    "LoRA of Mamba": model([among(MAMBA_2, MAMBA_ADAPTERS), BLOCK] * 2, norm="final_norm", hybrid_attention_ratio=0.5),
+    "adapters alone": Made(
+        {f"decoder.layers.{n}.{name}": place for n in range(4) for name, place in ADAPTERS.items()}, layers=4
+    ),
+    "Mamba's adapters alone": Made(
+        {f"decoder.layers.{n}.{name}": place for n in range(4) for name, place in MAMBA_ADAPTERS.items()},
+        layers=4,
+        args={**SIZES, "mamba_num_heads": 4},
+    ),
+}
+LAYOUTS = [Topology(), Topology(tp=2), Topology(tp=2, pp=2), Topology(pp=4)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("a", LAYOUTS, ids=str)
+@pytest.mark.parametrize("b", LAYOUTS, ids=str)
+def test_any_layout_from_any_other(name: str, a: Topology, b: Topology) -> None:
+    MODELS[name].check(a, b)
+
+
+def test_torch_dist_has_the_parts_of_mamba_2_apart_and_mamba_1_whole() -> None:
+    for name, parts in (("Mamba-1", []), ("Mamba-2 by shapes", ["B", "C", "dt", "x", "z"])):
+        made = MODELS[name]
+        store, catalog = catalog_of(made.arguments(Topology(tp=2)), Topology(tp=2), made.files(Topology(tp=2)))
+        stacked = stack(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
+        start = "decoder.layers.0.mixer.in_proj.weight"
+        found = sorted(key for key in stacked.target.tensors if key.startswith(start))
+        assert found == ([f"{start}.{part}" for part in parts] or [start])
+        again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
+        for key, array in made.arrays().items():
+            assert tensor_bytes(again, store, key).tobytes() == array.tobytes(), key
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "is_renamed"),
+    [("prediction", "transformer_layer.", True), ("hybrid with prediction", "mtp_model_layer.layers.0.", False)],
+)
+def test_torch_dist_has_its_own_name_for_the_layer_of_a_prediction(name: str, inner: str, is_renamed: bool) -> None:
+    made = MODELS[name]
+    store, catalog = catalog_of(made.arguments(Topology(pp=2)), Topology(pp=2), made.files(Topology(pp=2)))
+    stacked = stack(unshard(catalog, rules=RULES), Topology(pp=2), rules=RULES)
+    assert any(key.startswith(f"mtp.layers.0.{inner}") for key in stacked.target.tensors)
+    assert not is_renamed or not any("mtp_model_layer" in key for key in stacked.target.tensors)
+    again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
+    assert set(again.tensors) == set(made.tensors)
+    for key, array in made.arrays().items():
+        assert tensor_bytes(again, store, key).tobytes() == array.tobytes(), key
+
+
+def test_a_prediction_with_shared_embeddings_needs_one_stage() -> None:
+    shared = MODELS["prediction"]
+    tensors = {name: at for name, at in shared.tensors.items() if name != "output_layer.weight"}
+    made = replace(shared, tensors=tensors, args={**shared.args, "untie_embeddings_and_output_weights": False})
+    made.check(Topology(), Topology(tp=2))
+    error = refusal(made, Topology(), Topology(pp=2))
+    assert isinstance(error, UnsupportedError)
+    assert "shared embeddings in 2 pipeline stages" in error.message
+
+
+def test_a_part_that_is_missing_in_torch_dist_is_named() -> None:
+    made = MODELS["Mamba-2 by shapes"]
+    _, catalog = catalog_of(made.arguments(Topology()), Topology(), made.files(Topology()))
+    source = stack(unshard(catalog, rules=RULES), Topology(), rules=RULES).source
+    tensors = {key: meta for key, meta in source.tensors.items() if key != "decoder.layers.1.mixer.conv1d.weight.C"}
+    with pytest.raises(MissingShardError, match="this one is not") as caught:
+        unshard(replace(source, format="torch_dist", tensors=tensors), rules=RULES)
+    assert caught.value.key == "decoder.layers.1.mixer.conv1d.weight.C"
+
+
+def refusal(made: Made, a: Topology, b: Topology, *, rules: Rules = RULES) -> CheckpointingException:
+    """The error of a change of layout."""
+    with pytest.raises(CheckpointingException) as caught:
+        made.check(a, b, rules=rules)
+    return caught.value
+
+
+def test_groups_of_mamba_limit_the_sizes() -> None:
+    made = replace(MODELS["Mamba-2 by shapes"], args=SIZES)
+    error = refusal(made, Topology(tp=2), Topology(tp=4))
+    assert isinstance(error, UnsupportedError)
+    assert error.message == "2 mamba_num_groups do not divide over TP 4"
+    assert error.hint == "TP sizes that do: 1, 2"
+
+
+def test_heads_of_linear_attention_limit_the_sizes() -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_key_head_dim": 2, "linear_value_head_dim": 4}
+    made = MODELS["linear attention by shapes, output gates"]
+    error = refusal(replace(made, args={**made.args, **sizes}), Topology(tp=2), Topology(tp=4))
+    assert isinstance(error, UnsupportedError)
+    assert error.message == "2 linear_num_key_heads do not divide over TP 4"
+    assert error.hint == "TP sizes that do: 1, 2"
+
+
+def test_the_rank_of_adapters_limits_the_sizes() -> None:
+    error = refusal(MODELS["LoRA"], Topology(tp=2), Topology(tp=8))
+    assert isinstance(error, UnsupportedError)
+    assert "4 elements of axis 0 do not divide over TP 8" in error.message
+    assert error.key is not None and error.key.endswith("linear_in.weight")
+    assert error.hint == "TP sizes that do: 1, 2, 4"
+
+
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        ({**SIZES, "mamba_state_dim": 8}, r"the parts are .* = 68; .* = 32, but there are 52"),
+        ({**SIZES, "mamba_num_heads": 2}, "mamba_num_heads is 4, but 2 by the arguments"),
+        ({**SIZES, "mamba_head_dim": 8}, "mamba_inner is 16, but 32 by the arguments"),
+    ],
+)
+def test_sizes_that_contradict_the_shapes_are_corrupt(args: dict[str, object], what: str) -> None:
+    error = refusal(replace(MODELS["Mamba-2 by shapes"], args=args), Topology(), Topology(tp=2))
+    assert isinstance(error, CorruptError)
+    assert re.search(what, error.message), error.message
+
+
+def test_parts_that_the_ranks_of_the_source_cannot_share_are_corrupt() -> None:
+    odd: dict[str, tuple[Shape, Place]] = {**MAMBA_2, "mixer.in_proj.weight": ((54, 8), (0, ()))}
+    error = refusal(model([odd] * 2, norm="final_norm"), Topology(tp=2), Topology())
+    assert isinstance(error, CorruptError)
+    assert error.message == "its parts would be 16, 16, 9, 9, 4, of which 2 ranks cannot have equal shares"
+
+
+# --- hybrid patterns ---
+
+PATTERN = model([MAMBA_2, ATTENTION, MLP, MAMBA_2], norm="final_norm", hybrid_override_pattern="M*-M")
+
+
+def test_a_pattern_cuts_the_stages_and_is_cut_anew() -> None:
+    uneven = replace(PATTERN, args={"hybrid_layer_pattern": "M|*-M"}, counts=(1, 3))
+    a = Topology(pp=2)
+    store, catalog = catalog_of(uneven.arguments(a), a, uneven.files(a))
+    source = unshard(catalog, rules=RULES)
+    for key, array in uneven.arrays().items():
+        assert tensor_bytes(source, store, key).tobytes() == array.tobytes(), key
+    found = {
+        str(b): fields_of(shard(source, b, rules=RULES).attrs["args"])["hybrid_layer_pattern"]
+        for b in (Topology(), a, Topology(tp=2, pp=2), Topology(pp=4))
+    }
+    assert found == {"TP1 PP1": "M*-M", "TP1 PP2": "M|*-M", "TP2 PP2": "M|*-M", "TP1 PP4": "M|*|-|M"}
+
+
+def test_a_pattern_without_cuts_is_kept() -> None:
+    _, catalog = catalog_of(PATTERN.arguments(Topology()), Topology(), PATTERN.files(Topology()))
+    target = shard(unshard(catalog, rules=RULES), Topology(pp=2), rules=RULES)
+    assert fields_of(target.attrs["args"])["hybrid_override_pattern"] == "M*-M"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what"),
+    [
+        ("M-*M", "the pattern M-*M says that layer 1 is of the kind -, but it has no mlp.linear_fc1.*"),
+        ("M*-", "argument hybrid_override_pattern has 3 layers, but num_layers is 4"),
+        ("M*|-|M", "the pattern of layers has 3 chunks, but there are 2 stages of 1 chunks"),
+    ],
+)
+def test_a_pattern_that_contradicts_the_layers_is_corrupt(pattern: str, what: str) -> None:
+    made = replace(PATTERN, args={"hybrid_override_pattern": pattern})
+    error = refusal(made, Topology(pp=2), Topology())
+    assert isinstance(error, CorruptError)
+    assert error.message == what
+
+
+def test_predictions_of_a_pattern_are_counted() -> None:
+    args = {**PATTERN.arguments(Topology()), "hybrid_override_pattern": "M*-M/ME/ME"}
+    facts = facts_of(args)
+    assert (facts.n_layers, facts.n_predictions) == (4, 2)
+    assert facts.has_experts("mtp.layers.", 0)
+    assert facts.stages(2).chunk_of("mtp.layers.", 1) == (0, 1, 1)
+
+
+# --- experts in one parameter ---
+
+
+def test_experts_in_one_parameter_are_read_and_written_one_by_one() -> None:
+    experts: dict[str, tuple[Shape, Place]] = {"mlp.router.weight": ((4, 8), REPLICATED)}
+    experts |= {f"mlp.experts.linear_fc1.weight{e}": ((24, 8), (0, (12, 12))) for e in range(4)}
+    experts |= {f"mlp.experts.linear_fc2.weight{e}": ((8, 12), (1, ())) for e in range(4)}
+    norm = {"pre_mlp_layernorm.weight": ((8,), REPLICATED)}
+    args = {"num_experts": 4, "moe_grouped_gemm": True, "moe_single_grouped_weight": True}
+    made = model([ATTENTION | norm | experts] * 2, **args)
+    a, b = Topology(tp=2), Topology(tp=4)
+    files = made.files(a)
+    for held in files.values():
+        for number in range(2):
+            for linear in ("linear_fc1", "linear_fc2"):
+                start = f"decoder.layers.{number}.mlp.experts.{linear}.weight"
+                held[start] = np.stack([array for e in range(4) if (array := held.pop(f"{start}{e}")) is not None])
+    store, catalog = catalog_of(made.arguments(a), a, files)
+    source = unshard(catalog, rules=RULES)
+    target = shard(source, b, rules=RULES)
+    found = filled(target, source, store)  # type: ignore[arg-type]
+    for folder, held in made.files(b).items():
+        for name, array in held.items():
+            assert array is not None
+            assert found[f"{folder}:model.{name}"].tobytes() == array.tobytes(), (folder, name)
+    assert fields_of(target.attrs["args"])["moe_single_grouped_weight"] is False
+
+
+# --- rules of users ---
+
+MIXED = model([ATTENTION | {"mlp.extra.weight": ((20, 3), (0, (12, 4, 4)))}] * 2)
+
+
+@pytest.mark.parametrize(
+    "parts", ["[12, 4, 4]", '["3 * my_heads", "my_heads", 4]', '[["my_heads"], [12, "other", "other"]]']
+)
+def test_users_name_parts_by_numbers_arguments_and_what_is_left(tmp_path: Path, parts: str) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text(f"[[rule]]\npattern = 'mlp.extra.weight$'\nrule = \"split\"\naxis = 0\nparts = {parts}\n")
+    made = replace(MIXED, args={"my_heads": 4})
+    made.check(Topology(tp=2), Topology(tp=4), rules=load_rules(file))
+    error = refusal(made, Topology(tp=2), Topology(tp=8), rules=load_rules(file))
+    assert error.hint == "TP sizes that do: 1, 2, 4"
+    assert isinstance(refusal(made, Topology(tp=2), Topology(tp=4)), UnknownTensorError)
+
+
+def test_users_take_sizes_from_shapes(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text(
+        "[[size]]\nname = 'wide'\npattern = 'linear_fc2.weight$'\naxis = 1\n"
+        '[[rule]]\npattern = \'mlp.extra.weight$\'\nrule = "split"\naxis = 0\nparts = ["wide", "rest", "rest"]\n'
+    )
+    made = model([ATTENTION | MLP | {"mlp.extra.weight": ((20, 3), (0, (12, 4, 4)))}] * 2)
+    made.check(Topology(tp=2), Topology(tp=4), rules=load_rules(file))
+
+
+def test_parts_that_nobody_knows_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text('[[rule]]\npattern = \'mlp.extra.weight$\'\nrule = "split"\naxis = 0\nparts = ["one", "two"]\n')
+    error = refusal(MIXED, Topology(tp=2), Topology(tp=4), rules=load_rules(file))
+    assert isinstance(error, UnsupportedError)
+    assert "do not say how large one, two are" in error.message
+
+
+@pytest.mark.parametrize("parts", ['"halves"', "[]", "[0]", '["a b"]', "[[1], 2]", '["-4"]'])
+def test_parts_that_make_no_sense_are_refused(tmp_path: Path, parts: str) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text(f"[[rule]]\npattern = 'x'\nrule = \"split\"\naxis = 0\nparts = {parts}\n")
+    with pytest.raises(UsageError, match=r"\[\[rule\]\] 1 has parts"):
+        load_rules(file)

@@ -1,0 +1,307 @@
+"""Layouts of experts that no golden checkpoint has: Transformer Engine's names, shared experts, layers without any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from core.catalog.catalog import Catalog, StoredObject
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.files.store import MemoryStore
+from core.megatron.model.args import fields_of, replaced
+from core.megatron.model.topology import Topology, matched_dirs, rank_dir, rank_dirs
+from core.megatron.reshard.reshard import shard, stack, unshard
+from core.opening.objects import state_dict
+from core.pickle.inert import as_mapping
+from tests.megatron.support.megatron_gold import RULES, filled
+from tests.megatron.support.synthetic import Model
+from tests.support.materialize import tensor_bytes
+
+MIXED = Model(experts=8, moe=(1, 2, 3), shared=24)
+GROUPED = replace(MIXED, expert_names="te_grouped", is_fused=True)
+TOPOLOGIES = [
+    Topology(),
+    Topology(tp=2, ep=4),
+    Topology(tp=4, ep=2, etp=1),
+    Topology(tp=4, ep=8, etp=1),
+    Topology(tp=2, pp=2, ep=2),
+    Topology(tp=4, pp=4, etp=2),
+    Topology(tp=3, ep=8, etp=1),
+    Topology(pp=2, vpp=2, ep=2),
+]
+
+
+def check(model: Model, store: MemoryStore, source: Catalog, target: Topology) -> Catalog:
+    """Reshards and compares with the plain cutting, order included; returns the target catalog."""
+    made = shard(source, target, rules=RULES)
+    arrays = filled(made, source, store)  # type: ignore[arg-type]
+    wanted: dict[str, np.ndarray] = {}
+    ranks = made.attrs["ranks"]
+    assert isinstance(ranks, dict)
+    for rank in target.ranks():
+        folder = rank_dir(target, rank)
+        root = as_mapping(ranks[target.coords(rank)][1]) or {}
+        held = model.held(rank, target)
+        assert [name for name in root if str(name).startswith("model")] == list(held)
+        for chunk, entries in held.items():
+            assert list(as_mapping(root[chunk]) or {}) == list(entries), folder
+            wanted |= {f"{folder}:{chunk}.{name}": array for name, array in entries.items()}
+    assert set(arrays) == set(wanted)
+    for name, array in wanted.items():
+        assert arrays[name].tobytes() == array.tobytes(), name
+    return made
+
+
+@pytest.mark.parametrize("model", [MIXED, GROUPED, replace(GROUPED, is_tied=True, is_gated=False)])
+@pytest.mark.parametrize("a", [topology for topology in TOPOLOGIES if topology.vpp == 1], ids=str)
+def test_any_layout_of_experts_becomes_any_other(model: Model, a: Topology) -> None:
+    store, catalog = model.catalog(a)
+    source = unshard(catalog, rules=RULES)
+    for name, array in model.tensors().items():
+        assert tensor_bytes(source, store, name).tobytes() == array.tobytes(), name
+    for b in TOPOLOGIES:
+        check(model, store, source, b)
+
+
+@pytest.mark.parametrize("model", [MIXED, GROUPED])
+def test_torch_dist_and_back_is_the_same(model: Model) -> None:
+    store, catalog = model.catalog(Topology(tp=2, ep=4))
+    once = unshard(catalog, rules=RULES)
+    stacked = stack(once, Topology(tp=4, pp=2, ep=4, etp=1), rules=RULES)
+    filled(stacked.target, stacked.source, store)  # type: ignore[arg-type]
+    again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
+    assert set(again.tensors) == set(once.tensors)
+    assert again.attrs["expert_names"] == model.expert_names
+    check(model, store, again, Topology(tp=4, ep=8, etp=1))
+
+
+def test_layers_that_may_differ_keep_their_own_keys_with_an_axis_of_experts() -> None:
+    _, catalog = GROUPED.catalog(Topology())
+    target = stack(unshard(catalog, rules=RULES), Topology(tp=2, ep=2), rules=RULES).target
+    assert target.tensors["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (8, 24, 12)
+    assert target.tensors["decoder.layers.1.mlp.router.expert_bias"].shape == (8,)
+    assert target.tensors["decoder.layers.1.pre_mlp_layernorm.weight"].shape == (12,)
+    assert target.tensors["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"].shape == (12,)
+    assert not any(key.startswith("decoder.layers.mlp") for key in target.tensors)
+    alike = replace(MIXED, moe=(0, 1, 2, 3))
+    _, catalog = alike.catalog(Topology())
+    source = unshard(catalog, rules=RULES)
+    assert "decoder.layers.3.mlp.router.weight" in stack(source, Topology(), rules=RULES).target.tensors
+    args = replaced(source.attrs["args"], {"moe_layer_freq": 1})
+    stacked = stack(source.with_attrs(args=args), Topology(etp=4), rules=RULES).target
+    key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    assert stacked.tensors[key].shape == (4, 8, 12, 12)
+    assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in stacked.tensors
+    boxes = [piece.box for piece in stacked.fragments(key)]
+    assert len(boxes) == 4 * 8 * 4, "torch_dist has no files to collide, so experts may be cut finer than the rest"
+    assert {box.shape for box in boxes} == {(1, 1, 12, 3)}
+
+
+def test_experts_of_their_own_keys_in_torch_dist_are_understood() -> None:
+    store, catalog = MIXED.catalog(Topology(tp=2))
+    once = unshard(catalog, rules=RULES)
+    nest = state_dict(once)
+    old_of = {key.replace("local_experts.", "experts."): key for key in nest.tensors}
+    renamed = replace(
+        nest,
+        tensors={new: replace(nest.tensors[old], key=new) for new, old in old_of.items()},
+        fragments_of=lambda key: [replace(piece, key=key) for piece in nest.fragments(old_of.get(key, key))],
+        skeleton=None,
+        attrs={"args": once.attrs["args"]},
+        format="dcp",
+    )
+    check(MIXED, store, unshard(renamed, rules=RULES), Topology(ep=4))
+
+
+def test_a_nested_state_dict_with_experts_is_understood() -> None:
+    store, catalog = GROUPED.catalog(Topology(tp=4, ep=2, etp=1))
+    nest = state_dict(unshard(catalog, rules=RULES))
+    again = unshard(replace(nest, format="dcp", attrs={}), rules=RULES)
+    check(GROUPED, store, again, Topology(tp=2, pp=2, ep=2))
+
+
+def test_without_an_order_files_have_megatrons() -> None:
+    for model in (MIXED, GROUPED):
+        store, catalog = model.catalog(Topology(tp=2, ep=4))
+        source = unshard(catalog, rules=RULES)
+        attrs = {name: value for name, value in source.attrs.items() if name not in ("order", "expert_names")}
+        shuffled = dict(sorted(source.tensors.items(), key=lambda item: item[0][::-1]))
+        check(model, store, replace(source, tensors=shuffled, attrs=attrs), Topology(ep=2))
+
+
+def test_the_tenth_expert_stands_behind_the_ninth() -> None:
+    for names in ("te_grouped", "sequential"):
+        model = Model(layers=1, experts=12, moe=(0,), expert_names=names, expert_ffn=2)
+        store, catalog = model.catalog(Topology(ep=4))
+        source = unshard(catalog, rules=RULES)
+        check(model, store, source, Topology())
+        attrs = {name: value for name, value in source.attrs.items() if name != "order"}
+        check(model, store, replace(source, attrs=attrs), Topology())
+
+
+def test_a_router_bias_keeps_its_precision_of_its_own() -> None:
+    model = MIXED
+    files = model.files(Topology(ep=2))
+    for arrays in files.values():
+        for name in arrays:
+            if "expert_bias" not in name:
+                arrays[name] = arrays[name].astype(np.float16)
+    _, catalog = model.catalog(Topology(ep=2), files=files)
+    target = shard(unshard(catalog, rules=RULES), Topology(tp=2, ep=4), rules=RULES)
+    dtypes = {key.rpartition(".")[2]: meta.dtype for key, meta in target.tensors.items()}
+    assert (dtypes["expert_bias"], dtypes["weight"]) == ("float32", "float16")
+
+
+def with_states(topology: Topology, n_bytes: int) -> tuple[MemoryStore, Catalog]:
+    """Grouped experts with a packed extra state of some bytes on every rank."""
+    files = GROUPED.files(topology)
+    for arrays in files.values():
+        for layer in GROUPED.moe:
+            name = f"decoder.layers.{layer}.mlp.experts.linear_fc1._extra_state"
+            arrays[name] = np.arange(n_bytes, dtype=np.uint8)
+    return GROUPED.catalog(topology, files=files)
+
+
+def test_packed_extra_states_stay_only_with_their_experts() -> None:
+    name = "decoder.layers.1.mlp.experts.linear_fc1._extra_state"
+    store, catalog = with_states(Topology(ep=2), 5)
+    source = unshard(catalog, rules=RULES)
+    kept = shard(source, Topology(tp=2, ep=2), rules=RULES)
+    arrays = filled(kept, source, store)  # type: ignore[arg-type]
+    assert arrays[f"mp_rank_01_001:model.{name}"].tobytes() == bytes(range(5))
+    for made in (
+        shard(source, Topology(ep=4), rules=RULES),
+        stack(source, Topology(ep=2), rules=RULES).target,
+    ):
+        assert name not in made.tensors
+        assert any(name in text and "packed" in text for text in made.attrs["dropped"])  # type: ignore[attr-defined]
+    _, catalog = with_states(Topology(ep=2), 0)
+    empty = unshard(catalog, rules=RULES)
+    assert name in shard(empty, Topology(ep=4), rules=RULES).tensors
+    objects = stack(empty, Topology(ep=2), rules=RULES).target.objects
+    key = "decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_7_8"
+    assert objects[key] == StoredObject(key, value=[None], coords=(("file", 1),))
+
+
+def test_older_checkpoints_without_all_dense_shards_are_refused() -> None:
+    topology = Topology(tp=4, ep=2, etp=1)
+    _, catalog = MIXED.catalog(topology)
+    ranks = catalog.attrs["ranks"]
+    assert isinstance(ranks, dict)
+    written = {coords: found for coords, found in ranks.items() if found[0] in ("mp_rank_00_000", "mp_rank_01_001")}
+    with pytest.raises(MissingShardError, match="shards of TP ranks 2, 3 are in no file.*before core 0.19"):
+        unshard(catalog.with_attrs(ranks=written), rules=RULES)
+
+
+def broken(name: str, array: np.ndarray | None, folder: str = "mp_rank_00_001") -> Catalog:
+    files = MIXED.files(Topology(tp=2, ep=2))
+    for rank, arrays in files.items():
+        if rank == folder or folder == "all":
+            arrays.pop(name, None)
+            if array is not None:
+                arrays[name] = array
+    return MIXED.catalog(Topology(tp=2, ep=2), files=files)[1]
+
+
+LOCAL = "decoder.layers.1.mlp.experts.local_experts."
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "folder", "error", "what"),
+    [
+        (
+            f"{LOCAL}1.linear_fc2.weight",
+            None,
+            "mp_rank_00_001",
+            MissingShardError,
+            "is in mp_rank_00_000, but not here",
+        ),
+        (f"{LOCAL}1.linear_fc2.weight", None, "all", MissingShardError, "other layers have this tensor"),
+        (f"{LOCAL}4.linear_fc2.weight", np.ones((12, 6)), "all", CorruptError, "expert 4 is beyond the 4 that a rank"),
+        (f"{LOCAL}0.linear_fc1.weight", np.ones((9, 12)), "mp_rank_01_000", CorruptError, r"shape \(9, 12\)"),
+        (f"{LOCAL}0.linear_fc1.weight", np.ones((6, 12), np.float32), "all", CorruptError, "should have 24 rows"),
+        (
+            "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight",
+            np.ones(2),
+            "all",
+            CorruptError,
+            "experts 0, 4",
+        ),
+        (
+            "decoder.layers.1.mlp.experts.linear_fc1.weight0",
+            np.ones((12, 12)),
+            "all",
+            CorruptError,
+            "both sequential and",
+        ),
+        ("decoder.layers.1.mlp.experts.experts.linear_fc1.weight", np.ones((4, 12, 12)), "all", CorruptError, "both"),
+    ],
+)
+def test_experts_that_contradict_each_other_are_reported(
+    name: str, array: np.ndarray | None, folder: str, error: type[Exception], what: str
+) -> None:
+    with pytest.raises(error, match=what):
+        unshard(broken(name, array, folder), rules=RULES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "what"),
+    [
+        ({"num_experts": 16}, MissingShardError, "experts 4, 5, 6, 7, 12, 13 and 2 more of 16 are not"),
+        ({"num_experts": 6}, CorruptError, "expert 3 is beyond the 3 that a rank"),
+        ({"num_experts": 7}, CorruptError, r"7 experts \(num_experts\) do not divide over EP 2"),
+        ({"num_experts": None}, UnsupportedError, "EP 2, but not how many experts"),
+        ({"moe_layer_freq": [0, 0, 1, 1]}, MissingShardError, "other layers have this tensor"),
+        ({"moe_layer_freq": [0, 1, 1]}, CorruptError, "moe_layer_freq is a list of 3"),
+        ({"moe_layer_freq": 0}, CorruptError, "moe_layer_freq is 0"),
+    ],
+)
+def test_arguments_that_contradict_the_experts_are_refused(
+    changes: dict[str, object], error: type[Exception], what: str
+) -> None:
+    _, catalog = MIXED.catalog(Topology(tp=2, ep=2))
+    wrong = catalog.with_attrs(args=replaced(catalog.attrs["args"], changes))
+    with pytest.raises(error, match=what):
+        unshard(wrong, rules=RULES)
+
+
+def test_a_stack_of_other_experts_is_corrupt() -> None:
+    _, catalog = MIXED.catalog(Topology())
+    stacked = stack(unshard(catalog, rules=RULES), Topology(), rules=RULES).source
+    args = replaced(stacked.attrs["args"], {"num_experts": 4})
+    common = {**(as_mapping(stacked.attrs["common"]) or {}), "args": args}
+    with pytest.raises(CorruptError, match=r"a stack of shape \(8, 24, 12\) in a model of 4 layers and 4 experts"):
+        unshard(replace(stacked, format="torch_dist").with_attrs(args=args, common=common), rules=RULES)
+
+
+def test_the_arguments_follow_the_sizes() -> None:
+    model = replace(MIXED, more_args={"world_size": 16, "data_parallel_size": 8, "sequence_parallel": True})
+    _, catalog = model.catalog(Topology(tp=2, ep=2))
+    source = unshard(catalog, rules=RULES)
+
+    def written(topology: Topology) -> dict[str, object]:
+        fields = fields_of(shard(source, topology, rules=RULES).attrs["args"])
+        return {name: fields[name] for name in ("expert_model_parallel_size", "world_size", "data_parallel_size")}
+
+    assert written(Topology(tp=4, ep=4, etp=1)) == {
+        "expert_model_parallel_size": 4,
+        "world_size": 16,
+        "data_parallel_size": 4,
+    }
+    assert written(Topology(tp=3, ep=4, etp=1))["world_size"] == 48
+
+
+@pytest.mark.parametrize("topology", [*TOPOLOGIES, Topology(tp=6, ep=8, etp=2), Topology(tp=12, ep=8, etp=3)], ids=str)
+def test_the_files_are_those_that_the_written_arguments_announce(topology: Topology) -> None:
+    model = replace(MIXED, more_args={"world_size": 2, "data_parallel_size": 2})
+    _, catalog = model.catalog(Topology())
+    made = shard(unshard(catalog, rules=RULES), topology, rules=RULES)
+    ranks = made.attrs["ranks"]
+    assert isinstance(ranks, dict)
+    world_size = fields_of(made.attrs["args"])["world_size"]
+    assert isinstance(world_size, int)
+    found = [folder for folder, _ in ranks.values()]
+    coords_of = matched_dirs(found, rank_dirs(topology, world_size=world_size), topology=topology)
+    assert {folder: coords for coords, (folder, _) in ranks.items()} == coords_of

@@ -1,0 +1,89 @@
+"""Kinds of models beside the usual GPT: as megatron-core 0.16.1 itself cuts them, in every layout from every other."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.catalog.catalog import Catalog
+from core.files.store import MemoryStore
+from core.megatron.model.topology import Topology, rank_dir
+from core.megatron.reshard.reshard import shard, stack, unshard
+from core.pickle.inert import as_mapping
+from tests.megatron.support.kinds import KINDS, PAIRS, built, catalog_of, dist_catalog, dist_tensors, files, topology_of
+from tests.megatron.support.megatron_gold import RULES, filled
+from tests.support.materialize import tensor_bytes
+
+Sizes = tuple[int, int, int]
+Held = Mapping[str, Mapping[str, np.ndarray | None]]
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("kinds")
+    built(found)
+    return found
+
+
+def source_of(folder: Path, name: str, sizes: Sizes) -> tuple[MemoryStore, Catalog]:
+    """The global form of what megatron-core has in a layout."""
+    topology = topology_of(sizes)
+    store, catalog = catalog_of(KINDS[name].arguments(topology), topology, files(folder, name, sizes))
+    return store, unshard(catalog, rules=RULES)
+
+
+def check_files(source: Catalog, store: MemoryStore, topology: Topology, wanted: Held, *, states: bool = True) -> None:
+    """The rank files of a topology have these names in this order, with these bytes."""
+    target = shard(source, topology, rules=RULES)
+    arrays = filled(target, source, store)  # type: ignore[arg-type]
+    ranks = target.attrs["ranks"]
+    assert isinstance(ranks, dict)
+    expected = {}
+    for rank in topology.ranks():
+        folder = rank_dir(topology, rank)
+        held = {name: array for name, array in wanted[folder].items() if states or array is not None}
+        found = list(as_mapping(ranks[topology.coords(rank)][1]["model"]) or {})
+        assert [name for name in found if states or "_extra_state" not in str(name)] == list(held)
+        expected |= {f"{folder}:model.{name}": array for name, array in held.items() if array is not None}
+    assert set(arrays) == set(expected)
+    for name, array in expected.items():
+        assert arrays[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize(("name", "a", "b"), PAIRS)
+def test_rank_files_are_megatrons(folder: Path, name: str, a: Sizes, b: Sizes) -> None:
+    store, source = source_of(folder, name, a)
+    check_files(source, store, topology_of(b, name), files(folder, name, b))
+
+
+@pytest.mark.parametrize(("name", "a", "b"), PAIRS)
+def test_torch_dist_is_megatrons(folder: Path, name: str, a: Sizes, b: Sizes) -> None:
+    store, source = source_of(folder, name, a)
+    stacked = stack(source, topology_of(b, name), rules=RULES)
+    wanted = dist_tensors(folder, name, b)
+    assert set(stacked.target.tensors) == set(wanted)
+    arrays = filled(stacked.target, stacked.source, store)  # type: ignore[arg-type]
+    for key, array in wanted.items():
+        assert stacked.target.tensors[key].shape == array.shape
+        assert tensor_bytes(stacked.source, store, key).tobytes() == array.tobytes(), key
+        for fragment in stacked.target.fragments(key):
+            assert fragment.array is not None
+            region = tuple(slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True))
+            assert arrays[fragment.array.name].tobytes() == array[region].tobytes(), key
+
+
+@pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name, kind in KINDS.items() for sizes in kind.layouts])
+def test_rank_files_from_torch_dist_are_megatrons(folder: Path, name: str, sizes: Sizes) -> None:
+    args = KINDS[name].arguments(Topology())
+    store, catalog = dist_catalog(args, dist_tensors(folder, name, sizes))
+    source = unshard(catalog, rules=RULES)
+    check_files(source, store, topology_of(sizes, name), files(folder, name, sizes), states=False)

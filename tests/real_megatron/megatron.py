@@ -1,0 +1,115 @@
+"""The process in which megatron-core trains, as the tests see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.real_megatron.setting import ITERATION, Run
+from tests.real_megatron.snapshot import assembled
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way in which Megatron stores a training.
+
+    Args:
+        name: ``rank_files``, ``torch_dist`` or ``zarr``.
+        sharding: how the distributed optimizer is stored in the latter two (``distrib_optim_sharding_type``).
+        way: ``plain``; ``parallel``, replicas share the work; ``async`` and ``persistent``, the same behind the
+            training's back, by a process for each save or one for all. Loading knows the first two.
+    """
+
+    name: str = "rank_files"
+    sharding: str | None = None
+    way: str = "plain"
+
+    def at(self, folder: Path) -> dict[str, object]:
+        """What the worker is told."""
+        return {"form": self.name, "dir": str(folder), "sharding": self.sharding, "way": self.way}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a training left.
+
+    Args:
+        before: global tensors when it was saved, or had been loaded; optimizer states are ``<state>/<key>``.
+        after: the same after the steps that followed.
+        losses: of every sample of those steps, in the order of steps and samples.
+    """
+
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+    losses: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Megatron:
+    """A worker that waits for jobs."""
+
+    process: subprocess.Popen[str]
+
+    def save(
+        self, run: Run, saves: Sequence[tuple[Form, Path]], *, out: Path, more: int = 2, fill: bool = False
+    ) -> Result:
+        """Trains a run, stores it in every form, and trains on."""
+        job = {"load": None, "steps": ITERATION, "fill": fill, "save": [form.at(folder) for form, folder in saves]}
+        return self._result(run, {**job, "more": more}, out)
+
+    def load(self, run: Run, form: Form, folder: Path, *, out: Path, more: int = 2, optim: bool = True) -> Result:
+        """Loads a checkpoint strictly into a training at its layout, and trains on."""
+        job = {"load": {**form.at(folder), "optim": optim}, "steps": 0, "fill": False, "save": [], "more": more}
+        return self._result(run, job, out)
+
+    def _result(self, run: Run, job: dict[str, Any], out: Path) -> Result:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"run": run.as_json(), "out": str(out), **job}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, "the worker has ended"
+        wrong = json.loads(line)
+        assert not wrong, "\n".join(f"rank {rank}: {text[-3000:]}" for rank, text in wrong.items())
+        if not job["more"]:
+            return Result(assembled(out / "before"), {}, [])
+        return Result(assembled(out / "before"), assembled(out / "after"), losses(run, out / "after"))
+
+
+def losses(run: Run, folder: Path) -> list[float]:
+    """Losses of all ranks in the order of samples: data parallel ranks take turns; TP ranks find the same."""
+    found = [torch.load(path)["losses"] for path in sorted(folder.glob("rank*.pt"))]
+    found = [one for one in found if one]
+    found = found[:: run.layout.tp]  # TP is the fastest of a rank's coordinates
+    assert len(found) == run.layout.dp
+    return [loss for turn in zip(*found, strict=True) for loss in turn]
+
+
+@contextmanager
+def megatron(python: Path | None = None, *, ours: bool = False) -> Iterator[Megatron]:
+    """Starts a worker in a Python that has megatron-core; this one, unless another is named.
+
+    With ``ours`` this project stands in for its ``dist_checkpointing``.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(
+        [str(python or sys.executable), "-m", "tests.real_megatron.worker", *(["--ours"] if ours else [])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    ) as process:
+        yield Megatron(process)
+        assert process.stdin is not None
+        process.stdin.close()

@@ -1,0 +1,133 @@
+"""Every parameter and optimizer tensor of a training as global tensors, put together by Megatron's own offsets.
+
+Each rank writes its pieces (``pieces``); ``assembled`` joins those of all ranks, and finds out whether replicas agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.real_megatron.cpu import sharded_state
+
+Piece = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
+"""Key, global shape, offset in it (both in elements), values."""
+
+STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
+
+
+def pieces(training: Any) -> list[Piece]:
+    """What this rank holds of the parameters, buffers and optimizer states."""
+    found: list[Piece] = []
+    for model in training.models:
+        sharded = _sharded(model)
+        found += [piece for one in sharded for piece in _pieces(one, one.data, "")]
+        by_tensor = {id(one.data): one for one in sharded}
+        for parameter in model.parameters():
+            for state, tensor in _states(training.optimizer, parameter).items():
+                found += _pieces(by_tensor[id(parameter)], tensor, f"{state}/")
+    return found
+
+
+def _sharded(model: Any) -> list[Any]:
+    """Sharded tensors, and factories of several, of one model chunk."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    found = nested_values(sharded_state(model))
+    return [one for one in found if isinstance(one, (ShardedTensor, ShardedTensorFactory))]
+
+
+def _pieces(sharded: Any, tensor: torch.Tensor, prefix: str) -> list[Piece]:
+    """A tensor that is cut like ``sharded``, in pieces of global tensors."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    tensor = tensor.detach()
+    if isinstance(sharded, ShardedTensorFactory):
+        made = nested_values({"made": replace(sharded, data=tensor).build()})
+    else:
+        made = [replace(sharded, data=tensor, dtype=tensor.dtype)]
+    return [
+        (
+            prefix + one.key,
+            tuple(one.global_shape),
+            tuple(one.global_offset),
+            one.data.reshape((1,) * one.prepend_axis_num + tuple(one.data.shape)).clone(),
+        )
+        for one in made
+    ]
+
+
+def held(optimizer: Any, parameter: torch.Tensor) -> dict[str, tuple[torch.Tensor, int, int]]:
+    """What this process holds of the optimizer's tensors of a parameter: flat views, and which elements they are.
+
+    {} for a parameter that another data parallel rank holds.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if parameter in getattr(part, "model_param_gbuf_map", ()):
+            found = part._get_model_param_range_map(parameter)["param"]
+            tensors = part._get_main_param_and_optimizer_states(parameter)
+            names = {"fp32_param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+            return {state: (tensors[name].view(-1), found.start, found.end) for state, name in names.items()}
+        if hasattr(part, "model_param_gbuf_map"):
+            continue
+        own = getattr(parameter, "main_param", parameter)
+        if any(own is one for one in part.get_parameters()):
+            state = part.optimizer.state[own]  # empty until the first step
+            tensors = {name: state[name] for name in STATES[1:] if name in state}
+            tensors |= {} if own is parameter else {STATES[0]: own.data}
+            return {name: (tensor.view(-1), 0, parameter.numel()) for name, tensor in tensors.items()}
+    return {}
+
+
+def _states(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors of a parameter, with its shape.
+
+    With the distributed optimizer every rank adds the elements that it holds to zeros.
+    """
+    here = held(optimizer, parameter)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if any(parameter is one for buffer in getattr(part, "buffers", ()) for one in buffer.params):
+            found = {state: torch.zeros(parameter.numel()) for state in STATES}
+            for state, (tensor, start, stop) in here.items():
+                found[state][start:stop] = tensor
+            for tensor in found.values():
+                torch.distributed.all_reduce(tensor, group=part.data_parallel_group)
+            return {state: tensor.view(parameter.shape) for state, tensor in found.items()}
+    return {state: tensor.view(parameter.shape) for state, (tensor, _, _) in here.items()}
+
+
+def assembled(folder: Path, *, rows: int | None = None) -> dict[str, torch.Tensor]:
+    """Global tensors by key from the pieces of all ranks (``rank*.pt``).
+
+    Args:
+        folder: where the ranks wrote.
+        rows: true rows of the vocabulary; padding rows are cut.
+
+    Raises:
+        AssertionError: replicas disagree, or elements are missing.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    filled: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("rank*.pt")):
+        for key, shape, offset, data in torch.load(path)["pieces"]:
+            if key not in tensors:
+                tensors[key] = torch.zeros(shape, dtype=data.dtype)
+                filled[key] = torch.zeros(shape, dtype=torch.bool)
+            box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
+            is_held = filled[key][box]
+            assert torch.equal(tensors[key][box][is_held], data[is_held]), f"{path.name}: replicas of {key} differ"
+            tensors[key][box] = data
+            filled[key][box] = True
+    for key, held in filled.items():
+        assert held.all(), f"{key}: {int((~held).sum())} elements are held by no rank"
+    if rows is not None:
+        tensors = {
+            key: tensor[:rows] if key.endswith(("word_embeddings.weight", "output_layer.weight")) else tensor
+            for key, tensor in tensors.items()
+        }
+    return tensors

@@ -1,0 +1,165 @@
+"""What import-linter cannot say: circles of files, heavy imports, sizes of packages, what `core` leaves to its doors.
+
+Who may import whom is the contracts in pyproject.toml, ``[tool.importlinter]``.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HEAVY = frozenset({"ml_dtypes", "numpy", "rich", "safetensors", "tensorstore", "torch", "zarr", "zstandard"})
+LIGHT = {"core": frozenset({"xxhash", "zlib_ng"}), "ckpt_cli": frozenset({"typer"})}
+"""What a package may import at module level beside the standard library."""
+
+MOST_MODULES = 14
+DOCUMENTED = ("core.dist_checkpointing", "core.dist_checkpointing.strategies")
+"""Packages whose modules the documented API names."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement, resolved.
+
+    Args:
+        importer, imported: dotted module names; for one of ours, of a module that exists.
+        is_run: it is run when the module is imported (not in a function, not for types only).
+        line: line number.
+    """
+
+    importer: str
+    imported: str
+    is_run: bool
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return dotted name → file, for all of core and ckpt_cli."""
+    paths = {}
+    for package in ("core", "ckpt_cli"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    return tuple(
+        statement for name, path in modules().items() for statement in _imports_of(name, ast.parse(path.read_text()))
+    )
+
+
+def _imports_of(importer: str, tree: ast.Module) -> Iterator[Import]:
+    def visit(node: ast.AST, is_run: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(importer, alias.name, is_run, child.lineno)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                for alias in child.names:
+                    whole = f"{base}.{alias.name}"
+                    yield Import(importer, whole if whole in modules() else base, is_run, child.lineno)
+            elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                yield from visit(child, False)
+            elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+                for part in child.body:
+                    yield from visit(ast.Module([part], []), False)
+                for part in child.orelse:
+                    yield from visit(ast.Module([part], []), is_run)
+            else:
+                yield from visit(child, is_run)
+
+    yield from visit(tree, True)
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("core", "ckpt_cli")
+
+
+def test_packages_import_only_from_those_below() -> None:
+    # The program's own start, as its script is not beside an interpreter that another environment's pytest runs in.
+    run = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_what_is_imported_of_ours_exists() -> None:
+    assert [str(item) for item in imports() if _is_ours(item.imported) and item.imported not in modules()] == []
+
+
+def test_no_circle_of_files_counting_late_and_type_only_imports() -> None:
+    graph: dict[str, set[str]] = {name: set() for name in modules()}
+    for item in imports():
+        if _is_ours(item.imported) and item.imported != item.importer:
+            graph[item.importer].add(item.imported)
+    TopologicalSorter(graph).prepare()
+
+
+def test_a_package_has_at_most_14_modules() -> None:
+    sizes = Counter(
+        name.rpartition(".")[0] for name, path in modules().items() if path.name not in ("__init__.py", "__main__.py")
+    )
+    assert {name: n for name, n in sizes.items() if n > MOST_MODULES and name not in DOCUMENTED} == {}
+
+
+def test_only_the_bridge_knows_both_sharded_tensors_and_what_the_engine_works_with() -> None:
+    engine = ("core.catalog.", "core.copy.", "core.live.", "core.plan.")
+    used: dict[str, set[str]] = {name: set() for name in modules() if name.startswith("core.dist_checkpointing")}
+    for item in imports():
+        if item.is_run and item.importer in used:
+            used[item.importer].add(item.imported)
+    mapping = "core.dist_checkpointing.mapping"
+    assert [name for name, names in used.items() if mapping in names and any(n.startswith(engine) for n in names)] == [
+        "core.dist_checkpointing._engine.bridge"
+    ]
+
+
+def test_heavy_modules_are_imported_inside_functions_only() -> None:
+    wrong = []
+    for item in imports():
+        top = item.imported.split(".")[0]
+        if not item.is_run or _is_ours(top) or top in sys.stdlib_module_names:
+            continue
+        if item.importer.startswith("core.dist_checkpointing"):
+            continue
+        if top in HEAVY or top not in LIGHT[item.importer.split(".")[0]]:
+            wrong.append(str(item))
+    assert wrong == []
+
+
+def test_core_neither_prints_nor_exits_nor_reads_the_environment() -> None:
+    wrong = []
+    for module, path in modules().items():
+        if not module.startswith("core"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            what = None
+            if isinstance(node, ast.Call):
+                what = {"print": "prints", "input": "asks", "exit": "exits", "sys.exit": "exits"}.get(
+                    ast.unparse(node.func)
+                )
+            elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "sys.argv"):
+                what = f"reads {ast.unparse(node)}"
+            if what:
+                wrong.append(f"{module}:{node.lineno} {what}")
+    assert wrong == []

@@ -1,0 +1,87 @@
+"""Copies of real checkpoints with something changed, and what ``validate`` finds in them."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.checks.finding import Finding, Severity
+from core.checks.level import Level
+from core.formats.dcp.metadata import ChunkRow, ObjectRow, TensorRow, read_metadata, write_metadata
+from core.validate.run import validate
+from tests.megatron.support.rewritten import is_plain
+from tests.support.rank_files import MODEL_FILE, load_rank_file
+
+Rows = dict[str, TensorRow | ObjectRow]
+
+
+def copied(golden: Path, name: str, tmp_path: Path) -> Path:
+    """A writable copy of a checkpoint; returns the directory of its iteration, or itself without one."""
+    target = tmp_path / "checkpoint"
+    shutil.copytree(golden / name, target, copy_function=shutil.copyfile)
+    return next(iter(sorted(target.glob("iter_*"))), target)
+
+
+def found_in(path: Path, level: Level = Level.METADATA, *, least: Severity = Severity.WARNING) -> list[Finding]:
+    """The findings that are at least as severe, each of which says where it is and what to do."""
+    findings = [finding for finding in validate(path, level=level).findings if finding.severity >= least]
+    for finding in findings:
+        assert finding.hint
+        assert finding.file or finding.key or finding.rank
+    return findings
+
+
+def counted(findings: list[Finding]) -> dict[str, int]:
+    """Code → number of findings."""
+    return dict(Counter(finding.code for finding in findings))
+
+
+def edit_rows(folder: Path, change: Callable[[Rows], None]) -> None:
+    """Changes what ``.metadata`` says of tensors, chunks and objects."""
+    path = folder / ".metadata"
+    found = read_metadata(path.read_bytes(), label=path.name)
+    rows: Rows = {}
+    for key, tensor in found.tensors.items():
+        chunks = [ChunkRow(box.offset, box.shape, *item) for box, item in found.chunks(key)]
+        rows[key] = TensorRow(key, tensor.dtype, tensor.shape, chunks)
+    rows |= {key: ObjectRow(key, *item) for key, item in found.objects.items()}
+    change(rows)
+    path.write_bytes(write_metadata(rows.values(), planner_data=None))
+
+
+def chunks_of(rows: Rows, key: str) -> list[ChunkRow]:
+    """The chunks of a tensor; changing the list changes the row."""
+    row = rows[key]
+    assert isinstance(row, TensorRow)
+    assert isinstance(row.chunks, list)
+    return row.chunks
+
+
+def edit_pickle(folder: Path, change: Callable[[Any], None]) -> None:
+    """Changes ``.metadata`` of a checkpoint that only torch wrote, as torch's own objects."""
+    path = folder / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    change(found)
+    path.write_bytes(pickle.dumps(found))
+
+
+def edit_rank(folder: Path, change: Callable[[dict[str, Any]], None], *, file: str = MODEL_FILE) -> None:
+    """Changes a rank's file. Its arguments become a namespace of plain values, which all ranks' must be."""
+    loaded = load_rank_file(folder / file)
+    if "args" in loaded:
+        known = {name: value for name, value in vars(loaded["args"]).items() if is_plain(value)}
+        loaded["args"] = argparse.Namespace(**known)
+    loaded.pop("rerun_state_machine", None)
+    change(loaded)
+    torch.save(loaded, folder / file)
+
+
+def nothing(loaded: dict[str, Any]) -> None:
+    """No change."""
