@@ -1,8 +1,7 @@
-"""Checkpoints of many ranks: what is the same is read once and kept once. (No timing: that is scripts/bench_scale.)"""
+"""Checkpoints of many ranks: what is the same is read once and kept once. (No timing: that is scripts/bench scale.)"""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -27,25 +25,16 @@ from core.formats.torch.zip.tree_layout import plan_tree
 from core.formats.torch.zip.tree_layouts import TreePlans
 from core.megatron.extras.common_state import same
 from core.pickle.inert import TensorLeaf, as_mapping
+from scripts.benchmarks import scale_sources as sources
 
 N_FILES = 64
 BYTES_PER_PIECE = 6 << 10
 """Of everything that is kept or made at the peak of a plan, for each array that is read or placed."""
 
 
-def _sources(repo_dir: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_scale_sources", repo_dir / "scripts/bench_scale_sources.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def many(repo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sparse checkpoint of 64 rank files that hold some 3000 tensors, with a Float16 optimizer."""
-    sources = _sources(repo_dir)
     tiny = sources.MODELS["tiny"]
     topology = sources.Topology(tp=1, pp=4, ep=16)
     model = sources.Model(topology, {**tiny.args, "num_experts": 32}, tiny.dense_layers)
@@ -186,7 +175,7 @@ def test_the_dry_run_says_what_could_not_be_less(many: Path) -> None:
 @pytest.mark.slow
 def test_the_bench_runs_at_a_tiny_size(repo_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "numbers.json"
-    command = [sys.executable, "scripts/bench_scale_main.py", "--tiny", "--runs", "1", "--only", "weights"]
+    command = [sys.executable, "-m", "scripts.benchmarks", "scale", "--tiny", "--runs", "1", "--only", "weights"]
     subprocess.run([*command, "--scratch", tmp_path, "--json", out], cwd=repo_dir, check=True, capture_output=True)
     found = json.loads(out.read_text())
     assert found["failures"] == []
@@ -196,7 +185,7 @@ def test_the_bench_runs_at_a_tiny_size(repo_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_bench_of_launch_plans_and_divides(repo_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "numbers.json"
-    command = [sys.executable, "scripts/bench_launch_main.py", "--tiny", "--runs", "1", "--only", "balance"]
+    command = [sys.executable, "-m", "scripts.benchmarks", "launch", "--tiny", "--runs", "1", "--only", "balance"]
     subprocess.run([*command, "--scratch", tmp_path, "--json", out], cwd=repo_dir, check=True, capture_output=True)
     found = json.loads(out.read_text())
     assert found["failures"] == []

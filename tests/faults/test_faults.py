@@ -26,7 +26,7 @@ def test_nothing_is_lost_whatever_happens(run: str, golden: Path, tmp_path: Path
     mode, targets = RUNS[run]
     ended = subprocess.run(
         [
-            *(sys.executable, repo_dir / "scripts" / "faults_main.py", "--golden", golden, "--work", tmp_path),
+            *(sys.executable, "-m", "tests.faults.main", "--golden", golden, "--work", tmp_path),
             *("--targets", *targets, "--modes", mode, "--sample", "1", "--jobs", "1"),
         ],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A command of ``ckpt`` by several workers, each a fork of this process that talks through pipes (``tests.support.teams``)."""
+"""A command of ``ckpt`` by several workers: forks of this process that talk through pipes (``tests.support.teams``)."""
 
 from __future__ import annotations
 

@@ -21,8 +21,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from tests.ckpt_cli.launch.hosts import Host, NotPermittedError, hosts
 
 SKIPPED = 77

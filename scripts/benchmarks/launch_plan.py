@@ -1,6 +1,6 @@
 """Plans a reshard, writes its plan file and divides it, as the lead of a team does; prints what that took as JSON.
 
-    python scripts/bench_launch_plan.py SRC SIZE N WORKERS...
+    python -m scripts.benchmarks.launch_plan SRC SIZE N WORKERS...
 
 ``SIZE`` is the parallel size that changes (``tp``, ``ep`` …), ``N`` what it becomes. ``balance`` is the largest
 worker's bytes by the mean, counted item by item as a worker does its share: an item belongs to the part in which it

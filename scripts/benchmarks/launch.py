@@ -1,4 +1,4 @@
-"""scripts/bench_launch: `ckpt launch` against one process, and how plans of real models' sizes are divided.
+"""scripts/bench launch: `ckpt launch` against one process, and how plans of real models' sizes are divided.
 
 * Start-up: a checkpoint of a few bytes, by launched workers and by one process; what is more is the launcher's
   (torchrun imports torch in every process).
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench_measure import Case, Page, Run, ckpt, page_parser, remove, run, run_page, warm
+from scripts.benchmarks.measure import Case, Page, Run, ckpt, page_parser, remove, run, run_page, warm
 
 GIB = 1 << 30
 SINGLE, ALONE = 0.9, 1.6
@@ -56,7 +56,7 @@ class Bench:
         folder = self.page.scratch_dir / f"{kind}-{n_bytes}"
         if not folder.exists():
             print(f"making {kind}", file=sys.stderr, flush=True)
-            maker = Path(__file__).with_name("bench_sources.py")
+            maker = Path(__file__).with_name("sources.py")
             run([sys.executable, "-W", "ignore", maker, kind, folder, "--bytes", str(n_bytes)])
         return folder
 
@@ -142,8 +142,8 @@ class Bench:
         folder = self.page.scratch_dir / f"{model}-sparse"
         print(f"making {model}", file=sys.stderr, flush=True)
         here = Path(__file__)
-        run([sys.executable, here.with_name("bench_scale_sources.py"), model, folder, "--optimizer", "distributed"])
-        planner = [sys.executable, here.with_name("bench_launch_plan.py"), folder, name, str(size)]
+        run([sys.executable, here.with_name("scale_sources.py"), model, folder, "--optimizer", "distributed"])
+        planner = [sys.executable, here.with_name("launch_plan.py"), folder, name, str(size)]
         runs = [run([*planner, *map(str, N_WORKERS)]) for _ in range(self.options.runs)]
         found = [json.loads(done.stdout.splitlines()[-1]) for done in runs]
 
@@ -174,7 +174,7 @@ def _median_cpu(runs: Sequence[Run]) -> float:
 
 
 def main() -> int:
-    parser = page_parser("bench_launch", __doc__, runs=3)
+    parser = page_parser("bench launch", __doc__, runs=3)
     n_cores = len(os.sched_getaffinity(0))
     parser.add_argument("--bytes", type=int, default=4 * GIB, metavar="N", help="size of a checkpoint [4 GiB]")
     parser.add_argument("--workers", type=int, default=n_cores, metavar="N", help=f"workers [one a core: {n_cores}]")

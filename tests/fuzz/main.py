@@ -27,7 +27,7 @@ import time
 import traceback
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 MAX_SECONDS = 1.0
@@ -82,7 +82,17 @@ def _run(asked: argparse.Namespace, name: str, golden: Path) -> dict[str, object
     (asked.out / name / "words").write_text(words)
     for seed in seeds:
         (corpus / hashlib.sha256(seed).hexdigest()[:16]).write_bytes(seed)
-    command = [sys.executable, __file__, "--one", name, "--seconds", str(asked.seconds), "--runs", str(asked.runs)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz.main",
+        "--one",
+        name,
+        "--seconds",
+        str(asked.seconds),
+        "--runs",
+        str(asked.runs),
+    ]
     command += ["--out", str(asked.out), "--max-len", str(asked.max_len), "--seed", str(asked.seed)]
     begun = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, check=False)

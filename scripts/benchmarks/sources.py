@@ -1,6 +1,6 @@
 """Makes the checkpoints that scripts/bench measures; run as a program, so that the measuring process stays small.
 
-    python scripts/bench_sources.py KIND DIR --bytes N
+    python -m scripts.benchmarks.sources KIND DIR --bytes N
 
 A dense Llama-like model in bf16 with Megatron's names: 18 layers of hidden 4096 for 4 GiB. The feed-forward size is
 chosen so that row-parallel weights (attention output, second feed-forward matrix) are 36 % of the bytes of a layer:

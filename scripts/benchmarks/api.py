@@ -1,4 +1,4 @@
-"""scripts/bench_api: save and load of a sharded state dict by several ranks, as ratios to torch's and megatron-core's.
+"""scripts/bench api: save and load of a sharded state dict by several ranks, as ratios to torch's and megatron-core's.
 
 Every rank holds an equal part of every tensor. All tools run in the same processes, in turn, and write the same format
 (torch_dist, which is DCP with files beside it); files are synced, and what was written before has reached the disk
@@ -38,9 +38,9 @@ def main() -> int:
     scratch_dir = Path(tempfile.mkdtemp(prefix="ckpt-bench-", dir=args.dir))
     try:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        worker = Path(__file__).with_name("bench_async_worker.py" if args.is_async else "bench_api_worker.py")
+        worker = Path(__file__).with_name("async_worker.py" if args.is_async else "api_worker.py")
         command += [str(worker), str(scratch_dir), str(args.size), str(args.runs)]
-        root = str(Path(__file__).resolve().parent.parent)
+        root = str(Path(__file__).resolve().parents[2])
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
         if done.returncode != 0:
             sys.stderr.write(done.stderr[-6000:])

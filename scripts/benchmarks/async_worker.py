@@ -1,4 +1,4 @@
-"""What one rank of scripts/bench_api --async does: saves a state dict asynchronously, by several tools in turn."""
+"""What one rank of scripts/bench api --async does: saves a state dict asynchronously, by several tools in turn."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_api_worker import State, begun, install_megatron, sharded, torch_state
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from scripts.benchmarks.api_worker import State, begun, install_megatron, sharded, torch_state
 
 STEP_SIZE = 256
 """A step of the training that goes on beside: a product of square matrices of that many rows, and Python around it."""

@@ -1,6 +1,6 @@
 """Makes checkpoints of the size of real models as sparse files: true names, shapes, pickles and zip headers, no data.
 
-    python scripts/bench_scale_sources.py MODEL DIR [--optimizer float16 | distributed] [--layers N] [--torch-dist]
+    python -m scripts.benchmarks.scale_sources MODEL DIR [--optimizer float16 | distributed] [--layers N] [--torch-dist]
 
 Models: ``llama-405b`` (TP8 PP16, 128 rank files), ``deepseek-v3`` (PP16 EP64, 1024) and ``kimi-k2`` (PP16 EP16, 256),
 as Megatron-LM saves them with Transformer Engine's names. Arguments, random states and settings of the optimizer are
@@ -33,7 +33,7 @@ from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, ordered_dict
 
-GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "golden.tar.xz"
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "golden.tar.xz"
 GOLDEN_FILE = "mcore_legacy/dense_gqa/tp2_pp1_optim/iter_0000010/mp_rank_00/model_optim_rng.pt"
 MODEL_FILE, OPTIM_FILE, TRACKER = "model_optim_rng.pt", "distrib_optim.pt", "latest_checkpointed_iteration.txt"
 ITERATION = 10

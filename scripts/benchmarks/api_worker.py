@@ -1,4 +1,4 @@
-"""What one rank of scripts/bench_api does."""
+"""What one rank of scripts/bench api does."""
 
 from __future__ import annotations
 

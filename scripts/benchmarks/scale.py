@@ -1,4 +1,4 @@
-"""scripts/bench_scale: time and memory of plans and inspections at the size of real models.
+"""scripts/bench scale: time and memory of plans and inspections at the size of real models.
 
 Makes Llama-3.1-405B, DeepSeek-V3 and Kimi-K2 as sparse files (``bench_scale_sources``), weights alone and with an
 optimizer, and measures whole commands: ``ckpt inspect``, ``ckpt inspect --all`` and ``ckpt reshard --dry-run``. No data
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench_measure import Case, Page, ckpt, page_parser, remove, run, run_page
+from scripts.benchmarks.measure import Case, Page, ckpt, page_parser, remove, run, run_page
 
 GIB = 1 << 30
 PLAN_S, INSPECT_S, PLAN_BYTES = 10.0, 2.0, GIB
@@ -51,7 +51,7 @@ class Bench:
         folder = self.page.scratch_dir / "-".join((model, optimizer, *(word.strip("-") for word in more)))
         if not folder.exists():
             print(f"making {folder.name}", file=sys.stderr, flush=True)
-            maker = Path(__file__).with_name("bench_scale_sources.py")
+            maker = Path(__file__).with_name("scale_sources.py")
             run([sys.executable, maker, model, folder, "--optimizer", optimizer, *more])
         return folder
 
@@ -96,7 +96,7 @@ class Bench:
 
 
 def main() -> int:
-    parser = page_parser("bench_scale", __doc__, runs=3)
+    parser = page_parser("bench scale", __doc__, runs=3)
     parser.add_argument("--memory", default=MEMORY, help=f"--memory of the plans [{MEMORY}]")
     parser.add_argument("--tiny", action="store_true", help="a small model instead: a test of this script")
     options = parser.parse_args()

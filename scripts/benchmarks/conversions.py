@@ -2,7 +2,7 @@
 
 "Copy" is ``cp -r`` plus fsync of the copied files. A ratio is the wall time of the whole command, start-up and commit
 included, by the time of a copy of its source; both run on a warm page cache, in turn, and the median of the ratios
-counts. Checksums and digests are on. Sources are made by torch, safetensors and tensorstore (bench_sources.py);
+counts. Checksums and digests are on. Sources are made by torch, safetensors and tensorstore (sources.py);
 torch_dist and zarr by our own writers, since megatron-core needs a model to write them.
 """
 
@@ -24,7 +24,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from bench_measure import Case, Page, Run, ckpt, in_turn, remove, run, table, warm
+from scripts.benchmarks.measure import Case, Page, Run, ckpt, in_turn, remove, run, table, warm
 
 GIB = 1 << 30
 TARGETS = ("torch", "dcp", "torch_dist", "megatron", "safetensors", "zarr", "zarr3")
@@ -126,7 +126,7 @@ class Bench(Page):
                 with self.source("megatron-tp8", n_bytes) as ranks:
                     run(ckpt("convert", ranks, folder, "--to", MADE_BY_US[kind], "-q"))
             else:
-                maker = Path(__file__).with_name("bench_sources.py")
+                maker = Path(__file__).with_name("sources.py")
                 run([sys.executable, "-W", "ignore", maker, kind, folder, "--bytes", str(n_bytes)])
             yield folder
         finally:
@@ -283,7 +283,7 @@ def _machine(scratch_dir: Path) -> dict[str, object]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/bench conversions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", type=float, default=4.0, metavar="GIB", help="size of a checkpoint [4]")
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each side of a ratio [3]")
@@ -305,7 +305,7 @@ def _options() -> argparse.Namespace:
 
 def main() -> int:
     options = _options()
-    parent_dir = options.scratch or Path(__file__).resolve().parent.parent / "build"
+    parent_dir = options.scratch or Path(__file__).resolve().parents[2] / "build"
     parent_dir.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     scratch_dir = Path(tempfile.mkdtemp(prefix="bench-", dir=parent_dir))

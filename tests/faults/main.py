@@ -21,7 +21,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ckpt_cli.app import main as main_of_ckpt
 from tests.faults.case import Case, Cases, sampled
@@ -40,7 +40,7 @@ MODES = {
 Counts = Counter[tuple[str, str]]
 """Of cases, by target and fault."""
 
-ARCHIVE = Path(__file__).resolve().parents[1] / "tests" / "golden" / "golden.tar.xz"
+ARCHIVE = Path(__file__).resolve().parents[2] / "tests" / "golden" / "golden.tar.xz"
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""scripts/bench_validate: time and memory of ``ckpt validate``, as ratios measured in one run.
+"""scripts/bench validate: time and memory of ``ckpt validate``, as ratios measured in one run.
 
 ``--deep`` is compared, warm and in turn, with plain reads of the same files (as many threads, 1 MiB at a time, bytes
 thrown away) and with reads that also make one XXH3-128 of each file. Wall time on a machine that does other things says
@@ -13,7 +13,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from bench_measure import Case, Page, Run, ckpt, files_of, page_parser, remove, run, run_page, warm
+from scripts.benchmarks.measure import Case, Page, Run, ckpt, files_of, page_parser, remove, run, run_page, warm
 
 GIB = 1 << 30
 KINDS = ("megatron-tp4", "torch", "dcp-1", "safetensors", "zarr3", "zarr3-zstd")
@@ -83,7 +83,7 @@ class Bench:
     def source(self, kind: str, n: int) -> Path:
         folder = self.page.scratch_dir / kind
         print(f"making {kind}", file=sys.stderr, flush=True)
-        maker = Path(__file__).with_name("bench_sources.py")
+        maker = Path(__file__).with_name("sources.py")
         run([sys.executable, maker, kind, folder, "--bytes", str(n), "--normal"])
         return folder
 
@@ -135,7 +135,7 @@ class Bench:
 
 
 def main() -> int:
-    parser = page_parser("bench_validate", __doc__, runs=5)
+    parser = page_parser("bench validate", __doc__, runs=5)
     parser.add_argument("--bytes", type=int, default=2 * GIB, metavar="N", help="size of a checkpoint [2 GiB]")
     options = parser.parse_args()
 

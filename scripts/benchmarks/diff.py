@@ -1,8 +1,8 @@
-"""scripts/bench_diff: `ckpt diff` against reading both checkpoints with ``cat``, and against torch with all in memory.
+"""scripts/bench diff: `ckpt diff` against reading both checkpoints with ``cat``, and against torch with all in memory.
 
 Every ratio is the wall time of the whole command, start-up included, by that of the other, in turn on a warm page
 cache; the median of the ratios counts. "torch" loads both safetensors directories, compares every pair of tensors, and
-takes the greatest difference and the cosine of those that differ. Sources are of scripts/bench_sources.py.
+takes the greatest difference and the cosine of those that differ. Sources are of scripts.benchmarks.sources.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench_measure import Case, Run, ckpt, files_of, run, table, warm
+from scripts.benchmarks.measure import Case, Run, ckpt, files_of, run, table, warm
 
 GIB = 1 << 30
 _TORCH = """
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def _made(folder: Path, kind: str, n_bytes: int) -> Path:
-    script = Path(__file__).with_name("bench_sources.py")
+    script = Path(__file__).with_name("sources.py")
     run([sys.executable, script, kind, folder / kind, "--bytes", str(n_bytes)])
     return folder / kind
 
