@@ -1,0 +1,6 @@
+"""fp1, the fingerprint of a tensor that is the same in every format and layout: its definition and arithmetic.
+
+Start at ``definition``; ``kernel`` computes it in numpy, torch or on a device, ``sums`` adds up the parts.
+``core.manifest`` makes fingerprints of checkpoints.
+Imports: device, team, pickle, arrays, files, errors.
+"""

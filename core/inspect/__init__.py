@@ -1,0 +1,5 @@
+"""What ``ckpt inspect`` shows: the summary, the folded tree, a look at one tensor, what can be done.
+
+Start at ``summary``; ``capabilities`` plans each conversion to say whether it would succeed.
+Imports: convert, live, and all below.
+"""

@@ -1,0 +1,6 @@
+"""What is written down about a checkpoint (sizes, CRCs, digests, fingerprints), by reading it or while it is copied.
+
+Start at ``file``, the format of a manifest. ``inventory`` is ``ckpt manifest``; ``of_copy`` and ``fingerprint_copy``
+cost a conversion no second read; ``lookup`` finds a manifest again.
+Imports: opening, and all below.
+"""

@@ -1,0 +1,7 @@
+"""From a path to a store, a format and a catalog; and the forms that a catalog takes on its way.
+
+Start at ``open.open_checkpoint``. ``unrecognised`` says why a path is no checkpoint; ``source_files`` accounts for
+every file beside the tensors; ``canonical`` is the same whatever format and layout; ``target`` cuts a catalog for a
+destination.
+Imports: formats, hf, megatron, changes, plan, catalog, pickle, arrays, files, errors.
+"""

@@ -1,0 +1,5 @@
+"""The proven plan as a file that every worker reads, and who does what of it.
+
+Start at ``file``; ``codec`` spells it without pickle, ``division`` divides it over workers and hosts.
+Imports: what convert may.
+"""

@@ -1,0 +1,6 @@
+"""What lies beside the model in a checkpoint, and what becomes of it when the layout changes.
+
+Start at ``common_state``, the table of entries; then ``random_states``, ``extra_states`` (Transformer Engine's) and
+``nested_dicts`` (models of megatron.legacy).
+Imports: model, rules, and what megatron may.
+"""

@@ -1,0 +1,6 @@
+"""The facts about a model on which its layout depends: arguments, parallel sizes, stages, vocabulary.
+
+Start at ``facts``, which ``args`` makes of the training arguments. ``topology`` names the rank directories;
+``pipeline`` and ``stages`` distribute layers; ``cut`` puts rule, shape and sizes together.
+Imports: rules, and what megatron may.
+"""

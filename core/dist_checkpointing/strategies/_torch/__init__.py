@@ -1,0 +1,5 @@
+"""Behind ``strategies.torch``: keys, planners, state dicts, results of writes.
+
+Start at ``state``.
+Imports: the documented modules, and all of core below.
+"""
