@@ -1,0 +1,27 @@
+"""What a checkpoint holds, without its data: tensors, boxes, arrays in files; and the files that are to be written.
+
+Start at ``catalog``; ``stored`` is an array in a file, with its encoding. ``file_image`` is an output file before it
+has data; ``planned_store`` lets it be read like any checkpoint. The names below are what a format of one's own needs.
+Imports: device, team, pickle, arrays, files, errors.
+"""
+
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays, whole_fragment
+from core.catalog.file_image import FileImage, JoinedArray, Literal, PlacedArray, literal_file
+from core.catalog.stored import Encoding, Extent, StoredArray
+
+__all__ = [
+    "Catalog",
+    "Encoding",
+    "Extent",
+    "FileImage",
+    "Fragment",
+    "JoinedArray",
+    "Literal",
+    "PlacedArray",
+    "StoredArray",
+    "StoredObject",
+    "TensorMeta",
+    "catalog_of_arrays",
+    "literal_file",
+    "whole_fragment",
+]

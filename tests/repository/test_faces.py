@@ -1,0 +1,39 @@
+"""What a plug-in or a script imports from the faces of packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+FACES = {
+    "core": {
+        *("Catalog", "Checkpoint", "CheckpointingException", "Format", "Job", "Report", "TopologyChange"),
+        *("__version__", "open_checkpoint"),
+    },
+    "core.catalog": {
+        *("Catalog", "Encoding", "Extent", "FileImage", "Fragment", "JoinedArray", "Literal", "PlacedArray"),
+        *("StoredArray", "StoredObject", "TensorMeta", "catalog_of_arrays", "literal_file", "whole_fragment"),
+    },
+    "core.formats": {"Format", "format_called", "formats", "sniffed"},
+}
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_a_face_exports_what_is_promised(name: str) -> None:
+    face = import_module(name)
+    assert set(face.__all__) == FACES[name]
+    assert [item for item in FACES[name] if getattr(face, item) is None] == []
+
+
+def test_importing_core_imports_nothing_else_of_it() -> None:
+    code = "import sys, core; print(sorted(name for name in sys.modules if name.startswith('core.')))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
+
+
+def test_an_unknown_name_of_core_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = import_module("core").nothing
