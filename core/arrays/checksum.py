@@ -289,3 +289,10 @@ class ArraySum:
             read(start, piece)
             whole.feed(piece)
         return whole.crc, xxhash.xxh3_128_digest(b"".join(whole.blocks)) if self._with_digest else b""
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC-32C (Castagnoli, RFC 3720 B.4), which zarr 3 and OCDBT put behind indexes and nodes."""
+    import google_crc32c
+
+    return int(google_crc32c.value(bytes(data)))

@@ -55,7 +55,6 @@ class FileJournal:
         keys: numbers of the tensors whose items are asked for; None for all.
 
     Attributes:
-        n_found: items that an earlier run had recorded for the same plan.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class FileJournal:
         for other in others:
             if other != path:
                 self._done.update(_read(other, identity, keys)[0])
-        self.n_found = len(self._done)
         with translated(path.name, doing="write"):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             os.ftruncate(self._fd, n_valid)

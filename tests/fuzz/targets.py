@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from core.arrays.checksum import crc32c
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.errors import CheckpointingException
@@ -33,7 +34,6 @@ from core.formats.torch import legacy as torch_legacy
 from core.formats.torch.tensors import TensorReader
 from core.formats.zarr import format as zarr
 from core.formats.zarr import format3 as zarr3
-from core.formats.zarr.crc32c import crc32c
 from core.inspect.preview import first_values
 from core.inspect.summary import groups_of
 from core.manifest.of_copy import MANIFEST, read_manifest

@@ -21,9 +21,9 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from core.arrays.checksum import crc32c
 from core.formats.dcp.metadata import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.ocdbt.nodes import MANIFEST_MAGIC
-from core.formats.zarr.crc32c import crc32c
 
 Make = Callable[[Path], Path]
 TERABYTE = 1 << 40

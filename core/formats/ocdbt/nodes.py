@@ -30,8 +30,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from core.arrays.checksum import crc32c
 from core.errors import CorruptError, TruncatedError, UnsafeError, UnsupportedError
-from core.formats.zarr.crc32c import crc32c
 
 MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE

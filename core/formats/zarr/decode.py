@@ -19,9 +19,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Shape, c_strides, is_c_contiguous
+from core.arrays.checksum import crc32c
 from core.arrays.dtypes import DTYPES, itemsize
 from core.errors import CorruptError, TruncatedError, UnsupportedError
-from core.formats.zarr.crc32c import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

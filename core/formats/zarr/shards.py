@@ -21,8 +21,8 @@ from array import array as columns
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from core.arrays.checksum import crc32c
 from core.errors import CorruptError, TruncatedError
-from core.formats.zarr.crc32c import crc32c
 from core.formats.zarr.grid import ChunkGrid
 
 if TYPE_CHECKING:

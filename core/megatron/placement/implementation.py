@@ -27,7 +27,6 @@ from core.megatron.model.args import facts_of, fields_of, replaced
 from core.megatron.model.facts import Facts
 from core.megatron.rules.rules import Rules
 
-IMPLEMENTATIONS = ("local", "transformer_engine")
 _ATTENTION = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
 _MLP = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 _LATENT = (
@@ -43,7 +42,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
 
     Args:
         catalog: what ``core.megatron.reshard.reshard.unshard`` gives.
-        implementation: one of ``IMPLEMENTATIONS``.
+        implementation: ``local`` or ``transformer_engine``.
 
     Raises:
         UnsupportedError: experts are in a form that the other implementation does not have.

@@ -19,6 +19,7 @@ import tensorstore as ts
 import torch
 from safetensors import safe_open
 
+from core.arrays.checksum import crc32c
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.checks.finding import Severity
@@ -36,7 +37,6 @@ from core.files.store import LocalStore, MemoryStore
 from core.formats.ocdbt import format as ocdbt
 from core.formats.ocdbt.entries import entries_of
 from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, Budget, Place, read_manifest, read_node
-from core.formats.zarr.crc32c import crc32c
 from core.pickle.nesting import entries
 from core.validate.run import validate
 from tests.support.materialize import tensor_bytes

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import zstandard
 
+from core.arrays.checksum import crc32c
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, TruncatedError, UnsupportedError
 from core.files.store import MemoryStore
-from core.formats.zarr.crc32c import crc32c
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 
 SHAPE = (6, 5)

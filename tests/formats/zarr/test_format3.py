@@ -15,6 +15,7 @@ import tensorstore as ts
 import torch
 import zarr as zarr_python
 
+from core.arrays.checksum import crc32c
 from core.arrays.dtypes import DTYPES
 from core.catalog.catalog import Catalog, catalog_of_arrays
 from core.catalog.stored import StoredArray
@@ -24,7 +25,6 @@ from core.files.store import LocalStore, MemoryStore
 from core.formats.dcp import torch_dist
 from core.formats.zarr import format3 as zarr3
 from core.formats.zarr.array import ZarrArray
-from core.formats.zarr.crc32c import crc32c
 from core.formats.zarr.metadata3 import node_of, parse_array
 from tests.support.materialize import tensor_bytes
 from tests.support.zarr_files import as_bytes, by_tensorstore, element_bytes, files_of, source_of, written
