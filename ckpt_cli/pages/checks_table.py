@@ -45,12 +45,3 @@ def table_lines(screen: Screen) -> Iterator[str]:
         severity = Cell(code.severity.label, (STYLES[code.severity],))
         rows.append([Cell(code.code, ("bold",)), severity, Cell(LEVELS[code.level], ("dim",)), code.title])
     yield from table(screen, rows, align="<<<<")
-
-
-def markdown_lines() -> Iterator[str]:
-    """The table of the README."""
-    yield "| code | severity | from level | what is found | what to do |"
-    yield "| --- | --- | --- | --- | --- |"
-    for row in _rows():
-        cells = (row["code"], row["severity"], row["level"], row["title"], row["hint"])
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

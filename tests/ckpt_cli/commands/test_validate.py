@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from ckpt_cli.app import main
-from ckpt_cli.pages.checks_table import markdown_lines
 from core.checks.registry import codes
 
 DCP = "torch_dcp/tp2_only"
@@ -395,14 +394,3 @@ def test_codes_are_stable_in_form() -> None:
         assert not code.title.endswith(".")
         assert code.hint
         assert not code.hint.endswith(".")
-
-
-BEGIN, END = "<!-- checks: begin -->", "<!-- checks: end -->"
-
-
-def test_the_readme_has_the_table_of_all_codes(repo_dir: Path) -> None:
-    readme = (repo_dir / "README.md").read_text("utf-8")
-    if BEGIN not in readme:
-        pytest.skip("README.md has no place for the table; scripts/list_checks writes it there")
-    table = readme.partition(BEGIN)[2].partition(END)[0].strip()
-    assert table.splitlines() == list(markdown_lines()), "run scripts/list_checks"
