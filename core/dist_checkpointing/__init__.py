@@ -1,4 +1,4 @@
-"""The documented API of Megatron-Core's distributed checkpointing, on this project's engine; see core/README.md."""
+"""The documented API of Megatron-Core's distributed checkpointing, on this project's engine."""
 
 from core.dist_checkpointing.core import check_is_distributed_checkpoint
 from core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor

@@ -1,9 +1,9 @@
 """Non-tensor entries on their way from one format to another: loading, vetting, nesting.
 
-Policy (SAFETY: inspect warns, validate detects, convert rejects): an object that names something *dangerous* is never
-carried. One that names classes nobody knows is carried only into torch's files (those of Megatron's ranks and its
-``common.pt`` among them), where it stays the inert pickle that it was or is set aside; for every other target the user
-must say ``drop_unknown``.
+Policy (docs/facts/safety.md 1: inspect warns, validate detects, convert rejects): an object that names something
+*dangerous* is never carried. One that names classes nobody knows is carried only into torch's files (those of
+Megatron's ranks and its ``common.pt`` among them), where it stays the inert pickle that it was or is set aside; for
+every other target the user must say ``drop_unknown``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reads a pickle without running anything: a virtual machine for protocols 0 to 5 that builds inert trees.
 
 No name in a pickle is imported, looked up or called, and ``pickle.Unpickler`` is not used: it allocates whatever a
-memo index or a length asks for, and nested tuple keys overflow its stack (SAFETY.md 2.4). A name becomes a ``Global``;
-REDUCE, NEWOBJ, INST and OBJ become an ``Inert`` with its arguments; BUILD sets its ``state``; SETITEMS and APPENDS fill
-its ``entries`` and ``items``. Refused by name: the copyreg extension registry (EXT1/2/4), out-of-band buffers,
+memo index or a length asks for, and nested tuple keys overflow its stack (docs/facts/safety.md 2.3). A name becomes a
+``Global``; REDUCE, NEWOBJ, INST and OBJ become an ``Inert`` with its arguments; BUILD sets its ``state``; SETITEMS and
+APPENDS fill its ``entries`` and ``items``. Refused by name: the copyreg extension registry (EXT1/2/4), out-of-band buffers,
 text persistent ids.
 
 Bounds: the number of objects is limited in proportion to the length of the pickle (``Limits``), so that memory stays

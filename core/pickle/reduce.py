@@ -28,7 +28,7 @@ class KeyGuard:
     to have equal hashes make every insertion linear. So keys are scalars, names, records (hashed by identity) and
     small shallow tuples or frozensets of such.
 
-    Source: SAFETY.md 2.3 and 2.4.
+    Source: docs/facts/safety.md 2.2 and 2.3.
     """
 
     __slots__ = ("_hashes",)

@@ -1,4 +1,4 @@
-"""A third party's format, as core/README.md tells to write one: a folder of NumPy files and an index.
+"""A third party's format, as docs/adding/format.md tells to write one: a folder of NumPy files and an index.
 
 ::
 

@@ -4,7 +4,7 @@ Ranks that hold the same box hold the same bytes, or one of them diverged or was
 digests, which the scan makes; only where these differ, or where a copy is a part of an array, are the boxes themselves
 read and compared.
 
-Source: RESHARD.md on replicated parameters; the layout's rules say who holds what
+Source: docs/facts/reshard.md 3; the layout's rules say who holds what
 (``core.megatron.reshard.from_ranks``).
 """
 

@@ -18,7 +18,7 @@ absent; ``TensorProperties`` is a tuple of at least 5), Megatron core 0.12 to 0.
 ``MCoreSavePlan``).
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``; written by the software listed in
-FINDINGS.md 2 and 4, pinned in tests/golden.
+tests/golden/README.md.
 
 Not supported, refused by name: Hugging Face storage (``_HFStorageInfo``), ``transform_descriptors`` other than
 ``stream.zstd/1``, sparse layouts.
@@ -222,8 +222,8 @@ def _parsed_by_c(data: bytes, *, cpu_s: int | None = None) -> _Parsed | None:
       reach: none reads an attribute, the extension registry is emptied, persistent ids and buffers have no handler.
       Calling them makes lists, tuples and strings. Setting attributes (BUILD) sets them to such values.
     - What the C code can be made to do all the same (allocate by a memo index, hash nested tuples for ever, overflow
-      its stack; SAFETY.md 2.4) happens in a process with limited address space and processor time that holds no open
-      file but the pipe and can open none. Its death is a None.
+      its stack; docs/facts/safety.md 2.3) happens in a process with limited address space and processor time that holds
+      no open file but the pipe and can open none. Its death is a None.
     - The answer is the columns that ``_Reader`` computes in the child, the same code that checks every number for the
       other way.
     """

@@ -6,7 +6,7 @@ are a function of the arguments: no checkpoint_id (torch stores the path of the 
 Read by: torch 2.13 ``FileSystemReader.read_metadata`` (the tests compare field by field), ``dcp.load`` and Megatron's
 loader. Protocol 2, names as of torch 2.3 and later (torch#116248 moved TensorProperties).
 
-Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``; FORMATS.md c3.
+Source: torch 2.13 ``torch/distributed/checkpoint/{metadata,filesystem}.py``; docs/facts/formats.md 2.
 """
 
 from __future__ import annotations

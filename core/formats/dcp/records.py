@@ -3,7 +3,7 @@
 A record is a list that gets the state of its object as its only element. The method by which both readers set the
 state is ``list.append``, so that no Python code runs per record.
 
-Source: torch 1.13 to 2.13, module paths as in SAFETY.md 2.1.
+Source: torch 1.13 to 2.13, module paths as in docs/facts/safety.md 2.1.
 """
 
 from __future__ import annotations

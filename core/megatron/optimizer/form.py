@@ -15,8 +15,8 @@
  ``other``                          optimizer entries in none of these forms
 =================================  =====================================================================================
 
-Source: tests/golden (Megatron-LM d98e8a64, megatron-core 0.12.1 and 0.16.1, torch 2.13) and ``RESHARD.md`` of the
-design documents.
+Source: tests/golden (Megatron-LM d98e8a64, megatron-core 0.12.1 and 0.16.1, torch 2.13);
+docs/facts/reshard.md 7.
 """
 
 from __future__ import annotations
