@@ -3,8 +3,8 @@
 No name in a pickle is imported, looked up or called, and ``pickle.Unpickler`` is not used: it allocates whatever a
 memo index or a length asks for, and nested tuple keys overflow its stack (docs/facts/safety.md 2.3). A name becomes a
 ``Global``; REDUCE, NEWOBJ, INST and OBJ become an ``Inert`` with its arguments; BUILD sets its ``state``; SETITEMS and
-APPENDS fill its ``entries`` and ``items``. Refused by name: the copyreg extension registry (EXT1/2/4), out-of-band buffers,
-text persistent ids.
+APPENDS fill its ``entries`` and ``items``. Refused by name: the copyreg extension registry (EXT1/2/4), out-of-band
+buffers, text persistent ids.
 
 Bounds: the number of objects is limited in proportion to the length of the pickle (``Limits``), so that memory stays
 below 100 MB and 40 times that length; time is linear; nothing recurses. Lengths are compared with the data before
