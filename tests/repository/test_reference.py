@@ -76,6 +76,14 @@ def keys_of(value: object) -> Iterator[str]:
         yield from keys_of(part)
 
 
+def test_an_error_has_the_fields_of_the_page(repo_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (repo_dir / "docs/reference/exit-codes.md").read_text("utf-8")
+    (line,) = re.findall(r'^\{"error": .*$', text, re.MULTILINE)
+    assert main(["inspect", "no-such-path", "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert {"code", "message", "exit_code"} <= set(error) <= set(re.findall(r'"(\w+)":', line))
+
+
 def test_the_schemas_have_the_fields_of_real_answers(
     golden: Path, tmp_path: Path, repo_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
