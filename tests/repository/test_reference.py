@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import main
+from ckpt_cli.options.launch import LaunchOptions
+from ckpt_cli.options.worker import WorkerOptions
 from core.checks.registry import codes
 from core.fingerprint.definition import form_of, text_of
 from core.fingerprint.kernel import products_in_numpy
 from core.fingerprint.sums import FormSum
+from core.stage.workers_lock import WAIT_SECONDS
 
 DATA_KEYS = {"model", "dtypes", "parallel", "rank", "value"}
 """Fields whose own keys are data, not part of a schema."""
@@ -74,6 +77,19 @@ def keys_of(value: object) -> Iterator[str]:
         yield from () if key in DATA_KEYS else keys_of(part)
     for part in value if isinstance(value, list) else ():
         yield from keys_of(part)
+
+
+def test_the_waits_of_workers_are_the_usual_ones_of_the_options(repo_dir: Path) -> None:
+    page = (repo_dir / "docs/reference/launch-waits.md").read_text("utf-8")
+    limits = {row[0].strip(): row[1].strip() for row in re.findall(r"^\| ([^|]+)\|([^|]+)\|", page, re.MULTILINE)}
+    worker, launch = WorkerOptions(), LaunchOptions()
+    assert limits["a worker or host that gives no sign"] == f"{worker.timeout_s:g} s"
+    assert (
+        limits["workers of another launcher that meet (`python -m ckpt_cli.worker`)"] == f"{worker.join_timeout_s:g} s"
+    )
+    assert limits["workers that are to end"] == f"{launch.shutdown_timeout} s"
+    assert limits["workers of a dead run that still write into the stage"] == f"{WAIT_SECONDS:g} s"
+    assert f"`--max-restarts` times ({launch.max_restarts})" in page
 
 
 def test_an_error_has_the_fields_of_the_page(repo_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
