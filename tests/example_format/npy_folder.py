@@ -1,4 +1,4 @@
-"""A third party's format, as docs/adding/format.md tells to write one: a folder of NumPy files and an index.
+"""A third party's format, written as docs/adding/format.md says: a folder of NumPy files and an index.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What README shows of Python runs as it stands there."""
+"""The Python of docs/howto/training-script.md runs as it stands there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_the_examples_of_the_readme_run_one_after_the_other(tmp_path):
-    save, convert = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_examples_of_the_page_run_one_after_the_other(tmp_path):
+    page = ROOT / "docs/howto/training-script.md"
+    save, convert = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
     (tmp_path / "train.py").write_text(save)
     (tmp_path / "convert.py").write_text(convert)
     for command in (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"], ["convert.py"]):

@@ -1,0 +1,145 @@
+"""What README.md and docs/ show: their commands run and print what stands there, their links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_cli.app import work_of
+from tests.documents import ROOT, fences, is_shown, pages, problems_of, steps_of
+
+README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+OTHERS = [CONTRIBUTING, ROOT / "CHANGELOG.md"]
+DOCS = ROOT / "docs"
+GUIDES = [page for folder in ("guide", "howto", "adding") for page in sorted((DOCS / folder).glob("*.md"))]
+TO_COME = {DOCS / folder for folder in ("reference", "explanation", "decisions", "facts")}
+"""Folders of docs/ that may not be there yet; their pages must, once they are."""
+PAGES = [page for page in pages() if steps_of(page.read_text("utf-8"))]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_commands_of_a_page_run_and_print_what_it_shows(page: Path, golden: Path, tmp_path: Path) -> None:
+    problems = problems_of(page.read_text("utf-8"), golden, tmp_path)
+    assert problems == [], "\n".join([*problems, f"python -m tests.documents --write {name_of(page)}"])
+
+
+@pytest.mark.slow
+def test_the_python_of_the_readme_runs(golden: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/llama").symlink_to(golden / "mcore_legacy/dense_gqa/tp4_pp1_optim")
+    ((_, lines),) = fences(README.read_text("utf-8"), "python")
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_every_command_that_needs_hosts_or_devices_can_be_parsed() -> None:
+    """Those of ``sh`` blocks, which cannot run here: several hosts, GPUs, checkpoints that are not in the tests."""
+    problems, n_commands = [], 0
+    for page in pages():
+        for words in commands_in_shell_blocks(page.read_text("utf-8")):
+            n_commands += 1
+            try:
+                assert callable(work_of(words))
+            except Exception as err:
+                problems.append(f"{name_of(page)}: ckpt {' '.join(words)}: {err}")
+    assert problems == []
+    assert n_commands > 5
+
+
+def commands_in_shell_blocks(text: str) -> Iterator[list[str]]:
+    """Yield the arguments of ``ckpt …`` lines in ``sh`` blocks; comments and variables are cut off."""
+    for _, lines in fences(text, "sh"):
+        for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+            if match := re.match(r"(?:[A-Z_]+=\S+ )*ckpt (.+?)(?:\s+#.*)?$", line):
+                yield [word.strip("'\"") for word in match[1].split()]
+
+
+def test_the_readme_fits_on_240_lines() -> None:
+    assert len(README.read_text("utf-8").splitlines()) <= 240
+
+
+def test_every_link_to_a_file_leads_to_one() -> None:
+    missing = [
+        f"{name_of(page)} → {target}"
+        for page in [*pages(), *OTHERS]
+        for target in links_of(page)
+        if "://" not in target and is_missing((page.parent / target).resolve())
+    ]
+    assert missing == []
+
+
+def links_of(page: Path) -> list[str]:
+    """Return the targets of a page's links, without anchors."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+
+
+def is_missing(path: Path) -> bool:
+    """Return whether a page or file is not there, of a folder that is (or that no part of docs/ will have)."""
+    is_to_come = path.parent in TO_COME and not path.parent.exists()
+    return not path.exists() and not is_to_come
+
+
+def test_pages_of_the_site_link_to_nothing_outside_it() -> None:
+    links = [
+        (name_of(page), link) for page in GUIDES for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8"))
+    ]
+    assert [
+        link for link in links if not (ROOT / link[0]).parent.joinpath(link[1]).resolve().is_relative_to(DOCS)
+    ] == []
+
+
+def test_files_and_modules_named_in_the_guides_exist() -> None:
+    missing = []
+    for page in [README, CONTRIBUTING, *GUIDES]:
+        for name in re.findall(r"`([\w./-]+)`", page.read_text("utf-8")):
+            if re.match(r"(core|ckpt_cli|tests|scripts|docs|\.github)/", name):
+                is_there = (ROOT / name).exists()
+            elif re.match(r"(core|ckpt_cli)\.", name):
+                is_there = is_importable(name)
+            else:
+                continue
+            if not is_there:
+                missing.append(f"{name_of(page)}: {name}")
+    assert missing == []
+
+
+def is_importable(name: str) -> bool:
+    """Return whether a dotted name is a module, or an attribute of one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_what_is_shown_is_compared_apart_from_times_and_gaps() -> None:
+    output = ["✓ wrote x", "  time  0.31 s (1.02 MiB/s)", "  note  a", "  note  b"]
+    assert is_shown(["✓ wrote x", "  time  12.5 s (880 KiB/s)", "  note  a", "  note  b"], output)
+    assert is_shown(["✓ wrote x", "  time  0.04 s", "…"], output)
+    assert is_shown(["✓ wrote x", "…"], output)
+    assert is_shown(["…", "  note  b"], output)
+    assert not is_shown(["✓ wrote x", "…", "  note  a"], output)
+    assert not is_shown(["✓ wrote x"], output)
+    assert not is_shown(["✓ wrote x", "  time  0.31 s (1.02 MiB/s)", "  note  a", "  note  c"], output)
