@@ -213,12 +213,17 @@ def with_real_output(text: str, golden: Path, folder: Path) -> str:
 
 
 def _main(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        raise SystemExit(__doc__)
     with tempfile.TemporaryDirectory() as temporary:
         golden = Path(temporary, "golden")
         with tarfile.open(ROOT / "tests/golden/golden.tar.xz") as archive:
-            archive.extractall(golden, filter="data")
+            archive.extractall(golden, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         if arguments[0] != "--write":
-            make_checkpoints(golden, Path(arguments[0]))
+            target = Path(arguments[0])
+            if target.exists():
+                raise SystemExit(f"{target} exists already; name a new folder")
+            make_checkpoints(golden, target)
             return
         for i, page in enumerate([Path(name) for name in arguments[1:]] or pages()):
             folder = Path(temporary, str(i))

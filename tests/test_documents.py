@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import work_of
+from core.formats.registry import formats
 from tests.documents import ROOT, fences, is_shown, pages, problems_of, steps_of
 
 README = ROOT / "README.md"
@@ -77,6 +78,12 @@ def commands_in_shell_blocks(text: str) -> Iterator[list[str]]:
 
 def test_the_readme_fits_on_240_lines() -> None:
     assert len(README.read_text("utf-8").splitlines()) <= 240
+
+
+def test_the_readme_lists_every_format_and_whether_it_is_written() -> None:
+    rows = re.findall(r"^\| `(\w+)`[^|]*\|[^|]*\| yes \| (yes|no)", README.read_text("utf-8"), re.MULTILINE)
+    expected = {format.name: "no" if format.lay_out is None else "yes" for format in formats()}
+    assert dict(rows) == {**expected, "hf": "yes"}
 
 
 def test_every_link_to_a_file_leads_to_one() -> None:
