@@ -5,8 +5,8 @@ checkpoints of ``CHECKPOINTS`` (those that the page names). What stands below a 
 stands for any lines. A command shown without output has only its exit code compared, which is 0 unless the next
 command is ``$ echo $?``. Times and rates are not compared.
 
-``python -m tests.documents FOLDER`` makes the checkpoints in a new folder, to follow the pages by hand.
-``python -m tests.documents --write [PAGE …]`` runs the pages and writes the real output into them.
+``python -m tests.support.documents FOLDER`` makes the checkpoints in a new folder, to follow the pages by hand.
+``python -m tests.support.documents --write [PAGE …]`` runs the pages and writes the real output into them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS: Mapping[str, str] = {
     "runs/llama": "mcore_legacy/dense_gqa/tp4_pp1_optim",
     "runs/llama-dist": "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable",
