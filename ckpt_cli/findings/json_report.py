@@ -2,14 +2,16 @@
 
     {"schema": "ckpt.validate/1", "level": "metadata" | "headers" | "deep", "strict": bool, "valid": bool,
      "checkpoints": [{"path": str, "format": str | null, "valid": bool, "files": int, "bytes": int, "tensors": int,
-                      "checks": int, "seconds": float, "notes": [str], "against": {"name": str, "tensors": int} | null,
+                      "checks": int, "seconds": float, "notes": [str], "unchecked": [str],
+                      "against": {"name": str, "tensors": int} | null,
                       "counts": {"error": int, "warning": int, "note": int},
                       "findings": [FINDING], "ignored": [FINDING], "known": [FINDING]}], "launch": {…}}
 
 where a FINDING is ``{"code": str, "severity": "error" | "warning" | "note", "title": str, "message": str, "file": str,
 "key": str, "keys": [str], "rank": str, "span": [int, int], "expected": str, "found": str, "hint": str}``; parts that do
 not apply are left out. ``keys`` are all tensors concerned, if they are several; ``key`` is the first. ``file`` is
-relative to ``path``; ``span`` is a range of its bytes. ``ignored`` are those of ``--ignore``, ``known`` those of
+relative to ``path``; ``span`` is a range of its bytes. ``unchecked`` says what
+could not be compared. ``ignored`` are those of ``--ignore``, ``known`` those of
 ``--baseline``; neither counts for ``valid``. ``launch`` is there where several workers did it, see
 ``ckpt_cli.workers.current_team``.
 """
