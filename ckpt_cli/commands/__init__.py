@@ -1,5 +1,5 @@
 """One module a command: parse, one call of ``core``, one page.
 
 Start at ``validate`` or ``transfer`` (what convert and reshard share).
-Imports: pages, findings, launch, workers, options, screen, host, core.
+Imports: core, findings, host, options, pages, screen, workers.
 """

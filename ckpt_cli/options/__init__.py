@@ -1,5 +1,5 @@
 """The options of each command, each declared once, and what their texts mean.
 
 Start at ``transfer`` (convert and reshard) and ``values``; ``typer_command`` makes the help pages.
-Imports: host, core.
+Imports: core, host.
 """

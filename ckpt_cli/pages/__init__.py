@@ -1,5 +1,5 @@
 """What inspect, diff and transfer print: functions from values of ``core`` to lines.
 
 Start at ``transfer`` and ``diff_page``.
-Imports: findings, launch, workers, options, screen, host, core.
+Imports: core, findings, screen.
 """

@@ -1,5 +1,5 @@
 """What the output can take, text blocks, and errors as one line.
 
 Start at ``terminal`` and ``blocks``; ``failure`` maps an exception to a line and an exit code.
-Imports: host, core.
+Imports: core.
 """

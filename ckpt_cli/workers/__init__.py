@@ -1,5 +1,5 @@
 """A team of processes over torch.distributed: meeting, store, heartbeats, progress.
 
 Start at ``current_team``, which every command asks, and ``torch_team``.
-Imports: options, screen, host, core.
+Imports: core, host, screen.
 """

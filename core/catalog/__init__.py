@@ -2,7 +2,7 @@
 
 Start at ``catalog``; ``stored`` is an array in a file, with its encoding. ``file_image`` is an output file before it
 has data; ``planned_store`` lets it be read like any checkpoint. The names below are what a format of one's own needs.
-Imports: device, team, pickle, arrays, files, errors.
+Imports: arrays, device, errors, files, pickle.
 """
 
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays, whole_fragment

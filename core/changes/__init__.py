@@ -2,5 +2,5 @@
 
 Start at ``select``; each other module is one option of ``ckpt convert``. ``core.convert.apply_changes`` applies them in
 their order.
-Imports: quantize, plan, catalog, pickle, arrays, errors.
+Imports: arrays, catalog, errors, pickle, quantize.
 """

@@ -1,7 +1,7 @@
 """The checks of ``ckpt validate``: a table of functions with stable codes.
 
-A check is one function from a ``Subject`` to findings. It lives in a module of this package, whose ``CODES`` and
-``CHECKS`` are collected here. Checks collect: they go on after a finding, and never raise for what a file holds.
+A check is one function from a ``Subject`` to findings. It lives in a module of this package or of one below, whose
+``CODES`` and ``CHECKS`` ``registry`` collects. Checks collect: they go on after a finding, and never raise for what a file holds.
 
 Codes are stable: a code never changes its meaning, and one that is given up is not used again.
 
@@ -16,4 +16,7 @@ CK7xx   content, with ``--deep``: CRCs, NaN, constant tensors, replicas
 CK8xx   manifests, integrity.json, fingerprints
 CK9xx   what was asked beside: ``--plan-for``
 ======  ==============================================================================
+Imports: calibration, catalog, convert, device, errors, files, fingerprint, formats, formats.megatron, formats.torch,
+formats.zarr, manifest, megatron.model, megatron.optimizer, megatron.reshard, megatron.rules, opening, pickle, scan,
+team.
 """

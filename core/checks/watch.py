@@ -1,7 +1,8 @@
 """The deepest level: one scan of a checkpoint, which all checks that read data share.
 
 A check that wants data has a function ``watch`` in its module, which says with what it takes part in the scan; after
-the scan it finds what it asked for in ``Subject.deep``. Modules that watch are listed in ``_WATCHERS``.
+the scan it finds what it asked for in ``Subject.deep``. Modules that watch are listed in
+``core.checks.subject``, ``_WATCHERS``.
 """
 
 from __future__ import annotations

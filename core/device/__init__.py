@@ -2,5 +2,5 @@
 
 Start at ``device``, which says what kinds of work there are; ``lane`` moves the bytes. ``core.calibration`` decides
 what a device may do.
-Imports: arrays, files, errors.
+Imports: arrays, errors.
 """

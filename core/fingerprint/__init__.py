@@ -2,5 +2,5 @@
 
 Start at ``definition``; ``kernel`` computes it in numpy, torch or on a device, ``sums`` adds up the parts.
 ``core.manifest`` makes fingerprints of checkpoints.
-Imports: device, team, pickle, arrays, files, errors.
+Imports: arrays, device, errors.
 """

@@ -11,6 +11,7 @@ way round. Fused tensors are boxes (``core.hf.fuse``).
 
 Families: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3. Not supported: optimizer state, quantized weights (they
 are dequantised first), LoRA adapters, models with other heads than the language model's.
+Imports: arrays, catalog, changes, errors, megatron.extras, megatron.model, pickle, quantize.
 """
 
 from __future__ import annotations

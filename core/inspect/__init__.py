@@ -1,5 +1,6 @@
 """What ``ckpt inspect`` shows: the summary, the folded tree, a look at one tensor, what can be done.
 
 Start at ``summary``; ``capabilities`` plans each conversion to say whether it would succeed.
-Imports: convert, live, and all below.
+Imports: arrays, catalog, changes, convert, errors, files, formats, formats.torch, hf, megatron.extras,
+megatron.optimizer, megatron.reshard, opening, pickle, plan, quantize.
 """

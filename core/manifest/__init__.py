@@ -2,5 +2,6 @@
 
 Start at ``file``, the format of a manifest. ``inventory`` is ``ckpt manifest``; ``of_copy`` and ``fingerprint_copy``
 cost a conversion no second read; ``lookup`` finds a manifest again.
-Imports: opening, and all below.
+Imports: arrays, calibration, catalog, copy, core, device, errors, files, fingerprint, formats, formats.dcp,
+formats.torch, formats.torch.zip, megatron.reshard, opening, plan, scan, team.
 """

@@ -3,5 +3,5 @@
 Start at ``reshard.reshard``. ``rules`` holds ``megatron.toml``, which says how each parameter is cut; ``model`` the
 sizes, stages and arguments; ``extras`` what lies beside the model; ``placement`` which tensor lies where; ``optimizer``
 its three forms.
-Imports: changes, catalog, pickle, arrays, files, errors; no format.
+Imports: see its packages.
 """

@@ -2,5 +2,5 @@
 
 Start at ``facts`` (for ``validate``) and ``difference`` (for ``diff``); both are sums, so that threads and ranks may
 add in any order.
-Imports: catalog, device, arrays, errors.
+Imports: arrays, catalog, device.
 """

@@ -3,5 +3,5 @@
 Start at ``plan.make_plan``. ``match`` finds who fills what of one tensor and proves that nothing is missing;
 ``positions`` knows where the arrays of the output files lie; ``items`` cuts the work into pieces for threads;
 ``box_reader`` reads any box through the same machinery.
-Imports: catalog, team, arrays, files, errors.
+Imports: arrays, catalog, errors, files.
 """

@@ -2,5 +2,5 @@
 
 Start at ``to_float8`` and ``from_float8``; ``schemes`` reads ``schemes.toml``, the names that GPTQ, AWQ and others use.
 ``core.changes.quantize`` applies them to a catalog.
-Imports: catalog, arrays, files, errors.
+Imports: arrays, catalog, device, errors, files.
 """

@@ -2,5 +2,5 @@
 
 Start at ``run.scan``. ``observer`` is what takes part (values, replicas, digests); ``windows`` says in which order
 bytes are read; ``sums`` is what comes out.
-Imports: catalog, device, team, arrays, files, errors.
+Imports: arrays, catalog, device, errors, files, team.
 """

@@ -2,5 +2,5 @@
 
 Start at ``protocol``: what the engine asks of a team (the process groups of torch are behind it, in
 ``ckpt_cli.workers.torch_team``). ``threads`` is for one process.
-Imports: arrays, files, errors.
+Imports: errors, files.
 """

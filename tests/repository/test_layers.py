@@ -163,3 +163,29 @@ def test_core_neither_prints_nor_exits_nor_reads_the_environment() -> None:
             if what:
                 wrong.append(f"{module}:{node.lineno} {what}")
     assert wrong == []
+
+
+def packages_imported(package: str) -> list[str]:
+    """Return the packages from which the modules right in a package import, as signposts name them."""
+    names = set()
+    for item in imports():
+        is_inside = item.importer.rpartition(".")[0] == package and modules()[item.importer].name != "__init__.py"
+        if not is_inside or not _is_ours(item.imported):
+            continue
+        is_package = modules()[item.imported].name == "__init__.py"
+        names.add(item.imported if is_package or item.imported == "core.errors" else item.imported.rpartition(".")[0])
+    names -= {package}
+    if package.startswith("ckpt_cli"):
+        names = {"core" if name.split(".")[0] == "core" else name.removeprefix("ckpt_cli.") for name in names}
+    return sorted(name.removeprefix("core.") for name in names)
+
+
+def test_every_signpost_says_what_its_package_imports() -> None:
+    wrong = {}
+    for module, path in modules().items():
+        if path.name == "__init__.py" and module not in (*DOCUMENTED, "core", "ckpt_cli"):
+            text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
+            expected = f"Imports: {', '.join(packages_imported(module)) or 'see its packages'}."
+            if not text.endswith(expected):
+                wrong[module] = expected
+    assert wrong == {}

@@ -1,5 +1,5 @@
 """The directory of a save: how it is published and removed, and what is refused.
 
 Start at ``publication``; ``strictness`` says what mismatched keys mean.
-Imports: the documented modules, and all of core below.
+Imports: dist_checkpointing, errors, files, formats.dcp, formats.mcore, manifest, opening, stage.
 """

@@ -2,5 +2,5 @@
 
 Start at ``format``, then ``partition`` (which piece of which parameter lies where) and ``pieces``. ``universal`` is the
 format that DeepSpeed converts to.
-Imports: torch, and what formats may.
+Imports: arrays, catalog, errors, files, formats, formats.torch, pickle.
 """

@@ -2,5 +2,5 @@
 
 Start at ``files`` (configuration, tokenizer, licence: carried as they are) and ``index`` (which shard holds which
 tensor).
-Imports: torch, and what formats may.
+Imports: catalog, errors, files, formats, formats.torch, pickle.
 """

@@ -1,5 +1,5 @@
 """safetensors: single files, sharded directories, and the pieces that PyTorch DCP writes with them.
 
 Start at ``format``; ``header`` reads and checks a header, ``layout`` lays a file out.
-Imports: huggingface, torch, and what formats may.
+Imports: arrays, catalog, errors, files, formats, formats.huggingface, formats.torch.
 """

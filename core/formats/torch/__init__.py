@@ -2,5 +2,5 @@
 
 Start at ``format``, then ``tree`` (from a file to its tree and arrays) and ``zip``. ``weights_only`` and ``refused``
 know what torch.load refuses; ``side_file`` keeps objects beside formats that hold only tensors.
-Imports: format, and what formats may.
+Imports: arrays, catalog, errors, files, formats, formats.torch.zip, pickle.
 """

@@ -2,5 +2,5 @@
 
 Start at ``format`` (zarr 2, Megatron) and ``format3``. ``array`` is one array; ``grid`` its geometry; ``chunks`` and
 ``shards`` its bytes; ``fill`` what absent chunks mean.
-Imports: mcore, torch, and what formats may.
+Imports: arrays, catalog, errors, files, formats, formats.mcore, formats.torch, pickle.
 """

@@ -3,5 +3,5 @@
 Start at ``proof.check_model``, which conversions ask; ``comparison`` is what ``ckpt validate`` reports. ``expected``
 makes names and shapes of a known family, ``common_sizes`` checks what every configuration states, ``quantization``
 knows the methods.
-Imports: hf, quantize, catalog, arrays, errors.
+Imports: arrays, catalog, changes, errors, hf.
 """

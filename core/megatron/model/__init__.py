@@ -2,5 +2,5 @@
 
 Start at ``facts``, which ``args`` makes of the training arguments. ``topology`` names the rank directories;
 ``pipeline`` and ``stages`` distribute layers; ``cut`` puts rule, shape and sizes together.
-Imports: rules, and what megatron may.
+Imports: arrays, catalog, errors, megatron.rules, pickle.
 """

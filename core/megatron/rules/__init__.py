@@ -2,5 +2,5 @@
 
 Start at ``megatron.toml`` (QKV, gate and up, experts …), then ``rules``, which finds the rule of a parameter;
 ``tables`` reads the file and those of ``--rules``.
-Imports: arrays, catalog, errors.
+Imports: arrays, catalog, errors, files.
 """

@@ -2,5 +2,5 @@
 
 Start at ``container`` for reading and ``layout`` for writing; ``tree_layout`` lays out a whole state dict,
 ``tree_layouts`` many that are alike.
-Imports: what formats.torch may.
+Imports: arrays, catalog, errors, files, pickle.
 """

@@ -2,5 +2,5 @@
 
 Start at ``content``, what the file holds, and ``buffers``, where each parameter lies in a buffer. ``layout`` finds and
 proves that for a stored file; ``read`` and ``write`` do the rest.
-Imports: the modules of optimizer, and what they may.
+Imports: arrays, catalog, errors, files, megatron.extras, megatron.model, megatron.optimizer, megatron.rules, pickle.
 """

@@ -38,7 +38,7 @@ _FP32 = "float32"
 
 
 class FlatFiles:
-    """The distributed optimizer at a destination of rank files; see ``core.optim_files``.
+    """The distributed optimizer at a destination of rank files; see ``rank_state.OptimizerFiles``.
 
     Raises:
         UnsupportedError: the arguments do not say how the target's buffers look, or a state has no place there.

@@ -26,7 +26,7 @@ from core.pickle.inert import TensorLeaf
 
 
 class NumberedFiles:
-    """An FP32 or Float16 optimizer at a destination of rank files; see ``core.optim_files``.
+    """An FP32 or Float16 optimizer at a destination of rank files; see ``rank_state.OptimizerFiles``.
 
     Raises:
         MissingShardError: a parameter lacks states.
