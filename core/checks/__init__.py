@@ -1,7 +1,7 @@
 """The checks of ``ckpt validate``: a table of functions with stable codes.
 
 A check is one function from a ``Subject`` to findings. It lives in a module of this package or of one below, whose
-``CODES`` and ``CHECKS`` ``registry`` collects. Checks collect: they go on after a finding, and never raise for what a file holds.
+``CODES`` and ``CHECKS`` ``registry`` collects. Checks go on after a finding, and never raise for what a file holds.
 
 Codes are stable: a code never changes its meaning, and one that is given up is not used again.
 
