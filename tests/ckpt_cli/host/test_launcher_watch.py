@@ -17,7 +17,7 @@ signal.pause()
 """
 WORKER = """
 import os, sys, time
-from ckpt_cli import launcher_watch
+from ckpt_cli.host import launcher_watch
 from ckpt_cli.screen.failure import Terminated, end_on_signals
 launcher_watch._END_S = 1.0 if IS_STUCK else 60.0
 end_on_signals()
@@ -39,10 +39,10 @@ def test_a_worker_does_not_outlive_a_launcher_that_is_killed(repo_dir: Path, *, 
         [sys.executable, "-c", LAUNCHER, worker], cwd=repo_dir, stdout=subprocess.PIPE, bufsize=0
     ) as launcher:
         assert launcher.stdout is not None
-        said = os.read(launcher.stdout.fileno(), 100)
-        launcher.kill()
         waiting = select.poll()
         waiting.register(launcher.stdout, select.POLLIN | select.POLLHUP)
+        said = os.read(launcher.stdout.fileno(), 100) if waiting.poll(60_000) else b""
+        launcher.kill()
         while waiting.poll(60_000):
             part = os.read(launcher.stdout.fileno(), 100)
             said += part
