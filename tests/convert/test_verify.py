@@ -79,7 +79,7 @@ def _with_two_swapped(lay_out: Callable[[Catalog], list[FileImage]]) -> Callable
 
 def test_tensors_in_each_others_places_are_found(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = replace(megatron.FORMAT, lay_out=_with_two_swapped(megatron.lay_out))  # type: ignore[arg-type]
-    monkeypatch.setattr("core.convert.run.format_called", lambda name: wrong)
+    monkeypatch.setattr("core.convert.prepare.format_called", lambda name: wrong)
     run(_job(golden, tmp_path, to="megatron", dst=tmp_path / "unseen", verify=False))
     with pytest.raises(CorruptError, match="the source says"):
         run(_job(golden, tmp_path, to="megatron"))

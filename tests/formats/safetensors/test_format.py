@@ -171,7 +171,7 @@ def test_reading_imports_no_heavy_module(golden: Path, repo_dir: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from core.formats.safetensors import FORMAT
+from core.formats.safetensors.format import FORMAT
 from core.files.store import LocalStore
 for name in sys.argv[1:]:
     store = LocalStore(Path(name))

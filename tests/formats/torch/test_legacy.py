@@ -143,7 +143,7 @@ def test_a_whole_module_is_an_inert_object_as_from_a_zip() -> None:
     assert to_plain(catalog.skeleton) == to_plain(from_zip.skeleton)
     found = catalog.objects["net"].value
     assert isinstance(found, Inert)
-    assert found.class_name.endswith("test_torch_legacy.Net")
+    assert found.class_name.endswith("test_legacy.Net")
     assert catalog.objects["again"].value == found.fn
     assert catalog.hidden == from_zip.hidden
     assert len(catalog.hidden) == 2

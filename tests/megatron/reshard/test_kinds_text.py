@@ -49,7 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case as megatron-core saved it: <model>/<layout>/{ranks,dist}."""
     root_dir = tmp_path_factory.mktemp("text_models")
     jobs = [{**MODELS[model][0], **sizes(case), "dir": str(root_dir / model / case)} for model, case in CASES]
-    program = Path(__file__).parent / "text_models.py"
+    program = Path(__file__).parents[1] / "support/text_models.py"
     done = subprocess.run([sys.executable, str(program), json.dumps(jobs)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return root_dir
