@@ -25,6 +25,7 @@ from core.convert.prepare import Prepared, prepare
 from core.convert.stage import Made, finish_data, finish_manifest, identity_text, report_of, stage_of, written_path
 from core.convert.stored_plan.file import identity_of
 from core.convert.verify import verify
+from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.megatron.reshard.reshard import load_rules
 from core.stage.existing import check_replaceable
@@ -42,7 +43,7 @@ def run(
     team: Team = ALONE,
     publishing: Callable[[Report, int], None] | None = None,
 ) -> Report:
-    """Does the job: all or nothing, unless ``resume`` keeps an unfinished stage.
+    """Run the job: all or nothing, unless ``resume`` keeps an unfinished stage.
 
     Args:
         job: what to do.
@@ -67,10 +68,7 @@ def run(
         identity = identity_of(plan, source.store, options=identity_text(job)) if job.resume else ""
         stage = stage_of(prepared, identity=identity)
         with stage, _watch(prepared) as watch:
-            result = execute(
-                plan,
-                source.store,
-                stage.store,
+            options = CopyOptions(
                 crc=job.crc,
                 digest=job.digest,
                 progress=_counted(progress, plan.write_bytes),
@@ -78,6 +76,7 @@ def run(
                 watch=watch,
                 device=job.device,
             )
+            result = execute(plan, source.store, stage.store, options)
             files = finish_data(prepared, stage, result)
             made = Made() if watch is None else _seen(watch, prepared, stage)
             finish_manifest(prepared, stage, result, files, made)

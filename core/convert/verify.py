@@ -18,7 +18,8 @@ from core.arrays.box import c_strides
 from core.catalog.catalog import Catalog, Fragment, bind_nothing
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import StoredArray
-from core.copy.run import Progress, execute
+from core.copy.options import CopyOptions, Progress
+from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.files.store import LocalStore
@@ -57,7 +58,7 @@ def verify(
     progress: Progress | None = None,
     device: Device | None = None,
 ) -> int:
-    """Compares a destination with what it was made of.
+    """Compare a destination with the source that it was made of.
 
     Args:
         plan: the one that made it.
@@ -76,7 +77,8 @@ def verify(
         CheckpointingException: any other, if the destination cannot be read.
     """
     with planned_again(plan, written, rules=rules, memory_bytes=memory_bytes) as (again, store):
-        execute(again, source_store, Comparison(store), crc=False, digest=False, progress=progress, device=device)
+        options = CopyOptions(crc=False, digest=False, progress=progress, device=device)
+        execute(again, source_store, Comparison(store), options)
         return again.write_bytes
 
 

@@ -1,8 +1,8 @@
-"""What one work item writes: cast, summed and written in the order in which it comes."""
+"""Write the elements of one work item: cast them, sum them and write them, in the order in which they come."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from core.arrays.cast import Cast
@@ -16,29 +16,20 @@ from core.plan.addresses import RecordCrc
 
 if TYPE_CHECKING:
     from core.copy.ledger import Ledger
+    from core.copy.options import CopyOptions
     from core.plan.positions import Places
 
 _SETTLED_BYTES = 8 << 20
 
 
 class Stage(WriteStore, Protocol):
-    """Where the work goes: a write store that can be read back."""
+    """The target of a copy: a write store that can be read back."""
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fills ``buffer`` from ``offset``."""
+        """Fill ``buffer`` from ``offset``."""
 
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """Hears of a range that will not change any more, so that it may go to the disk now."""
-
-
-class Watch(Protocol):
-    """Sees what is written to arrays; called from several threads."""
-
-    def feed(self, number: int, offset: int, data: memoryview) -> None:
-        """Takes whole elements of an array, ``offset`` bytes from its start; valid during the call only."""
-
-    def pass_over(self, number: int, offset: int, n_bytes: int) -> None:
-        """The same, where all elements are zero."""
+        """Take note that a range will not change any more, so that it may go to the disk now."""
 
 
 class Output:
@@ -46,40 +37,32 @@ class Output:
 
     Args:
         dtypes: of the source and of the target.
+        options: of the copy; its checksums, progress and watch count here.
         stage: gets the bytes.
-        places: where the arrays lie.
-        ledger: gets the sums.
+        places: where the target arrays lie.
+        ledger: gets the checksums.
         spare: buffer for casts.
-        crc, digest: what to compute.
-        progress: told about written bytes.
-        watch: sees what is written.
-        device: casts, if it does that cast.
+        device: makes the cast; None for the CPU.
     """
 
     def __init__(
         self,
         dtypes: tuple[str, str],
+        options: CopyOptions,
         *,
         stage: Stage,
         places: Places,
         ledger: Ledger,
         spare: memoryview,
-        crc: bool,
-        digest: bool,
-        progress: Callable[[int], None] | None,
-        watch: Watch | None = None,
-        device: Device | None = None,
+        device: Device | None,
     ) -> None:
-        self._watch = watch
+        self._options = options
         self._source_size, self._size = (itemsize(name) for name in dtypes)
         self._cast: Cast | None = None if dtypes[0] == dtypes[1] else cast_on(device, *dtypes)
         self._stage = stage
         self._places = places
         self._ledger = ledger
         self._spare = spare
-        self._crc = crc
-        self._digest = digest
-        self._progress = progress
         self._open: dict[int, RunSum] = {}
         self._settled: dict[int, int] = {}
         self._closed: list[tuple[int, RunSum]] = []
@@ -92,13 +75,13 @@ class Output:
         self.put_all(((array, index),), 0, data)
 
     def put_all(self, destinations: Sequence[tuple[int, int]], delta: int, data: memoryview) -> None:
-        """Writes source-typed elements, ``delta`` elements after each of the destinations."""
+        """Write source-typed elements, ``delta`` elements after each of the destinations."""
         for skip, piece in self._casted(data):
             places = [(array, (index + delta + skip) * self._size) for array, index in destinations]
             self._feed(places, piece)
-            if self._watch is not None:  # before it is written, while the bytes are in the processor's cache
+            if self._options.watch is not None:  # before it is written, while the bytes are in the processor's cache
                 for array, offset in places:
-                    self._watch.feed(array, offset, piece)
+                    self._options.watch.feed(array, offset, piece)
             for array, offset in places:
                 file = self._places.file_of(array)
                 self._stage.write(file, self._places.offset_of(array) + offset, piece)
@@ -106,12 +89,12 @@ class Output:
             self._report(len(piece) * len(places))
 
     def put_zeros(self, destinations: Sequence[tuple[int, int]], delta: int, zeros: memoryview) -> None:
-        """Accounts for zero elements of the target; the new files are zero already."""
+        """Account for zero elements of the target; the new files are zero already."""
         places = [(array, (index + delta) * self._size) for array, index in destinations]
         self._feed(places, zeros)
-        if self._watch is not None:
+        if self._options.watch is not None:
             for array, offset in places:
-                self._watch.pass_over(array, offset, len(zeros))
+                self._options.watch.pass_over(array, offset, len(zeros))
         self._report(len(zeros) * len(destinations))
 
     def put_piece(self, array: int, index: int, data: memoryview) -> None:
@@ -121,13 +104,13 @@ class Output:
             offset = self._places.offset_of(array) + (index + skip) * self._size
             self._stage.write(self._places.file_of(array), offset, piece)
             self._ledger.add_unsummed(array, len(piece))
-            if self._watch is not None:
-                self._watch.feed(array, (index + skip) * self._size, piece)
+            if self._options.watch is not None:
+                self._options.watch.feed(array, (index + skip) * self._size, piece)
             self._report(len(piece))
 
     def check(self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int) -> None:
         """See ``core.copy.interleave.Out``."""
-        if not self._crc:
+        if not self._options.crc:
             return
         offset = address - record.start
         runs = self._checked.setdefault(record, [])
@@ -139,7 +122,7 @@ class Output:
         runs.append(CheckedRun(record, before[0], before[1] + n_bytes, crc))
 
     def close(self) -> tuple[ItemRecord | None, set[str]]:
-        """Hands the sums over.
+        """Hand the sums over to the ledger.
 
         Returns:
             What to record of the item, None if it cannot be resumed, and the files it wrote to.
@@ -161,7 +144,7 @@ class Output:
         return ItemRecord(written, checked), files
 
     def _casted(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """(elements before it, bytes) of the target-typed pieces of some elements."""
+        """Yield (elements before it, bytes) of the target-typed pieces of some elements."""
         if self._cast is None:
             yield 0, data
             return
@@ -174,7 +157,7 @@ class Output:
             yield first, piece
 
     def _feed(self, places: list[tuple[int, int]], piece: memoryview) -> None:
-        """Sums a piece once for all arrays in which it stands at the same offset."""
+        """Sum a piece once for all arrays in which it stands at the same offset."""
         new: dict[tuple[int, int], RunSum] = {}
         runs: dict[int, RunSum] = {}
         for array, offset in places:
@@ -185,7 +168,7 @@ class Output:
                 size = self._places.bytes_of(array)
                 run = new.get((offset, size))
                 if run is None:
-                    run = new[offset, size] = RunSum(offset, size, crc=self._crc, digest=self._digest)
+                    run = new[offset, size] = RunSum(offset, size, crc=self._options.crc, digest=self._options.digest)
                 self._open[array] = run
                 self._settled[array] = offset
             runs[id(run)] = run
@@ -200,5 +183,5 @@ class Output:
 
     def _report(self, n_bytes: int) -> None:
         self.written_bytes += n_bytes
-        if self._progress is not None:
-            self._progress(n_bytes)
+        if self._options.progress is not None:
+            self._options.progress(n_bytes)

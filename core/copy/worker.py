@@ -10,7 +10,7 @@ from core.arrays.checksum import BLOCK_BYTES
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import Layout, dense, is_dense, read_box
 from core.copy.interleave import Weaver
-from core.copy.output import Output, Stage, Watch
+from core.copy.output import Output, Stage
 from core.device.compare import is_equal
 from core.device.device import COMPARE, Device, cast_work, does
 from core.device.lane import PIECE_BYTES, host_buffer
@@ -21,6 +21,7 @@ from core.plan.items import Comparison, Item, Move, Weave
 if TYPE_CHECKING:
     from core.arrays.box import Box
     from core.copy.ledger import ItemRecord, Ledger
+    from core.copy.options import CopyOptions
     from core.files.store import ReadStore
     from core.plan.positions import Places
 
@@ -31,20 +32,17 @@ DEVICE_CHUNK_BYTES = 2 * PIECE_BYTES
 
 
 class Copier:
-    """One thread's hands.
+    """The buffers and counters of one copying thread.
 
     Args:
         source: the source files.
         stage: the target files.
         places: where the target arrays lie.
         ledger: gets the checksums.
-        buffer_bytes: most bytes of buffers; a third of it bounds the bands.
-        crc, digest: what to compute.
-        progress: told about written bytes.
+        options: of the copy.
+        band_bytes: most bytes of a band, see ``band_bytes_of``.
+        threads: how many copy.
         is_stopped: asked between chunks whether to give up.
-        watch: sees what is written.
-        device: on which casts and comparisons may be done (``core.calibration.choice``).
-        threads: that copy.
     """
 
     def __init__(
@@ -53,37 +51,24 @@ class Copier:
         stage: Stage,
         places: Places,
         ledger: Ledger,
+        options: CopyOptions,
         *,
-        buffer_bytes: int,
-        crc: bool,
-        digest: bool,
-        progress: Callable[[int], None] | None,
+        band_bytes: int,
+        threads: int,
         is_stopped: Callable[[], bool],
-        watch: Watch | None = None,
-        device: Device | None = None,
-        threads: int = 1,
     ) -> None:
-        self._device = device
-        self._threads = threads
         self._source = source
+        self._device = options.device
+        self._threads = threads
         self._is_stopped = is_stopped
-        self._band_bytes = band_bytes_of(buffer_bytes)
+        self._band_bytes = band_bytes
         self._make_buffers(None)
-        self._begin = partial(
-            Output,
-            stage=stage,
-            places=places,
-            ledger=ledger,
-            crc=crc,
-            digest=digest,
-            progress=progress,
-            watch=watch,
-        )
+        self._begin = partial(Output, options=options, stage=stage, places=places, ledger=ledger)
         self.read_bytes = 0
         self.written_bytes = 0
 
     def do(self, item: Item) -> tuple[ItemRecord | None, set[str]]:
-        """Does an item, or part of it if the copy is stopped.
+        """Copy an item, or part of it if the copy is stopped.
 
         Returns:
             What to record of it (None if it cannot be resumed), and the files it wrote to.
@@ -105,7 +90,7 @@ class Copier:
         return out.close()
 
     def _make_buffers(self, device: Device | None) -> None:
-        """Makes the buffers; those for a device only once it has work, since they are pinned."""
+        """Allocate the buffers; those for a device only once it has work, since they are pinned."""
         self._is_pinned = device is not None
         self._band = host_buffer(device, self._band_bytes)
         self._raw = host_buffer(device, self._band_bytes)
@@ -155,7 +140,7 @@ class Copier:
                     raise _mismatch(item, copy, band, bytes(first), bytes(other))
 
     def _device_for(self, work: str) -> Device | None:
-        """The device, if it does a kind of work; tried when it is first needed."""
+        """Return the device if it does a kind of work, which is tried when it is first needed."""
         if self._device is None:
             return None
         from core.calibration.choice import settled
@@ -164,7 +149,7 @@ class Copier:
         return device if does(device, work) else None
 
     def _read_dense(self, source: Source, delta: list[int], band: Box, size: int, out: memoryview) -> None:
-        """The elements of a band in C order."""
+        """Read the elements of a band in C order."""
         self.read_bytes += len(out)
         address = source.at(delta)
         file = source.file
@@ -185,7 +170,7 @@ class Copier:
 
 
 def band_bytes_of(buffer_bytes: int) -> int:
-    """Most bytes of a band, for a thread's share of the memory: the band, its raw source, and a chunk to cast into."""
+    """Return the most bytes of a band: a third of a thread's buffers, beside its raw source and a buffer for casts."""
     return buffer_bytes // 3 & ~63
 
 

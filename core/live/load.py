@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from core.arrays.box import whole
 from core.arrays.checksum import BLOCK_BYTES
 from core.catalog.catalog import Catalog, TensorMeta
+from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.errors import CorruptError, MissingShardError
 from core.files.store import ReadStore
@@ -50,7 +51,7 @@ def fill(
     for tensor in tensors:
         if zeros.get(tensor.chunk.key):  # the engine takes it for granted that what it creates is zero
             _clear(tensor.memory)
-    result = execute(plan, store, memory, crc=checks_crc, digest=False)
+    result = execute(plan, store, memory, CopyOptions(crc=checks_crc, digest=False))
     return result.read_bytes
 
 

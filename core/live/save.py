@@ -23,6 +23,7 @@ from core.arrays.checksum import BLOCK_BYTES, crc32
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray, array_name
+from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.errors import UsageError
 from core.files.folders import sync_folders
@@ -106,7 +107,7 @@ class LiveSave:
         plan = make_plan(source, share.target, share.images, threads=self.threads, compares=False, is_share=True)
         stage = StageStore(self.root, is_durable=self.fsync)
         try:
-            result = execute(plan, memory, stage, crc=True, digest=False)
+            result = execute(plan, memory, stage, CopyOptions(digest=False))
             finish_files(plan, result, stage, crc=False)
             if self.fsync:
                 stage.sync_files()

@@ -13,6 +13,7 @@ from core.arrays.dtypes import itemsize
 from core.calibration.choice import settled
 from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray
+from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.device import FINGERPRINT, Device
 from core.files.store import ReadStore
@@ -33,7 +34,7 @@ def read_fingerprints(
     progress: Callable[[int], None] | None = None,
     device: Device | None = None,
 ) -> dict[str, Fingerprint]:
-    """The fingerprints of tensors, by key.
+    """Return the fingerprints of tensors, by key.
 
     Where ranks hold copies of one tensor, the first is taken.
 
@@ -56,7 +57,7 @@ def read_fingerprints(
     plan = make_plan(catalog, target, images, zeros={}, threads=threads, memory_bytes=memory_bytes, compares=False)
     with kernel(plan.write_bytes, settled(device, [FINGERPRINT], threads=plan.threads)) as products:
         sink = _Sink(metas, products)
-        execute(plan, store, sink, crc=False, digest=False, progress=progress, device=device)
+        execute(plan, store, sink, CopyOptions(crc=False, digest=False, progress=progress, device=device))
     return sink.found()
 
 

@@ -18,6 +18,7 @@ from core.arrays.checksum import digest_of
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
+from core.copy.options import CopyOptions
 from core.copy.run import CopyResult, execute
 from core.errors import CapacityError, CorruptError, ReplicaMismatchError, TruncatedError
 from core.files.store import MemoryStore
@@ -39,17 +40,10 @@ def moved(
     **options: object,
 ) -> tuple[dict[str, np.ndarray], CopyResult]:
     """Plans and copies in small pieces; returns the written arrays and checks every checksum."""
-    plan = make_plan(source, target, images)
+    plan = make_plan(source, target, images, threads=threads)
     stage = MemoryStore()
-    result = execute(
-        plan,
-        store,
-        stage,
-        threads=threads,
-        buffer_bytes=buffer_bytes,
-        item_bytes=item_bytes,
-        **options,  # type: ignore[arg-type]
-    )
+    copying = CopyOptions(buffer_bytes=buffer_bytes, item_bytes=item_bytes, **options)  # type: ignore[arg-type]
+    result = execute(plan, store, stage, copying)
     found = written(stage, images)
     for name, array in found.items():
         assert result.crc_of(name) == (zlib.crc32(array.tobytes()) if options.get("crc", True) else 0)
@@ -326,9 +320,9 @@ def test_the_first_error_of_a_thread_is_raised() -> None:
     model = Model({"w": SHAPE}, {"w": pieces("w", SHAPE, 1, 2)})
     source = model.source()
     target, images = Model({"w": SHAPE}, {"w": one("w", SHAPE)}).target()
-    plan = make_plan(source, target, images)
+    plan = make_plan(source, target, images, threads=3)
     with pytest.raises(CapacityError, match="no space left"):
-        execute(plan, model.store, FullStore(), threads=3, item_bytes=100, buffer_bytes=300)
+        execute(plan, model.store, FullStore(), CopyOptions(item_bytes=100, buffer_bytes=300))
 
 
 def test_an_interrupt_in_the_progress_callback_stops_the_copy() -> None:
@@ -340,15 +334,15 @@ def test_an_interrupt_in_the_progress_callback_stops_the_copy() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute(make_plan(source, target, images), model.store, MemoryStore(), progress=progress)
+        execute(make_plan(source, target, images), model.store, MemoryStore(), CopyOptions(progress=progress))
 
 
 def test_progress_adds_up_to_the_bytes_of_the_target() -> None:
     model = Model({"w": SHAPE}, {"w": pieces("w", SHAPE, 1, 2)})
     source = model.source()
     target, images = Model({"w": SHAPE}, {"w": pieces("w", SHAPE, 0, 2, copies=2)}).target()
-    plan = make_plan(source, target, images)
-    seen: list[int] = []
-    result = execute(plan, model.store, MemoryStore(), progress=seen.append, threads=1)
-    assert sum(seen) == plan.write_bytes == result.written_bytes == 2 * 24 * 36 * 4
+    plan = make_plan(source, target, images, threads=1)
+    written_bytes: list[int] = []
+    result = execute(plan, model.store, MemoryStore(), CopyOptions(progress=written_bytes.append))
+    assert sum(written_bytes) == plan.write_bytes == result.written_bytes == 2 * 24 * 36 * 4
     assert result.read_bytes == 2 * plan.read_bytes  # each copy of the target weaves again

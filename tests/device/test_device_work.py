@@ -25,6 +25,7 @@ from core.catalog.decoded import DecodedStore
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, StoredArray
 from core.changes.quantize import dequantized, quantized
+from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.cast import cast_on
 from core.device.compare import differing
@@ -192,7 +193,7 @@ def test_a_copy_with_a_device_writes_the_same_bytes_and_sums(place: str) -> None
     made = []
     for given in (None, device):
         stage = MemoryStore()
-        result = execute(make_plan(case[0], case[2], case[3]), case[1], stage, threads=2, device=given)
+        result = execute(make_plan(case[0], case[2], case[3], threads=2), case[1], stage, CopyOptions(device=given))
         made.append(({name: stage.read(name, 0, stage.size(name)) for name in stage.files()}, result.crcs))
     assert made[0] == made[1]
     used = {found.work for found in decisions(device) if found.is_on_device}
@@ -206,7 +207,7 @@ def test_copies_that_differ_are_an_error_on_a_device_too(place: str) -> None:
     data[4 * (7 * 40 + 11) + 2] ^= 1
     store.write("w.copy", 0, bytes(data))
     with pytest.raises(ReplicaMismatchError, match=r"first at index \(7, 11\)"):
-        execute(make_plan(source, target, images), store, MemoryStore(), device=Device(place))
+        execute(make_plan(source, target, images), store, MemoryStore(), CopyOptions(device=Device(place)))
 
 
 @pytest.mark.parametrize("place", PLACES)

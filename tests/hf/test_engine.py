@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.catalog.catalog import Catalog
+from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.errors import ReplicaMismatchError
 from core.files.store import LocalStore
@@ -33,7 +34,7 @@ def copied(format: Format, source: Catalog, target: Catalog, store: LocalStore, 
     assert format.lay_out is not None
     plan = make_plan(source, target, format.lay_out(target), threads=1)
     with Stage(dst, fsync=False) as stage:
-        result = execute(plan, store, stage.store, item_bytes=1 << 12, buffer_bytes=1 << 12)
+        result = execute(plan, store, stage.store, CopyOptions(item_bytes=1 << 12, buffer_bytes=1 << 12))
         finish_files(plan, result, stage.store)
         stage.commit()
     return dst

@@ -9,6 +9,7 @@ import pytest
 
 from core.arrays.checksum import digest_of
 from core.catalog.file_image import FileImage, literal_file
+from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import MemoryStore
@@ -30,7 +31,7 @@ def made(*, crc: bool = True, digest: bool = True, extra: list[FileImage] | None
     ] + (extra or [])
     plan = make_plan(source, target, images)
     stage = MemoryStore()
-    result = execute(plan, model.store, stage, crc=crc, digest=digest)
+    result = execute(plan, model.store, stage, CopyOptions(crc=crc, digest=digest))
     files = finish_files(plan, result, stage, crc=crc)
     write_manifest(stage, MANIFEST, plan, result, files, tool="ckpt-toolkit 0", crc=crc)
     for name, array in written(stage, images).items():

@@ -22,6 +22,7 @@ from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.catalog.stored import Extent, StoredArray
 from core.convert.stored_plan.file import identity_of
+from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.errors import CheckpointingException, StorageError
 from core.files.store import LocalStore
@@ -117,15 +118,8 @@ def run(source_dir: Path, dst: Path, options: dict[str, int]) -> dict[str, objec
             sys.stdout.write("held\n")
             sys.stdout.flush()
             time.sleep(options["hold"])
-        result = execute(
-            plan,
-            store,
-            stage.store,
-            item_bytes=item_bytes,
-            buffer_bytes=96 << 10,
-            progress=progress,
-            journal=stage.journal,
-        )
+        copying = CopyOptions(item_bytes=item_bytes, buffer_bytes=96 << 10, progress=progress, journal=stage.journal)
+        result = execute(plan, store, stage.store, copying)
         files = finish_files(plan, result, stage.store)
         name = manifest_name(dst.name if is_file else None)
         write_manifest(stage.store, name, plan, result, files, tool="test 1")

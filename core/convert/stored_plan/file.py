@@ -98,7 +98,7 @@ def write_plan(
             hash: of those with tensors, and of all that were opened to make the plan.
         file: gets it; None if only the hash is wanted.
         options: whatever else decides which bytes are written.
-        item_bytes: as for ``core.copy.run.execute``.
+        item_bytes: as for ``core.copy.options.CopyOptions``.
 
     Raises:
         UnsupportedError: several workers cannot share it, see ``core.convert.stored_plan.codec``.

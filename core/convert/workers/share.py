@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Self
 
 from core.convert.stored_plan.file import StoredPlan
 from core.copy.ledger import LedgerState
+from core.copy.options import CopyOptions
 from core.copy.output import Stage as Target
 from core.copy.run import execute
 from core.device.device import Device
@@ -61,7 +62,7 @@ class Order:
         crc, crc_digest: what to compute.
         fsync: wait for the disk.
         batch_bytes: how much a killed worker may lose.
-        item_bytes, buffer_bytes: see ``core.copy.run.execute``.
+        item_bytes, buffer_bytes: see ``core.copy.options.CopyOptions``.
     """
 
     stage_dir: Path
@@ -141,7 +142,7 @@ class Share:
         self._closing.close()
 
     def copy(self) -> Done:
-        """Copies the share into the stage.
+        """Copy the share into the stage.
 
         Raises:
             CheckpointingException: as for ``core.copy.run.execute``; and StoppedError.
@@ -159,7 +160,7 @@ class Share:
                 keys=self._plan.numbers,
             )
             try:
-                done = self._executed(store, crc=order.crc, digest=order.crc_digest, journal=journal)
+                done = self._execute(store, crc=order.crc, digest=order.crc_digest, journal=journal)
                 journal.flush()
             except BaseException:
                 with suppress(CheckpointingException):
@@ -177,7 +178,7 @@ class Share:
         return done
 
     def compare(self, target: Target) -> Done:
-        """Compares the share with what has been written.
+        """Compare the share with the files that have been written.
 
         Args:
             target: compares in place of writing.
@@ -185,25 +186,23 @@ class Share:
         Raises:
             CheckpointingException: as for ``core.convert.verify.verify``; and StoppedError.
         """
-        return self._executed(target, crc=False, digest=False, journal=None)
+        return self._execute(target, crc=False, digest=False, journal=None)
 
-    def _executed(self, store: Target, *, crc: bool, digest: bool, journal: FileJournal | None) -> Done:
+    def _execute(self, store: Target, *, crc: bool, digest: bool, journal: FileJournal | None) -> Done:
         team = self._team
         begun = time.monotonic()
         team.expect(self._plan.write_bytes)
-        result = execute(
-            self._plan,
-            self._source,
-            store,
+        options = CopyOptions(
             buffer_bytes=self._order.buffer_bytes,
             item_bytes=self._order.item_bytes,
             crc=crc,
             digest=digest,
             progress=team.advance,
             journal=journal,
-            heed=_heeding(team),
             device=self._device,
+            before_item=lambda: team.advance(0),
         )
+        result = execute(self._plan, self._source, store, options)
         self._source.verify_unchanged()
         figures = Figures(
             team.rank, team.hosts[team.rank], result.read_bytes, result.written_bytes, time.monotonic() - begun
@@ -251,7 +250,3 @@ class Share:
 def _sync(store: StageStore, files: Iterable[str]) -> None:
     for file in files:
         store.sync(file)
-
-
-def _heeding(team: Team) -> Callable[[], None]:
-    return lambda: team.advance(0)

@@ -14,6 +14,7 @@ from core.arrays.box import Box, whole
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
+from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.batches import batches
@@ -91,7 +92,7 @@ def _write(
         held.setdefault(one.chunk.key, []).append(one.chunk.box)
     share = share_of(target, images, held)
     plan = make_plan(source, share.target, share.images, threads=threads, compares=False, is_share=True)
-    result = execute(plan, memory, store, crc=True, digest=False)
+    result = execute(plan, memory, store, CopyOptions(digest=False))
     arrays = [
         fragment.array
         for key in share.target.tensors
@@ -133,7 +134,7 @@ def write_rest(
         target = layout.target
         share = share_of(target, layout.images, {key: [whole(meta.shape)] for key, meta in target.hidden.items()})
         plan = make_plan(layout.source, share.target, share.images, compares=False, is_share=True)
-        execute(plan, memory, store, crc=False, digest=False)
+        execute(plan, memory, store, CopyOptions(crc=False, digest=False))
     for image in sorted(layout.images, key=lambda image: image.is_metadata):
         if image.path not in finished:
             finish_file(image, store)
