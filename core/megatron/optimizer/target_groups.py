@@ -14,15 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from core.catalog.optimizer_keys import Optimizer, ParamGroup
+from core.catalog.optimizer_keys import Optimizer
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.extras.common_state import same
 from core.megatron.model.args import fields_of
-from core.megatron.model.facts import Facts
-from core.megatron.model.topology import Topology
 from core.megatron.model.version import OPTION, MegatronVersion
 from core.megatron.optimizer.groups import EXPERT, identity, known, policies_of, traits_of
-from core.megatron.rules.rules import Rules
+from core.megatron.optimizer.reshard_target import ReshardTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class TargetGroups:
     omits_empty: bool
 
     def order(self, params: Iterable[str]) -> list[int]:
-        """The groups that a rank lists.
+        """Return the groups that a rank lists.
 
         Args:
             params: those it holds, in order.
@@ -56,36 +54,25 @@ class TargetGroups:
         return own
 
     def is_expert(self, number: int) -> bool:
-        """Whether a group belongs to the optimizer of experts."""
+        """Return whether a group belongs to the optimizer of experts."""
         return bool(self.settings[number].get(EXPERT))
 
 
-def target_groups(
-    optimizer: Optimizer,
-    params: Mapping[str, int],
-    topology: Topology,
-    facts: Facts,
-    rules: Rules,
-    args: object,
-    *,
-    version: MegatronVersion | None = None,
-) -> TargetGroups:
-    """The groups of a destination.
+def target_groups(target: ReshardTarget, params: Mapping[str, int]) -> TargetGroups:
+    """Return the param groups of a destination.
 
     Args:
+        target: the destination.
         params: global name of every parameter that is trained → number of its axes.
-        topology: sizes of the destination.
-        facts: of the source.
-        args: the training arguments.
-        version: the megatron-core that is to load the groups; None for the one that wrote them.
 
     Raises:
         UnsupportedError: no policy tells which parameters the source's groups have, two groups that become one have
-            different settings, or this version would describe them in another way.
+            different settings, or the target's version would describe them in another way.
         CorruptError: a parameter is in no group.
     """
-    sources = _source_groups(optimizer, params, rules, args)
-    splits = _splits(optimizer.groups, topology, facts)
+    optimizer, rules, version = target.optimizer, target.rules, target.version
+    sources = _source_groups(target, params)
+    splits = _splits(target)
     wanted: dict[tuple[object, ...], Mapping[str, object]] = {}
     place: dict[tuple[int, bool], tuple[object, ...]] = {}
 
@@ -129,7 +116,7 @@ def _is_sorted(optimizer: Optimizer) -> bool:
 
 
 def _described(settings: Mapping[str, object], version: MegatronVersion) -> Mapping[str, object]:
-    """A group's settings as a version has them.
+    """Return a group's settings as a version has them.
 
     Raises:
         UnsupportedError: it finds groups by a setting that this one lacks, or tells another learning rate otherwise.
@@ -154,7 +141,7 @@ def _described(settings: Mapping[str, object], version: MegatronVersion) -> Mapp
 
 
 def _in_order(groups: Mapping[tuple[object, ...], Mapping[str, object]]) -> list[tuple[object, ...]]:
-    """Groups with the usual learning rate in the order of 0.16: with weight decay, without; dense ones first.
+    """Return groups with the usual learning rate in the order of 0.16: with weight decay, without; dense ones first.
 
     Raises:
         UnsupportedError: two of them are alike in that.
@@ -175,17 +162,17 @@ _FOUND_BY = ("wd_mult", "lr_mult", EXPERT, "is_decoupled_lr")
 """The settings by which megatron-core 0.15 and later find a group."""
 
 
-def _splits(groups: Sequence[ParamGroup], topology: Topology, facts: Facts) -> bool | None:
-    """Whether experts have groups of their own at the destination; None means those that they have.
+def _splits(target: ReshardTarget) -> bool | None:
+    """Return whether experts have groups of their own at the destination; None means those that they have.
 
     Without expert parallelism, some versions give them groups of their own where their TP size is another; then what
     the source does decides, if it shows it.
     """
-    if not any(EXPERT in group.settings for group in groups):
+    if not any(EXPERT in group.settings for group in target.optimizer.groups):
         return None
+    source, topology = target.facts.topology, target.topology
     if topology.ep > 1:
         return True
-    source = facts.topology
     if source.ep == 1 and (source.expert_tp != source.tp) == (topology.expert_tp != topology.tp):
         return None
     return False
@@ -198,7 +185,7 @@ def _as_expert(settings: Mapping[str, object], is_expert: bool) -> Mapping[str, 
 
 
 def _check_same(one: Mapping[str, object], other: Mapping[str, object]) -> None:
-    """Raises unless two groups that become one agree."""
+    """Raise unless two groups that become one agree."""
     for name in dict.fromkeys([*one, *other]):
         if name not in one or name not in other or not same(one[name], other[name]):
             raise UnsupportedError(
@@ -208,25 +195,25 @@ def _check_same(one: Mapping[str, object], other: Mapping[str, object]) -> None:
             )
 
 
-def _source_groups(optimizer: Optimizer, params: Mapping[str, int], rules: Rules, args: object) -> Mapping[str, int]:
-    """The number of every parameter's group in the source."""
-    groups = optimizer.groups
+def _source_groups(target: ReshardTarget, params: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the number of every parameter's group in the source."""
+    groups = target.optimizer.groups
     if all(group.params is not None for group in groups):
-        found = {name: number for number, group in enumerate(groups) for name in group.params or ()}
-        missing = next((name for name in params if name not in found), None)
+        numbers = {name: number for number, group in enumerate(groups) for name in group.params or ()}
+        missing = next((name for name in params if name not in numbers), None)
         if missing is not None:
             raise CorruptError("the optimizer has states of it, but no param group has it", key=missing)
-        return found
+        return numbers
     wanted = [traits_of(group.settings) for group in groups]
     if len(set(wanted)) == len(wanted):
-        for policy in policies_of(fields_of(args)):
-            made = {}
+        for policy in policies_of(fields_of(target.args)):
+            numbers = {}
             for name, n_axes in params.items():
-                traits = policy.traits(name, n_axes, is_expert=rules.expert_of(name) is not None)
+                traits = policy.traits(name, n_axes, is_expert=target.rules.expert_of(name) is not None)
                 if traits is not None and known(traits, wanted) in wanted:
-                    made[name] = wanted.index(known(traits, wanted))
-            if len(made) == len(params) and len(set(made.values())) == len(groups):
-                return made
+                    numbers[name] = wanted.index(known(traits, wanted))
+            if len(numbers) == len(params) and len(set(numbers.values())) == len(groups):
+                return numbers
     raise UnsupportedError(
         f"which parameters the optimizer's {len(groups)} groups have is not stored, and their settings do not tell",
         hint="leave the optimizer out with --no-optim, or keep the format",

@@ -7,17 +7,14 @@ distrib_optim.pt).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import Optimizer
 from core.errors import Report, UnsupportedError, raising
 from core.files.store import ReadStore
-from core.megatron.model.cut import Cut
 from core.megatron.model.facts import Facts
-from core.megatron.model.topology import Topology
-from core.megatron.model.version import MegatronVersion
 from core.megatron.optimizer.rank_state import OptimizerFiles, RankFile, RankStates
+from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import Rules
 
@@ -31,7 +28,7 @@ def read_states(
     store: ReadStore | None,
     report: Report = raising,
 ) -> RankStates:
-    """The optimizer of a rank catalog that has one.
+    """Read the optimizer of a rank catalog that has one.
 
     Args:
         catalog: ``core.formats.megatron.format``'s.
@@ -60,24 +57,8 @@ def read_states(
     return read_numbered(catalog, files, facts, rules, store=store, report=report)
 
 
-def optimizer_files(
-    catalog: Catalog,
-    optimizer: Optimizer,
-    topology: Topology,
-    facts: Facts,
-    rules: Rules,
-    cuts: Mapping[str, Cut],
-    *,
-    version: MegatronVersion | None = None,
-) -> OptimizerFiles:
-    """What will hold an optimizer at a destination of rank files.
-
-    Args:
-        catalog: the global per-layer form, with the optimizer's states among its tensors.
-        topology: sizes of the destination.
-        facts: of the source.
-        cuts: how every tensor is cut, states included.
-        version: the megatron-core that is to load the files; None for the one that wrote the source.
+def optimizer_files(target: ReshardTarget) -> OptimizerFiles:
+    """Return the files, still empty, that hold an optimizer at a destination of rank files.
 
     Raises:
         UnsupportedError: the destination's form of it is not determined.
@@ -85,12 +66,12 @@ def optimizer_files(
     from core.megatron.optimizer.flat.write import FlatFiles
     from core.megatron.optimizer.numbered.write import NumberedFiles
 
-    if optimizer.kind == "distributed":
-        if any(cut.is_transposed for cut in cuts.values()):
-            raise UnsupportedError(
-                "the distributed optimizer's buffers of GroupedMLP are not written",
-                hint=f"leave the optimizer out with --no-optim, or write one module for each expert with {OPTION} "
-                "sequential",
-            )
-        return FlatFiles(catalog, optimizer, topology, facts, rules, cuts, version=version)
-    return NumberedFiles(catalog, optimizer, topology, facts, rules, cuts, version=version)
+    if target.optimizer.kind != "distributed":
+        return NumberedFiles(target)
+    if any(cut.is_transposed for cut in target.cuts.values()):
+        raise UnsupportedError(
+            "the distributed optimizer's buffers of GroupedMLP are not written",
+            hint=f"leave the optimizer out with --no-optim, or write one module for each expert with {OPTION} "
+            "sequential",
+        )
+    return FlatFiles(target)

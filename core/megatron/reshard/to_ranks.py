@@ -49,6 +49,7 @@ from core.megatron.model.topology import Rank, Topology, check_rank_files, rank_
 from core.megatron.model.version import MegatronVersion
 from core.megatron.model.vocabulary import rows_of
 from core.megatron.optimizer.rank_state import HeldParam
+from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.placement.homes import Home, Homes, by_chunk, by_rank, homes_at, tied_of
 from core.megatron.reshard.rank_optimizer import optimizer_files
 from core.megatron.rules.experts import OPTION
@@ -99,7 +100,16 @@ def shard(
     optimizer = catalog.attrs.get(OPTIMIZER)
     optim = None
     if isinstance(optimizer, Optimizer):
-        optim = optimizer_files(catalog, optimizer, topology, facts, rules, cuts, version=version)
+        target = ReshardTarget(
+            catalog=catalog,
+            optimizer=optimizer,
+            topology=topology,
+            facts=facts,
+            rules=rules,
+            cuts=cuts,
+            version=version,
+        )
+        optim = optimizer_files(target)
     states = {key: catalog.tensors[key] for key in cuts if state_of(key) is not None}
     catalog = replace(catalog, tensors={key: meta for key, meta in catalog.tensors.items() if key not in states})
     if experts is not None:

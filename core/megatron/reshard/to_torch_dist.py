@@ -24,7 +24,7 @@ from math import prod
 
 from core.arrays.box import Box, whole
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, bind_nothing
-from core.catalog.optimizer_keys import param_of
+from core.catalog.optimizer_keys import Optimizer, param_of
 from core.catalog.stored import Coords, StoredArray, array_name
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object, texts_of
@@ -35,6 +35,7 @@ from core.megatron.model.parts import with_sizes
 from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import rows_of
+from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.sharded.write import StackedOptimizer
 from core.megatron.placement.joined import parted
 from core.megatron.rules.rules import GPT, Rules
@@ -122,7 +123,13 @@ def stack(
         raise UsageError("--stack-layers: the layers differ, so they have no key in common", hint="leave it out")
     is_stacked = can_stack and facts.is_stacked if is_stacked is None else is_stacked
     places = _Places(stages, topology, facts, rules, is_stacked)
-    optimizer = StackedOptimizer(catalog, format, topology, facts, rules)
+    source_optimizer = catalog.attrs.get(OPTIMIZER)
+    reshard_target = None
+    if isinstance(source_optimizer, Optimizer):
+        reshard_target = ReshardTarget(
+            catalog=catalog, optimizer=source_optimizer, topology=topology, facts=facts, rules=rules, cuts=cuts
+        )
+    optimizer = StackedOptimizer(reshard_target, format)
     members: dict[str, list[_Member]] = {}
     for key in cuts:
         name, member = places.of(param_of(key))

@@ -11,11 +11,10 @@ from core.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.convert.job import Job, TopologyChange
 from core.convert.run import run
 from core.errors import UnsupportedError, UsageError
-from core.megatron.model.args import facts_of
 from core.megatron.model.topology import Topology
 from core.megatron.model.version import parse_version
 from core.megatron.optimizer.target_groups import TargetGroups, target_groups
-from tests.megatron.support.megatron_gold import RULES
+from tests.megatron.support.reshard_targets import target_of
 from tests.megatron.support.synthetic import Model
 
 DENSE = Model()
@@ -29,7 +28,7 @@ def groups_for(version: str | None, *groups: tuple[Mapping[str, object], tuple[s
     names = {name: 2 for _, params in groups for name in params}
     args = DENSE.args(Topology())
     asked = None if version is None else parse_version(version)
-    return target_groups(optimizer, names, Topology(), facts_of(args), RULES, args, version=asked)
+    return target_groups(target_of(optimizer, args, topology=Topology(), version=asked), names)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from core.megatron.optimizer.merged_groups import MergedGroups
 from core.megatron.optimizer.target_groups import TargetGroups, target_groups
 from core.pickle.inert import namespace
 from tests.megatron.support import groups_oracle
-from tests.megatron.support.megatron_gold import RULES
+from tests.megatron.support.reshard_targets import target_of
 from tests.megatron.support.synthetic import Model
 
 PARAMS = [
@@ -103,7 +103,8 @@ def test_groups_are_those_that_megatron_makes(
     held = {name: 2 - (len(PARAMS[i].shape) == 1) for name, i in place.items()}
     optimizer = Optimizer("float16", tuple(ParamGroup(settings) for settings, _ in megatron[case]))
     args = {**MOE.args(Topology(ep=2)), **groups_oracle.CASES[case]}
-    found = target_groups(optimizer, held, Topology(ep=4), facts_of(args), RULES, namespace(args))
+    target = target_of(optimizer, namespace(args), topology=Topology(ep=4), facts=facts_of(args))
+    found = target_groups(target, held)
     for settings, names in megatron[case]:
         assert all(found.settings[found.group_of[name]] == settings for name in names)
     order = [settings for settings, _ in sorted(megatron[case], key=lambda one: bool(one[0]["is_expert_parallel"]))]
@@ -183,7 +184,8 @@ MOE = Model(experts=4, moe=(0,))
 def at(source: Topology, target: Topology, *groups: ParamGroup) -> TargetGroups:
     facts = facts_of({**MOE.args(source), "expert_tensor_parallel_size": source.expert_tp})
     names = {name: 2 for group in groups for name in group.params or ()}
-    return target_groups(Optimizer("float16", groups), names, target, facts, RULES, MOE.args(source))
+    destination = target_of(Optimizer("float16", groups), MOE.args(source), topology=target, facts=facts)
+    return target_groups(destination, names)
 
 
 def test_experts_have_groups_of_their_own_with_expert_parallelism_only() -> None:
@@ -205,20 +207,17 @@ def test_without_expert_parallelism_another_tp_of_experts_is_treated_as_the_sour
 
 
 def test_a_parameter_without_a_group_is_named() -> None:
-    facts = facts_of(MOE.args(Topology()))
-    optimizer = Optimizer("float16", (ParamGroup(WD, ("a",)),))
+    target = target_of(Optimizer("float16", (ParamGroup(WD, ("a",)),)), MOE.args(Topology()), topology=Topology())
     with pytest.raises(CorruptError, match="no param group has it"):
-        target_groups(optimizer, {"a": 2, "b": 2}, Topology(), facts, RULES, MOE.args(Topology()))
+        target_groups(target, {"a": 2, "b": 2})
 
 
 def test_groups_without_names_go_by_the_arguments_or_are_refused() -> None:
-    facts = facts_of(MOE.args(Topology()))
     args = MOE.args(Topology())
     params = {"embedding.word_embeddings.weight": 2, "decoder.final_layernorm.weight": 1}
-    found = target_groups(
-        Optimizer("float16", (ParamGroup(NO_WD), ParamGroup(WD))), params, Topology(), facts, RULES, args
-    )
+    by_decay = Optimizer("float16", (ParamGroup(NO_WD), ParamGroup(WD)))
+    found = target_groups(target_of(by_decay, args, topology=Topology()), params)
     assert [found.settings[found.group_of[name]]["wd_mult"] for name in params] == [1.0, 0.0]
     unknown = Optimizer("float16", (ParamGroup(WD), ParamGroup({**WD, "lr_mult": 2.0})))
     with pytest.raises(UnsupportedError, match="their settings do not tell"):
-        target_groups(unknown, params, Topology(), facts, RULES, args)
+        target_groups(target_of(unknown, args, topology=Topology()), params)

@@ -12,25 +12,23 @@ from dataclasses import replace
 from math import lcm, prod
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Fragment
 from core.catalog.file_image import JoinedArray
-from core.catalog.optimizer_keys import MASTER, Optimizer, state_key, state_of, trained
+from core.catalog.optimizer_keys import MASTER, state_key, state_of, trained
 from core.catalog.stored import Coords, StoredArray
 from core.errors import MissingShardError, UnsupportedError
 from core.megatron.extras.common_state import with_arrays
 from core.megatron.model.args import fields_of
-from core.megatron.model.cut import Cut
-from core.megatron.model.facts import Facts
 from core.megatron.model.new_args import dp_at
-from core.megatron.model.topology import Rank, Topology
+from core.megatron.model.topology import Rank
 from core.megatron.model.version import MegatronVersion
 from core.megatron.optimizer.flat.buffers import Layout, bucketing_of, lay_out_buffer
 from core.megatron.optimizer.flat.content import COALESCED, N_ELEMENTS, PARAM, OptimFile
 from core.megatron.optimizer.flat.groups import GROUPS
 from core.megatron.optimizer.flat.params import Member, is_distributed_expert, is_shared_embedding, members_at
 from core.megatron.optimizer.rank_state import HeldParam
+from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.target_groups import target_groups
-from core.megatron.rules.rules import Rules
 from core.pickle.inert import Global, TensorLeaf
 
 _HINT = "write torch_dist, which any layout loads, or leave the optimizer out with --no-optim"
@@ -38,7 +36,7 @@ _FP32 = "float32"
 
 
 class FlatFiles:
-    """The distributed optimizer at a destination of rank files; see ``rank_state.OptimizerFiles``.
+    """The distributed optimizer at a destination of rank files: ``OptimizerFiles``.
 
     Raises:
         UnsupportedError: the arguments do not say how the target's buffers look, or a state has no place there.
@@ -46,51 +44,34 @@ class FlatFiles:
         CorruptError: as for ``target_groups``.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        optimizer: Optimizer,
-        topology: Topology,
-        facts: Facts,
-        rules: Rules,
-        cuts: Mapping[str, Cut],
-        *,
-        version: MegatronVersion | None = None,
-    ) -> None:
+    def __init__(self, target: ReshardTarget) -> None:
         self.files: dict[Coords, object] = {}
         self.arrays: dict[str, StoredArray | JoinedArray] = {}
         self.beside: dict[str, list[StoredArray]] = {}
         self.notes: list[str] = []
         self.dropped: list[str] = []
-        self._catalog = catalog
-        self._version = version
-        self._optimizer = optimizer
-        self._topology = topology
-        self._facts = facts
-        self._rules = rules
-        self._cuts = cuts
-        args = catalog.attrs.get("args")
-        self._args = {**fields_of(args), "data_parallel_size": dp_at(args, topology)}
+        self._target = target
+        self._args = {**fields_of(target.args), "data_parallel_size": dp_at(target.args, target.topology)}
         self._bucketing = bucketing_of(self._args)
         if self._bucketing.is_chunk_alone:
             raise UnsupportedError(
                 "with overlap_param_gather_with_optimizer_step the distributed optimizer is not written", hint=_HINT
             )
-        self._trained = trained(catalog.tensors)
-        self._states = (MASTER, *(state for state in optimizer.states if state != MASTER))
+        self._trained = trained(target.catalog.tensors)
+        self._states = (MASTER, *(state for state in target.optimizer.states if state != MASTER))
         self._check_states()
-        self._groups = target_groups(optimizer, self._trained, topology, facts, rules, args, version=version)
+        self._groups = target_groups(target, self._trained)
         self._held: dict[str, list[tuple[Rank, StoredArray]]] = {}
 
     def _check_states(self) -> None:
-        """Every parameter has every state, in fp32."""
-        for key in self._catalog.tensors:
-            found = state_of(key)
-            if found is not None and found[0] not in self._states:
+        """Raise unless every parameter has every state, in fp32."""
+        for key in self._target.catalog.tensors:
+            state_and_param = state_of(key)
+            if state_and_param is not None and state_and_param[0] not in self._states:
                 raise UnsupportedError("distrib_optim.pt has no place for this state", key=key, hint=_HINT)
         for name in self._trained:
             for state in self._states:
-                meta = self._catalog.tensors.get(state_key(state, name))
+                meta = self._target.catalog.tensors.get(state_key(state, name))
                 if meta is None:
                     raise MissingShardError(f"the optimizer has no {state} of this parameter", key=name)
                 if meta.dtype != _FP32:
@@ -103,22 +84,22 @@ class FlatFiles:
         place = f"{folder}:distrib_optim"
         listed = self._groups.order(list(dict.fromkeys(param.key for param in params if param.key in self._trained)))
         has_experts = any(map(self._groups.is_expert, listed))  # without any, only where empty groups are listed
-        members = members_at(self._topology, self._bucketing, has_experts=has_experts)
+        members = members_at(self._target.topology, self._bucketing, has_experts=has_experts)
         joined: dict[str, JoinedArray] = {}
-        found: list[object] = []
+        contents: list[object] = []
         for number, member in enumerate(members):
             if not self._is_writer(rank, is_expert=member.is_expert):
-                found.append(None)
+                contents.append(None)
                 continue
             start = place if len(members) == 1 else f"{place}.{number}"
-            found.append(self._member(member, rank, start, coords, params, joined))
-        if any(content is not None for content in found):
-            self.files[coords] = OptimFile(found[0] if len(found) == 1 else found, joined)
+            contents.append(self._member(member, rank, start, coords, params, joined))
+        if any(content is not None for content in contents):
+            self.files[coords] = OptimFile(contents[0] if len(contents) == 1 else contents, joined)
         return self._entry(f"{folder}:optimizer", coords, listed, has_experts=has_experts)
 
     def _is_writer(self, rank: Rank, *, is_expert: bool) -> bool:
-        """Whether a rank is the first of those that share its buffers."""
-        topology = self._topology
+        """Return whether a rank is the first of those that share its buffers."""
+        topology = self._target.topology
         n = topology.expert_tp * topology.ep if is_expert else topology.tp
         return any(topology.rank_of(q, rank.pp) == rank for q in range(n))
 
@@ -131,9 +112,9 @@ class FlatFiles:
         params: Sequence[HeldParam],
         joined: dict[str, JoinedArray],
     ) -> dict[object, object]:
-        """The buffers of one optimizer of a rank; their arrays go to ``joined``."""
+        """Return the buffers of one optimizer of a rank; their arrays go to ``joined``."""
         content: dict[object, object] = {COALESCED: True}
-        n_rank = sum(prod(self._cuts[p.key].shard_shape) for p in params if self._rules.is_param(p.key))
+        n_rank = sum(prod(self._target.cuts[p.key].shard_shape) for p in params if self._target.rules.is_param(p.key))
         for vp_rank in member.chunks:
             for dtype, held in self._buffers(params, vp_rank, is_expert=member.is_expert):
                 number = len(content) - 1
@@ -151,51 +132,51 @@ class FlatFiles:
     def _buffers(
         self, params: Sequence[HeldParam], vp_rank: int, *, is_expert: bool
     ) -> Iterator[tuple[str, list[HeldParam]]]:
-        """(dtype, parameters) of a chunk's buffers, in the order in which dtypes appear."""
-        chunk = "model" if self._topology.vpp == 1 else f"model{vp_rank}"
-        found: dict[str, list[HeldParam]] = {}
+        """Yield (dtype, parameters) of a chunk's buffers, in the order in which dtypes appear."""
+        chunk = "model" if self._target.topology.vpp == 1 else f"model{vp_rank}"
+        by_dtype: dict[str, list[HeldParam]] = {}
         for param in params:
             if param.chunk != chunk or param.key not in self._trained:
                 continue
-            if is_distributed_expert(param.key, self._topology, self._rules) == is_expert:
-                found.setdefault(self._catalog.tensors[param.key].dtype, []).append(param)
-        yield from found.items()
+            if is_distributed_expert(param.key, self._target.topology, self._target.rules) == is_expert:
+                by_dtype.setdefault(self._target.catalog.tensors[param.key].dtype, []).append(param)
+        yield from by_dtype.items()
 
     def _layout(self, held: Sequence[HeldParam], chunk: tuple[int, int], n_rank: int) -> Layout:
-        """Where the parameters of a buffer are.
+        """Return where the parameters of a buffer are.
 
         Raises:
             UnsupportedError: the arguments do not say.
         """
-        sizes = [prod(self._cuts[param.key].shard_shape) for param in held]
+        sizes = [prod(self._target.cuts[param.key].shard_shape) for param in held]
         shared = frozenset(
             i
             for i, param in enumerate(held)
-            if is_shared_embedding(param.name, self._topology, self._facts, self._rules)
+            if is_shared_embedding(param.name, self._target.topology, self._target.facts, self._target.rules)
         )
-        said = self._bucketing.has_buckets
-        found = []
-        for has in (True, False) if said is None else (said,):
-            bucketing = replace(self._bucketing, has_buckets=has)
+        stated = self._bucketing.has_buckets
+        layouts = []
+        for has_buckets in (True, False) if stated is None else (stated,):
+            bucketing = replace(self._bucketing, has_buckets=has_buckets)
             size = bucketing.bucket_size(pp_rank=chunk[1], vp_rank=chunk[0], n_params=n_rank)
-            found.append(lay_out_buffer(sizes, bucket_size=size, shared=shared))
-        for layout in found:
+            layouts.append(lay_out_buffer(sizes, bucket_size=size, shared=shared))
+        for layout in layouts:
             self._check_old(layout, shared, held)
-        if len({layout.slots for layout in found}) > 1:
+        if len({layout.slots for layout in layouts}) > 1:
             raise UnsupportedError(
                 "the training arguments do not say whether the optimizer's buffers are cut into buckets "
                 "(overlap_grad_reduce), so Megatron could not load them",
                 key=held[0].key,
                 hint=_HINT,
             )
-        return found[0]
+        return layouts[0]
 
     def _check_old(self, layout: Layout, shared: frozenset[int], held: Sequence[HeldParam]) -> None:
-        """Refuses buffers that a version before 0.15 lays out otherwise.
+        """Raise if a version before 0.15 lays a buffer out otherwise.
 
         Seen in 0.12.1, not in 0.15.0: a shared embedding stands where the bucket before it ends without its padding.
         """
-        if self._version is None or self._version >= MegatronVersion(0, 15):
+        if self._target.version is None or self._target.version >= MegatronVersion(0, 15):
             return
         unit = lcm(self._bucketing.n_ranks, 128)
         for place in shared:
@@ -203,13 +184,13 @@ class FlatFiles:
             if number and layout.buckets[number - 1] % unit:
                 raise UnsupportedError(
                     f"the bucket before this shared embedding has {layout.buckets[number - 1]} elements, which are no "
-                    f"multiple of {unit}: megatron-core {self._version} lays out its buffers otherwise",
+                    f"multiple of {unit}: megatron-core {self._target.version} lays out its buffers otherwise",
                     key=held[place].key,
                     hint=_HINT,
                 )
 
     def _grad_dtype(self, dtype: str) -> str:
-        """torch's name of the dtype of gradients."""
+        """Return torch's name of the dtype of gradients."""
         if dtype == _FP32:
             return _FP32
         in_fp32 = self._args.get("accumulate_allreduce_grads_in_fp32")
@@ -224,38 +205,38 @@ class FlatFiles:
     def _joined(
         self, name: str, state: str, held: Sequence[HeldParam], layout: Layout, rank: Rank, coords: Coords
     ) -> JoinedArray:
-        """One state of a buffer: the last parameter comes first."""
+        """Return one state of a buffer: the last parameter comes first."""
         parts = []
         for param, slot in zip(reversed(held), reversed(layout.slots), strict=True):
             key = state_key(state, param.key)
-            array = StoredArray(f"{name}[{slot.start}]", _FP32, self._cuts[key].shard_shape, coords=coords)
+            array = StoredArray(f"{name}[{slot.start}]", _FP32, self._target.cuts[key].shard_shape, coords=coords)
             self._held.setdefault(key, []).append((rank, array))
             parts.append((slot.start, array))
         return JoinedArray(name, _FP32, layout.n_elements, tuple(parts))
 
     def _entry(self, place: str, coords: Coords, listed: Sequence[int], *, has_experts: bool) -> object:
-        """What model_optim_rng.pt has of the optimizer: groups without their parameters."""
+        """Return the optimizer's entry in model_optim_rng.pt: groups without their parameters."""
         members = [[number for number in listed if not self._groups.is_expert(number)]]
         if has_experts:
             members.append([number for number in listed if self._groups.is_expert(number)])
-        made: list[object] = []
+        optimizers: list[object] = []
         for i, numbers in enumerate(members):
             start = place if len(members) == 1 else f"{place}.{i}"
             groups = [
                 self._copied(dict(self._groups.settings[number]), f"{start}.optimizer.{GROUPS}.{at}", coords)
                 for at, number in enumerate(numbers)
             ]
-            entries = self._copied(dict(self._optimizer.entries), start, coords)
-            made.append({"optimizer": {GROUPS: groups}, **entries})
-        return made[0] if len(made) == 1 else made
+            entries = self._copied(dict(self._target.optimizer.entries), start, coords)
+            optimizers.append({"optimizer": {GROUPS: groups}, **entries})
+        return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def _copied(self, entries: Mapping[str, object], place: str, coords: Coords) -> dict[object, object]:
-        """Entries whose tensors, if any, are arrays of this rank."""
-        made = with_arrays(self._catalog, dict(entries), place, coords, self.beside)
-        assert isinstance(made, dict)
-        return made
+        """Return entries whose tensors, if any, are arrays of this rank."""
+        copy = with_arrays(self._target.catalog, dict(entries), place, coords, self.beside)
+        assert isinstance(copy, dict)
+        return copy
 
     def fragments(self, key: str) -> Sequence[Fragment]:
         """See ``OptimizerFiles``."""
-        cut = self._cuts[key]
+        cut = self._target.cuts[key]
         return tuple(piece for rank, array in self._held.get(key, ()) for piece in cut.fragments(key, rank, array))

@@ -13,72 +13,56 @@ from core.catalog.optimizer_keys import MASTER, Optimizer, state_key, trained
 from core.catalog.stored import Coords, StoredArray
 from core.errors import MissingShardError, UnsupportedError
 from core.megatron.extras.common_state import with_arrays
-from core.megatron.model.cut import Cut, param_array
-from core.megatron.model.facts import Facts
-from core.megatron.model.topology import Rank, Topology
-from core.megatron.model.version import MegatronVersion
+from core.megatron.model.cut import param_array
+from core.megatron.model.topology import Rank
 from core.megatron.optimizer.groups import HALF
 from core.megatron.optimizer.numbered.content import INNER, MASTERS, STEP_NAME
 from core.megatron.optimizer.rank_state import HeldParam
+from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.target_groups import target_groups
-from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf
 
 
 class NumberedFiles:
-    """An FP32 or Float16 optimizer at a destination of rank files; see ``rank_state.OptimizerFiles``.
+    """An FP32 or Float16 optimizer at a destination of rank files: ``OptimizerFiles``.
 
     Raises:
         MissingShardError: a parameter lacks states.
         UnsupportedError, CorruptError: as for ``target_groups``.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        optimizer: Optimizer,
-        topology: Topology,
-        facts: Facts,
-        rules: Rules,
-        cuts: Mapping[str, Cut],
-        *,
-        version: MegatronVersion | None = None,
-    ) -> None:
+    def __init__(self, target: ReshardTarget) -> None:
         self.files: dict[Coords, object] = {}
         self.arrays: dict[str, StoredArray | JoinedArray] = {}
         self.beside: dict[str, list[StoredArray]] = {}
         self.notes: list[str] = []
         self.dropped: list[str] = []
-        self._catalog = catalog
-        self._optimizer = optimizer
-        self._cuts = cuts
-        self._rules = rules
-        self._moments = [name for name in optimizer.states if name != MASTER]
-        self._has_masters = optimizer.kind != "fp32"
-        self._is_asked = version is not None
-        params = _trained(catalog, optimizer)
-        args = catalog.attrs.get("args")
-        self._groups = target_groups(optimizer, params, topology, facts, rules, args, version=version)
+        self._target = target
+        self._moments = [name for name in target.optimizer.states if name != MASTER]
+        self._has_masters = target.optimizer.kind != "fp32"
+        params = _trained(target.catalog, target.optimizer)
+        self._groups = target_groups(target, params)
         self._check_states(params)
         self._held: dict[str, list[tuple[Rank, StoredArray]]] = {}
 
     def _check_states(self, params: Mapping[str, int]) -> None:
-        """Every parameter has every state, and a master if it is of 16 bits."""
+        """Raise unless every parameter has every state, and a master if it is of 16 bits."""
+        tensors = self._target.catalog.tensors
         for name in params:
             masters = [MASTER] if self._has_master(name) else []
-            if self._has_masters and not masters and state_key(MASTER, name) in self._catalog.tensors:
+            if self._has_masters and not masters and state_key(MASTER, name) in tensors:
                 raise UnsupportedError(
-                    f"it has a master in fp32, but is {self._catalog.tensors[name].dtype}: rank files have masters of "
+                    f"it has a master in fp32, but is {tensors[name].dtype}: rank files have masters of "
                     "16-bit parameters only",
                     key=name,
                     hint="leave the cast out, or the optimizer with --no-optim",
                 )
             for state in (*masters, *self._moments):
-                if state_key(state, name) not in self._catalog.tensors:
+                if state_key(state, name) not in tensors:
                     raise MissingShardError(f"the optimizer has no {state} of this parameter", key=name)
 
     def _has_master(self, name: str) -> bool:
-        return self._has_masters and self._catalog.tensors[name].dtype in HALF
+        return self._has_masters and self._target.catalog.tensors[name].dtype in HALF
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
         """See ``OptimizerFiles``."""
@@ -94,28 +78,28 @@ class NumberedFiles:
         if experts:
             members.append(experts)
         place = f"{folder}:optimizer"
-        made = [
+        optimizers = [
             self._member(rank, place if not experts else f"{place}.{i}", coords, groups, held)
             for i, groups in enumerate(members)
         ]
-        return made if experts else made[0]
+        return optimizers if experts else optimizers[0]
 
     def _note_order(self, listed: Sequence[int], held: Iterable[str]) -> None:
-        """Notes what makes a rank's param groups those of an older version."""
-        if self._groups.is_sorted or self._is_asked:
+        """Note what makes a rank's param groups those of an older version."""
+        if self._groups.is_sorted or self._target.version is not None:
             return
         added = []
         if list(listed) != sorted(listed):
             added.append("the optimizer's param groups are in the order of megatron-core before 0.16, as in the source")
         is_any_empty = len(listed) > len({self._groups.group_of[name] for name in held})
-        if is_any_empty and self._optimizer.omits_empty is None:
+        if is_any_empty and self._target.optimizer.omits_empty is None:
             added.append("empty param groups are listed, as by megatron-core 0.14 and later; older ones list none")
         self.notes += [note for note in added if note not in self.notes]
 
     def _member(
         self, rank: Rank, place: str, coords: Coords, numbers: Sequence[int], held: Mapping[str, Sequence[str]]
     ) -> dict[object, object]:
-        """One optimizer of a rank.
+        """Return one optimizer of a rank.
 
         Args:
             place: what its arrays' names begin with.
@@ -139,32 +123,33 @@ class NumberedFiles:
             groups.append({**settings, "params": list(range(first, len(state)))})
             masters.append(leaves)
         content: dict[object, object] = {"state": state, "param_groups": groups}
-        if not self._moments and self._optimizer.step is None:
+        if not self._moments and self._target.optimizer.step is None:
             state.clear()
-        entries = self._copied(dict(self._optimizer.entries), place, coords)
+        entries = self._copied(dict(self._target.optimizer.entries), place, coords)
         if not self._has_masters:
             return {**content, **entries}
         return {INNER[0]: content, **entries, MASTERS[0]: masters}
 
     def _state(self, names: Sequence[str], place: str, rank: Rank, coords: Coords) -> dict[object, object]:
-        """The states of one parameter, which holds these tensors."""
-        found: dict[object, object] = {}
-        step = self._optimizer.step
+        """Return the states of one parameter, which holds these tensors."""
+        states: dict[object, object] = {}
+        step = self._target.optimizer.step
         if isinstance(step, TensorLeaf):
-            meta = self._catalog.meta(step.key)
+            meta = self._target.catalog.meta(step.key)
             array = StoredArray(f"{place}.{STEP_NAME}", meta.dtype, meta.shape, coords=coords)
             self.beside.setdefault(step.key, []).append(array)
-            found[STEP_NAME] = TensorLeaf(array.name)
+            states[STEP_NAME] = TensorLeaf(array.name)
         elif step is not None:
-            found[STEP_NAME] = step
+            states[STEP_NAME] = step
         for state in self._moments:
-            found[state] = self._leaf(state, names, f"{place}.{state}", rank, coords)
-        return found
+            states[state] = self._leaf(state, names, f"{place}.{state}", rank, coords)
+        return states
 
     def _leaf(self, state: str, names: Sequence[str], array_name: str, rank: Rank, coords: Coords) -> TensorLeaf:
-        """A state's place in the file."""
+        """Return a state's place in the file."""
         keys = [state_key(state, name) for name in names]
-        array = param_array(array_name, keys, self._catalog.tensors, self._cuts, self._rules, coords=coords)
+        target = self._target
+        array = param_array(array_name, keys, target.catalog.tensors, target.cuts, target.rules, coords=coords)
         self.arrays[array_name] = array
         parts = [part for _, part in array.parts] if isinstance(array, JoinedArray) else [array]
         for key, part in zip(keys, parts, strict=True):
@@ -172,19 +157,19 @@ class NumberedFiles:
         return TensorLeaf(array_name)
 
     def _copied(self, entries: Mapping[str, object], place: str, coords: Coords) -> dict[object, object]:
-        """Entries whose tensors, if any, are arrays of this rank."""
-        made = with_arrays(self._catalog, dict(entries), place, coords, self.beside)
-        assert isinstance(made, dict)
-        return made
+        """Return entries whose tensors, if any, are arrays of this rank."""
+        copy = with_arrays(self._target.catalog, dict(entries), place, coords, self.beside)
+        assert isinstance(copy, dict)
+        return copy
 
     def fragments(self, key: str) -> Sequence[Fragment]:
         """See ``OptimizerFiles``."""
-        cut = self._cuts[key]
+        cut = self._target.cuts[key]
         return tuple(piece for rank, array in self._held.get(key, ()) for piece in cut.fragments(key, rank, array))
 
 
 def _trained(catalog: Catalog, optimizer: Optimizer) -> dict[str, int]:
-    """Every parameter that the optimizer has → number of its axes, in the catalog's order."""
+    """Return every parameter that the optimizer has → number of its axes, in the catalog's order."""
     if any(group.params is None for group in optimizer.groups):
         return trained(catalog.tensors)
     named = {name for group in optimizer.groups for name in group.params or ()}

@@ -26,18 +26,16 @@ from dataclasses import replace
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import MASTER, STATES, Optimizer, ParamGroup, state_of, trained
 from core.megatron.extras.common_state import CONTENT, OPTIMIZER, common_of
-from core.megatron.model.facts import Facts
-from core.megatron.model.topology import Topology
 from core.megatron.optimizer.entries import FULLY_RESHARDABLE, MODEL_SPACE, SHARDING, common_entry
+from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.target_groups import target_groups
-from core.megatron.rules.rules import Rules
 from core.pickle.inert import as_mapping
 
 _CONTENT_SHARDING = "distrib_optim_sharding_type"
 
 
 def sharding_of(catalog: Catalog) -> str | None:
-    """How a catalog with a common state keeps a distributed optimizer's states; None where it has none."""
+    """Return how a catalog with a common state keeps a distributed optimizer's states; None where it has none."""
     return next((str(value) for value in _sharding_types(common_of(catalog).get(OPTIMIZER))), None)
 
 
@@ -51,27 +49,25 @@ def _sharding_types(entry: object) -> Iterator[object]:
 
 
 def wanted_sharding(format: str) -> str:
-    """How the readers of ``torch_dist`` or ``zarr`` load a distributed optimizer at any sizes."""
+    """Return how the readers of ``torch_dist`` or ``zarr`` load a distributed optimizer at any sizes."""
     return FULLY_RESHARDABLE if format == "torch_dist" else MODEL_SPACE
 
 
-def _regrouped(catalog: Catalog, optimizer: Optimizer, topology: Topology, facts: Facts, rules: Rules) -> Optimizer:
-    """The optimizer with the groups that it has where experts are distributed in another way."""
-    before = facts.topology
-    if not facts.n_experts or (topology.ep, topology.expert_tp) == (before.ep, before.expert_tp):
-        return optimizer
-    groups = target_groups(optimizer, trained(catalog.tensors), topology, facts, rules, catalog.attrs.get("args"))
-    return replace(optimizer, groups=tuple(ParamGroup(settings) for settings in groups.settings))
+def _regrouped(target: ReshardTarget) -> Optimizer:
+    """Return the optimizer with the groups that it has where experts are distributed in another way."""
+    before, after = target.facts.topology, target.topology
+    if not target.facts.n_experts or (after.ep, after.expert_tp) == (before.ep, before.expert_tp):
+        return target.optimizer
+    groups = target_groups(target, trained(target.catalog.tensors))
+    return replace(target.optimizer, groups=tuple(ParamGroup(settings) for settings in groups.settings))
 
 
 class StackedOptimizer:
-    """What a checkpoint holds of an optimizer beside its tensors; nothing where there is none.
+    """The entries of an optimizer beside its tensors, in a torch_dist or zarr checkpoint; none where there is none.
 
     Args:
-        catalog: the global per-layer form.
+        target: the destination: with expert parallelism, experts have groups of their own. None for no optimizer.
         format: ``torch_dist`` or ``zarr``.
-        topology: sizes of the destination: with expert parallelism, experts have groups of their own.
-        facts: of the source.
 
     Attributes:
         common: entries of the common state.
@@ -79,28 +75,28 @@ class StackedOptimizer:
         notes: what the user should know.
     """
 
-    def __init__(self, catalog: Catalog, format: str, topology: Topology, facts: Facts, rules: Rules) -> None:
-        found = catalog.attrs.get(OPTIMIZER)
-        self._optimizer = _regrouped(catalog, found, topology, facts, rules) if isinstance(found, Optimizer) else None
+    def __init__(self, target: ReshardTarget | None, format: str) -> None:
+        self._optimizer: Optimizer | None = None
         self._sharding = wanted_sharding(format)
         self.common: dict[object, object] = {}
         self.attrs: dict[str, object] = {}
         self.notes: list[str] = []
-        if self._optimizer is None:
+        if target is None:
             return
-        content = as_mapping(common_of(catalog).get(CONTENT)) or {}
+        self._optimizer = _regrouped(target)
+        content = as_mapping(common_of(target.catalog).get(CONTENT)) or {}
         self.common[OPTIMIZER] = common_entry(self._optimizer, sharding=self._sharding)
         if format == "torch_dist" or content:
             self.common[CONTENT] = self._content(content)
         if self._is_distributed and content.get(_CONTENT_SHARDING) != self._sharding:
-            self._note_form(catalog)
+            self._note_form(target.catalog)
 
     @property
     def _is_distributed(self) -> bool:
         return self._optimizer is not None and self._optimizer.kind == "distributed"
 
     def key(self, key: str, name: str) -> str:
-        """The key of a tensor.
+        """Return the key of a tensor.
 
         Args:
             key: in the global form.
@@ -113,7 +109,7 @@ class StackedOptimizer:
         return f"{STATES}{'param' if is_param else found[0]}.{name}"
 
     def _content(self, before: dict[object, object]) -> dict[object, object]:
-        """What the content is, for Megatron's loader."""
+        """Return the description of the content for Megatron's loader."""
         made: dict[object, object] = {}
         if self._is_distributed:
             made[_CONTENT_SHARDING] = self._sharding

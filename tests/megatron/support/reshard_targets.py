@@ -1,0 +1,32 @@
+"""Destinations of an optimizer without tensors, for what depends on groups, sizes and arguments only."""
+
+from __future__ import annotations
+
+from core.catalog.catalog import catalog_of_arrays
+from core.catalog.optimizer_keys import Optimizer
+from core.megatron.model.args import facts_of
+from core.megatron.model.facts import Facts
+from core.megatron.model.topology import Topology
+from core.megatron.model.version import MegatronVersion
+from core.megatron.optimizer.reshard_target import ReshardTarget
+from tests.megatron.support.megatron_gold import RULES
+
+
+def target_of(
+    optimizer: Optimizer,
+    args: object,
+    *,
+    topology: Topology,
+    facts: Facts | None = None,
+    version: MegatronVersion | None = None,
+) -> ReshardTarget:
+    """Return the destination of an optimizer; ``facts`` are those of ``args`` unless given."""
+    return ReshardTarget(
+        catalog=catalog_of_arrays(format="global", arrays={}, attrs={"args": args}),
+        optimizer=optimizer,
+        topology=topology,
+        facts=facts_of(args) if facts is None else facts,
+        rules=RULES,
+        cuts={},
+        version=version,
+    )
