@@ -2,5 +2,5 @@
 
 Start at ``run.execute`` and its ``options``; ``worker`` is what one thread does, ``output`` the files that are written,
 ``interleave`` the strided copies, ``ledger`` what is done when files are full.
-Imports: calibration, plan, quantize, fingerprint, catalog, device, team, arrays, files, errors.
+Imports: arrays, calibration, catalog, device, errors, files, plan, team.
 """
