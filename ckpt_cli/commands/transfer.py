@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpt_cli.options.transfer import TransferOptions
-    from core.convert.job import Report
+    from core.convert.job import Progress, Report
     from core.team.protocol import Team
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
@@ -204,7 +204,7 @@ def _run(job: Job, options: TransferOptions) -> int:
     try:
         with progress_bar(is_wanted=not options.quiet) as progress:
             found = _published(workers)
-            report = found or run(job, progress=progress, team=workers, publishing=remember)
+            report = found or _done(job, workers, progress)
     except ReplicaMismatchError as err:
         gone = next((gone for gone, kept in job.tie if kept == err.key), None)
         if gone is None:
@@ -226,6 +226,15 @@ def _run(job: Job, options: TransferOptions) -> int:
     else:
         _say_left(report.dropped)
     return 0
+
+
+def _done(job: Job, workers: Team, progress: Progress | None) -> Report:
+    """Run the job, in this process or together with the other workers."""
+    if workers.size == 1:
+        return run(job, progress=progress, publishing=remember)
+    from core.convert.workers.run import run_shared  # a process that works alone need not load it
+
+    return run_shared(job, workers, publishing=remember)
 
 
 def _published(workers: Team) -> Report | None:

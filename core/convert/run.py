@@ -4,7 +4,7 @@
 
     open → global form → [shard | stack | nest] → lay out → plan → stage, copy, literals, commit
 
-``prepare`` does all of it that moves no data; ``run`` does the rest. Both doors call these two.
+``prepare`` does all of it that moves no data; ``run`` does the rest, ``core.convert.workers.run`` with several workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from core.copy.run import execute
 from core.megatron.reshard.reshard import load_rules
 from core.stage.existing import check_replaceable
 from core.stage.stage import Stage
-from core.team.protocol import ALONE, Team
 
 if TYPE_CHECKING:
     from core.manifest.fingerprint_copy import CopyFingerprints
@@ -40,26 +39,22 @@ def run(
     job: Job,
     *,
     progress: Progress | None = None,
-    team: Team = ALONE,
     publishing: Callable[[Report, int], None] | None = None,
 ) -> Report:
-    """Run the job: all or nothing, unless ``resume`` keeps an unfinished stage.
+    """Run the job in this process: all or nothing, unless ``resume`` keeps an unfinished stage.
+
+    A team of several workers calls ``core.convert.workers.run.run_shared`` instead.
 
     Args:
         job: what to do.
-        progress: called with (bytes done, bytes in all) from the copying threads; of a process that works alone.
-        team: the workers that do it together; all of them call this. They keep an unfinished stage in any case.
-        publishing: called (at the lead) right before the destination gets its name, with what will be said of
+        progress: called with (bytes done, bytes in all) from the copying threads.
+        publishing: called right before the destination gets its name, with what will be said of
             it and the inode that then has that name.
 
     Raises:
         CheckpointingException: any kind; the destination is untouched.
     """
     job = within_memory(job)
-    if team.size > 1:
-        from core.convert.workers.run import run_shared
-
-        return run_shared(job, team, publishing=publishing)
     begun = time.monotonic()
     with prepare(job) as prepared:
         plan, source = prepared.plan, prepared.source

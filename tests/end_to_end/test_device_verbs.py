@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from core.calibration.choice import decisions
 from core.checks.level import Level
 from core.convert.run import Job, run, within_memory
+from core.convert.workers.run import run_shared
 from core.device.device import COMPARE, FINGERPRINT, VALUES, Device
 from core.device.lane import LANE_BYTES, Lane
 from core.errors import CapacityError
@@ -101,7 +102,7 @@ def test_a_manifest_has_the_same_fingerprints_with_a_device(golden: Path) -> Non
 
 
 def converted(team: PipeTeam, src: Path, dst: Path) -> None:
-    run(Job(src=src, dst=dst, to="safetensors", dtype=((None, "bfloat16"),), verify=True, device=DEVICE), team=team)
+    run_shared(Job(src=src, dst=dst, to="safetensors", dtype=((None, "bfloat16"),), verify=True, device=DEVICE), team)
 
 
 def test_workers_with_devices_write_the_same_files(golden: Path, tmp_path: Path) -> None:

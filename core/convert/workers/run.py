@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, TypeVar
 
 from core.convert.job import Job, Report
 from core.convert.prepare import Prepared, prepare
+from core.convert.run import within_memory
 from core.convert.stage import Made, finish_data, finish_manifest, identity_text, report_of, stage_of, written_path
 from core.convert.stored_plan.division import Division, divided, divided_by_hosts
 from core.convert.stored_plan.file import Written, file_digest, finish_plan, write_plan
@@ -74,18 +75,18 @@ def run_shared(
     sizes: Sizes = _USUAL,
     publishing: Callable[[Report, int], None] | None = None,
 ) -> Report:
-    """Does a job as one of several workers; see ``core.convert.run.run``.
+    """Do the job as one of several workers: what ``core.convert.run.run`` does in one process.
 
     Args:
-        job: the same for all.
-        team: of more than one.
-        sizes: the same for all.
-        publishing: see ``core.convert.run.run``.
+        job: the same on all workers.
+        team: more than one worker; all of them call this.
+        sizes: the same on all workers.
+        publishing: as for ``core.convert.run.run``; called at the lead only.
 
     Raises:
         CheckpointingException: any kind, on all workers; the destination is untouched, and the stage is kept.
     """
-    job = replace(job, resume=True, beside_bytes=team.runtime_bytes)
+    job = replace(within_memory(job), resume=True, beside_bytes=team.runtime_bytes)
     with ExitStack() as stack:
         lead = _Lead(job, team, stack, sizes) if is_lead(team) else None
         order = told(team, _by(lead, lambda lead: lead.begin()))
