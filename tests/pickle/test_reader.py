@@ -761,7 +761,7 @@ def test_values_equal_those_of_pythons_unpickler_on_random_trees() -> None:
 def test_the_reader_uses_no_unpickler() -> None:
     source = "".join(
         Path(safe_pickle.__file__).with_name(f"{name}.py").read_text()
-        for name in ("reader", "machine", "reduce", "names", "text")
+        for name in ("reader", "machine", "reduce", "names", "plain", "text")
     )
     assert not re.search(r"^\s*(import|from) (pickle|importlib|_pickle)\b", source, re.MULTILINE)
     assert "__import__(" not in source
