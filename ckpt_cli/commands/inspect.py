@@ -136,7 +136,7 @@ def _lines(
         yield from _header(screen, summary, checkpoint)
         yield ""
     if options.tree is False or (options.tree is None and options.keys):
-        rows = _flat_rows(summary, tensors, objects, options.sort)
+        rows = _flat_rows(tensors, objects, options.sort)
         yield from shortened(screen, list(table(screen, rows, align="<<<>")), options.limit or 0)
         return
     tensors.sort(key=lambda meta: ROLES.index(role_of(bare_key(meta.key, summary.view))))
@@ -149,7 +149,7 @@ def _is_by_rank(summary: Summary) -> bool:
     return bool(summary.view.attrs.get("is_rank_local"))
 
 
-def _flat_rows(summary: Summary, tensors: list[TensorMeta], objects: list[str], sort: str | None) -> list[list[Cell]]:
+def _flat_rows(tensors: list[TensorMeta], objects: list[str], sort: str | None) -> list[list[Cell]]:
     rows = [
         [
             Cell(escaped(meta.key)),

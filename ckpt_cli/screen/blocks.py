@@ -75,9 +75,7 @@ class Cell:
     styles: tuple[str, ...] = ()
 
 
-def table(
-    screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int = 0, gap: int = 2
-) -> Iterator[str]:
+def table(screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int = 0) -> Iterator[str]:
     """Aligned columns.
 
     Args:
@@ -92,7 +90,7 @@ def table(
             text = padded(cell.text, 0 if is_last else widths[at], right=align[at] == ">")
             start = len(text) - len(text.lstrip(" "))
             parts.append(text[:start] + screen.styled(text[start:], *cell.styles))
-        yield screen.plain((" " * indent + (" " * gap).join(parts)).rstrip())
+        yield screen.plain((" " * indent + "  ".join(parts)).rstrip())
 
 
 def facts(screen: Screen, pairs: Iterable[tuple[str, Cell | str]], *, indent: int = 0) -> Iterator[str]:

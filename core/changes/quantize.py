@@ -192,13 +192,13 @@ def _integer_weights(catalog: Catalog, config: Mapping[str, object] | None) -> d
             continue  # float8
         is_plain = scheme.dequantize == _BITSANDBYTES or len(weight.scales) == 1  # no zero points, no order of columns
         if scheme.dequantize is None or not is_plain:
-            raise refused_scheme(weight, doing="--dequantize")
+            raise refused_scheme(weight)
         meta, scales = catalog.tensors[weight.key], catalog.tensors[weight.scales[0]]
         rows = meta.shape[0] if len(meta.shape) == 2 else None
         fits = {(rows,)} if scheme.dequantize == _BITSANDBYTES else {(rows, 1), (1,), (), (1, 1)}
         kind = dtype_of(scales.dtype)
         if scheme.dequantize == _INT8 and rows is not None and scales.shape[:1] == (rows,) and scales.shape not in fits:
-            raise refused_scheme(weight, doing="--dequantize")  # scales of groups
+            raise refused_scheme(weight)  # scales of groups
         if rows is None or scales.shape not in fits or kind.kind != "float" or kind.itemsize < 2:
             raise CorruptError(
                 f"scales of {scales.dtype} and shape {scales.shape} do not fit the {scheme.name} weight {weight.key!r} "

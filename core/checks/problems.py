@@ -105,11 +105,9 @@ def finding_of(
     )
 
 
-def findings_of(
-    problems: Sequence[CheckpointingException], *, default: Code, file: str, rank: str | None = None
-) -> Iterator[Finding]:
+def findings_of(problems: Sequence[CheckpointingException], *, default: Code, file: str) -> Iterator[Finding]:
     """The findings about one file; that it ends too early is said once."""
     short = [err for err in problems if isinstance(err, TruncatedError) and err.rule is None]
     for err in problems:
         if err not in short[1:]:
-            yield finding_of(err, default=default, file=file, rank=rank)
+            yield finding_of(err, default=default, file=file)

@@ -148,7 +148,7 @@ def check_round_trip(format: Format, folder: Path, sample: Sample = SAMPLE) -> N
     for key in kept:
         assert found[key] == wanted[key], f"the bytes of {key} differ"
     if format.keeps_objects:
-        back = _objects(format, catalog, read_store)
+        back = _objects(catalog, read_store)
         for key, value in sample.objects.items():
             assert back.get(key) == value, f"object {key} came back as {back.get(key)!r}"
 
@@ -349,7 +349,7 @@ def _check_fragments(catalog: Catalog) -> None:
         match(catalog, target, key)
 
 
-def _objects(format: Format, catalog: Catalog, store: ReadStore) -> dict[str, object]:
+def _objects(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     """Non-tensor entries by key, those of a common state too."""
     from core.formats.torch.format import load_object
     from core.pickle.inert import as_mapping

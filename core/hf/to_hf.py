@@ -35,16 +35,14 @@ class _Made:
     fragments: Callable[[], list[Fragment]]
 
 
-def to_hf(
-    catalog: Catalog, *, model_type: str | None = None, dtype: str | None = None, has_config: bool = True
-) -> Catalog:
+def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool = True) -> Catalog:
     """A flat catalog with Hugging Face's names; see the module's docstring.
 
     Args:
         catalog: the global Megatron form (``core.megatron.reshard.reshard.unshard``).
         model_type: the family; None takes the one that the training arguments describe.
-        dtype: what ``config.json`` says of the weights; None takes the embedding's. Nothing is cast here.
-        has_config: make a ``config.json``; a destination that has no place for one gets the names alone.
+        has_config: make a ``config.json``; a destination that has no place for one gets the names alone. Its dtype is
+            the embedding's.
 
     Raises:
         UnsupportedError: the model is of no family that is mapped, or not of the one that was asked for; or nothing
@@ -72,7 +70,7 @@ def to_hf(
     dropped += _left_out(catalog, has_config=has_config)
     documents: dict[str, bytes] = {}
     if has_config:
-        documents[CONFIG] = document(config_of(fields, family, model, dtype=dtype or weights[_EMBEDDING].dtype))
+        documents[CONFIG] = document(config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype))
         notes.append(f"{CONFIG} is made of the training arguments; it needs the tokenizer's files beside it")
     order = sorted(made, key=_natural)
 

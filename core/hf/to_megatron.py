@@ -28,6 +28,8 @@ from core.pickle.inert import namespace
 from core.quantize.schemes import check_numbers, quantized_weights
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+_ITERATION = 1
+"""Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
 _FUSED_NORM = "layer_norm_weight"
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|output_layer|eh_proj)\.weight$")
@@ -52,23 +54,17 @@ def to_megatron(
     catalog: Catalog,
     config: Mapping[str, object],
     *,
-    dtype: str | None = None,
     transformer_impl: str | None = None,
     make_vocab_size_divisible_by: int = 128,
-    iteration: int = 1,
-    mtp: str = "keep",
 ) -> Catalog:
     """The global Megatron form of a model with Hugging Face's names; see the module's docstring.
 
     Args:
         catalog: flat keys, such as ``model.layers.0.self_attn.q_proj.weight``.
         config: the parsed ``config.json``.
-        dtype: what the arguments say of the parameters; None takes the embedding's. Nothing is cast here.
         transformer_impl: whose names the parameters get, ``local`` or ``transformer_engine``; None means ``local``
             but where Megatron can only build the model with the other (latent attention).
         make_vocab_size_divisible_by: padded vocabularies are multiples of this, times TP.
-        iteration: of the checkpoint; Megatron does not load one whose iteration is 0.
-        mtp: ``keep`` multi-token prediction layers or ``drop`` them, with a note.
 
     Raises:
         UnsupportedError: a family that is not mapped, quantized weights, or something that Megatron has no arguments
@@ -78,8 +74,6 @@ def to_megatron(
         CorruptError: shapes, dtypes and configuration contradict each other.
         UsageError: an option is none of its values.
     """
-    if mtp not in ("keep", "drop"):
-        raise UsageError(f"mtp is {mtp!r}, neither 'keep' nor 'drop'")
     if transformer_impl not in (None, *_EXPERTS_BY_IMPL):
         raise UsageError(f"transformer_impl is {transformer_impl!r}, neither 'local' nor 'transformer_engine'")
     family = family_of(config.get("model_type"))
@@ -89,11 +83,7 @@ def to_megatron(
     if ignored:
         notes.append(f"{min(ignored)} and others like it ({len(ignored)}) are left out: they follow from {CONFIG}")
     extra_layers = _extra_layers(catalog, config)
-    if extra_layers and mtp == "drop":
-        gone = {key for key in catalog.tensors if (m := _LAYER.match(key)) and int(m[1]) in extra_layers}
-        dropped.append(f"multi-token prediction ({len(gone)} tensors of {len(extra_layers)} layers)")
-        ignored |= gone
-    n_mtp = 0 if mtp == "drop" or "mtp" not in family.allows else len(extra_layers)
+    n_mtp = len(extra_layers) if "mtp" in family.allows else 0
     if "mtp" in family.allows and (config.get("num_nextn_predict_layers") or 0) != len(extra_layers):
         notes.append(
             f"{CONFIG} says {config.get('num_nextn_predict_layers') or 0} multi-token prediction layers, "
@@ -102,10 +92,10 @@ def to_megatron(
     fields = arguments_of(
         config,
         family,
-        dtype=dtype or _dtype_of(catalog, family),
+        dtype=_dtype_of(catalog, family),
         transformer_impl=transformer_impl,
         divisible_by=make_vocab_size_divisible_by,
-        iteration=iteration,
+        iteration=_ITERATION,
         n_mtp=n_mtp,
     )
     n_rows = fields["vocab_size"]
@@ -136,10 +126,10 @@ def to_megatron(
         attrs={
             "family": "megatron",
             "args": args,
-            "iteration": iteration,
+            "iteration": _ITERATION,
             "checkpoint_version": 3.0,
             "topology": Topology(),
-            "common": {"args": args, "checkpoint_version": 3.0, "iteration": iteration},
+            "common": {"args": args, "checkpoint_version": 3.0, "iteration": _ITERATION},
             "vocab_size": n_rows,
             "expert_names": _EXPERTS_BY_IMPL["local" if model.is_local else "transformer_engine"],
             "notes": notes,

@@ -48,7 +48,7 @@ def places_of(names: Collection[Global], store: ReadStore, catalog: Catalog) -> 
     files = sorted(stored | {name for name in (*_METADATA, store.entry) if name is not None and store.exists(name)})
     places: dict[PickledPlace, None] = {}
     for file in files:
-        for tree in trees_of_stream(store, file, 0, store.size(file)):
+        for tree in trees_of_stream(store, file):
             for path, name in _names_in(tree):
                 if name in names:
                     places[PickledPlace(file, path)] = None

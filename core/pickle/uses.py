@@ -11,7 +11,7 @@ Source: CPython 3.11 ``pickle.py``, ``Modules/_pickle.c``; the rows of ``pickle/
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -179,11 +179,6 @@ USING = frozenset((Global, Inert, Persistent))
 def uses_in_tree(tree: object) -> set[Use]:
     """Return every use in an inert tree, without those in streams inside it."""
     return {use for node in walk(tree) if type(node) in USING for use in uses_of_node(node)}
-
-
-def names_of(uses: Iterable[Use]) -> set[Global]:
-    """Return the names alone."""
-    return {use.name for use in uses}
 
 
 def _uses_of_value(value: object, how: Literal["made", "called"]) -> Iterator[Use]:

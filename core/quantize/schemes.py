@@ -121,10 +121,10 @@ def _weight(row: Scheme, mark: str, tensors: Mapping[str, TensorMeta], *, is_sta
     return QuantizedWeight(row, key, present(row.scales), present(row.others))
 
 
-def refused_scheme(weight: QuantizedWeight, *, doing: str) -> UnsupportedError:
+def refused_scheme(weight: QuantizedWeight) -> UnsupportedError:
     """Return the error for a weight whose numbers cannot be made wide."""
     return UnsupportedError(
-        f"{doing}: {weight.scheme.name} weights cannot be dequantized here",
+        f"--dequantize: {weight.scheme.name} weights cannot be dequantized here",
         key=weight.key,
         hint="dequantize the model with the library that quantized it, save it, and convert that",
     )

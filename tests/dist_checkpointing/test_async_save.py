@@ -23,6 +23,7 @@ from core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveS
 from core.errors import CheckpointingException
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.test_torch_strategy import differences, saves, state_of
+from tests.support.staging import free_bytes
 
 COMMON = {"iteration": 7, "args": {"lr": 0.1}}
 
@@ -118,7 +119,7 @@ def _several(rank: int, world: int, folder: Path) -> list[Any]:
             time.sleep(0.2)
             seen.append(queue.maybe_finalize_async_calls())
     seen.append(queue.maybe_finalize_async_calls(blocking=True))
-    return [*seen, POOL.free_bytes > 0]
+    return [*seen, free_bytes(POOL) > 0]
 
 
 @pytest.mark.dist

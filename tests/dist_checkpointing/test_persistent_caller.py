@@ -17,6 +17,7 @@ from core.dist_checkpointing._background.staging import POOL
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest, PersistentAsyncCaller
 from core.errors import CapacityError, CheckpointingException, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks
+from tests.support.staging import free_bytes
 
 
 def _append(path: Path, text: str) -> None:
@@ -157,10 +158,10 @@ def test_memory_is_free_again_when_the_call_is_finalized(tmp_path):
         tensor = torch.ones(1 << 20)
         queue.schedule_async_request(AsyncRequest(_write_when, (tmp_path, tmp_path / name, tensor), []))
         queue.maybe_finalize_async_calls(blocking=True)
-        free = POOL.free_bytes
+        free = free_bytes(POOL)
         assert (4 << 20) <= free < (4 << 20) + 10000
     queue.close()
-    assert POOL.free_bytes == 0
+    assert free_bytes(POOL) == 0
 
 
 _JOB = """

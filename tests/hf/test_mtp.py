@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,14 +67,12 @@ def test_the_layer_gets_megatrons_names_and_comes_back(folder: Path, tmp_path: P
     assert config_of(written(back, store, tmp_path / "ours"))["num_nextn_predict_layers"] == 1
 
 
-def test_the_layer_is_left_out_on_request_and_said_so(folder: Path, tmp_path: Path) -> None:
+def test_a_model_whose_extra_layer_was_left_out_is_complete_without_it(folder: Path, tmp_path: Path) -> None:
     store, source = catalog_of(folder)
-    middle = to_megatron(source, config_of(folder), mtp="drop")
+    kept = {key: meta for key, meta in source.tensors.items() if "layers.3." not in key}
+    middle = to_megatron(replace(source, tensors=kept), config_of(folder))
     assert not any(name.startswith("mtp.") for name in middle.tensors)
     assert arguments(middle)["mtp_num_layers"] is None
-    dropped = middle.attrs["dropped"]
-    assert isinstance(dropped, list)
-    assert dropped[0].startswith("multi-token prediction (")
     ours = written(to_hf(middle), store, tmp_path / "ours")
     wanted = {key: data for key, data in tensors(folder).items() if "layers.3." not in key}
     assert_same(tensors(ours), wanted)

@@ -350,8 +350,6 @@ def test_a_tensor_that_is_absent_or_left_over_is_refused_on_the_way_back(folders
 
 def test_options_are_checked(folders: Folders) -> None:
     catalog, config = folders("llama")
-    with pytest.raises(UsageError, match="mtp is 'maybe'"):
-        to_megatron(catalog, config, mtp="maybe")
     with pytest.raises(UsageError, match="transformer_impl is 'apex'"):
         to_megatron(catalog, config, transformer_impl="apex")
     with pytest.raises(UnsupportedError, match="'bert' are not mapped"):

@@ -33,7 +33,7 @@ from core.errors import CheckpointingException, CorruptError, TruncatedError, Un
 from core.pickle import reader as safe_pickle
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent, as_mapping, attributes, walk
 from core.pickle.reader import Limits, classify, globals_of, load, load_next, noting_uses
-from core.pickle.uses import Use, names_of
+from core.pickle.uses import Use
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -443,7 +443,7 @@ def test_getattr_is_noted_only_where_it_makes_no_name() -> None:
     for data, is_noted in ((member + b".", False), (b"\x80\x02" + odd + b"N.", True), (member + odd + b".", True)):
         with noting_uses() as uses:
             load(data, label="x")
-        assert (getattr_name in names_of(uses)) == is_noted
+        assert (getattr_name in {use.name for use in uses}) == is_noted
 
 
 def test_names_before_an_error_are_noted() -> None:

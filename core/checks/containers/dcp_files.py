@@ -123,7 +123,7 @@ def items(subject: Subject) -> Iterator[Finding]:
         return  # said by ``data_files``
     with suppress(CheckpointingException):  # a file is missing, or kept the checkpoint from being opened
         metadata = with_raw_files(subject.store, metadata)
-    whole = [item for item in _items(subject, metadata) if item[1].offset + item[1].n_bytes <= _size(subject, item[1])]
+    whole = [item for item in _items(metadata) if item[1].offset + item[1].n_bytes <= _size(subject, item[1])]
     for key, item in whole:
         yield from _item(subject, key, item)
     yield from _overlaps(metadata)
@@ -133,7 +133,7 @@ def _size(subject: Subject, item: DcpItem) -> int:
     return subject.files.get(item.file, -1)
 
 
-def _items(subject: Subject, metadata: DcpMetadata) -> Iterator[tuple[str, DcpItem]]:
+def _items(metadata: DcpMetadata) -> Iterator[tuple[str, DcpItem]]:
     """(key, item) of everything that is stored as a torch zip; the others have checks of their own."""
     for tensor in metadata.tensors.values():
         for row, (_, item) in enumerate(metadata.chunks(tensor.key), tensor.first):

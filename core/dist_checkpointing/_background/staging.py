@@ -147,12 +147,6 @@ class StagingPool:
         with self._lock:
             self._free.clear()
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes of the blocks that are kept for the next save."""
-        with self._lock:
-            return sum(block.n_bytes for block in self._free)
-
 
 POOL = StagingPool()
 """The memory of this process's saves."""

@@ -91,9 +91,9 @@ def stream(value: object, *, prefix: str = PREFIX) -> Stream:
     return Stream(plan, pickled.tensors)
 
 
-def stream_of(value: object, *, prefix: str = PREFIX) -> bytes:
+def stream_of(value: object) -> bytes:
     """The stream of a live value; arguments and errors are those of ``stream``."""
-    return b"".join(stream(value, prefix=prefix).pieces())
+    return b"".join(stream(value).pieces())
 
 
 def load_stream(source: ReadStore | bytes, array: StoredArray | None = None, *, key: str = "object") -> Any:

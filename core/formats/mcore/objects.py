@@ -17,8 +17,6 @@ from math import prod
 _SHARDED_OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(-?\d+(?:\.-?\d+)*)", re.DOTALL)
 COMMON_OBJECT = "common_state/shard_0_1"
 """Holds the common state in checkpoints that have no ``common.pt``."""
-_UNKNOWN = -1
-"""The last number of a shape in the first checkpoints of this kind, whose names lacked it."""
 
 
 def parts_of_sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:

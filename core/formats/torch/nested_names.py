@@ -71,10 +71,10 @@ def uses_of_stream(
     return uses | {Use(_LOADS, "unread")} if reading.is_refused else uses
 
 
-def trees_of_stream(store: ReadStore, file: str, start: int, n_bytes: int) -> tuple[object, ...]:
-    """Return what the pickles of a stream hold, as far as they are sound; nothing is noted of them."""
+def trees_of_stream(store: ReadStore, file: str) -> tuple[object, ...]:
+    """Return what the pickles of a file that is a stream hold, as far as they are sound; nothing is noted of them."""
     with noting_uses(passes_on=False):
-        return _read(store, file, start, n_bytes).trees
+        return _read(store, file, 0, store.size(file)).trees
 
 
 def uses_in(value: object) -> set[Use]:

@@ -64,13 +64,12 @@ class ObjectsBeside:
     hidden: dict[str, StoredArray]
 
 
-def objects_image(target: Catalog, *, path: str = OBJECTS_FILE) -> FileImage | None:
+def objects_image(target: Catalog) -> FileImage | None:
     """The image of the file that holds a target catalog's objects, or None if it has none.
 
     Args:
         target: its objects' values are read; the tensors inside them are whole arrays of its hidden tensors, which the
             image places.
-        path: name of the file.
 
     Raises:
         UnsupportedError: an object was not read yet, or holds a bare storage.
@@ -99,7 +98,7 @@ def objects_image(target: Catalog, *, path: str = OBJECTS_FILE) -> FileImage | N
             err.key = err.key and err.key.removeprefix("objects.")
             raise
         plan = plan_tree(root, target.whole_array, prefix="ckpt-objects")
-    return FileImage(path, plan.size, plan.arrays, plan.literals)
+    return FileImage(OBJECTS_FILE, plan.size, plan.arrays, plan.literals)
 
 
 def _is_flat(target: Catalog) -> bool:
@@ -132,17 +131,15 @@ def _marked(target: Catalog) -> object:
     return mapped(target.skeleton, mark)
 
 
-def read_objects(store: ReadStore, *, path: str = OBJECTS_FILE) -> ObjectsBeside | None:
+def read_objects(store: ReadStore) -> ObjectsBeside | None:
     """What the objects file of a store holds, or None if there is no such file.
-
-    Args:
-        path: name of the file.
 
     Raises:
         CorruptError, TruncatedError: the file is damaged, or is not one that ``objects_image`` makes.
         UnsupportedError: a newer version of it.
         UnsafeError: a hostile pickle.
     """
+    path = OBJECTS_FILE
     if not store.exists(path):
         return None
     stream = StoredArray(path, "uint8", (store.size(path),), Extent(path, 0))

@@ -116,12 +116,12 @@ def checked_grid(shape: Shape, chunk_shape: Shape, dtype: str, *, file: str) -> 
     return ChunkGrid(shape, chunk_shape)
 
 
-def checked_order(value: object, rank: int, what: str, *, file: str) -> Shape:
+def checked_order(value: object, rank: int, *, file: str) -> Shape:
     """A permutation of the axes.
 
     Raises:
         CorruptError: it is none.
     """
     if not isinstance(value, list) or sorted(map(repr, value)) != sorted(map(repr, range(rank))):
-        raise CorruptError(f"{what} is {str(value)[:80]}, no order of {rank} axes", file=file)
+        raise CorruptError(f"the order of a transpose is {str(value)[:80]}, no order of {rank} axes", file=file)
     return tuple(value)

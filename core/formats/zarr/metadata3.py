@@ -174,7 +174,7 @@ def _coding(codecs: list[tuple[str, Config]], dtype: str, shape: Shape, *, file:
         spelled = config.get("order")
         if spelled in ("C", "F"):  # before the specification was final
             spelled = list(range(len(shape)))[:: 1 if spelled == "C" else -1]
-        moved = checked_order(spelled, len(shape), "the order of a transpose", file=file)
+        moved = checked_order(spelled, len(shape), file=file)
         order = tuple(order[axis] for axis in moved)
     if not rest or rest[0][0] != "bytes":
         raise UnsupportedError(

@@ -36,7 +36,6 @@ from core.catalog.stored import StoredArray
 from core.errors import CorruptError, UnsupportedError
 
 OPTION = "--moe-experts"
-NAMES = ("sequential", "te_grouped", "grouped", "stacked", "single", "switch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class ExpertForm:
     """One way to name the parameters of experts.
 
     Args:
-        names: one of ``NAMES``; several rows may share it.
+        names: one of those above, such as ``te_grouped``; several rows may share it.
         pattern: searched in a name; what it finds is the part behind ``experts.``.
         name: that part, with ``{e}`` and ``{rest}``; None for a form that is read only.
         rest: the parameter within its expert, where the pattern has no such group.

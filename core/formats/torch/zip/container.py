@@ -352,7 +352,7 @@ class _Reader:
 
     def _wide(self, extra: bytes, narrow: tuple[int, int, int, int]) -> list[int]:
         """Size, stored size, header offset and disk, with those that do not fit taken from the ZIP64 field."""
-        field = self._extra_field(extra, 1)
+        field = self._zip64_field(extra)
         values = []
         for number, value in enumerate(narrow):
             limit, width = (U16, 4) if number == 3 else (U32, 8)
@@ -363,13 +363,13 @@ class _Reader:
             values.append(value)
         return values
 
-    def _extra_field(self, extra: bytes, wanted: int) -> bytes | None:
+    def _zip64_field(self, extra: bytes) -> bytes | None:
         at = 0
         while at + 4 <= len(extra):
             kind, n = struct.unpack_from("<HH", extra, at)
             if at + 4 + n > len(extra):
                 break
-            if kind == wanted:
+            if kind == 1:
                 return extra[at + 4 : at + 4 + n]
             at += 4 + n
         return None
