@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from ckpt_cli.screen.output_file import check_place, write_lines
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import team
 from core.errors import UsageError
+from core.pickle.reader import gc_paused
 from core.team.protocol import is_lead, told
 from core.validate.accepted import baseline_text
 from core.validate.run import distinct_paths, refused
@@ -54,15 +56,19 @@ def validate(options: ValidateOptions) -> int:
     acceptance = told(us, lambda: acceptance_of(options))
     verdicts = []
     errors = told(us, lambda: _paths(options))
-    for path, error in errors.items():
-        if error is not None and len(errors) == 1:
-            raise error
-        validation = examine(path, options) if error is None else refused(path, level=level_of(options), error=error)
-        verdicts.append(Verdict(validation, acceptance.judged(validation.findings)))
-    if options.write_baseline is not None:
-        told(us, lambda: _write_baseline(verdicts, options))
-        return 0
-    told(us, lambda: _report(verdicts, options))
+    # One checkpoint may have 10⁵ entries and a finding for each; of several, what each leaves must be collected.
+    with gc_paused() if len(errors) == 1 else nullcontext():
+        for path, error in errors.items():
+            if error is not None and len(errors) == 1:
+                raise error
+            validation = (
+                examine(path, options) if error is None else refused(path, level=level_of(options), error=error)
+            )
+            verdicts.append(Verdict(validation, acceptance.judged(validation.findings)))
+        if options.write_baseline is not None:
+            told(us, lambda: _write_baseline(verdicts, options))
+            return 0
+        told(us, lambda: _report(verdicts, options))
     return UsageError.exit_code if any(errors.values()) else exit_code_of(verdicts)
 
 
