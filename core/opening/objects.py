@@ -23,7 +23,7 @@ from core.formats.torch.nested_names import uses_in, with_nested
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.extras.random_states import RNG_STATES
 from core.megatron.optimizer.entries import object_entry
-from core.opening.pickled_places import places_of
+from core.opening.pickled_places import MOST_PLACES, places_of
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.names import dangerous_uses
 from core.pickle.nesting import REMOVED, Entry, entries, joined, mapped
@@ -91,23 +91,25 @@ def refuse_hidden(uses: Iterable[Use], store: ReadStore, catalog: Catalog, *, ex
         keys = place.entries_at(catalog)
         if not keys or not all(any(matches(key) for matches in is_excluded) for key in keys):
             open_places.append((place, keys))
-    if places and not open_places:
+    dropped = hidden - {place.name for place in places}
+    is_listed = len(places) < MOST_PLACES  # else there may be places behind the last of them
+    if not open_places and not dropped and is_listed:
         return
-    name = min(map(str, hidden))
-    if not open_places:
+    if not open_places and is_listed:
         raise UnsafeError(
-            f"a pickle calls {name}, which would run code when it is loaded, and drops the result",
+            f"a pickle calls {min(map(str, dropped))}, which would run code when it is loaded, and drops the result",
             file=store.label,
             hint="do not load this checkpoint with anything else, and find out who wrote it",
         )
+    open_places = open_places or [(place, []) for place in places]
     place, keys = open_places[0]
     others = len(open_places) - 1
     left_out = " ".join(
         f"--exclude {shlex.quote(key)}" for key in dict.fromkeys(below[0] for _, below in open_places if below)
     )
     raise UnsafeError(
-        f"{place.path or 'the root'} names {name}, which would run code when it is loaded"
-        + (f"; so do {others} other places" if others else ""),
+        f"{place.path or 'the root'} names {place.name}, which would run code when it is loaded"
+        + (f"; {others}{'' if is_listed else ' or more'} other places name such things, too" if others else ""),
         file=place.file,
         key=keys[0] if keys else None,
         hint=(f"leave the entry out with {left_out}, " if left_out else "save the checkpoint again without it, ")

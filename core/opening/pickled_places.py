@@ -15,7 +15,7 @@ from core.formats.torch.nested_names import trees_of_stream
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent
 from core.pickle.key_text import text_of
 
-_MOST_PLACES = 100
+MOST_PLACES = 100
 _METADATA = (".metadata", "common.pt", "metadata.json")
 
 
@@ -26,10 +26,12 @@ class PickledPlace:
     Args:
         file: name in the store.
         path: keys from the root, as entries are named; "" for the root itself.
+        name: what is named there.
     """
 
     file: str
     path: str
+    name: Global
 
     def entries_at(self, catalog: Catalog) -> list[str]:
         """Return the keys of the entries that it belongs to: one around it, or those below it."""
@@ -39,7 +41,7 @@ class PickledPlace:
 
 
 def places_of(names: Collection[Global], store: ReadStore, catalog: Catalog) -> list[PickledPlace]:
-    """Return the first places where the pickles of a checkpoint's files name one of ``names``, in order.
+    """Return the first ``MOST_PLACES`` where the pickles of a checkpoint's files name one of ``names``, in order.
 
     Names that a pickle drops again have none.
     """
@@ -51,8 +53,8 @@ def places_of(names: Collection[Global], store: ReadStore, catalog: Catalog) -> 
         for tree in trees_of_stream(store, file):
             for path, name in _names_in(tree):
                 if name in names:
-                    places[PickledPlace(file, path)] = None
-                if len(places) >= _MOST_PLACES:
+                    places[PickledPlace(file, path, name)] = None
+                if len(places) >= MOST_PLACES:
                     return list(places)
     return list(places)
 

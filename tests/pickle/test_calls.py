@@ -34,6 +34,7 @@ from core.convert.run import Job, run
 from core.errors import UnsafeError
 from core.files.store import MemoryStore
 from core.formats.torch.nested_names import uses_of_stream
+from core.opening.pickled_places import MOST_PLACES
 from core.pickle.call_table import constructor, packages
 from core.pickle.inert import Global
 from core.pickle.known_packages import is_known_package
@@ -42,6 +43,7 @@ from core.pickle.reader import load, noting_uses
 from core.pickle.uses import Use
 from core.validate.run import validate
 from tests.hostile.cases import text, torch_zip
+from tests.support.broken import repacked
 
 TABLE = Path(__file__).resolve().parents[2] / "core/pickle/calls.toml"
 
@@ -614,6 +616,26 @@ def test_what_a_pickle_calls_and_drops_is_refused_whatever_is_left_out(tmp_path:
     (tmp_path / "x.pt").write_bytes(torch_zip(b"\x80\x02" + CALLS["REDUCE"] + b"0}" + text("s") + b"K\x01s."))
     with pytest.raises(UnsafeError, match="drops the result"):
         run(Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch", exclude=("s",)))
+
+
+def test_leaving_one_call_out_does_not_excuse_another_that_is_dropped(tmp_path: Path) -> None:
+    tree, key = calling_places()["a key"]
+    torch.save(tree, tmp_path / "x.pt")
+    repacked(tmp_path / "x.pt", "data.pkl", lambda data: data[:2] + CALLS["REDUCE"] + b"0" + data[2:])
+    job = Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch")
+    with pytest.raises(UnsafeError, match="--exclude"):
+        run(job)
+    with pytest.raises(UnsafeError, match="drops the result"):
+        run(replace(job, exclude=(key,)))
+
+
+def test_more_calls_than_are_listed_are_not_excused_by_those_that_are(tmp_path: Path) -> None:
+    kept = OrderedDict(w=torch.zeros(2))
+    kept._metadata = {"": map(len, [[1]])}  # type: ignore[attr-defined]
+    tree = {f"a{number}": {map(len, [[1]]): 1} for number in range(MOST_PLACES)} | {"z": kept}
+    torch.save(tree, tmp_path / "x.pt")
+    with pytest.raises(UnsafeError, match="builtins.map"):
+        run(Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch", exclude=("a*",)))
 
 
 def test_a_partial_of_the_users_own_function_is_for_the_user_to_judge() -> None:
