@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_object import plain
@@ -146,7 +146,7 @@ def _lines(
 
 
 def _is_by_rank(summary: Summary) -> bool:
-    return bool(summary.view.attrs.get("is_rank_local"))
+    return summary.view.is_rank_local
 
 
 def _flat_rows(tensors: list[TensorMeta], objects: list[str], sort: str | None) -> list[list[Cell]]:
@@ -170,8 +170,7 @@ def _in_order(tensors: list[TensorMeta], sort: str | None) -> list[TensorMeta]:
 
 def _beside(checkpoint: Checkpoint) -> list[str]:
     """Paths of the files that are carried along."""
-    carried = checkpoint.catalog.attrs.get("carried")
-    return sorted(map(str, carried)) if isinstance(carried, Mapping) else []
+    return sorted(checkpoint.catalog.carried)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -19,16 +19,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from core.arrays.box import Box, Shape, whole
 from core.arrays.dtypes import itemsize
 from core.arrays.fast_value import value
+from core.catalog.facets import RankFacts, WriteOptions
 from core.catalog.stored import Coords, StoredArray
 from core.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from core.catalog.optimizer_keys import Optimizer
     from core.files.store import ReadStore
+
+
+FacetT = TypeVar("FacetT")
 
 
 @value(frozen=True, slots=True)
@@ -158,20 +163,30 @@ class Catalog:
     Args:
         format: name of the format it was read from or is meant for (``torch``, ``megatron``, ``dcp`` …).
         version: the format's own version text, where it has one.
-        tensors: every global tensor by key, in a stable order. In a *rank catalog* (``attrs["is_rank_local"]``) the
-            keys are ``<rank directory>:<name>`` and the shapes those of one rank;
-            ``core.megatron.reshard.reshard.unshard`` makes them global.
+        tensors: every global tensor by key, in a stable order. In a *rank catalog* (``is_rank_local``) the keys are
+            ``<rank directory>:<name>`` and the shapes those of one rank; ``core.megatron.reshard.reshard.unshard``
+            makes them global.
         fragments_of: the fragments of one key, made on demand so that 10⁵ chunks need no 10⁵ objects.
         objects: non-tensor entries by key.
         hidden: tensors that belong to objects (``StoredObject``), by key; ``fragments_of`` answers for them too.
         skeleton: nested containers with ``TensorLeaf``/``ObjectLeaf`` in place of entries, where the format keeps
             nesting; None means flat.
-        attrs: facts beside the entries; each format's docstring lists its own. Common ones: ``iteration`` (int),
-            ``args`` (the training arguments as an inert namespace), ``aliases`` (key → key that shares its bytes),
-            ``is_rank_local``, ``carried`` (path → key of the hidden uint8 tensor that is the file: configurations and
-            tokenizers beside the weights), ``documents`` (path → bytes of small files that a layout made), ``notes``
-            (texts: what the user should know).
         bind: finds the byte address and strides of a late-bound array.
+        iteration: the training step at which it was saved, where anything says so.
+        args: the training arguments as an inert namespace (``core.pickle.inert``), or None.
+        common: entries beside tensors and objects that all ranks share, by name, where the format keeps them apart
+            (torch_dist's ``common.pt``; the global form of Megatron rank files); None where it does not.
+        optimizer: Megatron's optimizer, apart from its tensors, in the global form.
+        aliases: key → key whose bytes it shares (tied tensors).
+        unsupported: key → what it is, for tensors that are listed and cannot be copied.
+        carried: path → key of the hidden uint8 tensor that is the file: configurations and tokenizers beside the
+            weights.
+        documents: path → bytes of small files that a layout made, to be written beside the weights.
+        zeros: key → boxes of a target's tensor that no source holds and that are zero (vocabulary padding).
+        notes: what the user should know, a sentence each.
+        dropped: ``entry (reason)`` of what is left out.
+        write: how the files of a target are to be written.
+        facets: what single formats and layouts know beyond this (``core.catalog.facets``), by class.
     """
 
     format: str
@@ -181,8 +196,20 @@ class Catalog:
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
     hidden: Mapping[str, TensorMeta] = field(default_factory=dict)
     skeleton: object = None
-    attrs: Mapping[str, object] = field(default_factory=dict)
     bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing
+    iteration: int | None = None
+    args: object = None
+    common: Mapping[object, object] | None = None
+    optimizer: Optimizer | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    carried: Mapping[str, str] = field(default_factory=dict)
+    documents: Mapping[str, bytes] = field(default_factory=dict)
+    zeros: Mapping[str, Sequence[Box]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    write: WriteOptions = field(default_factory=WriteOptions)
+    facets: Mapping[type, object] = field(default_factory=dict)
 
     def fragments(self, key: str) -> Sequence[Fragment]:
         """The fragments of one tensor, replicas included, in a stable order."""
@@ -221,14 +248,26 @@ class Catalog:
         """Bytes of all tensors, each counted once."""
         return sum(meta.n_bytes for meta in self.tensors.values())
 
-    def with_attrs(self, **changes: object) -> Catalog:
-        """The same catalog with some attrs added or replaced."""
-        return replace(self, attrs={**self.attrs, **changes})
+    @property
+    def is_rank_local(self) -> bool:
+        """Whether this is a rank catalog: keys and shapes are those of single ranks."""
+        return RankFacts in self.facets
+
+    def facet(self, kind: type[FacetT]) -> FacetT | None:
+        """Return the facet of a class, or None where the catalog has none."""
+        return cast("FacetT | None", self.facets.get(kind))
+
+    def with_facet(self, facet: object) -> Catalog:
+        """Return the catalog with a facet set; it takes the place of another one of its class."""
+        return replace(self, facets={**self.facets, type(facet): facet})
+
+    def without_facets(self, *kinds: type) -> Catalog:
+        """Return the catalog without the facets of these classes."""
+        return replace(self, facets={kind: facet for kind, facet in self.facets.items() if kind not in kinds})
 
     def noted(self, notes: Iterable[str]) -> Catalog:
-        """The same catalog with more of what the user should know, in attrs["notes"]."""
-        found = self.attrs.get("notes")
-        return self.with_attrs(notes=(*(found if isinstance(found, (list, tuple)) else ()), *notes))
+        """Return the catalog with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
 
     def with_hidden(self, arrays: Mapping[str, StoredArray]) -> Catalog:
         """The catalog with more hidden tensors, each one array; by their keys, which no other has."""
@@ -251,7 +290,6 @@ def catalog_of_arrays(
     objects: Mapping[str, StoredObject] | None = None,
     hidden: Mapping[str, StoredArray] | None = None,
     skeleton: object = None,
-    attrs: Mapping[str, object] | None = None,
 ) -> Catalog:
     """The catalog of a checkpoint in which every tensor is one array.
 
@@ -268,5 +306,4 @@ def catalog_of_arrays(
         objects=objects or {},
         hidden=metas_of(hidden or {}),
         skeleton=skeleton,
-        attrs=attrs or {},
     )

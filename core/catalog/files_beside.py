@@ -9,22 +9,13 @@ from core.catalog.catalog import Catalog
 
 
 def carried_of(catalog: Catalog) -> dict[str, str]:
-    """attrs["carried"]: path → key of a hidden tensor; those without one are left out."""
-    found = catalog.attrs.get("carried")
-    if not isinstance(found, Mapping):
-        return {}
-    return {str(path): str(key) for path, key in found.items() if key in catalog.hidden}
-
-
-def documents_of(catalog: Catalog) -> dict[str, bytes]:
-    """attrs["documents"]: path → bytes."""
-    found = catalog.attrs.get("documents")
-    return {str(path): bytes(data) for path, data in found.items()} if isinstance(found, Mapping) else {}
+    """Return path → key of the hidden tensor for the files that are carried; those without a tensor are left out."""
+    return {path: key for path, key in catalog.carried.items() if key in catalog.hidden}
 
 
 def with_documents(catalog: Catalog, documents: Mapping[str, bytes]) -> Catalog:
     """A catalog with small files of our own; one takes the place of a carried file of the same path."""
-    return without_carried(catalog, documents).with_attrs(documents={**documents_of(catalog), **documents})
+    return replace(without_carried(catalog, documents), documents={**catalog.documents, **documents})
 
 
 def without_carried(catalog: Catalog, paths: Iterable[str]) -> Catalog:
@@ -34,4 +25,4 @@ def without_carried(catalog: Catalog, paths: Iterable[str]) -> Catalog:
     if not gone:
         return catalog
     hidden = {key: meta for key, meta in catalog.hidden.items() if key not in gone}
-    return replace(catalog, hidden=hidden).with_attrs(carried=carried)
+    return replace(catalog, hidden=hidden, carried=carried)

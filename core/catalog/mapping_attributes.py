@@ -94,7 +94,7 @@ def without_attributes(catalog: Catalog) -> Catalog:
 def without_tensors_of(catalog: Catalog, attributes: Iterable[MappingAttribute]) -> Catalog:
     """Return the catalog without the hidden tensors of attributes that are gone, save those that objects hold too."""
     gone = _tensors_in([attribute.value for attribute in attributes])
-    gone -= _tensors_in([catalog.attrs.get("common"), *(item.value for item in catalog.objects.values())])
+    gone -= _tensors_in([catalog.common, *(item.value for item in catalog.objects.values())])
     return replace(catalog, hidden={key: meta for key, meta in catalog.hidden.items() if key not in gone})
 
 

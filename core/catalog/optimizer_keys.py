@@ -6,7 +6,7 @@ In the global per-layer form (``core.megatron.reshard.from_ranks``) every state 
     optimizer.state.exp_avg.decoder.layers.3.mlp.linear_fc2.weight
     optimizer.state.exp_avg_sq.decoder.layers.3.mlp.linear_fc2.weight
 
-cut as the parameter is; everything else is ``attrs["optimizer"]``, an ``Optimizer``. What each format makes of it:
+cut as the parameter is; everything else is ``Catalog.optimizer``, an ``Optimizer``. What each format makes of it:
 
 =====================  =================================================================================================
  rank files             ``kind`` fp32, float16: numbered in model_optim_rng.pt
@@ -24,10 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from core.catalog.catalog import TensorMeta
+from core.arrays.box import Shape
 
 STATES = "optimizer.state."
 """What the keys of optimizer states begin with."""
@@ -65,8 +64,16 @@ def param_of(key: str) -> str:
     return key if found is None else found[1]
 
 
-def trained(tensors: Mapping[str, TensorMeta]) -> dict[str, int]:
-    """The parameters of a global form that have a state → number of their axes, in the order of ``tensors``."""
+class HasShape(Protocol):
+    """A tensor's metadata, as ``core.catalog.catalog.TensorMeta``, which imports this module."""
+
+    @property
+    def shape(self) -> Shape:
+        """Shape in elements."""
+
+
+def trained(tensors: Mapping[str, HasShape]) -> dict[str, int]:
+    """Return the parameters of a global form that have a state → number of their axes, in the order of ``tensors``."""
     named = {found[1] for key in tensors if (found := state_of(key)) is not None}
     return {key: len(meta.shape) for key, meta in tensors.items() if key in named}
 

@@ -169,7 +169,7 @@ def dequantized(
         tensors=tensors,
         fragments_of=fragments_of,
         skeleton=skeleton,
-        attrs={**catalog.attrs, "aliases": _still_alike(catalog, scales_of, tensors)},
+        aliases=_still_alike(catalog, scales_of, tensors),
     )
     notes = [f"{some_of(bare)}: float8 without scales, left as they are"] if bare else []
     others = [key for key in tensors if re.search(r"(^|\.)(input_scale|activation_scale)$", key)]
@@ -241,7 +241,7 @@ def _block_of(meta: TensorMeta, scales: TensorMeta, block: tuple[int, int]) -> t
 
 def _still_alike(catalog: Catalog, scales_of: Mapping[str, str], tensors: Mapping[str, TensorMeta]) -> dict[str, str]:
     """The aliases, without float8 tensors that share their bytes but not their scales."""
-    known = aliases_among(catalog.attrs.get("aliases"), catalog.tensors)
+    known = aliases_among(catalog.aliases, catalog.tensors)
 
     def first(key: str | None) -> str | None:
         return None if key is None else known.get(key, key)

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog, Fragment
+from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.key_patterns import LIST_THEM
-from core.catalog.optimizer_keys import MASTERS, MOMENTS, Optimizer
+from core.catalog.optimizer_keys import MASTERS, MOMENTS
 from core.errors import CorruptError, UsageError
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import Entry, entries, joined, nested
@@ -234,13 +235,13 @@ def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Ca
         else item
         for key, item in catalog.objects.items()
     }
-    optimizer = catalog.attrs.get("optimizer")
-    if isinstance(optimizer, Optimizer):
+    optimizer = catalog.optimizer
+    if optimizer is not None:
         groups = tuple(
             group if group.params is None else replace(group, params=tuple(map(str, after(group.params))))
             for group in optimizer.groups
         )
-        catalog = catalog.with_attrs(optimizer=replace(optimizer, groups=groups))
+        catalog = replace(catalog, optimizer=replace(optimizer, groups=groups))
     return replace(catalog, objects=objects)
 
 
@@ -255,23 +256,20 @@ def renamed(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
     def fragments_of(key: str) -> list[Fragment]:
         return [replace(fragment, key=key) for fragment in catalog.fragments(old_of.get(key, key))]
 
-    aliases, order = catalog.attrs.get("aliases"), catalog.attrs.get("order")
-    attrs = dict(catalog.attrs)
-    if isinstance(aliases, Mapping):
-        attrs["aliases"] = {new_of.get(a, a): new_of.get(b, b) for a, b in aliases.items()}
-    if isinstance(order, tuple):
-        attrs["order"] = tuple(new_of.get(key, key) for key in order)
-    for name in ("mcore_data", "unsupported"):
-        facts = attrs.get(name)
-        if isinstance(facts, Mapping):
-            attrs[name] = {new_of.get(key, key): value for key, value in facts.items()}
+    model, torch_dist = catalog.facet(MegatronModel), catalog.facet(TorchDistFacts)
+    if model is not None and model.order is not None:
+        catalog = catalog.with_facet(replace(model, order=tuple(new_of.get(key, key) for key in model.order)))
+    if torch_dist is not None and torch_dist.mcore_data is not None:
+        mcore_data = {new_of.get(key, key): facts for key, facts in torch_dist.mcore_data.items()}
+        catalog = catalog.with_facet(replace(torch_dist, mcore_data=mcore_data))
     return replace(
         catalog,
         tensors={new_of[key]: replace(meta, key=new_of[key]) for key, meta in catalog.tensors.items()},
         objects={new_of[key]: replace(item, key=new_of[key]) for key, item in catalog.objects.items()},
         fragments_of=fragments_of,
         skeleton=None if catalog.skeleton is None else moved(catalog.skeleton, new_of),
-        attrs=attrs,
+        aliases={new_of.get(a, a): new_of.get(b, b) for a, b in catalog.aliases.items()},
+        unsupported={new_of.get(key, key): kind for key, kind in catalog.unsupported.items()},
     )
 
 

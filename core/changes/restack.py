@@ -22,6 +22,7 @@ from functools import lru_cache
 
 from core.arrays.box import Box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.key_patterns import LIST_THEM, matcher, ranges, some_of
 from core.changes.rename import is_optimizer_key, moved, nested_again, with_parameters
 from core.changes.tie import aliases_among
@@ -127,14 +128,11 @@ def _stacked(catalog: Catalog, parts: Mapping[str, Sequence[str]]) -> Catalog:
 
     skeleton = catalog.skeleton
     news_of = {key: (new,) for key, new in new_of.items()}
-    followed = with_parameters(catalog, news_of)
     return replace(
-        catalog,
+        _without_replaced(with_parameters(catalog, news_of), news_of),
         tensors=tensors,
-        objects=followed.objects,
         fragments_of=fragments_of,
         skeleton=None if skeleton is None else moved(skeleton, new_of),
-        attrs=_attrs(followed, news_of),
     )
 
 
@@ -239,14 +237,11 @@ def _unstacked(catalog: Catalog, parts: Mapping[str, Sequence[str]], head_of: Ma
         return catalog.fragments(key) if found is None else layers_of(found[0])[found[1]]
 
     skeleton = catalog.skeleton
-    followed = with_parameters(catalog, parts)
     return replace(
-        catalog,
+        _without_replaced(with_parameters(catalog, parts), parts),
         tensors=tensors,
-        objects=followed.objects,
         fragments_of=fragments_of,
         skeleton=None if skeleton is None else _with_layers(skeleton, parts),
-        attrs=_attrs(followed, {key: tuple(news) for key, news in parts.items()}),
     )
 
 
@@ -287,14 +282,15 @@ def _layer_path(path: tuple[object, ...], head: str, number: str) -> tuple[objec
     return path
 
 
-def _attrs(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> dict[str, object]:
-    """The attrs, without what was said of tensors that are no more."""
-    attrs = dict(catalog.attrs)
-    aliases, order, facts = (attrs.get(name) for name in ("aliases", "order", "mcore_data"))
-    if isinstance(aliases, Mapping):
-        attrs["aliases"] = aliases_among(aliases, [key for key in catalog.tensors if key not in new_of])
-    if isinstance(order, tuple):
-        attrs["order"] = tuple(dict.fromkeys(new for key in order for new in new_of.get(key, (key,))))
-    if isinstance(facts, Mapping):
-        attrs["mcore_data"] = {key: value for key, value in facts.items() if key not in new_of}
-    return attrs
+def _without_replaced(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Catalog:
+    """Return the catalog without what aliases, order and torch_dist's facts say of tensors that are no more."""
+    model, torch_dist = catalog.facet(MegatronModel), catalog.facet(TorchDistFacts)
+    if model is not None and model.order is not None:
+        order = tuple(dict.fromkeys(new for key in model.order for new in new_of.get(key, (key,))))
+        catalog = catalog.with_facet(replace(model, order=order))
+    if torch_dist is not None and torch_dist.mcore_data is not None:
+        mcore_data = {key: facts for key, facts in torch_dist.mcore_data.items() if key not in new_of}
+        catalog = catalog.with_facet(replace(torch_dist, mcore_data=mcore_data))
+    return replace(
+        catalog, aliases=aliases_among(catalog.aliases, [key for key in catalog.tensors if key not in new_of])
+    )

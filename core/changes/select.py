@@ -7,14 +7,15 @@ Others have files of their own: ``core.changes.rename``, ``core.changes.tie``, `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.facets import MegatronModel
 from core.catalog.key_patterns import LIST_THEM, matcher
 from core.catalog.mapping_attributes import attributes_of
-from core.catalog.optimizer_keys import MASTERS, MOMENTS, Optimizer, state_of
+from core.catalog.optimizer_keys import MASTERS, MOMENTS, state_of
 from core.changes.quantize import companion
 from core.changes.rename import add_prefix as add_prefix
 from core.changes.rename import is_optimizer_key as is_optimizer_key
@@ -26,7 +27,7 @@ from core.changes.tie import aliases_among
 from core.changes.tie import tie as tie
 from core.changes.tie import untie as untie
 from core.errors import UsageError
-from core.pickle.inert import TensorLeaf, as_mapping, walk
+from core.pickle.inert import TensorLeaf, walk
 from core.pickle.nesting import REMOVED, mapped
 
 
@@ -92,32 +93,26 @@ def restricted(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     skeleton = catalog.skeleton
     if skeleton is not None:
         skeleton = mapped(skeleton, lambda entry: entry.leaf if is_kept(entry.key) else REMOVED)
-    optimizer = catalog.attrs.get("optimizer")
-    if isinstance(optimizer, Optimizer) and not any(map(state_of, tensors)):
-        optimizer = None
-    inside = [optimizer.step, optimizer.entries] if isinstance(optimizer, Optimizer) else []
+    optimizer = catalog.optimizer if any(map(state_of, tensors)) else None
+    model = catalog.facet(MegatronModel)
     values = [
-        catalog.attrs.get("common"),
-        catalog.attrs.get("rng_states"),
-        inside,
+        catalog.common,
+        None if model is None else model.rng_states,
+        [] if optimizer is None else [optimizer.step, optimizer.entries],
         [attribute.value for attribute in attributes_of(skeleton)],
         *(item.value for item in objects.values()),
     ]
     hidden_keys = {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
     hidden_keys |= {item.raw_key for item in objects.values() if item.raw_key is not None}
-    carried = catalog.attrs.get("carried")
-    hidden_keys |= set(carried.values()) if isinstance(carried, Mapping) else set()
+    hidden_keys |= set(catalog.carried.values())
     kept = replace(
         catalog,
         tensors=tensors,
         objects=objects,
         hidden={key: meta for key, meta in catalog.hidden.items() if key in hidden_keys},
         skeleton=skeleton,
-        attrs={
-            **catalog.attrs,
-            "aliases": aliases_among(catalog.attrs.get("aliases"), tensors),
-            **({} if "optimizer" not in catalog.attrs else {"optimizer": optimizer}),
-        },
+        aliases=aliases_among(catalog.aliases, tensors),
+        optimizer=optimizer,
     )
     return Selection(kept, tuple(key for key in every if not is_kept(key)))
 
@@ -125,9 +120,9 @@ def restricted(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
 def without_optimizer(catalog: Catalog) -> Selection:
     """Everything but the optimizer's state."""
     gone = [key for key in (*catalog.tensors, *catalog.objects) if is_optimizer_key(key)]
-    common = as_mapping(catalog.attrs.get("common"))
+    common = catalog.common
     if common is not None and "optimizer" in common:
-        catalog = catalog.with_attrs(common={name: item for name, item in common.items() if name != "optimizer"})
+        catalog = replace(catalog, common={name: item for name, item in common.items() if name != "optimizer"})
     keys = set(gone)
     return restricted(catalog, lambda key: key not in keys)
 

@@ -71,7 +71,7 @@ def _tied(catalog: Catalog, gone: str, kept: str) -> Catalog:
         objects={key: item for key, item in followed.objects.items() if key not in out},
         fragments_of=fragments_of,
         skeleton=skeleton,
-        attrs={**followed.attrs, "aliases": _without(catalog, gone)},
+        aliases=_without(catalog, gone),
     )
 
 
@@ -90,16 +90,15 @@ def untie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
 
 def _untied(catalog: Catalog, added: str, original: str) -> Catalog:
     _found(catalog, original, option="--untie")
-    aliases = catalog.attrs.get("aliases")
-    known = aliases if isinstance(aliases, Mapping) else {}
+    aliases = catalog.aliases
     if added in catalog.tensors or added in catalog.objects:
-        if added == original or known.get(added, added) != known.get(original, original):
+        if added == original or aliases.get(added, added) != aliases.get(original, original):
             raise UsageError(
                 "--untie: there is such an entry already, and it does not share the other's bytes",
                 key=added,
                 hint="leave --untie out",
             )
-        return catalog.with_attrs(aliases=_without(catalog, added))
+        return replace(catalog, aliases=_without(catalog, added))
 
     owned = {key: entry for key, entry in owned_entries(catalog).items() if entry.tensor == original}
     old_of = {added: original, **{entry.of(added): key for key, entry in owned.items()}}
@@ -156,14 +155,14 @@ def recordable(catalog: Catalog, config: Mapping[str, object] | None) -> Catalog
         config: the model's ``config.json``, None where there is none beside the weights.
     """
     outputs_last = sorted(catalog.tensors, key=lambda key: OUTPUT.search(key) is not None)
-    aliases = aliases_among(catalog.attrs.get("aliases"), outputs_last)
+    aliases = aliases_among(catalog.aliases, outputs_last)
     if config is None:
-        return catalog.with_attrs(aliases=aliases)
+        return replace(catalog, aliases=aliases)
     is_tied = config.get("tie_word_embeddings") is True
     kept = {key: first for key, first in aliases.items() if is_tied and OUTPUT.search(key) and INPUT.search(first)}
     twice = [f"{key} ({first})" for key, first in aliases.items() if key not in kept]
     note = f"tied tensors are written separately, as transformers looks for each: {', '.join(twice)}"
-    return catalog.with_attrs(aliases=kept).noted([note] if twice else [])
+    return replace(catalog, aliases=kept).noted([note] if twice else [])
 
 
 def recorded(target: Catalog, images: Iterable[FileImage]) -> dict[str, str]:
@@ -173,23 +172,20 @@ def recorded(target: Catalog, images: Iterable[FileImage]) -> dict[str, str]:
     def is_placed(key: str) -> bool:
         return any(piece.array is not None and piece.array.name in placed for piece in target.fragments(key))
 
-    aliases = target.attrs.get("aliases")
-    pairs = aliases.items() if isinstance(aliases, Mapping) else ()
-    return {key: first for key, first in pairs if key in target.tensors and not is_placed(key)}
+    return {key: first for key, first in target.aliases.items() if key in target.tensors and not is_placed(key)}
 
 
-def aliases_among(aliases: object, keys: Iterable[str]) -> dict[str, str]:
+def aliases_among(aliases: Mapping[str, str], keys: Iterable[str]) -> dict[str, str]:
     """The aliases among the tensors that remain; the first of them stands for each group.
 
     Args:
-        aliases: ``Catalog.attrs["aliases"]``, or None.
+        aliases: ``Catalog.aliases``.
         keys: of the tensors that remain, in order.
     """
-    known = aliases if isinstance(aliases, Mapping) else {}
     first_of: dict[str, str] = {}
     kept: dict[str, str] = {}
     for key in keys:
-        group = known.get(key, key)
+        group = aliases.get(key, key)
         first = first_of.setdefault(group, key)
         if first != key:
             kept[key] = first
@@ -198,4 +194,4 @@ def aliases_among(aliases: object, keys: Iterable[str]) -> dict[str, str]:
 
 def _without(catalog: Catalog, gone: str) -> dict[str, str]:
     """The aliases, ``gone`` not among them."""
-    return aliases_among(catalog.attrs.get("aliases"), [key for key in catalog.tensors if key != gone])
+    return aliases_among(catalog.aliases, [key for key in catalog.tensors if key != gone])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import RankFacts
 from core.errors import CheckpointingException
 from core.formats.megatron.format import MODEL_FILE
 from core.formats.torch.format import load_object
@@ -41,21 +42,22 @@ class ModelView:
         """The training arguments."""
         if self.catalog is None:
             return None
-        return self.catalog.attrs.get("args") or common_entries(self.catalog).get("args")
+        return self.catalog.args or common_entries(self.catalog).get("args")
 
 
 def model_view(catalog: Catalog | None, store: ReadStore, rules: Rules) -> ModelView:
     """The model of a catalog, which may be one that was salvaged."""
-    if catalog is None or catalog.attrs.get("is_single_rank"):
+    ranks = None if catalog is None else catalog.facet(RankFacts)
+    if catalog is None or (ranks is not None and ranks.is_single_rank):
         return ModelView()
     try:
         catalog = loaded(catalog, store, load_object)
-        if not catalog.attrs.get("is_rank_local") and not is_megatron(catalog, rules):
+        if not catalog.is_rank_local and not is_megatron(catalog, rules):
             return ModelView()
     except CheckpointingException:
         return ModelView()  # found where files are looked at
     problems: list[CheckpointingException] = []
-    sample = _opened(catalog, store) if catalog.attrs.get("n_unopened") else None
+    sample = _opened(catalog, store) if ranks is not None and ranks.n_unopened else None
     found = understood(catalog, rules, report=problems.append, sample=sample)
     return ModelView(catalog, found, tuple(problems), is_sample=sample is not None)
 

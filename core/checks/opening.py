@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from core.checks.check import Check, Code
@@ -35,10 +35,9 @@ def readable(subject: Subject) -> Iterator[Finding]:
 
 def ends(subject: Subject) -> Iterator[Finding]:
     """Find containers that contain themselves, which no conversion can follow to their end."""
-    unsupported = subject.catalog.attrs.get("unsupported") if subject.catalog is not None else None
-    for key, kind in unsupported.items() if isinstance(unsupported, Mapping) else ():
+    for key, kind in subject.catalog.unsupported.items() if subject.catalog is not None else ():
         if kind == ENDLESS:
-            yield finding_of(endless_error(str(key)), default=NOT_HANDLED, file=subject.store.entry)
+            yield finding_of(endless_error(key), default=NOT_HANDLED, file=subject.store.entry)
 
 
 def is_explained(subject: Subject, err: CheckpointingException) -> bool:

@@ -149,13 +149,16 @@ def _sizes_of(prepared: Prepared) -> dict[str, int] | None:
     from core.megatron.model.topology import Topology
 
     catalog = prepared.source.catalog
-    found = catalog.attrs.get("topology")
-    args = catalog.attrs.get("args", catalog.objects["args"].value if "args" in catalog.objects else None)
-    if not isinstance(found, Topology):
+    topology = catalog.facet(Topology)
+    if topology is None:
+        args = catalog.args
+        if args is None and "args" in catalog.objects:
+            args = catalog.objects["args"].value
         if args is None:
             return None
-        found = topology_of(args)
-    return {"tp": found.tp, "pp": found.pp, "vpp": found.vpp or 1, "ep": found.ep, "etp": found.expert_tp}
+        topology = topology_of(args)
+    sizes = {"tp": topology.tp, "pp": topology.pp, "vpp": topology.vpp or 1}
+    return {**sizes, "ep": topology.ep, "etp": topology.expert_tp}
 
 
 def _command(subject: Subject, request: Request, prepared: Prepared, *, without_optim: bool) -> str:

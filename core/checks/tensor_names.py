@@ -61,7 +61,7 @@ def _catalogs(stored: Catalog | None, store: LocalStore, rules: Rules) -> Iterat
     if stored is None:
         return
     with suppress(CheckpointingException):
-        if stored.attrs.get("is_rank_local"):
+        if stored.is_rank_local:
             yield unshard(loaded(stored, store, load_object), rules=rules, optim="carry", store=None)
     yield stored
 

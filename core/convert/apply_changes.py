@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog
-from core.catalog.files_beside import carried_of, documents_of, with_documents
+from core.catalog.files_beside import carried_of, with_documents
 from core.catalog.key_patterns import some_of
 from core.catalog.mapping_attributes import attributes_of, without_tensors_of
 from core.changes.quantize import Requantized, dequantized, is_float8, quantized
@@ -72,7 +72,7 @@ def changed(catalog: Catalog, job: Job, *, config: Mapping[str, object] | None =
     Args:
         catalog: global tensors, all objects loaded.
         config: the parsed ``config.json`` that is carried beside the weights, where there is one; a changed one takes
-            its place in ``attrs["documents"]``. One that is in ``attrs["documents"]`` already counts instead.
+            its place in ``Catalog.documents``. One that is there already counts instead.
 
     Raises:
         UsageError, UnsupportedError, CorruptError: as the steps raise them.
@@ -171,7 +171,7 @@ def _restacked(catalog: Catalog, job: Job, notes: list[str]) -> Catalog:
 
 def config_beside(catalog: Catalog, config: Mapping[str, object] | None) -> Mapping[str, object] | None:
     """The configuration that will lie beside the weights, or None."""
-    document = documents_of(catalog).get(CONFIG)
+    document = catalog.documents.get(CONFIG)
     if document is not None:
         return object_of(document, file=CONFIG)
     return config if CONFIG in carried_of(catalog) else None

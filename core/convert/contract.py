@@ -190,7 +190,7 @@ def check_reading(format: Format, path: Path, scratch: Path, *, n_flips: int = 4
         assert format.sniff(store), f"{path} is not sniffed as {format.name}"
         catalog = format.read(store)
         assert catalog.tensors, "there are no tensors"
-        if not catalog.attrs.get("is_rank_local"):
+        if not catalog.is_rank_local:
             _check_fragments(catalog)
     whole = _files(scratch)
     chance = random.Random(5)
@@ -215,7 +215,7 @@ def _check_damaged(format: Format, store: LocalStore) -> None:
     with suppress(CheckpointingException):
         if format.sniff(store):
             catalog = format.read(store)
-            if not catalog.attrs.get("is_rank_local"):
+            if not catalog.is_rank_local:
                 _contents(catalog, store, {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()})
 
 
@@ -352,10 +352,9 @@ def _check_fragments(catalog: Catalog) -> None:
 def _objects(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     """Non-tensor entries by key, those of a common state too."""
     from core.formats.torch.format import load_object
-    from core.pickle.inert import as_mapping
 
     values = {key: item.value for key, item in loaded(catalog, store, load_object).objects.items()}
-    common = as_mapping(catalog.attrs.get("common")) or {}
+    common = catalog.common or {}
     values |= {str(key): value for key, value in common.items()}
     return {key: _plain(value) for key, value in _joined(values).items()}
 

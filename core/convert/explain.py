@@ -73,7 +73,7 @@ def explained(catalog: Catalog, topology: Topology, rules: Rules, *, vocab_size:
     Raises:
         UnknownTensorError, UnsupportedError, CorruptError: as ``core.megatron.reshard.reshard.shard`` does.
     """
-    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
+    facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
     states: dict[str, list[str]] = {}
     for key in cuts:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from core.catalog.catalog import Catalog
-from core.catalog.files_beside import carried_of, documents_of, with_documents
+from core.catalog.facets import HuggingFaceModel, MegatronModel
+from core.catalog.files_beside import carried_of, with_documents
 from core.changes.select import is_optimizer_key, without_optimizer
 from core.convert.apply_changes import Changed, changed
 from core.convert.job import Job
@@ -52,7 +53,6 @@ from core.megatron.reshard.reshard import Rules, is_megatron, load_rules, unshar
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source, documents_above, listed_files, unread_files
-from core.pickle.inert import as_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,14 @@ class GlobalForm:
     dropped: tuple[str, ...]
 
 
+def is_model_form(catalog: Catalog) -> bool:
+    """Return whether a catalog is the form that a table of rules made: Megatron's, or Hugging Face's out of it."""
+    return catalog.facet(MegatronModel) is not None or catalog.facet(HuggingFaceModel) is not None
+
+
 def is_mcore(catalog: Catalog) -> bool:
     """Whether a catalog is in the schema of Megatron's distributed checkpoints, with their common state."""
-    return "common" in catalog.attrs
+    return catalog.common is not None
 
 
 def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
@@ -156,13 +161,13 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     made = _changed(catalog, job, notes, config)
     if comes_from_hf and (names == "hf" or job.config is not None):
         assert config is not None
-        document = documents_of(made.catalog).get(CONFIG)
+        document = made.catalog.documents.get(CONFIG)
         stated = config if document is None else object_of(document, file=CONFIG)
         with _complete(made, "Hugging Face"):
             notes += check_model(made.catalog, stated, files=carried_of(catalog), is_strict=job.config is not None)
     if format.carries_files:
         notes += made.config_notes
-    is_global = catalog.attrs.get("family") == "megatron"
+    is_global = catalog.facet(MegatronModel) is not None
     if is_cut(format) and (is_global or is_mcore(catalog)) and not made.renamed:
         refuse_broken_optimizer(catalog, made.catalog)
     if is_cut(format) and is_global and (made.left_out or made.renamed):
@@ -187,7 +192,7 @@ def _as_megatron(
     late = Job(src=job.src, stack_layers=job.stack_layers, unstack_layers=job.unstack_layers, quantize=job.quantize)
     early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
     first = _changed(catalog, early, notes, config)
-    document = documents_of(first.catalog).get(CONFIG)
+    document = first.catalog.documents.get(CONFIG)
     config = config if document is None else object_of(document, file=CONFIG)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
     with _complete(first, "Hugging Face"):
@@ -310,7 +315,7 @@ def _with_config(job: Job, catalog: Catalog, source: Checkpoint) -> tuple[Catalo
 
 
 def _is_rank_local(catalog: Catalog) -> bool:
-    return bool(catalog.attrs.get("is_rank_local"))
+    return catalog.is_rank_local
 
 
 def _names(job: Job) -> tuple[str | None, str | None]:
@@ -366,14 +371,14 @@ def _left_form(catalog: Catalog, format: Format) -> list[str]:
 
 def _completed(job: Job, catalog: Catalog, source: Checkpoint, notes: list[str], *, wants_hf: bool) -> Catalog:
     """The global form with what the user or the directory's name says beside the checkpoint."""
-    if catalog.attrs.get("iteration") is None and source.iteration is not None:
+    if catalog.iteration is None and source.iteration is not None:
         notes.append(f"the files do not say their iteration; {source.iteration} is the directory's")
-        catalog = catalog.with_attrs(iteration=source.iteration)
-    n_rows = catalog.attrs.get("vocab_size")
-    if (job.vocab_size is not None or job.keep_padded_vocab) and isinstance(n_rows, int):
-        args = with_vocab_size(catalog.attrs["args"], n_rows)
-        common = as_mapping(catalog.attrs.get("common")) or {}
-        catalog = catalog.with_attrs(args=args, common={**common, "args": args})
+        catalog = replace(catalog, iteration=source.iteration)
+    model = catalog.facet(MegatronModel)
+    n_rows = None if model is None else model.vocab_size
+    if (job.vocab_size is not None or job.keep_padded_vocab) and n_rows is not None:
+        args = with_vocab_size(catalog.args, n_rows)
+        catalog = replace(catalog, args=args, common={**(catalog.common or {}), "args": args})
         notes.append(f"args.vocab_size is now {n_rows}")
     if any(glob is None for glob, _ in job.dtype) and not wants_hf:
         notes.append("params_dtype, bf16 and fp16 in the arguments stay as they were")
@@ -387,7 +392,7 @@ def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
         UsageError: names what is missing.
     """
     try:
-        facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
+        facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
         check_complete(catalog.tensors, facts, rules)
     except (CheckpointingException, ValueError) as err:
         what = err.message if isinstance(err, CheckpointingException) else str(err)

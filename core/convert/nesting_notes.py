@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
 from core.arrays.dtypes import itemsize
+from core.catalog.facets import TorchFileFacts
 from core.catalog.key_patterns import listed_keys
 from core.catalog.mapping_attributes import MappingAttribute, attributes_beside_tensors, attributes_of
 from core.pickle.inert import Inert, TensorLeaf, as_mapping
@@ -106,14 +107,15 @@ def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
         keeps_ties: tensors with the same bytes still share them there, or are recorded as equal.
     """
     notes = []
-    ties = _pairs(catalog.attrs.get("aliases"), set(catalog.tensors))
+    ties = _pairs(catalog.aliases, set(catalog.tensors))
     if ties and not keeps_ties:
         notes.append(f"tied tensors are written separately: {listed_keys(ties)}")
     views = [f"{view} ({base})" for view, base in _views(catalog)]
     if views:
         notes.append(f"tensors that are views of others' memory get memory of their own: {listed_keys(views)}")
+    torch_file = catalog.facet(TorchFileFacts)
     shared = _pairs(
-        catalog.attrs.get("shared"),
+        {} if torch_file is None else torch_file.shared,
         {_joined(path) for path, _ in containers(catalog.skeleton)} | catalog.objects.keys(),
     )
     if shared:
@@ -163,11 +165,11 @@ def _views(catalog: Catalog) -> Iterator[tuple[str, str]]:
     """(tensor, one before it) for tensors of torch's files that lie in the same bytes, but are not the same tensor."""
     if catalog.format not in ("torch", "torch_bin"):
         return
-    aliases = catalog.attrs.get("aliases")
+    aliases = catalog.aliases
     arrays: dict[str, list[StoredArray]] = {}
     for key in catalog.tensors:
         array = catalog.fragments(key)[0].array
-        is_tied = isinstance(aliases, Mapping) and key in aliases
+        is_tied = key in aliases
         if not is_tied and array is not None and array.n_bytes and array.extent and array.extent.encoding is None:
             arrays.setdefault(array.extent.file, []).append(replace(array, name=key))
     for in_file in arrays.values():
@@ -188,10 +190,9 @@ def _span(array: StoredArray) -> tuple[int, int]:
     return array.extent.offset, array.extent.offset + (last + 1) * itemsize(array.dtype)
 
 
-def _pairs(stated: object, keys: Set[str]) -> list[str]:
+def _pairs(first_of: Mapping[str, str], keys: Set[str]) -> list[str]:
     """``key (first)`` for the rows of a table from keys to the first of their kind, of those that remain."""
-    rows = stated.items() if isinstance(stated, Mapping) else ()
-    return [f"{key} ({first})" for key, first in rows if key in keys and first in keys]
+    return [f"{key} ({first})" for key, first in first_of.items() if key in keys and first in keys]
 
 
 def _class(node: Inert) -> str:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import MegatronModel
 from core.catalog.file_image import FileImage, literal_file
-from core.catalog.files_beside import carried_of, documents_of
+from core.catalog.files_beside import carried_of
 from core.catalog.key_patterns import folded
-from core.catalog.optimizer_keys import Optimizer
 from core.changes.tie import recordable, recorded
 from core.convert.apply_changes import config_beside
 from core.convert.explain import Explained, explained
-from core.convert.global_form import global_form
+from core.convert.global_form import global_form, is_model_form
 from core.convert.hard_links import linked
 from core.convert.job import Job as Job
 from core.convert.job import Progress as Progress
@@ -42,13 +42,12 @@ from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_of
 from core.formats.registry import format_called, formats
 from core.formats.torch.format import load_object
-from core.megatron.extras.common_state import OPTIMIZER, texts_of
+from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.reshard.reshard import load_rules
 from core.opening.objects import loaded, state_dict, vetted
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import listed_files, unread_files
 from core.opening.target import keeps_nesting, tensors_only
-from core.pickle.inert import as_mapping
 from core.pickle.reader import gc_paused
 from core.plan.plan import Plan, make_plan
 
@@ -133,7 +132,7 @@ class Prepared:
         Raises:
             UsageError: the destination is not cut by a parallel layout.
         """
-        if self.form.attrs.get("family") != "megatron" or not is_cut(self.target_format):
+        if self.form.facet(MegatronModel) is None or not is_cut(self.target_format):
             raise UsageError(
                 f"--explain: no layout rules are used: {self.target_format.name} is not cut by a layout here",
                 hint="ask it of a conversion to megatron or torch_dist, such as ckpt reshard SRC --tp-new 4 --explain",
@@ -218,22 +217,21 @@ def _prepared(job: Job, source: Checkpoint) -> Prepared:
     is_file = is_file_of(format, dst)
     notes += _nesting_lost(catalog, format, is_file=is_file)
     dropped += _left_behind(catalog, format, is_file=is_file)
-    if format.records_ties and "aliases" in catalog.attrs:
+    if format.records_ties and catalog.aliases:
         stated = config_of(source.store) if CONFIG in carried_of(catalog) else None
         has_config = format.carries_files and not is_file
         catalog = recordable(catalog, config_beside(catalog, stated) if has_config else None)
     catalog, target = cut_form(job, catalog, format)
-    notes += [note for note in texts_of(target, "notes") if note not in notes]
+    notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
-    dropped += [text for text in texts_of(target, "dropped") if text not in dropped]
+    dropped += [text for text in target.dropped if text not in dropped]
     if is_file and not format.nests:
         target = tensors_only(target)
-    target = target.with_attrs(max_file_bytes=job.max_file_bytes, is_file=is_file)
-    if source.is_release:
-        target = target.with_attrs(iteration=RELEASE)
+    write = replace(target.write, max_file_bytes=job.max_file_bytes, is_file=is_file, is_release=source.is_release)
+    target = replace(target, write=write)
     images = tuple(format.lay_out(target))
     if format.is_mcore:
-        images = _as_root(images, target.attrs.get("iteration"))
+        images = _as_root(images, RELEASE if source.is_release else target.iteration)
     if is_file:
         images = (replace(images[0], path=dst.name),)
     ties = recorded(target, images) if format.records_ties else {}
@@ -319,7 +317,7 @@ def is_file_of(format: Format, dst: Path) -> bool:
 
 def _nesting_lost(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
     """What becomes of containers around tensors, where the destination has them otherwise."""
-    if "family" in catalog.attrs:
+    if is_model_form(catalog):
         return []
     sharing = sharing_notes(catalog, keeps_ties=format.nests or format.records_ties)
     if format.nests or (not is_file and keeps_nesting(catalog, format)):
@@ -332,15 +330,15 @@ def _nesting_lost(catalog: Catalog, format: Format, *, is_file: bool) -> list[st
 def _left_behind(catalog: Catalog, format: Format, *, is_file: bool) -> list[str]:
     """What the destination has no place for; entries that share their first name share a line."""
     lines = []
-    if "family" not in catalog.attrs and (is_file or not keeps_nesting(catalog, format)) and not format.nests:
+    if not is_model_form(catalog) and (is_file or not keeps_nesting(catalog, format)) and not format.nests:
         lines += attribute_tensors_left_out(catalog)
-    beside = [*carried_of(catalog), *documents_of(catalog)]
+    beside = [*carried_of(catalog), *catalog.documents]
     if beside and (is_file or not format.carries_files):
         lines.append(f"files beside the weights: {', '.join(beside)}")
     if not (format.keeps_objects and (format.nests or not is_file)):
         groups: dict[str, list[str]] = {}
-        is_alone = isinstance(catalog.attrs.get(OPTIMIZER), Optimizer)
-        common = as_mapping(catalog.attrs.get("common")) or {}
+        is_alone = catalog.optimizer is not None
+        common = catalog.common or {}
         for key in dict.fromkeys((*catalog.objects, *map(str, common), *([OPTIMIZER] if is_alone else []))):
             groups.setdefault(key.partition(".")[0], []).append(key)
         for name, keys in groups.items():

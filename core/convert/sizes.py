@@ -14,10 +14,10 @@ from core.megatron.model.topology import Topology
 
 def _source_topology(catalog: Catalog) -> Topology | None:
     """Sizes of the run that saved, or None where nothing says."""
-    found = catalog.attrs.get("topology")
-    if isinstance(found, Topology):
-        return found
-    args = catalog.attrs.get("args")
+    topology = catalog.facet(Topology)
+    if topology is not None:
+        return topology
+    args = catalog.args
     if args is None and "args" in catalog.objects:
         args = catalog.objects["args"].value
     return topology_of(args) if args is not None else None

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import MegatronModel, RankFacts, TorchFileFacts
 from core.catalog.key_patterns import listed_keys
-from core.convert.global_form import GlobalForm, global_form
+from core.convert.global_form import GlobalForm, global_form, is_model_form
 from core.convert.job import Job
 from core.convert.sizes import target_topology
 from core.errors import UnsupportedError
@@ -65,10 +66,11 @@ def vetted_of(form: GlobalForm, job: Job, source: Checkpoint, format: Format) ->
         CheckpointingException: there are objects that must not be passed over.
     """
     _check_text(form.catalog)
-    if not (format.nests or format.partition == "ranks" or "family" in form.catalog.attrs):
+    if not (format.nests or format.partition == "ranks" or is_model_form(form.catalog)):
         _check_keys(form.catalog, only_tensors=format.is_mcore, file=source.store.label)
     checked = vetted(form.catalog, keeps_unknown=keeps_unknown_classes(format), drop_unknown=job.drop_unknown)
-    catalog = checked.catalog.with_attrs(weights_only=job.weights_only or not _has_live_objects(source))
+    weights_only = job.weights_only or not _has_live_objects(source)
+    catalog = replace(checked.catalog, write=replace(checked.catalog.write, weights_only=weights_only))
     return replace(form, catalog=catalog, dropped=(*form.dropped, *checked.dropped))
 
 
@@ -86,7 +88,7 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Catal
     Raises:
         CheckpointingException: the layout cannot cut it, or the format has no place for it.
     """
-    is_global = catalog.attrs.get("family") == "megatron"
+    is_global = catalog.facet(MegatronModel) is not None
     if format.partition == "ranks":
         topology = target_topology(job, catalog, format)
         rules = load_rules(job.rules, unknown=job.unknown)
@@ -99,9 +101,9 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Catal
             version=job.megatron_version,
             experts=job.moe_experts,
         )
-        keys = target.attrs["transposed"]
-        assert isinstance(keys, frozenset)
-        return transposed(catalog, keys), target
+        ranks = target.facet(RankFacts)
+        assert ranks is not None, "shard makes rank files"
+        return transposed(catalog, ranks.transposed), target
     if is_global and format.is_mcore:
         topology = target_topology(job, catalog, format)
         stacked = stack(
@@ -124,7 +126,8 @@ def _has_live_objects(source: Checkpoint) -> bool:
     DCP's do unless they name classes of other packages than torch and numpy, which are set aside in every DCP that this
     project writes. Objects of other formats, and those that a torch file had set aside, stay loadable by default.
     """
-    if source.catalog.attrs.get("weights_only"):
+    torch_file = source.catalog.facet(TorchFileFacts)
+    if torch_file is not None and torch_file.is_set_aside:
         return False
     values = [item.value for item in source.catalog.objects.values()]
     return source.format.has_live_objects and (source.format.nests or names_importable(values))

@@ -8,7 +8,7 @@ instead of being written every byte is compared with the one that is there.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
 from core.catalog.catalog import Catalog, Fragment, bind_nothing
+from core.catalog.facets import RankFacts
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import StoredArray
 from core.copy.options import CopyOptions, Progress
@@ -126,12 +127,11 @@ def forget_cached(path: Path) -> None:
 def _in_the_plans_keys(found: Checkpoint, plan: Plan, rules: Rules) -> Catalog:
     """The destination's tensors under the keys that the plan has."""
     catalog = found.catalog
-    if not catalog.attrs.get("is_rank_local"):
+    if not catalog.is_rank_local:
         return catalog
-    topology, keys = plan.target.attrs.get("topology"), plan.target.attrs.get("transposed", frozenset())
-    assert isinstance(topology, Topology)
-    assert isinstance(keys, frozenset)
-    return transposed(unshard(catalog, rules=rules, target_tp=topology.tp, store=found.store), keys)
+    topology, ranks = plan.target.facet(Topology), plan.target.facet(RankFacts)
+    assert topology is not None and ranks is not None, "a target of rank files has both"
+    return transposed(unshard(catalog, rules=rules, target_tp=topology.tp, store=found.store), ranks.transposed)
 
 
 def _bound(catalog: Catalog, wanted: Catalog, store: ReadStore) -> Catalog:
@@ -140,8 +140,7 @@ def _bound(catalog: Catalog, wanted: Catalog, store: ReadStore) -> Catalog:
     Raises:
         CorruptError: a tensor is missing, or has another dtype or shape.
     """
-    aliases = catalog.attrs.get("aliases")
-    aliases = aliases if isinstance(aliases, Mapping) else {}
+    aliases = catalog.aliases
     for key, meta in wanted.tensors.items():
         have = catalog.tensors.get(key)
         if have is None or (have.dtype, have.shape) != (meta.dtype, meta.shape):
@@ -168,7 +167,9 @@ def _bound(catalog: Catalog, wanted: Catalog, store: ReadStore) -> Catalog:
         return tuple(piece if piece.array is None else replace(piece, array=bound(piece.array)) for piece in found)
 
     tensors = {key: wanted.tensors[key] for key in wanted.tensors if key not in aliases}
-    return replace(catalog, tensors=tensors, hidden={}, fragments_of=fragments_of, bind=bind_nothing, attrs={})
+    return replace(
+        catalog, tensors=tensors, hidden={}, fragments_of=fragments_of, bind=bind_nothing, aliases={}, zeros={}
+    )
 
 
 def _images(target: Catalog, store: ReadStore) -> list[FileImage]:

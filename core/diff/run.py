@@ -322,9 +322,7 @@ class _Comparison:
     def _is_alias(self, one: TensorDiff) -> bool:
         """Whether a tensor that only one side has shares the bytes of one that both have."""
         side, other = (self._a, self._b) if one.a is not None else (self._b, self._a)
-        aliases = side.catalog.attrs.get("aliases")
-        owner = aliases.get(one.key) if isinstance(aliases, dict) else None
-        return owner in other.catalog.tensors
+        return side.catalog.aliases.get(one.key) in other.catalog.tensors
 
 
 def _is_read(one: TensorDiff) -> bool:

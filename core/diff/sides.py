@@ -14,7 +14,7 @@ What cannot be compared is told in ``Side.left_out``, and is no reason to call t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.catalog.files_beside import carried_of
 from core.catalog.mapping_attributes import VERSIONS, attributes_of
-from core.catalog.optimizer_keys import Optimizer
 from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.json_object import parsed_object
@@ -66,8 +65,7 @@ class Side:
     @property
     def topology(self) -> Topology | None:
         """Its parallel sizes, where it has Megatron's layout."""
-        found = self.catalog.attrs.get("topology")
-        return found if isinstance(found, Topology) else None
+        return self.catalog.facet(Topology)
 
 
 def sides_of(a: Checkpoint, b: Checkpoint, *, rules: Rules) -> tuple[Side, Side]:
@@ -103,7 +101,7 @@ def _side(source: Checkpoint, form: Canonical, catalog: Catalog | None = None) -
 
 def _rank_by_rank(sources: tuple[Checkpoint, Checkpoint], forms: tuple[Canonical, Canonical]) -> tuple[Side, Side]:
     failure = next(form.failure for form in forms if not form.is_global)
-    if not all(source.catalog.attrs.get("is_rank_local") for source in sources):
+    if not all(source.catalog.is_rank_local for source in sources):
         raise UnsupportedError(
             f"only one of them is understood as a whole: {failure.message if failure else 'rank files'}",
             key=failure.key if failure else None,
@@ -145,7 +143,7 @@ def _model_of(side: Side) -> Side:
 
 
 def _is_local(catalog: Catalog, rules: Rules) -> bool:
-    return facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors)).is_local
+    return facts_of(catalog.args, names=rules.model_of(catalog.tensors)).is_local
 
 
 def _with_hf(megatron: Checkpoint, form: Canonical, other: Checkpoint, plain: Canonical) -> tuple[Side, Side]:
@@ -159,7 +157,7 @@ def _with_hf(megatron: Checkpoint, form: Canonical, other: Checkpoint, plain: Ca
         second = _side(other, plain)
         return _side(megatron, form), replace(second, notes=(*second.notes, note))
     assert config is not None
-    fields = form.catalog.attrs.get("args")
+    fields = form.catalog.args
     implementation = "local" if facts_of(fields).is_local else "transformer_engine"
     mapped = to_megatron(catalog, config, transformer_impl=implementation)
     model = {key: meta for key, meta in form.catalog.tensors.items() if role_of(key) == "model"}
@@ -168,20 +166,20 @@ def _with_hf(megatron: Checkpoint, form: Canonical, other: Checkpoint, plain: Ca
     first = Side(megatron, replace(form.catalog, tensors=model), {}, (), tuple(notes))
     model = {key: meta for key, meta in mapped.tensors.items() if role_of(key) == "model"}
     note = f"compared under Megatron's names ({config.get('model_type')})"
-    return first, Side(other, replace(mapped.with_attrs(topology=None), tensors=model), {}, (), (note,))
+    return first, Side(other, replace(mapped.without_facets(Topology), tensors=model), {}, (), (note,))
 
 
 def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
     """What is no tensor, by name."""
-    found: dict[str, object] = dict(_named(catalog.attrs.get("common")))
+    found: dict[str, object] = {str(name): value for name, value in (catalog.common or {}).items()}
     for key, item in catalog.objects.items():
         if not (EXTRA_STATE in key and item.value in (None, [None])):
             found[key] = item.value
     for attribute in attributes_of(catalog.skeleton):
         if attribute.name != VERSIONS:  # of modules, which formats other than torch's do not have
             found[f"{attribute.key} (attribute)"] = attribute.value
-    optimizer = catalog.attrs.get("optimizer")
-    if isinstance(optimizer, Optimizer):
+    optimizer = catalog.optimizer
+    if optimizer is not None:
         step = _number(catalog, store, optimizer.step)
         groups = [dict(group.settings) for group in optimizer.groups]
         found[OPTIMIZER] = {**({} if step is None else {"step": step}), "param_groups": groups, **optimizer.entries}
@@ -206,9 +204,3 @@ def _document(store: ReadStore, path: str, key: str) -> object:
 
 
 _MAX_CONFIG_BYTES = 1 << 20
-
-
-def _named(common: object) -> Iterator[tuple[str, object]]:
-    if isinstance(common, Mapping):
-        for name, value in common.items():
-            yield str(name), value

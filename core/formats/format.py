@@ -37,16 +37,17 @@ class Format:
         has_objects_beside: whether non-tensor entries are stored beside the tensors, with the tensors inside them;
             where they are not, those become tensors of their own.
         nests: whether nested containers are stored as they are, with tensors and other values inside them.
-        records_ties: whether tensors that attrs["aliases"] calls equal are written once, the other names only recorded.
+        records_ties: whether tensors that ``Catalog.aliases`` calls equal are written once, the other names only
+            recorded.
         has_live_objects: whether torch's own loader makes its objects instances of their classes, so that they are
             written as such where the destination nests.
-        splits_files: whether ``lay_out`` keeps its files below ``attrs["max_file_bytes"]``.
+        splits_files: whether ``lay_out`` keeps its files below ``WriteOptions.max_file_bytes``.
         adapt: what a catalog of global tensors becomes before it is cut, where the format has names of its own.
         notes_of: what the user should know of what ``lay_out`` makes of a target catalog; None if there is nothing.
         check: raises what ``lay_out`` would, without making images; None if there is no shorter way than that.
         salvage: as ``read``, for what is damaged: tells what is wrong, and leaves it out; None where there is nothing
             between all and nothing.
-        carries_files: whether files beside the weights (``Catalog.attrs["carried"]``, ``["documents"]``) can be stored.
+        carries_files: whether files beside the weights (``Catalog.carried``, ``Catalog.documents``) can be stored.
         own_folders: returns the directories right below that the checkpoint's files lie in, so that a checkpoint in
             any other is one of its own; None where every directory belongs to the checkpoint.
     """

@@ -32,7 +32,7 @@ def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:
 
     The family need not be one that is mapped; ``to_megatron`` refuses others by name.
     """
-    if config is None or not isinstance(config.get("model_type"), str) or catalog.attrs.get("is_rank_local"):
+    if config is None or not isinstance(config.get("model_type"), str) or catalog.is_rank_local:
         return False
     return bool(catalog.tensors) and not any(key.startswith(LAYERS) for key in catalog.tensors)
 

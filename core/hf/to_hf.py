@@ -1,24 +1,25 @@
 """From the global Megatron form to Hugging Face's names: flat keys and a ``config.json``.
 
-attrs of the result: ``documents`` (``config.json``), ``model_type``, ``notes``, ``dropped``. Nothing else of a Megatron
-checkpoint has a place in such a directory: random states, schedulers, optimizer state and arguments are dropped, and
-listed.
+The result has ``documents`` (``config.json``), ``notes``, ``dropped`` and the facet ``HuggingFaceModel``. Nothing else
+of a Megatron checkpoint has a place in such a directory: random states, schedulers, optimizer state and arguments are
+dropped, and listed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf import fuse
 from core.hf.config import CONFIG, config_of, document
 from core.hf.name_tables import Family, Pair, families, family_of, pairs_of
 from core.hf.traits import FEATURES, model_of
-from core.megatron.extras.common_state import common_of, texts_of
+from core.megatron.extras.common_state import common_of
 from core.megatron.model.args import fields_of
 from core.quantize.schemes import check_numbers
 
@@ -50,8 +51,8 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
         MissingShardError: a tensor is absent.
         CorruptError: shapes and arguments contradict each other.
     """
-    fields = fields_of(catalog.attrs.get("args"))
-    notes, dropped = texts_of(catalog, "notes"), texts_of(catalog, "dropped")
+    fields = fields_of(catalog.args)
+    notes, dropped = [*catalog.notes], [*catalog.dropped]
     weights = {key: meta for key, meta in catalog.tensors.items() if not is_optimizer_key(key) and _EXTRA not in key}
     n_rows = _true_rows(catalog)
     model = model_of(fields, n_rows=n_rows, n_tensors=len(weights))
@@ -78,28 +79,22 @@ def to_hf(catalog: Catalog, *, model_type: str | None = None, has_config: bool =
         one = made.get(key)
         return catalog.fragments(key) if one is None else tuple(one.fragments())
 
-    return replace(
-        catalog,
+    return Catalog(
+        format=catalog.format,
         version=None,
         tensors={key: made[key].meta for key in order},
         fragments_of=fragments_of,
-        objects={},
-        hidden={},
-        skeleton=None,
-        attrs={
-            "family": "hf",
-            "model_type": family.model_type,
-            "documents": documents,
-            "notes": notes,
-            "dropped": dropped,
-        },
-    )
+        bind=catalog.bind,
+        documents=documents,
+        notes=tuple(notes),
+        dropped=tuple(dropped),
+    ).with_facet(HuggingFaceModel(family.model_type))
 
 
 def _true_rows(catalog: Catalog) -> int:
-    rows = catalog.attrs.get("vocab_size")
-    if isinstance(rows, int) and not isinstance(rows, bool) and rows > 0:
-        return rows
+    model = catalog.facet(MegatronModel)
+    if model is not None and model.vocab_size is not None and model.vocab_size > 0:
+        return model.vocab_size
     stored = catalog.tensors[_EMBEDDING].shape[:1] if _EMBEDDING in catalog.tensors else ()
     raise UnsupportedError(
         f"how many of the {stored[0] if stored else 'stored'} rows of the vocabulary are padding is not known",

@@ -3,7 +3,7 @@
 Fused tensors are fragments that point into the arrays of their parts; nothing is read or copied. Every tensor of the
 source is used: a name that no row of the family's table explains is an error, and so is a tensor that is not there.
 
-attrs of the result are those of ``core.megatron.reshard.from_ranks``: one rank, ``checkpoint_version`` 3.0, true
+The result has the fields and facets of ``core.megatron.reshard.from_ranks``: one rank, ``checkpoint_version`` 3.0, true
 vocabulary rows.
 """
 
@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
-from core.catalog.files_beside import carried_of, documents_of
+from core.catalog.facets import MegatronModel
+from core.catalog.files_beside import carried_of
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError, UsageError
 from core.hf import fuse
 from core.hf.config import CONFIG, arguments_of
 from core.hf.name_tables import Family, Pair, family_of, pairs_of
 from core.hf.traits import model_of
-from core.megatron.extras.common_state import texts_of
 from core.megatron.model.topology import Topology
 from core.pickle.inert import namespace
 from core.quantize.schemes import check_numbers, quantized_weights
@@ -78,7 +78,7 @@ def to_megatron(
         raise UsageError(f"transformer_impl is {transformer_impl!r}, neither 'local' nor 'transformer_engine'")
     family = family_of(config.get("model_type"))
     _refuse_quantized(catalog, config)
-    notes, dropped = texts_of(catalog, "notes"), texts_of(catalog, "dropped")
+    notes, dropped = [*catalog.notes], [*catalog.dropped]
     ignored = {key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)}
     if ignored:
         notes.append(f"{min(ignored)} and others like it ({len(ignored)}) are left out: they follow from {CONFIG}")
@@ -106,7 +106,7 @@ def to_megatron(
     _refuse_leftover([key for key in catalog.tensors if key not in used], family)
     objects, order = _extra_states(made, is_local=model.is_local)
     dropped += [f"{key} (Megatron has no place for it)" for key in catalog.objects]
-    beside = [path for path in (*carried_of(catalog), *documents_of(catalog)) if path != CONFIG]
+    beside = [path for path in (*carried_of(catalog), *catalog.documents) if path != CONFIG]
     if beside:
         dropped.append(f"files beside the weights: {', '.join(beside)}")
     args = namespace(fields)
@@ -115,29 +115,24 @@ def to_megatron(
         one = made.get(key)
         return catalog.fragments(key) if one is None else tuple(one.fragments())
 
-    return replace(
-        catalog,
+    facts = MegatronModel(
+        vocab_size=n_rows,
+        expert_names=_EXPERTS_BY_IMPL["local" if model.is_local else "transformer_engine"],
+        order=tuple(order),
+    )
+    return Catalog(
+        format=catalog.format,
         version=None,
         tensors={name: one.meta for name, one in made.items()},
         fragments_of=fragments_of,
         objects=objects,
-        hidden={},
-        skeleton=None,
-        attrs={
-            "family": "megatron",
-            "args": args,
-            "iteration": _ITERATION,
-            "checkpoint_version": 3.0,
-            "topology": Topology(),
-            "common": {"args": args, "checkpoint_version": 3.0, "iteration": _ITERATION},
-            "vocab_size": n_rows,
-            "expert_names": _EXPERTS_BY_IMPL["local" if model.is_local else "transformer_engine"],
-            "notes": notes,
-            "dropped": dropped,
-            "order": order,
-            "module_versions": {},
-            "is_ordered": True,
-        },
+        bind=catalog.bind,
+        iteration=_ITERATION,
+        args=args,
+        common={"args": args, "checkpoint_version": 3.0, "iteration": _ITERATION},
+        notes=tuple(notes),
+        dropped=tuple(dropped),
+        facets={MegatronModel: facts, Topology: Topology()},
     )
 
 

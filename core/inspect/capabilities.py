@@ -145,7 +145,7 @@ class _Trials:
         self._failure: CheckpointingException | None = None
         self._raw_forms: dict[tuple[object, ...], GlobalForm] = {}
         self._forms: dict[tuple[object, ...], GlobalForm | CheckpointingException] = {}
-        is_plain = not model.has_layout and not checkpoint.catalog.attrs.get("is_rank_local")
+        is_plain = not model.has_layout and not checkpoint.catalog.is_rank_local
         try:
             if is_plain and len(checkpoint.catalog.objects) > MANY_STREAMS:
                 checkpoint = replace(checkpoint, catalog=_thinned(checkpoint.catalog))
@@ -293,6 +293,5 @@ def _thinned(catalog: Catalog) -> Catalog:
     for key, item in catalog.objects.items():
         first_of.setdefault((_DIGITS.sub("0", key), frozenset(uses_in(item.value))), key)
     keys = set(first_of.values())
-    unsupported = catalog.attrs.get("unsupported")
-    keys |= set(map(str, unsupported)) if isinstance(unsupported, Mapping) else set()
+    keys |= set(catalog.unsupported)
     return restricted(catalog, keys.__contains__).catalog

@@ -7,13 +7,14 @@ reason; its optimizer entries, which have no global names, are listed under thei
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.facets import RankFacts, TorchDistFacts
 from core.changes.select import without_optimizer
 from core.convert.job import Job
 from core.errors import CheckpointingException
@@ -21,7 +22,7 @@ from core.files.store import files_below
 from core.formats.torch.format import load_object
 from core.inspect.capabilities import Capability, Model, capabilities_of
 from core.inspect.tree import components
-from core.megatron.extras.common_state import texts_of
+from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
 from core.opening.objects import loaded
 from core.opening.source_files import config_of_source
@@ -136,16 +137,15 @@ def summarized(checkpoint: Checkpoint) -> Summary:
     unsharded = _unsharded(checkpoint)
     view = catalog if unsharded.catalog is None else _merged(unsharded.catalog, catalog)
     n_files, file_bytes, n_writers = _files(checkpoint)
-    ranks = catalog.attrs.get("ranks")
+    ranks = catalog.facet(RankFacts)
     bare = dict.fromkeys(bare_key(key, catalog) for key in catalog.tensors)
     bare_objects = dict.fromkeys(bare_key(key, catalog) for key in catalog.objects)
     optimizer = optim_format_of(bare, bare_objects, has_flattened=_has_flattened(catalog))
     notes = [*checkpoint.notes]
-    if catalog.attrs.get("is_rank_local") and unsharded.catalog is None:
+    if catalog.is_rank_local and unsharded.catalog is None:
         notes.append("shown rank by rank: what several ranks hold is counted several times")
-    notes += texts_of(catalog, "notes")
-    unopened = catalog.attrs.get("n_unopened")
-    n_unopened = unopened if isinstance(unopened, int) else 0
+    notes += catalog.notes
+    n_unopened = 0 if ranks is None else ranks.n_unopened
     if n_unopened:
         notes.append(
             f"opened {n_files - n_unopened:,} of {n_files:,} files, one of each stage and length; --all opens every one"
@@ -173,14 +173,14 @@ def summarized(checkpoint: Checkpoint) -> Summary:
         n_files=n_files,
         file_bytes=file_bytes,
         parallel=_parallel(catalog),
-        n_ranks=len(ranks) if isinstance(ranks, Mapping) else n_writers,
+        n_ranks=n_writers if ranks is None else len(ranks.ranks),
         model=_model(catalog),
         groups=groups_of(view.tensors.values(), bare=lambda key: bare_key(key, view)),
         optimizer=optimizer,
         capabilities=capabilities or (),
         notes=tuple(dict.fromkeys(notes)),
         view=view,
-        is_unsharded=unsharded.catalog is not None and bool(catalog.attrs.get("is_rank_local")),
+        is_unsharded=unsharded.catalog is not None and catalog.is_rank_local,
         n_objects=len(catalog.objects),
         n_unopened=n_unopened,
     )
@@ -216,7 +216,7 @@ def path_of(key: str, view: Catalog) -> list[str]:
 
 
 def _split_rank(key: str, catalog: Catalog) -> tuple[str | None, str]:
-    if catalog.attrs.get("is_rank_local") or catalog.attrs.get("has_rank_keys"):
+    if catalog.is_rank_local or catalog.facet(_RankKeys) is not None:
         rank, colon, name = key.partition(":")
         if colon and "." not in rank:
             return rank, name
@@ -259,7 +259,7 @@ def _unsharded(checkpoint: Checkpoint) -> _Unsharded:
         assert config is not None
         return _of_hf(catalog, config)
     try:
-        if not catalog.attrs.get("is_rank_local") and "args" not in catalog.attrs:
+        if not catalog.is_rank_local and catalog.args is None:
             if "args" not in catalog.objects:
                 return _Unsharded(None, "only models with Megatron's or Hugging Face's names have a layout to change")
             catalog = loaded(catalog, store, load_object)
@@ -283,24 +283,28 @@ def _of_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
         return _Unsharded(None, err.sentence, has_scales, is_hf=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _RankKeys:
+    """The facet of a global view whose optimizer entries still have their rank directories before their keys."""
+
+
 def _merged(unsharded: Catalog, ranks: Catalog) -> Catalog:
     """The global view of the model, followed by the entries that stay rank-local (optimizer state)."""
-    if not ranks.attrs.get("is_rank_local"):
+    if not ranks.is_rank_local:
         return ranks
     local = {
         key: meta for key, meta in ranks.tensors.items() if role_of(bare_key(key, ranks)) in ("moments", "masters")
     }
 
-    def fragments_of(key: str) -> object:
+    def fragments_of(key: str) -> Sequence[Fragment]:
         return ranks.fragments(key) if key in local else unsharded.fragments(key)
 
     return replace(
         unsharded,
         tensors={**unsharded.tensors, **local},
-        fragments_of=fragments_of,  # type: ignore[arg-type]
+        fragments_of=fragments_of,
         objects=ranks.objects,
-        attrs={**unsharded.attrs, "is_rank_local": False, "has_rank_keys": True},
-    )
+    ).with_facet(_RankKeys())
 
 
 def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
@@ -318,8 +322,8 @@ def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
 def _parallel(catalog: Catalog | None) -> dict[str, int]:
     if catalog is None:
         return {}
-    topology = catalog.attrs.get("topology")
-    args = attributes(catalog.attrs.get("args")) or {}
+    topology = catalog.facet(Topology)
+    args = attributes(catalog.args) or {}
     sizes = {}
     for name in SIZES:
         found = getattr(topology, name, None)
@@ -332,7 +336,7 @@ def _parallel(catalog: Catalog | None) -> dict[str, int]:
 
 def _model(catalog: Catalog) -> dict[str, object]:
     """The training arguments that describe the model; enums and dtypes by name."""
-    args = attributes(catalog.attrs.get("args")) or {}
+    args = attributes(catalog.args) or {}
     facts = {name: args[name] for name in _MODEL_ARGS if args.get(name) is not None}
     return {
         name: value if isinstance(value, (bool, int, float, str)) else str(value).removeprefix("torch.")
@@ -342,10 +346,9 @@ def _model(catalog: Catalog) -> dict[str, object]:
 
 
 def _has_flattened(catalog: Catalog) -> bool:
-    data = catalog.attrs.get("mcore_data")
-    return isinstance(data, Mapping) and any(
-        isinstance(item, Mapping) and "nd_reformulated_orig_global_shape" in item for item in data.values()
-    )
+    facts = catalog.facet(TorchDistFacts)
+    data = {} if facts is None or facts.mcore_data is None else facts.mcore_data
+    return any(isinstance(item, Mapping) and "nd_reformulated_orig_global_shape" in item for item in data.values())
 
 
 def _warnings(checkpoint: Checkpoint) -> list[str]:

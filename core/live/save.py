@@ -14,13 +14,14 @@ holder's; ``grid``: every chunk is one, whoever holds parts of it; ``whole``: ev
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from core.arrays.box import Box, whole
 from core.arrays.checksum import BLOCK_BYTES, crc32
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.facets import WriteOptions
 from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray, array_name
 from core.copy.options import CopyOptions
@@ -60,7 +61,7 @@ class LiveSave:
         held: what every process contributes, by its number.
         tensors: this process's chunks, in the order of ``held[number].chunks``.
         streams: (key, bytes) of this process's objects.
-        attrs: of the target catalog.
+        options: how the files are to be written.
         without: paths of images that somebody else writes.
         fsync: wait for the disk.
         threads: that copy.
@@ -72,7 +73,7 @@ class LiveSave:
     held: Sequence[Held]
     tensors: Sequence[LiveTensor] = ()
     streams: Sequence[tuple[str, bytes]] = ()
-    attrs: Mapping[str, object] = field(default_factory=dict)
+    options: WriteOptions = field(default_factory=WriteOptions)
     without: Collection[str] = ()
     fsync: bool = True
     threads: int = DEFAULT_THREADS
@@ -91,7 +92,7 @@ class LiveSave:
         """
         if self._made is None:
             assert self.format.lay_out is not None, "the format was chosen because it can be written"
-            target = target_of(self.held, self.format, self.attrs)
+            target = target_of(self.held, self.format, self.options)
             images = tuple(image for image in self.format.lay_out(target) if image.path not in self.without)
             self._made = (target, images)
         return self._made
@@ -166,7 +167,7 @@ def finish_file(image: FileImage, stage: StageStore) -> None:
         stage.write(image.path, offset, data)
 
 
-def target_of(held: Sequence[Held], format: Format, attrs: Mapping[str, object]) -> Catalog:
+def target_of(held: Sequence[Held], format: Format, options: WriteOptions) -> Catalog:
     """The target catalog of what several processes hold, see the module's docstring.
 
     Raises:
@@ -213,7 +214,7 @@ def target_of(held: Sequence[Held], format: Format, attrs: Mapping[str, object])
             for key, _ in one.streams
         },
         hidden={key: TensorMeta(key, "uint8", (n_bytes,)) for key, (n_bytes, _) in streams.items()},
-        attrs=attrs,
+        write=options,
     )
 
 

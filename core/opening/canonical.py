@@ -41,7 +41,7 @@ def canonical(source: Checkpoint, *, rules: Rules) -> Canonical:
 
 def canonical_of(found: Catalog, store: ReadStore, *, rules: Rules) -> Canonical:
     """The canonical form of a catalog whose files are in a store; as ``canonical``."""
-    is_rank_local = bool(found.attrs.get("is_rank_local"))
+    is_rank_local = found.is_rank_local
     try:
         catalog = loaded(found, store, load_object)
         if not is_rank_local and not is_megatron(catalog, rules):

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from core.catalog.catalog import Catalog, Fragment, StoredObject
+from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import matcher
-from core.catalog.optimizer_keys import Optimizer, state_of
+from core.catalog.optimizer_keys import state_of
 from core.catalog.stored import StoredArray
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import ReadStore
 from core.formats.torch.nested_names import uses_in, with_nested
 from core.megatron.extras.common_state import OPTIMIZER
-from core.megatron.extras.random_states import RNG_STATES
 from core.megatron.optimizer.entries import object_entry
 from core.opening.pickled_places import MOST_PLACES, places_of
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
@@ -80,7 +80,7 @@ def refuse_hidden(uses: Iterable[Use], store: ReadStore, catalog: Catalog, *, ex
     dangerous = dangerous_uses(with_nested(uses))
     if not dangerous:
         return
-    shown = uses_in([[item.value for item in catalog.objects.values()], catalog.attrs.get("common")])
+    shown = uses_in([[item.value for item in catalog.objects.values()], catalog.common])
     hidden = {use.name for use in dangerous - shown}
     if not hidden:
         return
@@ -142,7 +142,7 @@ def vetted(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Vett
         UnsupportedError: an object names an unknown class and may be neither kept nor dropped.
     """
     dropped: dict[str, str] = {}
-    common = StoredObject("common state", value=catalog.attrs.get("common"))
+    common = StoredObject("common state", value=catalog.common)
     uses_of = [(item, uses_in(item.value)) for item in (common, *catalog.objects.values())]
     for item, uses in uses_of:
         dangerous = sorted(str(use.name) for use in dangerous_uses(uses))
@@ -209,15 +209,14 @@ def state_dict(catalog: Catalog, *, keeps_root: bool = False) -> Catalog:
     Every tensor becomes visible, also those inside objects, under its path.
     """
     catalog = _without_rank_states(catalog)
-    common = as_mapping(catalog.attrs.get("common"))
+    common = catalog.common
     if common is None:
         return catalog if keeps_root else with_mapping_root(catalog)
     top: dict[object, object] = dict(common)
-    if catalog.attrs.get("family") == "megatron":
-        found = catalog.attrs.get("order")
-        order = found if isinstance(found, tuple) else tuple(catalog.tensors)
+    form = catalog.facet(MegatronModel)
+    if form is not None:
         model: dict[object, object] = {}
-        for name in dict.fromkeys((*order, *catalog.tensors)):
+        for name in dict.fromkeys((*(form.order or ()), *catalog.tensors)):
             if state_of(name) is not None:
                 continue
             if name in catalog.tensors:
@@ -242,28 +241,26 @@ def with_mapping_root(catalog: Catalog) -> Catalog:
 
 def _without_rank_states(catalog: Catalog) -> Catalog:
     """The catalog without the random states of single ranks that only rank files have a place for."""
-    states = catalog.attrs.get(RNG_STATES)
-    if not states:
+    model = catalog.facet(MegatronModel)
+    if model is None or not model.rng_states:
         return catalog
-    out = {leaf.key for leaf in walk(states) if isinstance(leaf, TensorLeaf)}
-    values = [catalog.attrs.get("common"), *(item.value for item in catalog.objects.values())]
+    out = {leaf.key for leaf in walk(model.rng_states) if isinstance(leaf, TensorLeaf)}
+    values = [catalog.common, *(item.value for item in catalog.objects.values())]
     out -= {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
     hidden = {key: meta for key, meta in catalog.hidden.items() if key not in out}
-    attrs = {name: value for name, value in catalog.attrs.items() if name != RNG_STATES}
-    return replace(catalog, hidden=hidden, attrs=attrs)
+    return replace(catalog, hidden=hidden).with_facet(replace(model, rng_states={}))
 
 
 def _optimizer(catalog: Catalog) -> dict[str, object]:
     """The entry ``optimizer`` of a global Megatron catalog that has one, its states in it."""
-    found = catalog.attrs.get(OPTIMIZER)
-    if not isinstance(found, Optimizer):
+    if catalog.optimizer is None:
         return {}
     states: dict[object, dict[object, object]] = {}
     for key in catalog.tensors:
         state = state_of(key)
         if state is not None:
             states.setdefault(state[0], {})[state[1]] = TensorLeaf(key)
-    return {OPTIMIZER: {**object_entry(found), "state": states}}
+    return {OPTIMIZER: {**object_entry(catalog.optimizer), "state": states}}
 
 
 def with_common(catalog: Catalog) -> Catalog:
@@ -271,7 +268,7 @@ def with_common(catalog: Catalog) -> Catalog:
 
     A catalog that has a common state already stays as it is.
     """
-    if as_mapping(catalog.attrs.get("common")) is not None:
+    if catalog.common is not None:
         return catalog
     if catalog.skeleton is None:
         common: object = {key: item.value for key, item in catalog.objects.items()}
@@ -283,21 +280,25 @@ def with_common(catalog: Catalog) -> Catalog:
             return REMOVED if isinstance(entry.leaf, TensorLeaf) else entry.leaf
 
         common = mapped(catalog.skeleton, beside)
-    return replace(catalog, objects={}, skeleton=None).with_attrs(common=common)
+    return replace(catalog, objects={}, skeleton=None, common=as_mapping(common) or {})
 
 
 def with_objects(catalog: Catalog) -> Catalog:
     """The catalog with every entry of its common state as an object; tensors inside objects stay inside."""
     catalog = _without_rank_states(catalog)
-    common = as_mapping(catalog.attrs.get("common"))
+    common = catalog.common
     if common is None:
         return catalog
     objects = {str(name): StoredObject(str(name), value=value) for name, value in common.items()}
-    found = catalog.attrs.get(OPTIMIZER)
-    if isinstance(found, Optimizer):
-        objects[OPTIMIZER] = StoredObject(OPTIMIZER, value=object_entry(found))
-    attrs = {name: value for name, value in catalog.attrs.items() if name not in ("common", "family", OPTIMIZER)}
-    return replace(catalog, objects={**catalog.objects, **objects}, skeleton=None, attrs=attrs)
+    if catalog.optimizer is not None:
+        objects[OPTIMIZER] = StoredObject(OPTIMIZER, value=object_entry(catalog.optimizer))
+    return replace(
+        catalog.without_facets(MegatronModel, HuggingFaceModel),
+        objects={**catalog.objects, **objects},
+        skeleton=None,
+        common=None,
+        optimizer=None,
+    )
 
 
 def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
@@ -321,7 +322,7 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
 
     shown = set(old_of.values())
     return replace(
-        catalog,
+        catalog.without_facets(MegatronModel, HuggingFaceModel),
         tensors={new: replace(catalog.meta(old), key=new) for new, old in old_of.items()},
         hidden={key: meta for key, meta in catalog.hidden.items() if key not in shown},
         objects={
@@ -331,9 +332,7 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
         },
         fragments_of=fragments_of,
         skeleton=made,
-        attrs={
-            name: value
-            for name, value in catalog.attrs.items()
-            if name not in ("common", "family", "aliases", OPTIMIZER)
-        },
+        common=None,
+        optimizer=None,
+        aliases={},
     )

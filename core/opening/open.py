@@ -118,8 +118,7 @@ def open_checkpoint(
     except BaseException:
         store.close()
         raise
-    found = catalog.attrs.get("iteration")
-    number = found if isinstance(found, int) else place.iteration
+    number = place.iteration if catalog.iteration is None else catalog.iteration
     if iteration is not None and number != iteration and not place.is_chosen:
         raise UsageError(
             f"--iteration {iteration} was asked for, but "

@@ -14,9 +14,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from core.catalog.files_beside import carried_of, documents_of
+from core.catalog.files_beside import carried_of
 from core.files.json_object import object_of
 from core.files.store import LocalStore, files_below
+from core.formats.dcp.facets import DcpFacts
 from core.formats.huggingface.files import CONFIG, carried_files, config_of
 from core.opening.open import ITERATION_DIR, NAMING_TRACKERS, RELEASE, TRACKER, iteration_dirs
 
@@ -58,9 +59,9 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     for fragment in catalog.all_fragments() if unread else ():
         if fragment.array is not None and fragment.array.extent is not None:
             unread.discard(fragment.array.extent.file)
-    stated = catalog.attrs.get("unread")
-    unread |= set(stated if isinstance(stated, tuple) else ())
-    above = _above(source, carried=documents_of(catalog))
+    dcp = catalog.facet(DcpFacts)
+    unread |= set(() if dcp is None else dcp.unread)
+    above = _above(source, carried=catalog.documents)
     return [*_folded(unread), *source.below, *_empty_folders(store), *above]
 
 

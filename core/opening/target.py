@@ -40,7 +40,7 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Catalo
     if format.adapt is not None:
         catalog = format.adapt(catalog)
     if not format.carries_files:
-        catalog = without_carried(catalog, carried_of(catalog)).with_attrs(carried={}, documents={})
+        catalog = replace(without_carried(catalog, carried_of(catalog)), carried={}, documents={})
     return catalog, partitioned(catalog, format=format.name, by=format.partition)
 
 
@@ -51,8 +51,7 @@ def keeps_nesting(catalog: Catalog, format: Format) -> bool:
 
 def tensors_only(target: Catalog) -> Catalog:
     """A target catalog for one file that holds nothing but tensors."""
-    attrs = {name: value for name, value in target.attrs.items() if name not in ("carried", "documents")}
-    return replace(target, objects={}, hidden={}, skeleton=None, attrs=attrs)
+    return replace(target, objects={}, hidden={}, skeleton=None, carried={}, documents={})
 
 
 def dense_target(metas: Iterable[TensorMeta]) -> Catalog:

@@ -154,10 +154,10 @@ def make_plan(
 
     Args:
         source: a catalog whose arrays have extents; it has every key of the target.
-        target: a catalog whose arrays the images place by name. A key of ``attrs["aliases"]`` whose array is not placed
+        target: a catalog whose arrays the images place by name. A key of its ``aliases`` whose array is not placed
             has no bytes of its own and is passed over.
         images: file images, from the target format's ``lay_out``.
-        zeros: target key → boxes that no source holds and that are zero; None takes ``target.attrs["zeros"]``.
+        zeros: target key → boxes that no source holds and that are zero; None takes ``target.zeros``.
         threads: copying threads.
         memory_bytes: most bytes the process may use, imports included; None for no limit.
         beside_bytes: how many of them are taken by what is not counted here.
@@ -172,8 +172,7 @@ def make_plan(
         CapacityError: the work does not fit in ``memory_bytes``.
     """
     if zeros is None:
-        found = target.attrs.get("zeros")
-        zeros = found if isinstance(found, Mapping) else {}
+        zeros = target.zeros
     places = Places(images)
     totals = _Totals()
     coverage = ArrayCoverage(places)
@@ -215,11 +214,9 @@ def make_plan(
 
 
 def _keys(target: Catalog, places: Places) -> Iterator[str]:
-    aliases = target.attrs.get("aliases")
-    aliases = aliases if isinstance(aliases, Mapping) else {}
     for keys in (target.tensors, target.hidden):
         for key in keys:
-            if key in aliases and all(
+            if key in target.aliases and all(
                 fragment.array is None or places.number_of(fragment.array.name) is None
                 for fragment in target.fragments(key)
             ):

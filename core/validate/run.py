@@ -267,9 +267,9 @@ def _check_iteration(subject: Subject, wanted: int | None) -> None:
     """
     if wanted is None or subject.iteration == wanted or subject.failure is not None:
         return
-    found: object = subject.iteration
+    found = subject.iteration
     if found is None and subject.catalog is not None:
-        found = subject.catalog.attrs.get("iteration")
+        found = subject.catalog.iteration
     if found != wanted:
         raise UsageError(
             f"--iteration {wanted} was asked for, but "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -209,14 +210,10 @@ def test_only_wider_floats_can_be_asked_for(dtype: str, error: type[Exception]) 
 def test_scales_leave_the_skeleton_and_aliases_need_equal_scales() -> None:
     w, s = torch.ones(2, 2).to(E4M3), torch.ones(1, 1)
     tensors = {"a": w, "a_scale_inv": s, "b": w, "b_scale_inv": s, "c": w, "c_scale_inv": 2 * s}
-    catalog, _ = stored(
-        tensors,
-        skeleton={key: TensorLeaf(key) for key in tensors},
-        attrs={"aliases": {"b": "a", "c": "a", "b_scale_inv": "a_scale_inv"}},
-    )
-    made = dequantized(catalog).catalog
+    catalog, _ = stored(tensors, skeleton={key: TensorLeaf(key) for key in tensors})
+    made = dequantized(replace(catalog, aliases={"b": "a", "c": "a", "b_scale_inv": "a_scale_inv"})).catalog
     assert made.skeleton == {key: TensorLeaf(key) for key in "abc"}
-    assert made.attrs["aliases"] == {"b": "a"}
+    assert made.aliases == {"b": "a"}
 
 
 # --- quantize ---------------------------------------------------------------------------------------------------------

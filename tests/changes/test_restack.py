@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from core.arrays.box import Box
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.stored import Extent, StoredArray
 from core.changes.restack import MAX_LAYERS, stack_layers, unstack_layers
 from core.errors import UsageError
 from core.files.store import MemoryStore
 from core.pickle.inert import TensorLeaf
+from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
 
 W, S = "model.layers.{}.mlp.up_proj.weight", "optimizer.state.model.layers.{}.mlp.up_proj.weight.step"
@@ -140,7 +143,7 @@ def test_what_some_layers_lack_or_have_otherwise_stays_apart_and_is_told() -> No
     assert any("model.layers.[0-2].odd" in note and "shapes" in note for note in made.notes)
 
 
-def test_nested_skeletons_and_attrs_follow(per_layer: dict[str, np.ndarray]) -> None:
+def test_nested_skeletons_and_facts_follow(per_layer: dict[str, np.ndarray]) -> None:
     keys = [key for key in per_layer if key.startswith("model.layers.") and key.endswith("up_proj.weight")]
     nested = {str(n): {"mlp.up_proj.weight": TensorLeaf(key)} for n, key in enumerate(keys)}
     flat = {key.removeprefix("model."): TensorLeaf(key) for key in keys}
@@ -158,16 +161,18 @@ def test_nested_skeletons_and_attrs_follow(per_layer: dict[str, np.ndarray]) -> 
             {key: per_layer[key] for key in keys},
             skeleton=skeleton,
             objects={"note": StoredObject("note", value="x")},
-            attrs={"aliases": {keys[1]: keys[0]}, "order": (*keys, "note"), "mcore_data": {keys[0]: {}}},
         )
+        catalog = replace(catalog, aliases={keys[1]: keys[0]})
+        catalog = catalog.with_facet(MegatronModel(order=(*keys, "note")))
+        catalog = catalog.with_facet(TorchDistFacts(mcore_data={keys[0]: {}}))
         made = stack_layers(catalog).catalog
         assert made.skeleton == wanted
-        assert made.attrs["aliases"] == {}
-        assert made.attrs["order"] == ("model.layers.mlp.up_proj.weight", "note")
-        assert made.attrs["mcore_data"] == {}
+        assert made.aliases == {}
+        assert facet_of(made, MegatronModel).order == ("model.layers.mlp.up_proj.weight", "note")
+        assert facet_of(made, TorchDistFacts).mcore_data == {}
         back = unstack_layers(made).catalog
         assert back.skeleton == skeleton
-        assert back.attrs["order"] == (*keys, "note")
+        assert facet_of(back, MegatronModel).order == (*keys, "note")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ import pytest
 
 from core.arrays.box import whole
 from core.catalog.catalog import Catalog, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.facets import MegatronModel
 from core.catalog.stored import Extent, StoredArray
 from core.changes.select import add_prefix, cast_of, is_optimizer_key, rename, select, strip_prefix, tie, untie
 from core.errors import ReplicaMismatchError, UsageError
 from core.files.store import MemoryStore
 from core.pickle.inert import TensorLeaf
+from tests.support.facets import facet_of
 from tests.support.moved import moved
 
 
@@ -102,7 +104,7 @@ def test_model_keys_are_not_optimizer_keys() -> None:
 
 def _prefixed() -> Catalog:
     keys = ["model.a.weight", "b", "optimizer.state.model.a.weight.exp_avg", "optimizer.state.other.exp_avg"]
-    return catalog_of_arrays(
+    catalog = catalog_of_arrays(
         format="torch",
         arrays={key: StoredArray(key, "float32", (2, 3)) for key in keys},
         objects={
@@ -123,8 +125,8 @@ def _prefixed() -> Catalog:
             "model.a._extra_state": None,
             "iteration": 3,
         },
-        attrs={"order": tuple(keys[:2]), "unsupported": {"model.a.weight": "thing"}},
     )
+    return replace(catalog, unsupported={"model.a.weight": "thing"}).with_facet(MegatronModel(order=tuple(keys[:2])))
 
 
 def test_a_prefix_goes_from_keys_optimizer_entries_objects_and_skeleton() -> None:
@@ -147,8 +149,8 @@ def test_a_prefix_goes_from_keys_optimizer_entries_objects_and_skeleton() -> Non
         "a._extra_state": None,
         "iteration": 3,
     }
-    assert made.attrs["order"] == ("a.weight", "b")
-    assert made.attrs["unsupported"] == {"a.weight": "thing"}
+    assert facet_of(made, MegatronModel).order == ("a.weight", "b")
+    assert made.unsupported == {"a.weight": "thing"}
     assert [fragment.key for fragment in made.fragments("a.weight")] == ["a.weight"]
 
 
@@ -213,9 +215,10 @@ def _two(values: tuple[bytes, bytes], *, shared: bool = False) -> tuple[Catalog,
         format="torch",
         arrays=arrays,
         skeleton={"model": {"embed.weight": TensorLeaf(EMBED)}, HEAD: TensorLeaf(HEAD), "norm": TensorLeaf("norm")},
-        attrs={"aliases": {HEAD: EMBED} if shared else {}},
     )
-    return catalog, MemoryStore({"e": values[0], "h": values[1], "n": bytes(3)})
+    return replace(catalog, aliases={HEAD: EMBED} if shared else {}), MemoryStore(
+        {"e": values[0], "h": values[1], "n": bytes(3)}
+    )
 
 
 def test_a_tied_tensor_goes_and_every_byte_of_it_is_compared() -> None:
@@ -233,7 +236,7 @@ def test_a_tied_tensor_goes_and_every_byte_of_it_is_compared() -> None:
 def test_an_alias_is_tied_for_nothing() -> None:
     catalog, _ = _two((b"abcdef", b""), shared=True)
     made = tie(catalog, [(HEAD, EMBED)])
-    assert made.attrs["aliases"] == {}
+    assert made.aliases == {}
     first, second = made.fragments(EMBED)
     assert (first.array, first.at, first.box) == (second.array, second.at, second.box)
 
@@ -255,10 +258,10 @@ def test_an_untied_tensor_is_a_copy_in_its_container() -> None:
 
 def test_an_alias_that_is_untied_gets_bytes_of_its_own_and_others_keep_theirs() -> None:
     catalog, _ = _two((b"abcdef", b""), shared=True)
-    assert untie(catalog, [(HEAD, EMBED)]).attrs["aliases"] == {}
-    assert untie(catalog, [(EMBED, HEAD)]).attrs["aliases"] == {}
-    three = catalog.with_attrs(aliases={HEAD: EMBED, "norm": EMBED})
-    assert untie(three, [(EMBED, HEAD)]).attrs["aliases"] == {"norm": HEAD}
+    assert untie(catalog, [(HEAD, EMBED)]).aliases == {}
+    assert untie(catalog, [(EMBED, HEAD)]).aliases == {}
+    three = replace(catalog, aliases={HEAD: EMBED, "norm": EMBED})
+    assert untie(three, [(EMBED, HEAD)]).aliases == {"norm": HEAD}
 
 
 @pytest.mark.parametrize(
@@ -290,12 +293,14 @@ def test_what_is_there_already_is_not_untied() -> None:
 
 def test_choosing_keeps_the_files_beside_the_weights() -> None:
     plain = _catalog()
-    catalog = replace(plain, hidden={"file:config.json": TensorMeta("file:config.json", "uint8", (7,))}).with_attrs(
-        carried={"config.json": "file:config.json"}
+    catalog = replace(
+        plain,
+        hidden={"file:config.json": TensorMeta("file:config.json", "uint8", (7,))},
+        carried={"config.json": "file:config.json"},
     )
     made = select(catalog, include=["model.*"]).catalog
     assert list(made.hidden) == ["file:config.json"]
-    assert made.attrs["carried"] == {"config.json": "file:config.json"}
+    assert made.carried == {"config.json": "file:config.json"}
     assert list(rename(made, [("model", "m")])[0].hidden) == ["file:config.json"]
 
 

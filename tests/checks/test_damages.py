@@ -22,6 +22,7 @@ from core.checks.subject import Subject
 from core.errors import StorageError
 from core.files.store import LocalStore
 from core.formats.dcp.columns import DcpItem
+from core.formats.dcp.facets import DcpFacts
 from core.formats.dcp.format import stated_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, TensorRow, write_metadata
 from core.formats.zarr import format3 as zarr3
@@ -30,6 +31,7 @@ from core.opening.open import located
 from core.validate.run import validate
 from tests.support import broken as b
 from tests.support.damages import FIRST, ITER, RANKS, SECOND, SHARDS, STEP, TABLE, TORCH, ZARR, ZARR3, ZERO, Row
+from tests.support.facets import with_facts
 from tests.support.zarr_files import source_of, written
 
 
@@ -180,7 +182,7 @@ def test_items_that_no_entry_refers_to_are_a_note(golden: Path) -> None:
         rules=load_rules(None),
     )
     assert subject.catalog is not None
-    subject.catalog = subject.catalog.with_attrs(orphans=("gone",))
+    subject.catalog = with_facts(subject.catalog, DcpFacts, orphans=("gone",))
     assert [(f.code, f.key, f.severity) for f in dcp_files.data_files(subject)] == [("CK153", "gone", Severity.NOTE)]
 
 

@@ -52,7 +52,8 @@ def stored(tensors: dict[str, torch.Tensor], *, config: dict[str, Any] | None = 
             catalog,
             hidden={array.name: TensorMeta(array.name, "uint8", array.shape)},
             fragments_of=lambda key: (beside,) if key == array.name else plain.fragments(key),
-        ).with_attrs(carried={"config.json": array.name})
+            carried={"config.json": array.name},
+        )
     return catalog, MemoryStore(files)
 
 
@@ -64,7 +65,7 @@ def test_a_job_without_changes_changes_nothing() -> None:
     catalog, _ = stored({"a": numbered("a", (2, 3))}, config={"dtype": "float32"})
     made = changed(catalog, job(), config={"dtype": "float32"})
     assert made.catalog.tensors == catalog.tensors
-    assert made.catalog.attrs["carried"] == catalog.attrs["carried"]
+    assert made.catalog.carried == catalog.carried
     assert (made.renamed, made.left_out, made.notes) == ((), (), ())
 
 
@@ -157,9 +158,9 @@ def test_a_configuration_loses_its_scales_when_they_are_multiplied_in() -> None:
     weight = torch.ones(2, 2).to(E4M3)
     catalog, _ = stored({"a.weight": weight, "a.weight_scale_inv": torch.ones(1, 1)}, config=config)
     made = changed(catalog, job(dequantize="bf16"), config=config).catalog
-    assert made.attrs["carried"] == {}
+    assert made.carried == {}
     assert made.hidden == {}
-    assert json.loads(made.attrs["documents"]["config.json"]) == {  # type: ignore[index]
+    assert json.loads(made.documents["config.json"]) == {
         "model_type": "deepseek_v3",
         "torch_dtype": "bfloat16",
         "note": None,
@@ -186,23 +187,22 @@ def test_a_configuration_states_new_scales_and_what_has_none() -> None:
     catalog, _ = stored({**tensors, "norm.weight": torch.ones(2)}, config=config)
     wanted = job(dtype=((None, "bf16"),), quantize=((None, "block"),))
     made = changed(catalog, wanted, config=config)
-    assert json.loads(made.catalog.attrs["documents"]["config.json"]) == {  # type: ignore[index]
+    assert json.loads(made.catalog.documents["config.json"]) == {
         "model_type": "llama",
         "dtype": "bfloat16",
         "quantization_config": {**FP8, "modules_to_not_convert": ["lm_head"]},
     }
     assert made.config_notes == ("config.json: dtype is now bfloat16, quantization_config is new",)
     per_tensor = changed(catalog, job(quantize=((None, "tensor"),)), config=config).catalog
-    stated = json.loads(per_tensor.attrs["documents"]["config.json"])["quantization_config"]  # type: ignore[index]
+    stated = json.loads(per_tensor.documents["config.json"])["quantization_config"]
     assert stated["weight_block_size"] is None
 
 
 def test_a_configuration_that_was_made_already_counts_instead_of_the_carried_one() -> None:
     catalog, _ = stored({"a.weight": torch.ones(2, 2)}, config={"old": 1})
-    catalog = catalog.with_attrs(documents={"config.json": b'{"dtype": "float32", "new": 2}', "x": b"y"})
+    catalog = replace(catalog, documents={"config.json": b'{"dtype": "float32", "new": 2}', "x": b"y"})
     made = changed(catalog, job(dtype=((None, "fp16"),)), config={"old": 1}).catalog
-    documents = made.attrs["documents"]
-    assert isinstance(documents, dict)
+    documents = made.documents
     assert json.loads(documents["config.json"]) == {"dtype": "float16", "new": 2}
     assert documents["x"] == b"y"
 
@@ -211,7 +211,7 @@ def test_a_configuration_that_nobody_read_is_told_of() -> None:
     catalog, _ = stored({"a.weight": torch.ones(2, 2)}, config={"old": 1})
     made = changed(catalog, job(quantize=((None, "block"),)))
     assert made.config_notes == ("config.json stays as it is, although quantization_config changed",)
-    assert made.catalog.attrs["carried"] == catalog.attrs["carried"]
+    assert made.catalog.carried == catalog.carried
 
 
 def test_float8_without_scales_stays_and_is_told_of() -> None:
@@ -229,6 +229,6 @@ def test_a_configuration_says_whether_the_output_layer_is_tied(option: str, is_t
     tensors = dict.fromkeys(pair if is_tied else pair[1:], torch.ones(2, 2))
     catalog, _ = stored({**tensors, "a": torch.ones(2), "b": torch.ones(2)}, config=config)
     made = changed(catalog, job(**{option: (pair,)}), config=config)
-    assert json.loads(made.catalog.attrs["documents"]["config.json"])["tie_word_embeddings"] is is_tied  # type: ignore[index]
+    assert json.loads(made.catalog.documents["config.json"])["tie_word_embeddings"] is is_tied
     assert made.config_notes == (f"config.json: tie_word_embeddings is now {str(is_tied).lower()}",)
     assert changed(catalog, job(tie=(("a", "b"),)), config=config).config_notes == ()

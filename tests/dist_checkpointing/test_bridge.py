@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.catalog.facets import TorchDistFacts
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.prepared_save import prepare_save
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
@@ -14,6 +15,7 @@ from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError, WorkerError
 from tests.dist_checkpointing.ranks import run_ranks
+from tests.support.facets import facet_of
 
 VALUES = torch.arange(6 * 8, dtype=torch.float32).reshape(6, 8) + 0.25
 
@@ -149,17 +151,14 @@ def test_flattened_optimizer_states_of_old_versions_are_loaded_by_their_true_sha
     for path in sorted(root.rglob(".metadata")):
         with bridge.opened(path.parent) as (catalog, store):
             stored = store.root
-        old = [
-            key
-            for key, fact in (catalog.attrs.get("mcore_data") or {}).items()
-            if "nd_reformulated_orig_global_shape" in fact
-        ]
+        facts = facet_of(catalog, TorchDistFacts).mcore_data or {}
+        old = [key for key, fact in facts.items() if "nd_reformulated_orig_global_shape" in fact]
         if old:
             break
     key = old[0]
     meta = catalog.tensors[key]
     tensor = bridge.whole_tensor(key, torch_dtype(meta.dtype), meta.shape)
-    assert tensor.global_shape == catalog.attrs["mcore_data"][key]["nd_reformulated_orig_global_shape"]
+    assert tensor.global_shape == facts[key]["nd_reformulated_orig_global_shape"]
     assert _loaded(stored, tensor).abs().sum() > 0
 
 

@@ -111,10 +111,8 @@ def _wanted(job: Job) -> Tensors:
     wanted: Tensors = {}
     with prepare(job) as prepared:
         plan, store = prepared.plan, DecodedStore(prepared.source.store)
-        aliases = plan.target.attrs.get("aliases") or {}
-        assert isinstance(aliases, dict)
         for key, meta in plan.target.tensors.items():
-            if job.to == "deepspeed_universal" and key in aliases:
+            if job.to == "deepspeed_universal" and key in plan.target.aliases:
                 continue  # recorded as shared
             stored = plan.match(key).dtype
             source = replace(plan.source, tensors={key: replace(plan.source.tensors[key], dtype=stored)})

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from core.arrays.dtypes import itemsize
+from core.catalog.facets import RankFacts
 from core.catalog.stored import StoredArray
 from core.convert.job import Job, TopologyChange
 from core.convert.prepare import prepare
@@ -26,6 +27,7 @@ from core.formats.torch.zip.tree_layouts import TreePlans
 from core.megatron.extras.common_state import same
 from core.pickle.inert import TensorLeaf, as_mapping
 from scripts.benchmarks import scale_sources as sources
+from tests.support.facets import facet_of, ranks_of
 
 N_FILES = 64
 BYTES_PER_PIECE = 6 << 10
@@ -60,9 +62,7 @@ def test_alike_rank_files_are_parsed_once_for_each_stage(many: Path, monkeypatch
 def test_alike_rank_files_say_what_parsing_each_says(many: Path) -> None:
     store = LocalStore(many)
     catalog = megatron.read(store)
-    ranks = catalog.attrs["ranks"]
-    assert isinstance(ranks, dict)
-    for coords, (folder, skeleton) in list(ranks.items())[::7]:
+    for coords, (folder, skeleton) in list(ranks_of(catalog).items())[::7]:
         tree = parse(store, f"{folder}/{megatron.MODEL_FILE}", prefix=f"{folder}:", coords=coords)
         for key, array in tree.arrays.items():
             assert catalog.fragments(key)[0].array == array
@@ -109,8 +109,8 @@ def test_sampling_opens_one_file_of_each_stage(many: Path) -> None:
     full = megatron.read(every)
     every.close()
     assert opened == 4
-    assert sampled.attrs["n_unopened"] == N_FILES - opened
-    assert full.attrs["n_unopened"] == 0
+    assert facet_of(sampled, RankFacts).n_unopened == N_FILES - opened
+    assert facet_of(full, RankFacts).n_unopened == 0
     assert dict(sampled.tensors) == dict(full.tensors)
 
 

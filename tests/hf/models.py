@@ -206,9 +206,7 @@ def written(catalog: Catalog, store: LocalStore, folder: Path) -> Path:
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    documents = catalog.attrs["documents"]
-    assert isinstance(documents, Mapping)
-    for name, content in documents.items():
+    for name, content in catalog.documents.items():
         (folder / name).write_bytes(content)
     return folder
 
@@ -223,6 +221,6 @@ def assert_same(found: Mapping[str, Bytes], wanted: Mapping[str, Bytes]) -> None
 
 def arguments(catalog: Catalog) -> dict[str, object]:
     """The training arguments of a global form, by name."""
-    found = attributes(catalog.attrs["args"])
+    found = attributes(catalog.args)
     assert found is not None
     return found

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.errors import UnsupportedError
 from core.files.store import LocalStore
 from core.formats.huggingface import bin_format as bin_shards
@@ -28,6 +29,7 @@ from tests.hf.models import (
     written,
 )
 from tests.megatron.support.megatron_gold import RULES, dist_files, filled, global_form, rank_files, stored
+from tests.support.facets import facet_of, with_facts
 from tests.support.materialize import Bytes, tensor_bytes
 
 HF = {
@@ -70,7 +72,7 @@ def test_a_copy_of_tied_embeddings_is_compared_and_not_written(golden: Path) -> 
     assert len(pieces) == 2
     assert pieces[0].box == pieces[1].box
     assert "output_layer.weight" not in middle.tensors
-    assert any("lm_head.weight" in note for note in middle.attrs["notes"])  # type: ignore[attr-defined]
+    assert any("lm_head.weight" in note for note in middle.notes)
     assert "lm_head.weight" not in to_hf(middle).tensors
 
 
@@ -78,7 +80,7 @@ def test_a_copy_of_tied_embeddings_is_compared_and_not_written(golden: Path) -> 
 def test_rank_files_become_a_directory_that_transformers_loads(golden: Path, case: str, tmp_path: Path) -> None:
     store, middle = global_form(golden, "dense_gqa", case)
     made = to_hf(middle)
-    assert made.attrs["model_type"] == "qwen2"
+    assert facet_of(made, HuggingFaceModel).model_type == "qwen2"
     assert made.tensors["model.embed_tokens.weight"].shape == (300, 64)
     folder = written(made, store, tmp_path / "model")
     model = loaded_model(folder)
@@ -107,16 +109,14 @@ def test_torch_dist_and_rank_files_make_the_same_directory(golden: Path) -> None
     store, ranks = global_form(golden, "dense_gqa", "tp2_pp2")
     dist_store, dist = dist_files(golden, "mcore0161_torch_dist", "dense_gqa", "tp2_pp2")
     one, other = to_hf(ranks), to_hf(unshard(dist, rules=RULES))
-    assert one.attrs["documents"] == other.attrs["documents"]
+    assert one.documents == other.documents
     assert_same(contents(one, store), contents(other, dist_store))
 
 
 def test_what_has_no_place_in_a_directory_is_listed(golden: Path) -> None:
     _, middle = global_form(golden, "dense_gqa", "tp2_pp2")
     made = to_hf(middle)
-    dropped = made.attrs["dropped"]
-    assert isinstance(dropped, list)
-    assert [text.partition(" (")[0] for text in dropped] == [
+    assert [text.partition(" (")[0] for text in made.dropped] == [
         "args",
         "rng_state, checkpoint_version, iteration, num_floating_point_operations_so_far",
     ]
@@ -125,10 +125,9 @@ def test_what_has_no_place_in_a_directory_is_listed(golden: Path) -> None:
 
 def test_config_json_is_the_same_every_time_and_sorted(golden: Path) -> None:
     _, middle = global_form(golden, "dense_gqa", "tp2_pp2")
-    documents = to_hf(middle).attrs["documents"]
-    assert isinstance(documents, dict)
+    documents = to_hf(middle).documents
     text = documents["config.json"]
-    assert to_hf(middle).attrs["documents"] == documents
+    assert to_hf(middle).documents == documents
     config = json.loads(text)
     assert list(config) == sorted(config)
     assert (config["num_key_value_heads"], config["head_dim"], config["rms_norm_eps"]) == (4, 8, 1e-5)
@@ -150,7 +149,7 @@ def test_another_family_than_the_models_is_refused(golden: Path, family: str) ->
 def test_an_unknown_vocabulary_size_is_asked_for(golden: Path) -> None:
     _, middle = global_form(golden, "dense_gqa", "tp1_pp1")
     with pytest.raises(UnsupportedError, match="--vocab-size"):
-        to_hf(middle.with_attrs(vocab_size=None))
+        to_hf(with_facts(middle, MegatronModel, vocab_size=None))
 
 
 def test_padding_rows_that_were_kept_are_cut(golden: Path) -> None:

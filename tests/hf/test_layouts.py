@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import HuggingFaceModel
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron
@@ -19,6 +20,7 @@ from core.megatron.reshard.reshard import shard, stack, unshard
 from core.opening.objects import loaded
 from tests.hf.models import MODELS, assert_same, catalog_of, config_of, contents, saved, tensors
 from tests.megatron.support.megatron_gold import RULES, filled
+from tests.support.facets import facet_of
 from tests.support.materialize import Bytes, write_files
 
 TOPOLOGIES = (Topology(tp=1), Topology(tp=2), Topology(tp=2, pp=3))
@@ -45,7 +47,7 @@ def _through_rank_files(name: str, topology: Topology, tmp_path: Path) -> None:
     ours = _written(target, filled(target, middle, store), tmp_path / "ranks") / "iter_0000001"
     back = unshard(megatron.read(LocalStore(ours)), rules=RULES)
     made = to_hf(back)
-    assert made.attrs["model_type"] == MODELS[name][0]
+    assert facet_of(made, HuggingFaceModel).model_type == MODELS[name][0]
     assert_same(contents(made, LocalStore(ours)), tensors(folder))
 
 

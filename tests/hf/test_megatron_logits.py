@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from core.catalog.facets import MegatronModel
 from core.hf import to_megatron
 from tests.hf.models import (
     MODELS,
@@ -31,6 +32,7 @@ from tests.hf.models import (
     tensor_of,
 )
 from tests.support.asked import told
+from tests.support.facets import facet_of
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -150,8 +152,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         weights = root / f"{name}.weights"
         save_file({key: tensor_of(data[key], meta.dtype) for key, meta in middle.tensors.items()}, weights)
         args = {key: value for key, value in arguments(middle).items() if key != "params_dtype"}
-        order = middle.attrs["order"]
-        assert isinstance(order, tuple)
+        order = facet_of(middle, MegatronModel).order
+        assert order is not None
         cases.append(
             {
                 "name": name,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from core.catalog.catalog import Catalog, StoredObject, TensorMeta
+from core.catalog.facets import MegatronModel
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -330,12 +331,12 @@ def test_arguments_are_refused_with(folders: Folders, what: str) -> None:
     name, changes, error, message = ARGUMENTS[what]
     middle = to_megatron(*folders(name))
     with pytest.raises(error, match=message):
-        to_hf(middle.with_attrs(args=namespace(arguments(middle) | changes)))
+        to_hf(replace(middle, args=namespace(arguments(middle) | changes)))
 
 
 def test_no_arguments_are_refused(folders: Folders) -> None:
     with pytest.raises(UnsupportedError, match="no training arguments"):
-        to_hf(to_megatron(*folders("llama")).with_attrs(args=None))
+        to_hf(replace(to_megatron(*folders("llama")), args=None))
 
 
 def test_a_tensor_that_is_absent_or_left_over_is_refused_on_the_way_back(folders: Folders) -> None:
@@ -359,21 +360,25 @@ def test_options_are_checked(folders: Folders) -> None:
 def test_frequencies_that_follow_from_the_configuration_are_left_out_with_a_note(folders: Folders) -> None:
     catalog, config = folders("llama")
     found = to_megatron(beside(catalog, "model.layers.0.self_attn.rotary_emb.inv_freq", dtype="float32"), config)
-    assert any("inv_freq" in note for note in found.attrs["notes"])  # type: ignore[attr-defined]
+    assert any("inv_freq" in note for note in found.notes)
 
 
 def test_objects_that_megatron_has_no_place_for_are_listed(folders: Folders) -> None:
     catalog, config = folders("llama")
-    catalog = replace(catalog, objects={"lr_scheduler": StoredObject("lr_scheduler", value={"step": 1})})
-    catalog = catalog.with_attrs(documents={"config.json": b"{}", "tokenizer.json": b"{}"})
-    dropped = to_megatron(catalog, config).attrs["dropped"]
-    assert isinstance(dropped, list)
-    assert dropped == ["lr_scheduler (Megatron has no place for it)", "files beside the weights: tokenizer.json"]
+    catalog = replace(
+        catalog,
+        objects={"lr_scheduler": StoredObject("lr_scheduler", value={"step": 1})},
+        documents={"config.json": b"{}", "tokenizer.json": b"{}"},
+    )
+    assert to_megatron(catalog, config).dropped == (
+        "lr_scheduler (Megatron has no place for it)",
+        "files beside the weights: tokenizer.json",
+    )
 
 
 def test_published_names_of_the_same_family_are_read(folders: Folders) -> None:
     catalog, config = folders("deepseek_v3")
-    assert to_megatron(catalog, config | {"model_type": "kimi_k2"}).attrs["family"] == "megatron"
+    assert to_megatron(catalog, config | {"model_type": "kimi_k2"}).facet(MegatronModel) is not None
     assert DEEPSEEK["n_group"] == arguments(to_megatron(catalog, config))["moe_router_num_groups"]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.hf import is_hf, model_types, to_hf, to_megatron
 from tests.hf.models import (
     MODELS,
@@ -24,6 +25,7 @@ from tests.hf.models import (
     tensors,
     written,
 )
+from tests.support.facets import facet_of
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -34,7 +36,7 @@ def test_a_model_comes_back_bit_for_bit_and_transformers_runs_it(name: str, tmp_
     assert is_hf(source, config)
     middle = to_megatron(source, config)
     back = to_hf(middle)
-    assert back.attrs["model_type"] == MODELS[name][0]
+    assert facet_of(back, HuggingFaceModel).model_type == MODELS[name][0]
     assert_same(contents(back, store), tensors(folder))
     ours = written(back, store, tmp_path / "ours")
     assert torch.equal(logits(loaded_model(ours)), logits(loaded_model(folder)))
@@ -145,7 +147,7 @@ def test_the_arguments_describe_the_model(tmp_path: Path) -> None:
     }
     assert {name: args[name] for name in expected} == expected
     assert str(args["params_dtype"]) == "torch.bfloat16"
-    assert middle.attrs["expert_names"] == "te_grouped"
+    assert facet_of(middle, MegatronModel).expert_names == "te_grouped"
     assert middle.tensors["decoder.layers.1.mlp.router.expert_bias"].shape == (4,)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import LocalStore
 from core.formats.format import Format
@@ -17,9 +18,9 @@ from core.pickle.inert import Global, Inert, namespace
 FORMAT = Format("test", "a format of this test", lambda store: True, lambda store: catalog_of({}), None)
 
 
-def catalog_of(shapes: Mapping[str, tuple[int, ...]], **attrs: object) -> Catalog:
+def catalog_of(shapes: Mapping[str, tuple[int, ...]]) -> Catalog:
     arrays = {key: StoredArray(key, "bfloat16", shape, Extent("f", 0)) for key, shape in shapes.items()}
-    return catalog_of_arrays(format="test", arrays=arrays, attrs=attrs)
+    return catalog_of_arrays(format="test", arrays=arrays)
 
 
 def checkpoint_of(
@@ -49,7 +50,7 @@ def test_sizes_and_model_come_from_the_training_arguments(tmp_path: Path) -> Non
             "seq_length": [1, 2],
         }
     )
-    summary = summarized(checkpoint_of(catalog_of({"w": (2,)}, args=args), tmp_path))
+    summary = summarized(checkpoint_of(replace(catalog_of({"w": (2,)}), args=args), tmp_path))
     assert dict(summary.parallel) == {"tp": 4, "pp": 2}
     assert dict(summary.model) == {"num_layers": 32, "swiglu": True, "params_dtype": "bfloat16"}
 
@@ -65,7 +66,7 @@ def test_files_are_counted_one_folder_deep(tmp_path: Path) -> None:
 
 def test_rank_files_that_are_not_understood_are_shown_by_rank_with_the_reason(tmp_path: Path) -> None:
     shapes = {f"mp_rank_{rank:02d}:model.odd.weight": (2,) for rank in range(2)}
-    catalog = catalog_of(shapes, is_rank_local=True, ranks={})
+    catalog = catalog_of(shapes).with_facet(RankFacts())
     summary = summarized(checkpoint_of(catalog, tmp_path, format=replace(FORMAT, partition="ranks")))
     assert list(summary.view.tensors) == list(shapes)
     assert not summary.is_unsharded

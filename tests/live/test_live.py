@@ -28,12 +28,12 @@ def held_by(box: Box, flat: tuple[int, int] | None = None, *, key: str = "w") ->
     return LiveTensor(Chunk(key, "float32", SHAPE, box, flat), memoryview(data).cast("B"))
 
 
-def saved(root: Path, format: str, processes: list[list[LiveTensor]], attrs: dict[str, object] | None = None) -> Path:
+def saved(root: Path, format: str, processes: list[list[LiveTensor]]) -> Path:
     """A checkpoint that several processes wrote at the same time."""
     root.mkdir()
     held = [Held(tuple(tensor.chunk for tensor in tensors)) for tensors in processes]
     work = [
-        LiveSave(format=format_called(format), root=root, number=n, held=held, tensors=tensors, attrs=attrs or {})
+        LiveSave(format=format_called(format), root=root, number=n, held=held, tensors=tensors)
         for n, tensors in enumerate(processes)
     ]
     for one in work:

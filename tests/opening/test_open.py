@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from core.catalog.facets import RankFacts
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -16,6 +17,7 @@ from core.errors import (
     UsageError,
 )
 from core.opening.open import open_checkpoint
+from tests.support.facets import facet_of
 
 
 def test_a_root_an_iteration_a_file_and_a_rank_directory_open(golden: Path) -> None:
@@ -25,7 +27,7 @@ def test_a_root_an_iteration_a_file_and_a_rank_directory_open(golden: Path) -> N
         assert (found.format.name, found.iteration) == ("megatron", 10)
         assert found.path.name == "iter_0000010"
     one = open_checkpoint(root / "iter_0000010/mp_rank_00_001/model_optim_rng.pt")
-    assert one.catalog.attrs["is_single_rank"]
+    assert facet_of(one.catalog, RankFacts).is_single_rank
     assert open_checkpoint(golden / "torch_dcp/fsdp2_dp2/.metadata").format.name == "dcp"
     assert open_checkpoint(golden / "hf/llama/torch_single/model_zip.pt").format.name == "torch"
 

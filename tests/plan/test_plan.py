@@ -158,7 +158,7 @@ def test_an_alias_without_bytes_of_its_own_is_passed_over() -> None:
     target, images = Model(tensors, {key: one(key, SHAPE) for key in tensors}).target()
     images = [replace(images[0], arrays=images[0].arrays[:1])]
     refused(CorruptError, "placed in no file", source, target, images)
-    plan = make_plan(source, target.with_attrs(aliases={"tied": "w"}), images)
+    plan = make_plan(source, replace(target, aliases={"tied": "w"}), images)
     assert list(plan.keys()) == ["w"]
 
 

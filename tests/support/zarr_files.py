@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from core.arrays.box import Box
 from core.arrays.dtypes import DTYPES
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.facets import WriteOptions
 from core.catalog.stored import Extent, StoredArray
 from core.copy.run import execute
 from core.files.store import MemoryStore, ReadStore
@@ -37,7 +39,7 @@ def source_of(
     *,
     chunks: Mapping[str, tuple[int, ...]] | None = None,
     objects: Mapping[str, object] | None = None,
-    **attrs: object,
+    iteration: int | None = None,
 ) -> tuple[Catalog, MemoryStore]:
     """A source with these tensors, those with a chunk shape cut into such pieces, one file each."""
     chunks = chunks or {}
@@ -61,15 +63,19 @@ def source_of(
         {key: TensorMeta(key, dtype, shape) for key, (dtype, shape) in tensors.items()},
         fragments.__getitem__,
         objects={key: StoredObject(key, value=value) for key, value in (objects or {}).items()},
-        attrs=attrs,
+        iteration=iteration,
     )
     return catalog, MemoryStore(files)
 
 
-def written(catalog: Catalog, store: ReadStore, format: Format, folder: Path, **attrs: object) -> Path:
-    """The checkpoint that the engine makes of a source."""
+def written(catalog: Catalog, store: ReadStore, format: Format, folder: Path, **options: Any) -> Path:
+    """Return the checkpoint that the engine makes of a source.
+
+    Args:
+        options: of ``WriteOptions``.
+    """
     source, target = source_and_target(loaded(catalog, store, load_object), format)
-    return filled(source, store, target.with_attrs(**attrs), format, folder)
+    return filled(source, store, replace(target, write=WriteOptions(**options)), format, folder)
 
 
 def filled(source: Catalog, store: ReadStore, target: Catalog, format: Format, folder: Path) -> Path:

@@ -10,7 +10,7 @@ Source: ``core.formats.dcp.format``; torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
@@ -23,6 +23,7 @@ from core.checks.problems import finding_of, problems_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, MissingShardError, Report, TruncatedError, UnsafeError
 from core.formats.dcp.columns import DcpItem, DcpMetadata
+from core.formats.dcp.facets import DcpFacts
 from core.formats.dcp.format import METADATA, check_files, metadata_files, salvaged, stated_metadata
 from core.formats.dcp.safetensors_items import with_raw_files
 from core.formats.torch.zip.container import Archive, check_kind
@@ -35,8 +36,8 @@ _SUFFIX = ".distcp"
 def data_files(subject: Subject) -> Iterator[Finding]:
     """CK101, CK103, CK106, CK110, CK150: what ``.metadata`` names is there, and nothing else."""
     problems: list[CheckpointingException] = []
-    named: object = None if subject.catalog is None else subject.catalog.attrs.get("item_files")
-    if not isinstance(named, (tuple, list)):
+    facts = None if subject.catalog is None else subject.catalog.facet(DcpFacts)
+    if facts is None:
         if any(subject.files.get(name) == 0 for name in metadata_files(subject.store)):
             return
         try:
@@ -48,19 +49,17 @@ def data_files(subject: Subject) -> Iterator[Finding]:
         except CheckpointingException as err:
             yield finding_of(err, default=DCP_METADATA, file=err.file or METADATA)
             return
-        named = metadata.files
+        named: Sequence[str] = metadata.files
         for problem in problems_of(lambda report: check_files(subject.store, metadata, report=report)):
             yield _lost(subject, problem)
         orphans = metadata.orphans
     else:
-        assert subject.catalog is not None
-        found = subject.catalog.attrs.get("orphans")
-        orphans = found if isinstance(found, tuple) else ()
+        named, orphans = facts.item_files, facts.orphans
     if orphans:
         yield DCP_ORPHAN.finding(
             f"{len(orphans)} keys have stored items that no entry refers to",
             file=METADATA,
-            key=str(orphans[0]),
+            key=orphans[0],
             expected="an entry for each item",
             found="items alone",
         )
@@ -68,7 +67,7 @@ def data_files(subject: Subject) -> Iterator[Finding]:
     if outside:
         yield finding_of(outside[0], default=DCP_METADATA, file=METADATA, expected="names inside", found=len(outside))
     if not any(err.rule == "dcp.items" for err in problems):  # else a name that is not understood may be this one
-        yield from _unnamed(subject, set(map(str, named)))
+        yield from _unnamed(subject, set(named))
 
 
 def _metadata(subject: Subject, report: Report) -> DcpMetadata:

@@ -77,7 +77,7 @@ def _number(args: object, name: str) -> int | None:
 def _args(subject: Subject, folders: list[str]) -> object:
     """The training arguments of the first rank whose file can be read."""
     if subject.catalog is not None:
-        return subject.catalog.attrs.get("args")
+        return subject.catalog.args
     for folder in folders:
         name = f"{folder}/{MODEL_FILE}"
         if not subject.files.get(name):

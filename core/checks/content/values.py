@@ -145,7 +145,7 @@ def _tensors(subject: Subject, facts: dict[str, Facts]) -> Iterator[_Tensor]:
     assert catalog is not None
     left = dict(facts)
     canonical = subject.canonical
-    is_joined = canonical is not None and canonical.has_layout and bool(catalog.attrs.get("is_rank_local"))
+    is_joined = canonical is not None and canonical.has_layout and catalog.is_rank_local
     if canonical is not None and is_joined:
         yield from _tensors_of(canonical.catalog, facts, left)
     for tensor in _tensors_of(catalog, dict(left), left):

@@ -14,6 +14,7 @@ from itertools import product
 from math import prod
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import RankFacts
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.subject import Subject
@@ -65,7 +66,7 @@ def arguments(subject: Subject) -> Iterator[Finding]:
         return
     ranks = _roots(catalog)
     lacking = [folder for folder, root in ranks.items() if "args" not in root]
-    if lacking or (not ranks and "args" not in catalog.attrs):
+    if lacking or (not ranks and catalog.args is None):
         yield NO_ARGS.finding(
             "the checkpoint holds no training arguments",
             rank=lacking[0] if lacking else None,
@@ -81,7 +82,7 @@ def numbered(subject: Subject) -> Iterator[Finding]:
     if catalog is None:
         return
     stated = [iteration_of(root) for root in _roots(catalog).values()]
-    found = _usual(list(stated)) if stated else catalog.attrs.get("iteration")
+    found = _usual(list(stated)) if stated else catalog.iteration
     if named is not None and isinstance(found, int) and found != int(named[1]):
         yield NUMBER.finding(
             f"the checkpoint is of iteration {found}, by its content",
@@ -113,9 +114,9 @@ def agreeing(subject: Subject) -> Iterator[Finding]:
 
 def _roots(catalog: Catalog) -> Mapping[str, Mapping[object, object]]:
     """Rank directory → the content of its file."""
-    ranks = catalog.attrs.get("ranks")
-    found = ranks.values() if isinstance(ranks, Mapping) else ()
-    return {folder: as_mapping(root) or {} for folder, root in found}
+    facts = catalog.facet(RankFacts)
+    ranks = () if facts is None else facts.ranks.values()
+    return {folder: as_mapping(root) or {} for folder, root in ranks}
 
 
 def _usual(values: list[object]) -> object:
@@ -137,9 +138,9 @@ def _text(value: object) -> str:
 def versioned(subject: Subject) -> Iterator[Finding]:
     """``checkpoint_version`` is a number that is known."""
     catalog = subject.salvaged.catalog
-    if catalog is None or "checkpoint_version" not in catalog.attrs:
+    if catalog is None:
         return
-    found = catalog.attrs["checkpoint_version"]
+    found = next(iter(_roots(catalog).values()), catalog.common or {}).get("checkpoint_version")
     if found is None:
         return
     is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
@@ -195,7 +196,7 @@ def _grid(catalog: Catalog) -> Iterator[Finding]:
             found=f"{len(held)} of them",
         )
     try:
-        run = topology_of(catalog.attrs.get("args"))
+        run = topology_of(catalog.args)
     except CheckpointingException:
         return
     if len(shape) >= 2 and shape[:2] != (run.pp, run.tp):

@@ -48,7 +48,7 @@ def sensible(subject: Subject) -> Iterator[Finding]:
 def tiled(subject: Subject) -> Iterator[Finding]:
     """Gaps, overlaps and chunks that are listed twice, of every tensor."""
     catalog = subject.salvaged.catalog
-    if catalog is None or subject.format is None or catalog.attrs.get("is_rank_local"):
+    if catalog is None or subject.format is None or catalog.is_rank_local:
         return  # every tensor of a rank is one array
     known = {err.key for err in subject.salvaged.problems}
     lists_chunks = subject.format.name in _LISTS_CHUNKS

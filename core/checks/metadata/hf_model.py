@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
+from core.catalog.facets import WeightFileFacts
 from core.catalog.stored import StoredArray
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
@@ -149,8 +150,8 @@ def _configuration(subject: Subject) -> Mapping[str, object] | None:
     is_read = catalog is not None and subject.format is not None and subject.format.name in _FORMATS
     if catalog is None or not is_read or store.entry not in (None, *_ALONE):
         return None
-    written_by = catalog.attrs.get("metadata")
-    is_torch = not isinstance(written_by, Mapping) or written_by.get("format", "pt") == "pt"
+    facts = catalog.facet(WeightFileFacts)
+    is_torch = facts is None or facts.metadata.get("format", "pt") == "pt"
     if not is_torch or not all(_LOADED.fullmatch(name) for name in _weight_files(subject)):
         return None
     try:

@@ -9,7 +9,7 @@ Source: transformers 5.23 ``modeling_utils`` (a single file is taken before an i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from core.checks.check import Check, Code
 from core.checks.file_codes import EXTRA, MISSING, PIECES
@@ -133,10 +133,8 @@ def _total(subject: Subject, index: Index, *, is_only: bool) -> Iterator[Finding
     if index.total_bytes is None or catalog is None or not is_only or not _named_are_there(subject, index):
         return
     stated = [meta for key, meta in catalog.tensors.items() if key in index.file_of]
-    aliases = catalog.attrs.get("aliases")
-    shared = aliases if isinstance(aliases, Mapping) else {}
     n_bytes = sum(meta.n_bytes for meta in stated)
-    n_shared = sum(meta.n_bytes for meta in stated if meta.key in shared)
+    n_shared = sum(meta.n_bytes for meta in stated if meta.key in catalog.aliases)
     if index.total_bytes not in (n_bytes, n_bytes - n_shared):
         yield TOTAL.finding(
             "the tensors have another size in all",

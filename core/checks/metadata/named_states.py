@@ -55,7 +55,7 @@ class _Param:
 def belonging(subject: Subject) -> Iterator[Finding]:
     """Compares states with parameters, and the sets of states that parameters have."""
     catalog = subject.salvaged.catalog
-    if catalog is None or catalog.attrs.get("is_rank_local"):
+    if catalog is None or catalog.is_rank_local:
         return
     problems = {err.key for err in subject.salvaged.problems}
     params = _params(catalog)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import RankFacts
 from core.catalog.optimizer_keys import MASTER
 from core.catalog.stored import StoredArray
 from core.checks.check import Check, Code
@@ -23,7 +24,7 @@ from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
 from core.errors import CheckpointingException, UnsupportedError
-from core.megatron.extras.common_state import OPTIMIZER
+from core.megatron.model.topology import Topology
 from core.megatron.optimizer.proof import is_master, pairs_of_masters
 from core.megatron.optimizer.rank_state import ParamState
 from core.megatron.reshard.problems import Understood
@@ -72,13 +73,14 @@ def of_ranks(subject: Subject) -> Iterator[Finding]:
     """What is wrong with the optimizer of rank files, rank by rank."""
     view = subject.model
     model, catalog = view.understood, view.catalog
-    if model is None or catalog is None or not model.files or catalog.attrs.get(OPTIMIZER) is None:
+    ranks = None if catalog is None else catalog.facet(RankFacts)
+    if model is None or catalog is None or not model.files or ranks is None or ranks.optimizer_kind is None:
         return
     if any(err.rule in ("layout.names", "layout.chunks", "layout.ranks_differ") for err in view.problems):
         return  # the optimizer would seem not to fit, as the parameters are not right themselves
     if any(err.rule in ("ranks.folders", "ranks.files") for err in subject.salvaged.problems):
         return
-    if view.is_sample and catalog.attrs.get("topology") != model.facts.topology:
+    if view.is_sample and catalog.facet(Topology) != model.facts.topology:
         return  # with expert parallelism, some ranks do not stand for all of the optimizer
     has_data = subject.level >= Level.HEADERS
     problems, states = _states(subject, catalog, model, proves=has_data)
@@ -92,7 +94,7 @@ def of_ranks(subject: Subject) -> Iterator[Finding]:
         strange = list(_strange(subject, catalog, states))
     for err in problems:
         yield from _finding(err, has_data=has_data)
-    if catalog.attrs.get(OPTIMIZER) == "float16":
+    if ranks.optimizer_kind == "float16":
         yield from _untrained(states, {err.rank for err in problems})
     yield from strange
 

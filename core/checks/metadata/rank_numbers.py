@@ -15,8 +15,9 @@ Source: Megatron-LM d98e8a64 ``core/parallel_state.py`` ``RankGenerator`` (strid
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
+from core.catalog.facets import RankFacts
 from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
@@ -63,17 +64,20 @@ def _finding(folder: str, number: int, expected: str, found: str) -> Finding:
 
 
 def _folders(subject: Subject) -> set[str]:
+    return {folder for folder, _ in _ranks(subject)}
+
+
+def _ranks(subject: Subject) -> Collection[tuple[str, object]]:
+    """Return (rank directory, content of its file) of every rank."""
     catalog = subject.salvaged.catalog
-    ranks = None if catalog is None else catalog.attrs.get("ranks")
-    return {folder for folder, _ in ranks.values()} if isinstance(ranks, Mapping) else set()
+    facts = None if catalog is None else catalog.facet(RankFacts)
+    return () if facts is None else facts.ranks.values()
 
 
 def _numbers(subject: Subject) -> dict[str, int]:
     """Rank directory → the number of the rank that wrote its file."""
-    catalog = subject.salvaged.catalog
-    ranks = None if catalog is None else catalog.attrs.get("ranks")
     found: dict[str, int] = {}
-    for folder, root in ranks.values() if isinstance(ranks, Mapping) else ():
+    for folder, root in _ranks(subject):
         try:
             number = fields_of((as_mapping(root) or {}).get("args")).get("rank")
         except CheckpointingException:

@@ -114,7 +114,7 @@ def _used(subject: Subject) -> Iterator[tuple[Place, set[Use]]]:
         yield place, {*looked.uses}
     catalog = subject.catalog
     if catalog is not None and not subject.has_read_only(whole):
-        common = catalog.attrs.get("common")
+        common = catalog.common
         objects = {item.key: item.value for item in catalog.objects.values()}
         rest = uses_in([*objects.values(), common]) - seen  # walked as one: ranks share much
         for key, value in objects.items() if rest else ():

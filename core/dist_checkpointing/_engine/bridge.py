@@ -272,13 +272,13 @@ def load_common(checkpoint_dir: str | Path) -> dict[Any, Any]:
         CheckpointingException: any other, from reading.
     """
     with opened(checkpoint_dir) as (catalog, store):
-        if "common" not in catalog.attrs:
+        if catalog.common is None:
             raise UnsupportedError(
                 f"a {catalog.format} checkpoint has no common state",
                 file=str(checkpoint_dir),
                 hint="ckpt convert --to torch_dist makes one that has",
             )
-        value = live_value(catalog.attrs["common"], catalog, store)
+        value = live_value(catalog.common, catalog, store)
         assert isinstance(value, dict), "the format has checked it"
         return value
 

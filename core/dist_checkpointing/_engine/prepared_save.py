@@ -11,13 +11,14 @@ What was agreed on (an ``Agreement``) serves the next save as well, as long as n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from core.catalog.facets import WriteOptions
 from core.dist_checkpointing._background.staging import POOL
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._ranks import comm
@@ -42,21 +43,21 @@ class Agreement:
     """What the ranks agreed on in a save; it holds for every save in which nothing but the data is new.
 
     Args:
-        format, attrs: of the target.
+        format, options: of the target.
         held: what every rank contributed, by rank.
         made: the target catalog and its file images.
     """
 
     format: Format
-    attrs: Mapping[str, object]
+    options: WriteOptions
     held: Sequence[Held]
     made: tuple[Catalog, tuple[FileImage, ...]]
 
-    def fits(self, format: Format, attrs: Mapping[str, object], held: Held, *, number: int, n_ranks: int) -> bool:
+    def fits(self, format: Format, options: WriteOptions, held: Held, *, number: int, n_ranks: int) -> bool:
         """Whether rank ``number`` of ``n_ranks`` contributes the same to the same target."""
         return (
             (format.name, n_ranks) == (self.format.name, len(self.held))
-            and attrs == self.attrs
+            and options == self.options
             and held == self.held[number]
         )
 
@@ -76,7 +77,7 @@ class PreparedSave:
     @property
     def agreement(self) -> Agreement:
         """For ``previous`` of the next save."""
-        return Agreement(self.work.format, self.work.attrs, self.work.held, self.work.laid_out())
+        return Agreement(self.work.format, self.work.options, self.work.held, self.work.laid_out())
 
     def staged(self) -> PreparedSave:
         """The same with copies of the tensors, in host memory; the tensors may then be changed.
@@ -111,7 +112,7 @@ def prepare_save(
     checkpoint_dir: str | Path,
     *,
     format: str,
-    attrs: Mapping[str, object] | None = None,
+    separation_hint: str | None = None,
     threads: int = DEFAULT_THREADS,
     previous: Agreement | None = None,
 ) -> PreparedSave:
@@ -122,7 +123,7 @@ def prepare_save(
         objects: likewise, for formats that store ShardedObjects as items; () for others.
         checkpoint_dir: exists.
         format: name of a writable format.
-        attrs: of the target catalog.
+        separation_hint: as in ``core.catalog.facets.WriteOptions``.
         threads: that copy, on each rank.
         previous: of an earlier save; if all ranks give one and it still fits, metadata are neither exchanged nor
             computed.
@@ -130,7 +131,7 @@ def prepare_save(
     Raises:
         CheckpointingException: ranks disagree on a tensor, or the format cannot hold it; on every rank.
     """
-    kind = format_called(format)
+    kind, options = format_called(format), WriteOptions(separation_hint=separation_hint)
 
     def own() -> tuple[list[tuple[Chunk, torch.Tensor]], list[tuple[str, bytes]]]:
         found = []
@@ -143,14 +144,14 @@ def prepare_save(
 
     held, streams = comm.together(own)
     mine = Held(tuple(chunk for chunk, _ in held), tuple((key, len(data)) for key, data in streams))
-    agreed = previous if _still_fits(previous, kind, attrs or {}, mine) else None
+    agreed = previous if _still_fits(previous, kind, options, mine) else None
     work = LiveSave(
         format=kind,
         root=Path(checkpoint_dir),
         number=comm.rank(),
         held=agreed.held if agreed is not None else comm.all_gather(mine),
         streams=streams,
-        attrs=attrs or {},
+        options=options,
         without=(CONFIG, COMMON_FILE) if kind.is_mcore else (),
         threads=threads,
         _made=agreed.made if agreed is not None else None,
@@ -159,8 +160,8 @@ def prepare_save(
     return PreparedSave(work, held)
 
 
-def _still_fits(previous: Agreement | None, format: Format, attrs: Mapping[str, object], mine: Held) -> bool:
+def _still_fits(previous: Agreement | None, format: Format, options: WriteOptions, mine: Held) -> bool:
     """Whether all ranks can go on with what they agreed on before; collective, also where this one has nothing such."""
     number, n_ranks = comm.rank(), comm.world_size()
-    fits = previous is not None and previous.fits(format, attrs, mine, number=number, n_ranks=n_ranks)
+    fits = previous is not None and previous.fits(format, options, mine, number=number, n_ranks=n_ranks)
     return not comm.any_of_all(not fits)

@@ -188,7 +188,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             objects,
             checkpoint_dir,
             format=BACKEND,
-            attrs={} if self.separation_hint is None else {"separation_hint": self.separation_hint},
+            separation_hint=self.separation_hint,
             threads=self.thread_count,
             previous=self._agreement,
         )

@@ -195,7 +195,7 @@ def lay_out(
     is_file = is_file_of(format, dst)
     if is_file and not format.nests:
         target = tensors_only(target)
-    target = target.with_attrs(max_file_bytes=max_file_bytes, is_file=is_file)
+    target = replace(target, write=replace(target.write, max_file_bytes=max_file_bytes, is_file=is_file))
     images = tuple(format.lay_out(target))
     if is_file:
         images = (replace(images[0], path=dst.name),)

@@ -77,7 +77,7 @@ class DcpMetadata:
     item_bytes: array[int]
     objects: dict[str, DcpItem]
     planner_data: dict[str, tuple[str | int, ...]] | None
-    mcore_data: object
+    mcore_data: Mapping[str, object] | None
     version: str | None
     extras: tuple[str, ...]
     orphans: tuple[str, ...]

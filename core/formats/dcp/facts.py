@@ -9,6 +9,7 @@ recipe for DCP with an ``AppState``, whose entries stand below ``app``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
@@ -26,22 +27,21 @@ _ARGUMENTS = "args"
 _MAX_ITERATION = 1 << 48
 
 
-def stated_facts(catalog: Catalog, store: ReadStore) -> dict[str, object]:
-    """attrs that follow from entries: ``iteration``, ``args``; ``notes`` names entries that could not be read."""
-    facts: dict[str, object] = {}
+def with_stated_facts(catalog: Catalog, store: ReadStore) -> Catalog:
+    """Return a catalog with the ``iteration`` and ``args`` that its entries state; notes name those not readable."""
+    iteration: int | None = None
+    args: object = None
     notes: list[str] = []
     for key in (below + name for below in _BELOW for name in _ITERATIONS):
         number = _value_of(catalog, store, key, notes)
         if type(number) is int and 0 <= number < _MAX_ITERATION:
-            facts["iteration"] = number
+            iteration = number
             break
     if _ARGUMENTS in catalog.objects:
         value = _value_of(catalog, store, _ARGUMENTS, notes)
         if attributes(value) is not None:
-            facts["args"] = value
-    if notes:
-        facts["notes"] = tuple(notes)
-    return facts
+            args = value
+    return replace(catalog, iteration=iteration, args=args).noted(notes)
 
 
 def _value_of(catalog: Catalog, store: ReadStore, key: str, notes: list[str]) -> object:

@@ -29,10 +29,8 @@ Several training systems save such directories, and name things their own way:
 * torchtitan: bare ``<fqn>``, ``optimizer.state.<fqn>.exp_avg``, ``train_state.step``, in ``checkpoint/step-10``;
 * Megatron's ``torch_dcp`` and ``fsdp_dtensor``: ``model.module.…``, ``optimizer.state.…``, ``args``, ``iteration``.
 
-attrs: ``metadata_extras`` (names of attributes of ``.metadata`` beyond DCP's own), ``item_files`` (names of the files
-that it names), ``orphans`` (keys of items that no entry refers to, if any), ``mcore_data`` where Megatron added it,
-``iteration`` and ``args`` where an entry of one of these systems says them, ``meta_entries`` (names of the root of
-``meta.pt``).
+``Catalog.iteration`` and ``args`` are set where an entry of one of these systems says them. Facets: ``DcpFacts``, and
+``TorchDistFacts`` where Megatron added its ``mcore_data``.
 
 Not supported, refused by name: stream transforms other than zstd, Hugging Face storage.
 
@@ -47,6 +45,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, metas_of, whole_fragment
+from core.catalog.facets import TorchDistFacts
 from core.catalog.file_image import literal_file
 from core.catalog.stored import Extent, StoredArray, array_name
 from core.errors import (
@@ -58,7 +57,8 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
-from core.formats.dcp.facts import stated_facts
+from core.formats.dcp.facets import DcpFacts
+from core.formats.dcp.facts import with_stated_facts
 from core.formats.dcp.folders import dcp_folders, joined
 from core.formats.dcp.items import Item, ItemLayout, lay_out_items
 from core.formats.dcp.lightning_meta import meta_keys, parted, with_meta
@@ -118,7 +118,7 @@ def read(store: ReadStore) -> Catalog:
             hint="use an older checkpoint",
         )
     catalog = with_meta(catalog_of(metadata, format="dcp", store=store), store)
-    catalog = catalog.with_attrs(**stated_facts(catalog, store))
+    catalog = with_stated_facts(catalog, store)
     folders = _folders(store)
     return catalog.noted([_JOINED.format(", ".join(folders))] if folders else [])
 
@@ -293,12 +293,7 @@ def catalog_of(
     hidden = {raw: TensorMeta(raw, "uint8", (metadata.objects[key].n_bytes,)) for key, raw in raw_of.items()}
     hidden |= metas_of(inside)
     objects |= {key: StoredObject(key, raw_key=raw) for key, raw in raw_of.items()}
-    attrs: dict[str, object] = {"metadata_extras": metadata.extras, "item_files": tuple(metadata.files)}
-    if metadata.orphans:
-        attrs["orphans"] = metadata.orphans
-    if metadata.mcore_data is not None:
-        attrs["mcore_data"] = metadata.mcore_data
-    return Catalog(
+    catalog = Catalog(
         format=format,
         version=metadata.version,
         tensors=tensors,
@@ -306,9 +301,11 @@ def catalog_of(
         objects={key: objects[key] for key in metadata.objects if key in objects},
         hidden=hidden,
         skeleton=_skeleton(metadata, objects),
-        attrs=attrs,
         bind=item_location,
-    )
+    ).with_facet(DcpFacts(item_files=tuple(metadata.files), orphans=metadata.orphans))
+    if metadata.mcore_data is None:
+        return catalog
+    return catalog.with_facet(TorchDistFacts(mcore_data=metadata.mcore_data))
 
 
 def _inflated(
@@ -376,23 +373,17 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
 
     Args:
         target: every array becomes a chunk, every object an item. The paths of its skeleton become ``planner_data``, so
-            that ``dcp_to_torch_save`` rebuilds the nesting; without one every key is its own path. Honoured attrs:
-            ``max_file_bytes``, see ``core.formats.dcp.items.lay_out_items``.
+            that ``dcp_to_torch_save`` rebuilds the nesting; without one every key is its own path. Honoured:
+            ``WriteOptions.max_file_bytes``, see ``core.formats.dcp.items.lay_out_items``.
 
     Raises:
         UnsupportedError: the arrays are no chunks of their tensors.
     """
     target, meta = parted(target)
     objects = [replace(item, value=loadable(item.value, key=item.key)) for item in target.objects.values()]
-    layout = lay_out_items(target, objects, max_file_bytes=max_file_bytes(target))
+    layout = lay_out_items(target, objects, max_file_bytes=target.write.max_file_bytes)
     beside = () if meta is None else (meta,)
     return (*layout.files, *beside, metadata_image(target, layout, planner_data=paths_of(target)))
-
-
-def max_file_bytes(target: Catalog) -> int | None:
-    """attrs["max_file_bytes"], or None."""
-    found = target.attrs.get("max_file_bytes")
-    return found if isinstance(found, int) else None
 
 
 def paths_of(catalog: Catalog) -> dict[str, tuple[str | int, ...]]:

@@ -7,11 +7,11 @@ On disk (Lightning's Trainer and Fabric with sharded checkpoints)::
     └── meta.pt                      torch.save: epoch, hyper_parameters, loops, callbacks, lr_schedulers …
 
 Lightning reads both into one dict, and so does its tool that makes one file of them. Here they are one catalog too:
-what ``meta.pt`` holds are entries like all others, and attrs["meta_entries"] names those of its root. Written as DCP
-they go into a ``meta.pt`` again.
+what ``meta.pt`` holds are entries like all others, and ``DcpFacts.meta_entries`` names those of its root. Written as
+DCP they go into a ``meta.pt`` again.
 
 A ``meta.pt`` that is no file of torch, whose root is no dict by name, or that has an entry which DCP has too, is not
-Lightning's: it is left alone, with a note, and listed in attrs["unread"].
+Lightning's: it is left alone, with a note, and listed in ``DcpFacts.unread``.
 
 Source: Lightning 2.6.6 ``fabric/utilities/load.py`` (``_load_distributed_checkpoint``) and
 ``pytorch/strategies/model_parallel.py``; a directory that it wrote, pinned in tests/golden (``lightning``).
@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, metas_of
+from core.formats.dcp.facets import DcpFacts
 from core.formats.torch import format as torch_file
 from core.formats.torch.tree import parse, stream_kind
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
@@ -52,33 +53,39 @@ def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
     flat: dict[object, object] = {key: TensorLeaf(key) for key in catalog.tensors}
     flat |= {key: ObjectLeaf(key) for key in catalog.objects}
     above = as_mapping(flat if catalog.skeleton is None else catalog.skeleton)
-    if root is None or above is None or not all(isinstance(name, str) for name in root):
+    names = [] if root is None else [name for name in root if isinstance(name, str)]
+    if root is None or above is None or len(names) < len(root):
         return _left_alone(catalog, "holds no dict of entries by name")
     own = {*catalog.tensors, *catalog.objects, *catalog.hidden}
     both = {*above} & {*root} | own & {*tree.arrays, *tree.objects, *tree.hidden}
     if both:
         return _left_alone(catalog, f"has an entry {min(map(str, both))!r}, which the checkpoint has as well")
     joined = catalog.with_hidden({**tree.arrays, **tree.hidden})
-    return replace(
+    joined = replace(
         joined,
         tensors={**catalog.tensors, **metas_of(tree.arrays)},
         hidden={**catalog.hidden, **metas_of(tree.hidden)},
         objects={**catalog.objects, **tree.objects},
         skeleton={**above, **root},
-        attrs={**catalog.attrs, "meta_entries": tuple(root), "aliases": tree.aliases, "unsupported": tree.unsupported},
+        aliases=tree.aliases,
+        unsupported=tree.unsupported,
     ).noted(tree.notes)
+    return joined.with_facet(replace(_facts(catalog), meta_entries=tuple(names)))
+
+
+def _facts(catalog: Catalog) -> DcpFacts:
+    return catalog.facet(DcpFacts) or DcpFacts()
 
 
 def _left_alone(catalog: Catalog, why: str) -> Catalog:
-    return catalog.noted([f"{META} {why}, so it was not read"]).with_attrs(unread=(META,))
+    facts = replace(_facts(catalog), unread=(META,))
+    return catalog.noted([f"{META} {why}, so it was not read"]).with_facet(facts)
 
 
 def _meta_part(catalog: Catalog) -> dict[object, object]:
     """Return the entries of the root that belong into ``meta.pt``, by name."""
-    names = catalog.attrs.get("meta_entries")
-    root = as_mapping(catalog.skeleton)
-    if not isinstance(names, tuple) or root is None:
-        return {}
+    names = _facts(catalog).meta_entries
+    root = as_mapping(catalog.skeleton) or {}
     return {name: node for name, node in root.items() if name in names}
 
 

@@ -325,6 +325,9 @@ class _Reader:
         version = self.state.get("version")
         planner_data, is_known = self._planner_data()
         extras = [name for name in self.state if name not in _ATTRIBUTES]
+        mcore_data = self.state.get("mcore_data")
+        if mcore_data is not None and not isinstance(mcore_data, dict):
+            mcore_data = {}  # it is there, which tells the dialect, but says nothing of any tensor
         return DcpMetadata(
             tensors=self.tensors,
             offsets=self.offsets,
@@ -335,7 +338,7 @@ class _Reader:
             item_bytes=self.item_bytes,
             objects=self.objects,
             planner_data=planner_data,
-            mcore_data=self.state.get("mcore_data"),
+            mcore_data=mcore_data,
             version=version if type(version) is str else None,
             extras=tuple(extras if is_known else ["planner_data", *extras]),
             orphans=self._orphans() if used != len(self.chunk_items) + len(self.object_items) else (),

@@ -8,7 +8,7 @@ On disk::
     ├── .metadata          as in DCP, ``planner_data`` None
     └── __0_0.distcp …     as in DCP
 
-Dialects (attrs["dialect"]), as written by
+Dialects (``TorchDistFacts.dialect``), as written by
 
 * ``0.12``: megatron-core ≤ 0.15 (seen: 0.12.1). ``.metadata`` has ``mcore_data``; optimizer tensors of the format
   ``fully_sharded_model_space`` are stored *reformulated*: their true shape stands in
@@ -18,11 +18,11 @@ Dialects (attrs["dialect"]), as written by
 
 A ShardedObject is an object with the key ``<key>/shard_<offset>_<shape>`` and a list of one value.
 
-attrs: ``dialect``, ``sharded_backend_version``, ``common`` (the common state, inert, its tensors hidden ones), from it
-``args``, ``iteration``, ``checkpoint_version``, ``content_metadata``; ``mcore_data``; and those of ``dcp``.
+``Catalog.common`` is the common state, inert, its tensors hidden ones; ``args`` and ``iteration`` are from it. Facets:
+``TorchDistFacts``, and ``DcpFacts`` as in ``dcp``.
 
-Written: the dialect of attrs["dialect"], else ``common_pt``. ``.metadata`` gets no ``all_local_plans`` (Megatron uses
-them only to skip planning in the first save after a load, and plans again without them).
+Written: the dialect of ``TorchDistFacts.dialect``, else ``common_pt``. ``.metadata`` gets no ``all_local_plans``
+(Megatron uses them only to skip planning in the first save after a load, and plans again without them).
 
 Not supported: ``sharded_backend: zarr`` (another format), versions of the backend other than 1.
 
@@ -37,13 +37,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.facets import TorchDistFacts
 from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
 from core.formats.dcp import format as dcp
 from core.formats.dcp.items import lay_out_items
 from core.formats.format import Format
-from core.formats.mcore.common_state import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
+from core.formats.mcore.common_state import COMMON_FILE, common_image, common_of_file, common_state, with_common_state
 from core.formats.mcore.metadata_json import BACKEND_KEY, checked_version, config_image, config_of, names_backend
 from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
 from core.formats.torch.format import load_object
@@ -81,7 +82,7 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: another backend or version of it, or as for ``core.formats.dcp.format.read``.
         UnsafeError: a hostile pickle, or a name outside the directory.
     """
-    version = checked_version(store, backend=_BACKEND)
+    checked_version(store, backend=_BACKEND)
     metadata = dcp.metadata_of(store)
     has_object = COMMON_OBJECT in metadata.objects
     catalog = dcp.catalog_of(metadata, format="torch_dist")
@@ -100,8 +101,8 @@ def read(store: ReadStore) -> Catalog:
             file=store.label,
             hint="copy the checkpoint again, with all its files",
         )
-    attrs = {"dialect": dialect, "sharded_backend_version": version}
-    return catalog.with_hidden(arrays).with_attrs(**attrs, **common_attrs(value, file=store.label))
+    catalog = with_common_state(catalog.with_hidden(arrays), value, file=store.label)
+    return catalog.with_facet(TorchDistFacts(dialect, metadata.mcore_data))
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
@@ -114,11 +115,10 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
             value, arrays = _common_of_object(store, catalog)
         else:
             return catalog
-        attrs = common_attrs(value, file=store.label)
+        return with_common_state(catalog.with_hidden(arrays), value, file=store.label)
     except CheckpointingException as err:
         report(err.breaking("dcp.common"))
         return catalog
-    return catalog.with_hidden(arrays).with_attrs(**attrs)
 
 
 def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mapping[str, StoredArray]]:
@@ -137,14 +137,15 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
 
     Args:
         target: every array becomes a chunk. An object whose key is a ShardedObject's becomes an item; any other goes
-            into the common state, nested as the skeleton says. Honoured attrs: ``dialect``, ``common``,
-            ``mcore_data``, ``max_file_bytes``, ``separation_hint`` (``apart`` of ``lay_out_items``).
+            into the common state, nested as the skeleton says. Honoured: ``common``, ``TorchDistFacts``, and
+            of ``WriteOptions`` ``max_file_bytes`` and ``separation_hint`` (``apart`` of ``lay_out_items``).
 
     Raises:
         UnsupportedError: the arrays are no chunks of their tensors, the dialect is not known, or an object for the
             common state has not been loaded.
     """
-    dialect = target.attrs.get("dialect", "common_pt")
+    facts = target.facet(TorchDistFacts) or TorchDistFacts()
+    dialect = facts.dialect or "common_pt"
     if dialect not in DIALECTS:
         raise UnsupportedError(f"the dialect {dialect!r} is not known", hint=f"known: {', '.join(DIALECTS)}")
     common = common_state(target)
@@ -154,26 +155,21 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
         objects.append(StoredObject(COMMON_OBJECT, value=[common]))
     else:
         beside.append(common_image(target, common))
-    apart = target.attrs.get("separation_hint")
     layout = lay_out_items(
         target,
         objects,
-        max_file_bytes=dcp.max_file_bytes(target),
-        apart=apart if isinstance(apart, str) else None,
+        max_file_bytes=target.write.max_file_bytes,
+        apart=target.write.separation_hint,
     )
+    # The newer dialects have no such attribute, but for facts that a tensor which is written still has.
+    mcore_data = {key: fact for key, fact in (facts.mcore_data or {}).items() if key in target.tensors}
+    has_mcore_data = dialect == "0.12" or any(mcore_data.values())
     return (
         *layout.files,
         config_image(backend=_BACKEND, has_common_file=bool(beside)),
         *beside,
-        dcp.metadata_image(target, layout, planner_data=None, mcore_data=_mcore_data(target, str(dialect))),
+        dcp.metadata_image(target, layout, planner_data=None, mcore_data=mcore_data if has_mcore_data else None),
     )
-
-
-def _mcore_data(target: Catalog, dialect: str) -> dict[str, object] | None:
-    """Megatron's facts about the tensors that are written; None where there is none and the dialect has none."""
-    found = target.attrs.get("mcore_data")
-    kept = {key: fact for key, fact in found.items() if key in target.tensors} if isinstance(found, dict) else {}
-    return kept if dialect == "0.12" or any(kept.values()) else None
 
 
 def _own_folders(store: ReadStore) -> Sequence[str]:

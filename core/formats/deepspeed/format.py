@@ -15,7 +15,7 @@ parameters: ``core.formats.deepspeed.partition``; where a file has ``param_slice
 
 ZeRO-0 keeps weights as they were trained (16-bit) and numbers its optimizer's parameters; they keep their numbers.
 
-attrs: ``iteration``, ``zero_stage``, ``dp`` (number of data-parallel ranks), ``aliases``, ``notes``, ``dropped``.
+Facet: ``ZeroFacts``.
 
 Beyond ``zero_to_fp32.py``: parameters that no optimizer group and no list of frozen parameters names (ZeRO-1 with
 frozen ones) are taken from the 16-bit copies, with a note; 64-bit buffers stay 64-bit.
@@ -32,9 +32,11 @@ Source: DeepSpeed 0.19.8; checkpoints that it wrote, pinned in tests/golden (``d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, MissingShardError
+from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import is_rank_file, missing_rank, rank_files
 from core.formats.deepspeed.model_states import iteration_of, model_states, version_of
 from core.formats.deepspeed.moments import states_by_parameter
@@ -167,14 +169,10 @@ def _read_partitioned(store: ReadStore, models: Sequence[ModelStates], optim: Se
         optimizer=head.beside,
         beside=model.beside,
     )
-    attrs = {"zero_stage": head.stage, "dp": len(optim), "aliases": aliases, "notes": notes, "dropped": dropped}
-    return assembled(
-        tree,
-        format="deepspeed",
-        version=version_of(model),
-        files=[model.state, head.state],
-        attrs=attrs | iteration_of(model),
-    )
+    catalog = assembled(tree, format="deepspeed", version=version_of(model), files=[model.state, head.state])
+    return replace(
+        catalog, iteration=iteration_of(model), aliases=aliases, notes=tuple(notes), dropped=tuple(dropped)
+    ).with_facet(ZeroFacts(head.stage, len(optim)))
 
 
 def _check_groups(model: ModelStates, head: OptimStates) -> None:
@@ -236,15 +234,10 @@ def _read_unpartitioned(store: ReadStore, files: RankFiles) -> Catalog:
         notes.append(
             "ZeRO-0 numbers the optimizer's parameters and does not say their names; its state keeps the numbers"
         )
-    attrs = {"zero_stage": 0, "dp": 1, "aliases": aliases, "notes": notes}
     dp = model.state.root.get("dp_world_size")
-    attrs["dp"] = dp if type(dp) is int else 1
-    return assembled(
-        tree,
-        format="deepspeed",
-        version=version_of(model),
-        files=[model.state],
-        attrs=attrs | iteration_of(model),
+    catalog = assembled(tree, format="deepspeed", version=version_of(model), files=[model.state])
+    return replace(catalog, iteration=iteration_of(model), aliases=aliases, notes=tuple(notes)).with_facet(
+        ZeroFacts(0, dp if type(dp) is int else 1)
     )
 
 

@@ -123,10 +123,10 @@ def version_of(model: ModelStates) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def iteration_of(model: ModelStates) -> dict[str, object]:
-    """attrs["iteration"]: what the training script says, else the number of optimizer steps; {} if nothing says."""
+def iteration_of(model: ModelStates) -> int | None:
+    """Return the iteration that the training script states, else the number of optimizer steps; None without both."""
     for name in ("iteration", "global_steps"):
-        found = model.beside.get(name)
-        if type(found) is int:
-            return {"iteration": found}
-    return {}
+        number = model.beside.get(name)
+        if type(number) is int:
+            return number
+    return None

@@ -51,14 +51,12 @@ def assembled(
     format: str,
     version: str | None,
     files: Sequence[StateFile],
-    attrs: Mapping[str, object],
 ) -> Catalog:
     """The catalog of a tree.
 
     Args:
         tree: nested dicts and lists with ``Held`` (a tensor) and ``Whole`` (an object) as leaves.
         files: where the tensors lie that objects hold.
-        attrs: of the catalog.
 
     Raises:
         CorruptError: two entries have one key.
@@ -79,7 +77,6 @@ def assembled(
         objects=found.objects,
         hidden={key: TensorMeta(key, array.dtype, array.shape) for key, array in hidden.items()},
         skeleton=skeleton,
-        attrs=attrs,
     )
 
 

@@ -16,8 +16,8 @@ top; other values there are objects. Tensors of one shard that share their bytes
 
 A single file that is pointed at is of the format ``torch``.
 
-attrs: as in ``torch_file`` (``aliases``, ``unsupported``, ``notes``), ``carried``, and ``stem`` (how the same weights
-are called in safetensors: ``model``, ``adapter_model`` …).
+Facets: ``WeightFileFacts``, whose ``stem`` is how the same weights are called in safetensors (``model``,
+``adapter_model`` …); of a single file also those of ``torch_file``.
 
 Versions: as for ``torch_file``. Read only: Hugging Face writes safetensors now.
 
@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.facets import WeightFileFacts
 from core.catalog.stored import StoredArray
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format, no_folders
@@ -106,7 +107,7 @@ def read(store: ReadStore) -> Catalog:
     unread = [name for name in store.files() if name.endswith(SUFFIXES) and name not in used]
     listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
     made = with_carried(made, store).noted([f"not read: {listed}"] if unread else [])
-    return made.with_attrs(stem="model" if stem.startswith("pytorch_model") else stem)
+    return made.with_facet(WeightFileFacts(stem="model" if stem.startswith("pytorch_model") else stem))
 
 
 def shards_of(store: ReadStore) -> Shards | None:
@@ -191,15 +192,15 @@ class _Merged:
         if both is not None:
             file = None if self._shards.index is None else self._shards.index.file
             raise CorruptError("two entries have this key", file=file, key=both, hint=_MIXED)
-        return catalog_of_arrays(
+        catalog = catalog_of_arrays(
             format="torch_bin",
             version=", ".join(sorted(self._versions)) or None,
             arrays=self._arrays,
             objects=self._objects,
             hidden=self._hidden,
             skeleton=self._skeleton,
-            attrs={"aliases": self._aliases, "unsupported": self._unsupported, "notes": tuple(self._notes)},
         )
+        return replace(catalog, aliases=self._aliases, unsupported=self._unsupported, notes=tuple(self._notes))
 
     def _add(self, shard: str) -> None:
         """Takes the content of one shard.

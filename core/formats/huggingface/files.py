@@ -8,8 +8,8 @@ On disk, beside the weights::
 
 They are *carried*: a directory that is written gets them byte for byte. Nothing of them is run, and only
 ``config.json`` is ever parsed. In a catalog each is a hidden uint8 tensor of one axis that is the whole file, and
-attrs["carried"] maps its path to that tensor's key. attrs["documents"] maps paths to the bytes of small files that this
-project made.
+``Catalog.carried`` maps its path to that tensor's key. ``Catalog.documents`` maps paths to the bytes of small files
+that this project made.
 
 Not carried: weights and their indexes, manifests and object files of this project, hidden files, files in folders.
 
@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
-from core.catalog.files_beside import carried_of, documents_of
+from core.catalog.files_beside import carried_of
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import parsed_object
@@ -55,7 +56,7 @@ def carried_files(store: ReadStore) -> dict[str, int]:
 
 
 def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
-    """A catalog with the small files beside its weights as hidden tensors and in attrs["carried"]."""
+    """A catalog with the small files beside its weights as hidden tensors and in ``carried``."""
     files = carried_files(store)
     if not files:
         return catalog
@@ -67,7 +68,7 @@ def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
             key = f"file:{key}"
         carried[path] = key
         arrays[key] = StoredArray(key, "uint8", (n_bytes,), Extent(path, 0))
-    return catalog.with_hidden(arrays).with_attrs(carried={**carried_of(catalog), **carried})
+    return replace(catalog.with_hidden(arrays), carried={**carried_of(catalog), **carried})
 
 
 def file_images(target: Catalog) -> list[FileImage]:
@@ -76,7 +77,7 @@ def file_images(target: Catalog) -> list[FileImage]:
     Raises:
         UnsupportedError: a document has the path of a carried file, or a carried file is in several pieces.
     """
-    documents = documents_of(target)
+    documents = target.documents
     images = []
     for path, key in carried_of(target).items():
         if path in documents:

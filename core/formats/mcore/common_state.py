@@ -3,8 +3,7 @@
 On disk: ``common.pt``, a torch file with a dict of the training arguments, the iteration, the optimizer's settings and
 so on; its tensors are hidden ones of the catalog. (HEAD's torch_dist has an object among the others instead.)
 
-attrs that it gives: ``common`` (inert) and, out of it, ``args``, ``iteration``, ``checkpoint_version`` and
-``content_metadata``.
+It gives a catalog its ``common`` (inert) and, out of it, ``args`` and ``iteration``.
 
 Source: megatron-core 0.12.1 and 0.16.1, pinned in tests/golden (``mcore*_torch_dist``, ``mcore0121_zarr``);
 ``megatron/core/dist_checkpointing/strategies/common.py``.
@@ -13,6 +12,7 @@ Source: megatron-core 0.12.1 and 0.16.1, pinned in tests/golden (``mcore*_torch_
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.file_image import FileImage
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 COMMON_FILE = "common.pt"
-_SHOWN = ("args", "iteration", "checkpoint_version", "content_metadata")
 
 
 def common_of_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray]]:
@@ -42,8 +41,12 @@ def common_of_file(store: ReadStore) -> tuple[object, Mapping[str, StoredArray]]
     return load_object(store, stream, key=COMMON_FILE)
 
 
-def common_attrs(value: object, *, file: str) -> dict[str, object]:
-    """The attrs that a common state gives.
+def with_common_state(catalog: Catalog, value: object, *, file: str) -> Catalog:
+    """Return a catalog with the fields that a common state gives: ``common``, ``args`` and ``iteration``.
+
+    Args:
+        value: the common state, inert.
+        file: named in the error.
 
     Raises:
         CorruptError: it is no dict.
@@ -51,11 +54,17 @@ def common_attrs(value: object, *, file: str) -> dict[str, object]:
     common = as_mapping(value)
     if common is None:
         raise CorruptError(f"the common state is a {type(value).__name__}, not a dict", file=file)
-    return {"common": common} | {name: common[name] for name in _SHOWN if name in common}
+    iteration = common.get("iteration")
+    return replace(
+        catalog,
+        common=common,
+        args=common.get("args"),
+        iteration=iteration if type(iteration) is int else None,
+    )
 
 
 def common_state(target: Catalog) -> dict[object, object]:
-    """attrs["common"], and the values of all objects that are no ShardedObjects, nested as the skeleton says.
+    """Return a target's ``common`` and the values of its objects, nested as the skeleton says; without ShardedObjects.
 
     Raises:
         UnsupportedError: such an object has not been loaded.
@@ -77,7 +86,7 @@ def common_state(target: Catalog) -> dict[object, object]:
     if loose and target.skeleton is not None:
         found |= as_mapping(mapped(target.skeleton, value_of)) or {}
     found |= {key: item.value for key, item in loose.items() if key not in placed}
-    return found | (as_mapping(target.attrs.get("common")) or {})
+    return {**found, **(target.common or {})}
 
 
 def common_image(target: Catalog, common: Mapping[object, object]) -> FileImage:

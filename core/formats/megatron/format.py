@@ -15,11 +15,9 @@ models are nested dicts.
 
 A *rank catalog*: keys are ``<rank directory>:<path in the file>``, shapes those of one rank;
 ``core.megatron.reshard.reshard.unshard`` makes them global. Model and optimizer tensors are tensors; those of other
-entries (random states) are hidden ones inside their object. attrs: ``is_rank_local``, ``args``, ``iteration``,
-``checkpoint_version``, ``topology``, ``ranks`` (coordinates → (directory, skeleton of model_optim_rng.pt)),
-``optim_files`` (coordinates → skeleton of distrib_optim.pt, where there is one), ``aliases``, ``unsupported`` (as in
-``core.formats.torch.format``), ``optimizer`` (``float16`` or ``distributed``, None without one), ``is_single_rank``
-(only one rank's directory or file was pointed at; for looking at, not for converting).
+entries (random states) are hidden ones inside their object. ``args`` and ``iteration`` are the first rank's,
+``aliases`` and ``unsupported`` as in ``core.formats.torch.format``. Facets: ``RankFacts``, and ``Topology`` where the
+arguments tell it.
 
 Not supported: files of before 2023-05 with the distributed optimizer (``model_rng.pt``, ``optim.pt``), ``.nemo``
 archives; expert parallel checkpoints whose ranks wrote over each other (ETP does not divide TP), which are refused by
@@ -32,10 +30,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.facets import RankFacts
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.stored import Coords, StoredArray
 from core.errors import CheckpointingException, MissingShardError, Report, UnsupportedError, raising
@@ -66,8 +66,8 @@ def sniff(store: ReadStore) -> bool:
 
 
 def sample(store: ReadStore) -> Catalog:
-    """What ``read`` gives, but opening one file of each pipeline stage and length; attrs["n_unopened"] says how many
-    were not. For looking at a checkpoint; the errors are those of ``read``.
+    """What ``read`` gives, but opening one file of each pipeline stage and length; ``RankFacts.n_unopened`` says how
+    many were not. For looking at a checkpoint; the errors are those of ``read``.
     """
     return read(store, samples=True)
 
@@ -243,62 +243,55 @@ def _catalog(
     if first is None:
         raise MissingShardError("no rank's file can be read", hint="copy the checkpoint again, with all its files")
     head = first[1]
-    return catalog_of_arrays(
+    catalog = catalog_of_arrays(
         format="megatron",
         version=None if "checkpoint_version" not in head else str(head["checkpoint_version"]),
         arrays=arrays,
         objects=objects,
         hidden=hidden,
-        attrs={
-            "is_rank_local": True,
-            "is_single_rank": topology is None,
-            "args": head.get("args"),
-            "iteration": iteration_of(head),
-            "checkpoint_version": head.get("checkpoint_version"),
-            "topology": topology if topology is not None or "args" not in head else topology_of(head["args"]),
-            "ranks": ranks,
-            "optim_files": optim_files,
-            "aliases": aliases,
-            "arrays": arrays,
-            "n_unopened": files.n_unopened,
-            "unsupported": unsupported,
-            "optimizer": next((kind for kind in ("distributed", "layer-wise", "float16") if kind in kinds), None),
-        },
     )
+    catalog = replace(
+        catalog, args=head.get("args"), iteration=iteration_of(head), aliases=aliases, unsupported=unsupported
+    ).with_facet(
+        RankFacts(
+            ranks=ranks,
+            arrays=arrays,
+            optim_files=optim_files,
+            optimizer_kind=next((kind for kind in ("distributed", "layer-wise", "float16") if kind in kinds), None),
+            is_single_rank=topology is None,
+            n_unopened=files.n_unopened,
+        )
+    )
+    sizes = topology if topology is not None or "args" not in head else topology_of(head["args"])
+    return catalog if sizes is None else catalog.with_facet(sizes)
 
 
 def lay_out(target: Catalog) -> Sequence[FileImage]:
     """The images of a root: rank files under ``iter_N``, and the tracker.
 
     Args:
-        target: what ``core.megatron.reshard.reshard.shard`` makes: arrays without extent, attrs["ranks"],
-            attrs["arrays"] (by name; else taken from the fragments),
-            attrs["optim_files"] (coordinates → ``core.megatron.optimizer.flat.content.OptimFile``), attrs["iteration"]
-            (anything but a number makes a release).
+        target: what ``core.megatron.reshard.reshard.shard`` makes: arrays without extent, and ``RankFacts``. Without an
+            iteration, or with ``WriteOptions.is_release``, it becomes a release.
 
     Raises:
         UnsupportedError: the target has no rank files, because it was not sharded.
     """
-    ranks = target.attrs.get("ranks")
-    if not isinstance(ranks, Mapping):
+    facts = target.facet(RankFacts)
+    if facts is None:
         raise UnsupportedError("rank files need a parallel layout", hint="the checkpoint's names are not Megatron's")
-    number = target.attrs.get("iteration")
-    folder = f"iter_{number:07d}" if isinstance(number, int) else "release"
-    arrays = target.attrs.get("arrays")
-    if not isinstance(arrays, Mapping):
-        arrays = target.stored_arrays()
-    optim_files = target.attrs.get("optim_files")
-    optim_files = optim_files if isinstance(optim_files, Mapping) else {}
+    number = None if target.write.is_release else target.iteration
+    folder = "release" if number is None else f"iter_{number:07d}"
+    arrays = target.stored_arrays() if facts.planned is None else facts.planned
     images = []
     plans, optim_plans = TreePlans(PurePath(MODEL_FILE).stem), TreePlans(PurePath(OPTIM_FILE).stem)
-    for coords, (name, skeleton) in ranks.items():
+    for coords, (name, skeleton) in facts.ranks.items():
         plan = plans.plan(skeleton, arrays.__getitem__)
         images.append(FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals))
-        optim = optim_files.get(coords)
+        optim = facts.optim_files.get(coords)
         if isinstance(optim, OptimFile):
             plan = optim_plans.plan(optim.content, optim.joined.__getitem__)
             images.append(FileImage(f"{folder}/{name}/{OPTIM_FILE}", plan.size, plan.arrays, plan.literals))
-    text = str(number) if isinstance(number, int) else "release"
+    text = "release" if number is None else str(number)
     return (*images, literal_file(TRACKER, text.encode("ascii"), is_metadata=True))
 
 

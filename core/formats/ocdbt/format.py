@@ -18,7 +18,7 @@ items the item's name comes first.
 Values of arrays that are not compressed are moved as the bytes they are: those of chunks, in ``d/``. What lies in the
 nodes of the tree (values up to 1 KiB) or is compressed is decoded chunk by chunk.
 
-attrs: ``iteration``, where an integer scalar called ``step`` (or so) tells it; ``notes``, about what is not read.
+``Catalog.iteration`` is set where an integer scalar called ``step`` (or so) tells it; ``notes`` tell what is not read.
 
 Versions: Orbax 0.12 with OCDBT and without, zarr 2 and zarr 3; older ones that write the same files.
 
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ from core.formats.format import Format
 from core.formats.ocdbt.arrays import OrbaxArray, arrays_in
 from core.formats.ocdbt.entries import MANIFEST
 from core.formats.ocdbt.tree import TREE, leaves_of
-from core.formats.zarr.fill import UNSTORED
+from core.formats.zarr.facets import ZarrFacts
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import Path, nested
 
@@ -100,17 +100,13 @@ def read(store: ReadStore) -> Catalog:
         skeleton=_skeleton(store, parts),
     )
     iteration = _iteration(catalog, store, notes)
-    facts: dict[str, object] = {} if iteration is None else {"iteration": iteration}
-    if notes:
-        facts["notes"] = tuple(notes)
+    catalog = replace(catalog, iteration=iteration, notes=tuple(notes))
     incomplete = {
         key: found.array.sharding is not None and not found.is_incomplete
         for key, found in arrays.items()
         if found.is_incomplete or found.array.sharding is not None
     }
-    if incomplete:
-        facts[UNSTORED] = incomplete
-    return catalog.with_attrs(**facts)
+    return catalog.with_facet(ZarrFacts(incomplete)) if incomplete else catalog
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,13 @@ On disk: see ``safetensors_header`` for a file, ``safetensors_files`` for a dire
 Around the weights of a directory lie the small files of ``hf_files``, and ``ckpt-objects.pt`` (``torch_objects``) if
 there were entries that are no tensors.
 
-attrs: ``metadata`` (``__metadata__`` of all files, without what this module explains otherwise), ``aliases`` (name →
-the tensor that it stands for, as ``save_model`` of safetensors records it: name and kept name among the metadata; both
-are tensors of the catalog), ``carried``, ``stem`` (``model``, ``adapter_model`` …), ``notes``.
+Facet: ``WeightFileFacts``. ``Catalog.aliases`` maps a name to the tensor that it stands for, as ``save_model`` of
+safetensors records it (name and kept name among the metadata); both are tensors of the catalog.
 
-Written: one file while the tensors fit in attrs["max_file_bytes"] (5 GB unless set), else numbered ones, filled in the
-order of the catalog, and an index. A file equals what safetensors 0.8 writes for the same tensors and metadata, byte
-for byte, except that the metadata are sorted. Honoured attrs: ``max_file_bytes``, ``metadata``, ``aliases``, ``stem``,
-``carried``, ``documents``, ``is_file`` (one file is wanted, with nothing beside it).
+Written: one file while the tensors fit in ``WriteOptions.max_file_bytes`` (5 GB unless set), else numbered ones, filled
+in the order of the catalog, and an index. A file equals what safetensors 0.8 writes for the same tensors and metadata,
+byte for byte, except that the metadata are sorted. With ``WriteOptions.is_file`` there is one file, with nothing beside
+it. ``aliases``, ``carried``, ``documents`` and ``WeightFileFacts`` are written again.
 
 Versions: the format has none; dtypes as of safetensors 0.8.
 
@@ -29,6 +28,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.facets import WeightFileFacts
 from core.catalog.stored import StoredArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
 from core.formats.format import Format
@@ -80,12 +80,11 @@ def read(store: ReadStore) -> Catalog:
     if files.index is not None and not files.is_pieces:
         notes += _checked_index(headers, files.index)
     if any(map(has_pieces, headers)):
-        catalog = _of_pieces(headers)
+        catalog = _of_pieces(headers, stem=files.stem)
         notes += _checked_pieces(store, catalog, files.index if files.is_pieces else None)
     else:
-        catalog = _of_headers(headers)
-    made = with_carried(with_objects(catalog, read_objects(store)), store)
-    return made.noted(notes).with_attrs(stem=files.stem)
+        catalog = _of_headers(headers, stem=files.stem)
+    return with_carried(with_objects(catalog, read_objects(store)), store).noted(notes)
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:
@@ -145,7 +144,7 @@ def _of_file(store: ReadStore, name: str) -> Catalog:
     return catalog.noted(notes)
 
 
-def _of_headers(headers: Sequence[Header]) -> Catalog:
+def _of_headers(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
     """The catalog of files with whole tensors, those included that are only recorded as aliases."""
     arrays: dict[str, StoredArray] = {}
     for header in headers:
@@ -162,16 +161,16 @@ def _of_headers(headers: Sequence[Header]) -> Catalog:
     for key, first in aliases.items():
         arrays[key] = replace(arrays[first], name=key)
     metadata, notes = _metadata(headers, aliases)
-    attrs = {"metadata": metadata, "aliases": aliases, "notes": notes}
-    return catalog_of_arrays(format="safetensors", arrays=arrays, attrs=attrs)
+    catalog = catalog_of_arrays(format="safetensors", arrays=arrays)
+    return replace(catalog, aliases=aliases, notes=notes).with_facet(WeightFileFacts(metadata, stem))
 
 
-def _of_pieces(headers: Sequence[Header]) -> Catalog:
+def _of_pieces(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
     """The catalog of files with pieces of tensors."""
     pieces = pieces_of(headers)
     metadata, notes = _metadata(headers, {})
-    attrs = {"metadata": metadata, "aliases": {}, "notes": notes}
-    return Catalog("safetensors", None, pieces.tensors, pieces.fragments.__getitem__, attrs=attrs)
+    catalog = Catalog("safetensors", None, pieces.tensors, pieces.fragments.__getitem__, notes=notes)
+    return catalog.with_facet(WeightFileFacts(metadata, stem))
 
 
 def _file(array: StoredArray) -> str:

@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import WeightFileFacts
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.stored import StoredArray
 from core.errors import UnsupportedError
@@ -33,8 +34,8 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     """The images of a directory: weights, the small files around them, objects, and the index last.
 
     Args:
-        target: every tensor is one array. A tensor that attrs["aliases"] calls equal to another is not placed; its
-            name is recorded in the metadata of the file that holds the other. Honoured attrs: see
+        target: every tensor is one array. A tensor that its ``aliases`` call equal to another is not placed; its name
+            is recorded in the metadata of the file that holds the other. What else is honoured:
             ``core.formats.safetensors.format``.
 
     Raises:
@@ -44,8 +45,8 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     aliases = _kept_aliases(target)
     arrays = {key: target.whole_array(key) for key in target.tensors if key not in aliases}
     shards = _shards(arrays, _max_bytes(target))
-    stem = target.attrs.get("stem")
-    stem = stem if stem in STEMS else STEMS[0]
+    facts = target.facet(WeightFileFacts)
+    stem = facts.stem if facts is not None and facts.stem in STEMS else STEMS[0]
     metadata = _written_metadata(target)
     weights = []
     file_of: dict[str, str] = {}
@@ -55,7 +56,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
         held = set(keys)
         recorded = {key: first for key, first in aliases.items() if first in held}
         weights.append(file_image(name, {key: arrays[key] for key in keys}, {**metadata, **recorded}))
-    if target.attrs.get("is_file"):
+    if target.write.is_file:
         return tuple(weights)
     images = [*weights, *file_images(target)]
     objects = objects_image(target)
@@ -72,10 +73,10 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
 
 def _max_bytes(target: Catalog) -> int | None:
     """Most bytes of tensors in one file; None for no limit."""
-    if target.attrs.get("is_file"):
+    if target.write.is_file:
         return None
-    found = target.attrs.get("max_file_bytes")
-    return found if type(found) is int else DEFAULT_FILE_BYTES
+    limit = target.write.max_file_bytes
+    return DEFAULT_FILE_BYTES if limit is None else limit
 
 
 def _shards(arrays: Mapping[str, StoredArray], max_bytes: int | None) -> list[list[str]]:
@@ -93,20 +94,13 @@ def _shards(arrays: Mapping[str, StoredArray], max_bytes: int | None) -> list[li
 
 def _written_metadata(target: Catalog) -> dict[str, str]:
     """``__metadata__`` without aliases: what the source had, and the ``format`` that transformers asks for."""
-    found = target.attrs.get("metadata")
-    if not isinstance(found, Mapping):
-        return dict(DEFAULT_METADATA)
-    return {
-        **DEFAULT_METADATA,
-        **{name: text for name, text in found.items() if type(name) is str and type(text) is str},
-    }
+    facts = target.facet(WeightFileFacts)
+    return {**DEFAULT_METADATA, **({} if facts is None else facts.metadata)}
 
 
 def _kept_aliases(target: Catalog) -> dict[str, str]:
     """Key → key whose bytes serve for it, where both are still alike and the name can be recorded."""
-    stated = target.attrs.get("aliases")
-    if not isinstance(stated, Mapping):
-        return {}
+    stated = target.aliases
     taken = _written_metadata(target)
     aliases: dict[str, str] = {}
     for key, first in stated.items():

@@ -9,15 +9,15 @@ A catalog of this format: every tensor that is reached through mappings and list
 where two paths join to one key, dots inside names are written ``\\.``. The skeleton is the whole unpickled root; what
 is no tensor stands in it inline and is listed in ``objects`` too. Tensors inside other objects are ``hidden``.
 
-attrs: ``aliases`` (key → first key that has the same bytes), ``unsupported`` (key → what it is, for tensors that are
-not plain dense ones; they are objects of the skeleton and cannot be written), ``notes``, and ``iteration`` and
-``args`` where the root has them.
+``Catalog.aliases`` maps a key to the first key that has the same bytes. Tensors in ``unsupported`` are not plain dense
+ones: they are objects of the skeleton and cannot be written. ``iteration`` and ``args`` are the root's. Facet:
+``TorchFileFacts``.
 
 On disk: one file, which may be called anything; of a directory only ``checkpoint.pt``, the name that is written.
 
 Versions: all but the tar files of torch 0.1; written as torch 2.13 does. What torch's default (``weights_only``)
 refuses lies below a reserved key of a written file, see ``torch_aside``, and comes back on reading; with
-``attrs["weights_only"]`` false it stays what it was (attrs of a source: true where it was set aside).
+``WriteOptions.weights_only`` false it stays what it was.
 
 Not supported, refused by name: the tar files of torch 0.1, TorchScript, bare pickles.
 
@@ -27,10 +27,12 @@ Source: torch 2.13 ``torch/serialization.py``; files written by it, pinned in te
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import catalog_of_arrays
+from core.catalog.facets import TorchFileFacts
 from core.catalog.file_image import FileImage
 from core.errors import UnsupportedError
 from core.formats.format import Format, no_folders
@@ -94,33 +96,30 @@ def read(store: ReadStore) -> Catalog:
     shard = _SHARD.search(name)
     if shard is None or int(shard[2]) < 2:
         return catalog
-    notes = catalog.attrs.get("notes")
-    note = f"this is file {int(shard[1])} of {int(shard[2])}; point at the directory to read all"
-    return catalog.with_attrs(notes=(*(notes if isinstance(notes, (list, tuple)) else ()), note))
+    return catalog.noted([f"this is file {int(shard[1])} of {int(shard[2])}; point at the directory to read all"])
 
 
 def catalog_of(store: ReadStore, name: str) -> Catalog:
     """The catalog of one file of a store; errors as for ``read``."""
     tree = parse(store, name)
-    attrs: dict[str, object] = {"aliases": tree.aliases, "unsupported": tree.unsupported, "notes": tree.notes}
-    if tree.shared:
-        attrs["shared"] = tree.shared
-    if tree.is_set_aside:
-        attrs["weights_only"] = True
     root = as_mapping(tree.value) or {}
-    if type(root.get("iteration")) is int:
-        attrs["iteration"] = root["iteration"]
-    if attributes(root.get("args")) is not None:
-        attrs["args"] = root["args"]
-    return catalog_of_arrays(
+    iteration, args = root.get("iteration"), root.get("args")
+    catalog = catalog_of_arrays(
         format="torch",
         version=tree.version,
         arrays=tree.arrays,
         objects=tree.objects,
         hidden=tree.hidden,
         skeleton=tree.value,
-        attrs=attrs,
     )
+    return replace(
+        catalog,
+        iteration=iteration if type(iteration) is int else None,
+        args=args if attributes(args) is not None else None,
+        aliases=tree.aliases,
+        unsupported=tree.unsupported,
+        notes=tree.notes,
+    ).with_facet(TorchFileFacts(is_set_aside=tree.is_set_aside, shared=tree.shared))
 
 
 def lay_out(target: Catalog) -> Sequence[FileImage]:
@@ -128,8 +127,8 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
 
     Args:
         target: every tensor is one array. Its skeleton is what will be saved; without one, a dict of all tensors and
-            objects by key. Tensors that ``attrs["aliases"]`` calls equal share a storage, of which only the first one's
-            array is placed. Objects keep their classes if ``attrs["weights_only"]`` is false.
+            objects by key. Tensors that its ``aliases`` call equal share a storage, of which only the first one's array
+            is placed. Objects keep their classes if ``WriteOptions.weights_only`` is false.
 
     Raises:
         UnsupportedError: a tensor of a kind that is not handled is still there, or a tensor is in several pieces.
@@ -138,7 +137,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     same_as = _aliases(target)
     with gc_paused():
         root = _root(target)
-        if target.attrs.get("weights_only", True):
+        if target.write.weights_only:
             root = set_aside(root)
     plan = plan_tree(root, lambda key: target.whole_array(same_as.get(key, key)), prefix=PREFIX)
     return (FileImage(FILE_NAME, plan.size, plan.arrays, plan.literals),)
@@ -150,17 +149,15 @@ def refuse_unsupported(catalog: Catalog) -> None:
     Raises:
         UnsupportedError: one is of a kind that is not handled; names it.
     """
-    unsupported = catalog.attrs.get("unsupported")
-    if isinstance(unsupported, Mapping):
-        for key, kind in unsupported.items():
-            if key in catalog.objects:
-                if kind == ENDLESS:
-                    raise endless_error(str(key))
-                raise UnsupportedError(
-                    f"a {kind} cannot be copied",
-                    key=str(key),
-                    hint="leave it out with --exclude, or save a plain tensor instead",
-                )
+    for key, kind in catalog.unsupported.items():
+        if key in catalog.objects:
+            if kind == ENDLESS:
+                raise endless_error(key)
+            raise UnsupportedError(
+                f"a {kind} cannot be copied",
+                key=key,
+                hint="leave it out with --exclude, or save a plain tensor instead",
+            )
     for item in catalog.objects.values():
         if any(isinstance(node, Persistent) for node in walk(item.value)):
             raise UnsupportedError(
@@ -172,15 +169,14 @@ def refuse_unsupported(catalog: Catalog) -> None:
 
 def _aliases(target: Catalog) -> dict[str, str]:
     """Key → the key whose array serves for it, where both are still alike."""
-    stated = target.attrs.get("aliases")
-    if not isinstance(stated, Mapping):
-        return {}
 
     def looks(key: str) -> tuple[str, Shape] | None:
         meta = target.tensors.get(key)
         return None if meta is None else (meta.dtype, meta.shape)
 
-    return {key: first for key, first in stated.items() if looks(key) is not None and looks(key) == looks(first)}
+    return {
+        key: first for key, first in target.aliases.items() if looks(key) is not None and looks(key) == looks(first)
+    }
 
 
 def _root(target: Catalog) -> object:

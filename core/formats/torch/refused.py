@@ -1,8 +1,8 @@
 """What ``torch.load(weights_only=True)`` refuses of a state dict, told to the user: by path and class.
 
 The rules of what is refused are those of ``torch_aside``. A torch file either keeps such objects under their classes,
-as ``torch.save`` wrote them (attrs["weights_only"] is false), or has them set aside. Files of other formats that torch
-loads have those set aside that name classes of other packages than torch and numpy.
+as ``torch.save`` wrote them (``WriteOptions.weights_only`` is false), or has them set aside. Files of other formats
+that torch loads have those set aside that name classes of other packages than torch and numpy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def refusal_notes(target: Catalog) -> list[str]:
     if not objects:
         return []
     names = _listed(objects)
-    if target.attrs.get("weights_only", True):
+    if target.write.weights_only:
         return [f"set aside below {ASIDE_KEY!r}, as torch.load's weights_only mode refuses these objects: {names}"]
     return [f"torch.load's weights_only mode refuses these objects: {names}; --weights-only sets them aside"]
 

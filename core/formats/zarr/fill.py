@@ -29,6 +29,7 @@ from core.arrays.dtypes import DTYPES, DType
 from core.errors import MissingShardError, UnsupportedError
 from core.files.json_object import object_of, small_file
 from core.files.store import LocalStore
+from core.formats.zarr.facets import ZarrFacts
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 MOST_FILLED_BYTES = 1 << 40
 """Bytes of a tensor that absent chunks may stand for; metadata that asks for more is taken for damaged."""
-UNSTORED = "chunks_unstored"
-"""The attr of a catalog that lists the tensors of which chunks may be absent: key → whether shards must be read."""
 _UNIT_BYTES = 1 << 20
 _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 _BITS = re.compile(r"0x[0-9a-fA-F]+$")
@@ -209,8 +208,8 @@ def unstored(catalog: Catalog, *, reads_shards: bool = True) -> Iterator[Unstore
     Raises:
         CheckpointingException: as the catalog's fragments raise it.
     """
-    keys = catalog.attrs.get(UNSTORED)
-    for key, is_sharded in keys.items() if isinstance(keys, dict) else ():
+    facts = catalog.facet(ZarrFacts)
+    for key, is_sharded in facts.unstored.items() if facts is not None else ():
         if is_sharded and not reads_shards:
             continue
         arrays = (fragment.array for fragment in catalog.fragments(key))

@@ -12,7 +12,7 @@ from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.errors import UnsafeError, UnsupportedError
 from core.formats.zarr.array import PICKLED
 from core.formats.zarr.chunks import Chunks, fragments_of_chunks
-from core.formats.zarr.fill import UNSTORED
+from core.formats.zarr.facets import ZarrFacts
 from core.pickle.inert import Global, Inert
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def catalog_of_folders(
     format: str,
     version: str,
     objects: Mapping[str, StoredObject] | None = None,
-    attrs: Mapping[str, object],
 ) -> Catalog:
     """The catalog of a hierarchy.
 
@@ -65,21 +64,21 @@ def catalog_of_folders(
         for key, found in folders.items()
         if found.chunks.absent or (found.chunks.fill is not None and found.array.sharding is not None)
     }
-    return Catalog(
+    catalog = Catalog(
         format=format,
         version=version,
         tensors={key: TensorMeta(key, found.array.dtype, found.array.grid.shape) for key, found in folders.items()},
         fragments_of=fragments_of,
         objects=objects or {},
-        attrs={**attrs, UNSTORED: incomplete} if incomplete else attrs,
     )
+    return catalog.with_facet(ZarrFacts(incomplete)) if incomplete else catalog
 
 
 def without_unread(catalog: Catalog, unread: Mapping[str, UnsupportedError | UnsafeError]) -> Catalog:
     """The catalog of a hierarchy in which some arrays are not read.
 
     Those of a kind that is not handled are objects without a value, as the other formats have such tensors
-    (attrs["unsupported"]); those of pickles are calls of what would read them. The rest can be looked at, and copied
+    (``Catalog.unsupported``); those of pickles are calls of what would read them. The rest can be looked at, and copied
     once they are left out.
 
     Args:
@@ -100,7 +99,7 @@ def without_unread(catalog: Catalog, unread: Mapping[str, UnsupportedError | Uns
             objects[key] = StoredObject(key, value=Inert("reduce", _READS_PICKLES, (err.message,)))
         else:
             raise err
-    return replace(catalog, objects={**catalog.objects, **objects}).with_attrs(unsupported=kinds)
+    return replace(catalog, objects={**catalog.objects, **objects}, unsupported=kinds)
 
 
 _READS_PICKLES = Global("numcodecs.pickles", "Pickle.decode")

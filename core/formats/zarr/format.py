@@ -15,8 +15,7 @@ On disk::
 Versions: written by megatron-core up to 0.12 (seen: 0.12.1); later ones cannot read it any more.
 
 The catalog has the schema of ``torch_dist``: a ShardedObject has the key ``rng_state/shard_0.1_2.2`` and a list of one
-value; attrs: ``sharded_backend_version``, ``common``, ``args``, ``iteration``, ``checkpoint_version``,
-``content_metadata``.
+value; ``common``, and from it ``args`` and ``iteration``, are the common state's.
 
 A directory of zarr 2 arrays that Megatron did not write, groups in groups, is read as well; it has no common state and
 no objects. A tensor's key is its path, ``/`` between names. Written is always what Megatron would write.
@@ -45,7 +44,7 @@ from core.errors import CorruptError, MissingShardError, UnsafeError, Unsupporte
 from core.files.json_object import small_file
 from core.files.store import LocalStore
 from core.formats.format import Format
-from core.formats.mcore.common_state import COMMON_FILE, common_attrs, common_image, common_of_file, common_state
+from core.formats.mcore.common_state import COMMON_FILE, common_image, common_of_file, common_state, with_common_state
 from core.formats.mcore.metadata_json import (
     BACKEND_KEY,
     CONFIG,
@@ -103,12 +102,11 @@ def read(store: ReadStore) -> Catalog:
     is_megatron = store.exists(COMMON_FILE) or names_backend(store)
     fills = not stores_every_chunk(store)
     lost = cache(partial(lost_files, store))
-    attrs: dict[str, object] = {}
+    common: object = None
     hidden: dict[str, StoredArray] = {}
     if is_megatron:
-        attrs["sharded_backend_version"] = checked_version(store, backend=_BACKEND)
+        checked_version(store, backend=_BACKEND)
         common, inside = common_of_file(store)
-        attrs |= common_attrs(common, file=store.label)
         hidden |= inside
     folders: dict[str, ZarrFolder] = {}
     unread: dict[str, UnsupportedError | UnsafeError] = {}
@@ -144,7 +142,9 @@ def read(store: ReadStore) -> Catalog:
                 key=key,
                 hint="copy the checkpoint again, with all its files",
             )
-    catalog = catalog_of_folders(store, folders, format="zarr", version="2", objects=objects, attrs=attrs)
+    catalog = catalog_of_folders(store, folders, format="zarr", version="2", objects=objects)
+    if is_megatron:
+        catalog = with_common_state(catalog, common, file=store.label)
     return without_unread(catalog.with_hidden(hidden), unread)
 
 
@@ -199,7 +199,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     Args:
         target: the arrays of every tensor are equal boxes of a regular grid; each becomes a chunk. An object whose key
             is a ShardedObject's becomes a file; any other goes into the common state, nested as the skeleton says.
-            Honoured attrs: ``common``.
+            Honoured: ``common``.
 
     Raises:
         UnsupportedError: a tensor's arrays are no grid, its key is no directory's name, its dtype is none of zarr's, or

@@ -17,8 +17,8 @@ Written chunks are the pieces that the source has where they form a regular grid
 64 MiB is cut into bands of at most 16 MiB inside its file, so that readers that decode whole chunks stay small; as the
 bands follow each other in C order, the data is still one run of bytes.
 
-attrs: ``iteration``, where the root's attributes tell it. Honoured on writing: ``iteration``, and ``shard_bytes``: the
-size above which a piece is sharded, in bytes (its bands get at most a quarter of it).
+``Catalog.iteration`` is set where the root's attributes tell it. Honoured on writing: ``iteration``, and
+``WriteOptions.shard_bytes``: the size above which a piece is sharded (its bands get at most a quarter of it).
 
 Versions: zarr 3. zarr-python, up to 3.1.6, has no element types for bfloat16 and 8-bit floats, under whatever name, and
 refuses such arrays; tensorstore opens them. A note says so where they are written.
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING
@@ -119,8 +120,8 @@ def read(store: ReadStore) -> Catalog:
         chunks = folder_chunks(store, folder, array, key=key, fill=fill, lost=lost, listing=listing)
         folders[key] = ZarrFolder(array, file, chunks)
     iteration = None if noted is None else noted.get("iteration")
-    attrs = {"iteration": iteration} if type(iteration) is int else {}
-    catalog = catalog_of_folders(store, folders, format="zarr3", version="3", attrs=attrs)
+    catalog = catalog_of_folders(store, folders, format="zarr3", version="3")
+    catalog = replace(catalog, iteration=iteration if type(iteration) is int else None)
     return without_unread(with_objects(catalog, read_objects(store)), unread)
 
 
@@ -174,8 +175,9 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
         UnsupportedError: a tensor's arrays are no grid, its key is no directory's name, its dtype is none of zarr's, or
             an object has not been loaded.
     """
-    shard_bytes = target.attrs.get("shard_bytes", DEFAULT_SHARD_BYTES)
-    assert isinstance(shard_bytes, int)
+    shard_bytes = target.write.shard_bytes
+    if shard_bytes is None:
+        shard_bytes = DEFAULT_SHARD_BYTES
     images: list[FileImage] = []
     groups: dict[str, None] = {}
     check_keys(target.tensors, reserved=_RESERVED)
@@ -187,8 +189,8 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     objects = objects_image(target)
     if objects is not None:
         images.append(objects)
-    iteration = target.attrs.get("iteration")
-    noted = {"iteration": iteration} if type(iteration) is int else {}
+    has_number = target.iteration is not None and not target.write.is_release
+    noted = {"iteration": target.iteration} if has_number else {}
     images.append(literal_file(METADATA_FILE, group_json({_ATTRIBUTE: noted}), is_metadata=True))
     return images
 

@@ -260,13 +260,7 @@ def refuse_or_drop_optimizer(kind: str, *, optim: str, dropped: list[str]) -> No
 
 def common_of(catalog: Catalog) -> Mapping[object, object]:
     """The entries beside the model."""
-    return as_mapping(catalog.attrs.get("common")) or {}
-
-
-def texts_of(catalog: Catalog, name: str) -> list[str]:
-    """A copy of attrs["notes"] or attrs["dropped"]."""
-    found = catalog.attrs.get(name)
-    return [str(text) for text in found] if isinstance(found, (list, tuple)) else []
+    return catalog.common or {}
 
 
 @dataclass(frozen=True, slots=True)

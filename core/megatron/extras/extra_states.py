@@ -23,10 +23,11 @@ Source: Megatron-LM d98e8a64 ``core/extensions/transformer_engine.py`` ``_fp8_ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.facets import MegatronModel
 from core.catalog.stored import StoredArray
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import EXTRA_STATE, same
@@ -120,16 +121,15 @@ def for_experts(
         if _holds(catalog, key)
     ]
     empty = {new: StoredObject(new) for new in gone.values() if new is not None}
-    order = catalog.attrs.get("order")
-    attrs: Mapping[str, object] = {}
-    if isinstance(order, tuple):
-        renamed = (gone.get(name, name) for name in order)
-        attrs = {"order": tuple(dict.fromkeys(name for name in renamed if name is not None))}
+    model = catalog.facet(MegatronModel)
+    if model is not None and model.order is not None:
+        renamed = (gone.get(name, name) for name in model.order)
+        order = tuple(dict.fromkeys(name for name in renamed if name is not None))
+        catalog = catalog.with_facet(replace(model, order=order))
     return replace(
         catalog,
         tensors={key: meta for key, meta in catalog.tensors.items() if key not in gone},
         objects={**{key: item for key, item in catalog.objects.items() if key not in gone}, **empty},
-        attrs={**catalog.attrs, **attrs},
     )
 
 

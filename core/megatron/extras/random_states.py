@@ -23,13 +23,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.facets import MegatronModel
 from core.errors import UnsupportedError, UsageError
-from core.megatron.extras.common_state import RNG, common_of, sharded_object, texts_of
+from core.megatron.extras.common_state import RNG, common_of, sharded_object
 from core.megatron.model.topology import Rank, Topology
 from core.pickle.inert import TensorLeaf, walk
 
-RNG_STATES = "rng_states"
-"""attrs: rank → the entry of its file, where the source is rank files."""
 WITHOUT = "start Megatron with --no-load-rng"
 _HINT = f"say --rng drop, and {WITHOUT}"
 
@@ -70,9 +69,9 @@ def random_states(catalog: Catalog, own: Topology) -> RandomStates | None:
     Args:
         own: sizes of the run that saved.
     """
-    held = catalog.attrs.get(RNG_STATES)
-    if isinstance(held, Mapping) and held:
-        return RandomStates(own, held)
+    model = catalog.facet(MegatronModel)
+    if model is not None and model.rng_states:
+        return RandomStates(own, model.rng_states)
     states = {key: item for key, item in catalog.objects.items() if key.startswith(f"{RNG}/")}
     if not states:
         return None
@@ -131,20 +130,18 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
         what = "the destination has no place for them" if states else "the checkpoint has none"
         raise UsageError(f"the random states cannot be kept: {what}", hint="leave --rng out")
     gone = set(states) if rng == "drop" else set()
-    if not gone and (has_ranks or not catalog.attrs.get(RNG_STATES)):
+    model = catalog.facet(MegatronModel) or MegatronModel()
+    if not gone and (has_ranks or not model.rng_states):
         return catalog
     objects = {key: item for key, item in catalog.objects.items() if key not in gone}
     used = {leaf for item in objects.values() for leaf in _keys(item)}
     used |= {leaf.key for leaf in walk(common_of(catalog)) if isinstance(leaf, TensorLeaf)}
-    held = catalog.attrs.get(RNG_STATES)
-    values = held.values() if isinstance(held, Mapping) else ()
-    unused = {leaf.key for value in values for leaf in walk(value) if isinstance(leaf, TensorLeaf)}
+    unused = {leaf.key for value in model.rng_states.values() for leaf in walk(value) if isinstance(leaf, TensorLeaf)}
     unused |= {leaf for key in gone for leaf in _keys(catalog.objects[key])}
     hidden = {key: meta for key, meta in catalog.hidden.items() if key in used or key not in unused}
-    made = replace(catalog, objects=objects, hidden=hidden).with_attrs(**{RNG_STATES: {}})
-    if not gone:
-        return made
-    return made.with_attrs(dropped=[*texts_of(catalog, "dropped"), f"{RNG} ({WITHOUT})"])
+    dropped = (*catalog.dropped, f"{RNG} ({WITHOUT})") if gone else catalog.dropped
+    result = replace(catalog, objects=objects, hidden=hidden, dropped=dropped)
+    return result.with_facet(replace(model, rng_states={})) if model.rng_states else result
 
 
 def _keys(item: StoredObject) -> set[str]:

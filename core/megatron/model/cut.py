@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from core.arrays.box import Box, Shape
 from core.arrays.sharding import Piece, check_divides, check_heads, divisors, listed, replicated, shard_shape, split
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.facets import MegatronModel
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, StoredArray
@@ -81,6 +82,7 @@ def cuts_of(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, *,
         UnsupportedError, CorruptError: as for ``cut_of``.
     """
     facts = with_sizes(facts, {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key}, rules)
+    model = catalog.facet(MegatronModel) or MegatronModel()
     found = {}
     known: dict[tuple[int, Shape], Cut] = {}  # one of each kind; rules live as long as their table
     for key, meta in catalog.tensors.items():
@@ -88,7 +90,7 @@ def cuts_of(catalog: Catalog, topology: Topology, facts: Facts, rules: Rules, *,
         kind = (id(rule), meta.shape)
         cut = known.get(kind)
         if cut is None:
-            if rule.extent and rule.cut_axis is None and catalog.attrs.get("is_down_proj_cut"):
+            if rule.extent and rule.cut_axis is None and model.is_down_proj_cut:
                 rule = rule.as_cut()
             cut = known[kind] = cut_of(meta, rule, facts, topology=topology, n_rows=n_rows)
         found[key] = cut

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.facts import Facts
 
@@ -78,8 +79,8 @@ def cut_vocab(
 
 def rows_of(catalog: Catalog, given: int | None) -> int | None:
     """Rows of the true vocabulary: what the caller says, else what ``unshard`` found."""
-    known = catalog.attrs.get("vocab_size")
-    return given if given is not None else known if isinstance(known, int) else None
+    model = catalog.facet(MegatronModel)
+    return given if given is not None or model is None else model.vocab_size
 
 
 def padded_rows(meta: TensorMeta, facts: Facts, *, tp: int, n_rows: int | None) -> int:

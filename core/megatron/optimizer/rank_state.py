@@ -65,7 +65,7 @@ class RankStates:
         states: in the order of ranks and files.
         steps: arrays of one element that all hold the number of steps; () where it is no tensor.
         beside: key of another hidden tensor, in ``optimizer.entries`` → its equal copies.
-        notes, dropped: as in the catalog's attrs.
+        notes, dropped: for the catalog's fields of these names.
     """
 
     optimizer: Optimizer
@@ -99,7 +99,7 @@ class OptimizerFiles(Protocol):
             a file.
         arrays: by name, those of parameters' states in model_optim_rng.pt.
         beside: key of a hidden tensor of the source (the number of steps, say) → the arrays that it goes to.
-        notes, dropped: as in the catalog's attrs.
+        notes, dropped: for the catalog's fields of these names.
     """
 
     files: dict[Coords, object]

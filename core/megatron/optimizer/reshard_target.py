@@ -39,4 +39,4 @@ class ReshardTarget:
     @property
     def args(self) -> object:
         """The training arguments of the source."""
-        return self.catalog.attrs.get("args")
+        return self.catalog.args

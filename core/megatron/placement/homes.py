@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from core.arrays.fast_value import value
 from core.catalog.catalog import Catalog
+from core.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.facts import PREDICTION_STACK, Facts
 from core.megatron.model.pipeline import Pipeline
@@ -130,8 +131,8 @@ def homes_at(
         UnsupportedError, UsageError, CorruptError: as ``facts.stages``.
     """
     if expert_names is None:
-        names = model.attrs.get("expert_names") or facts.expert_names
-        expert_names = "sequential" if names in (None, "grouped") else str(names)
+        names = (model.facet(MegatronModel) or MegatronModel()).expert_names or facts.expert_names
+        expert_names = "sequential" if names is None or names == "grouped" else names
     return Homes(
         stages=facts.stages(topology.pp, topology.vpp, pipeline=pipeline),
         topology=topology,

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.facets import MegatronModel
 from core.catalog.optimizer_keys import Optimizer, state_key, state_of
 from core.errors import UnsupportedError
-from core.megatron.extras.common_state import EXTRA_STATE, common_of, texts_of
+from core.megatron.extras.common_state import EXTRA_STATE, common_of
 from core.megatron.model.args import facts_of, fields_of, replaced
 from core.megatron.model.facts import Facts
 from core.megatron.rules.rules import Rules
@@ -47,20 +48,21 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     Raises:
         UnsupportedError: experts are in a form that the other implementation does not have.
     """
-    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
+    facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
     if facts.is_local == (implementation == "local"):
         return catalog
     if facts.kind.is_legacy:
         raise UnsupportedError(
             "models with the names of megatron.legacy have no such implementation", hint="leave --transformer-impl out"
         )
+    model = catalog.facet(MegatronModel) or MegatronModel()
     to_fused = implementation != "local"
-    if catalog.attrs.get("expert_names") == "te_grouped" and not to_fused:
+    if model.expert_names == "te_grouped" and not to_fused:
         raise UnsupportedError(
             "the local implementation has no grouped experts as Transformer Engine keeps them",
             hint="leave --transformer-impl out",
         )
-    dropped = texts_of(catalog, "dropped")
+    dropped = list(catalog.dropped)
 
     def renamed(name: str) -> str:
         found = state_of(name)
@@ -85,23 +87,19 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
             return catalog.fragments(key)
         return tuple(replace(piece, key=key) for piece in catalog.fragments(old))
 
-    args = replaced(catalog.attrs["args"], {})
+    args = replaced(catalog.args, {})
     fields_of(args)["transformer_impl"] = implementation  # also where an older run did not state it
-    optimizer = catalog.attrs.get("optimizer")
+    optimizer = catalog.optimizer
     return replace(
         catalog,
         tensors={new: _meta(catalog, old, new) for old, new in new_of.items()},
         objects={key: item for key, item in catalog.objects.items() if not _holds_state(item, dropped)},
         fragments_of=fragments_of,
-        attrs={
-            **{name: value for name, value in catalog.attrs.items() if name not in ("order", "module_versions")},
-            "args": args,
-            "common": {**common_of(catalog), "args": args},
-            "optimizer": _with_names(optimizer, new_of) if isinstance(optimizer, Optimizer) else optimizer,
-            "is_down_proj_cut": facts.is_mla and not to_fused,
-            "dropped": dropped,
-        },
-    )
+        args=args,
+        common={**common_of(catalog), "args": args},
+        optimizer=None if optimizer is None else _with_names(optimizer, new_of),
+        dropped=tuple(dropped),
+    ).with_facet(replace(model, order=None, module_versions={}, is_down_proj_cut=facts.is_mla and not to_fused))
 
 
 def _pairs(facts: Facts, layer: int, *, is_main: bool) -> list[tuple[str, str]]:

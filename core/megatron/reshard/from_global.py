@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject, TensorMeta
+from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
@@ -25,12 +26,12 @@ from core.megatron.extras.common_state import (
     iteration_of,
     refuse_or_drop_optimizer,
     sharded_object,
-    texts_of,
 )
 from core.megatron.extras.order import by_place
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import check_complete, check_shape, fc2_of, gate_notes, with_gate
 from core.megatron.model.facts import Facts
+from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, vocab_rows
 from core.megatron.optimizer.sharded.read import read_states, with_states
 from core.megatron.placement.joined import joined
@@ -58,7 +59,7 @@ def unshard_global(
     prefix = prefix_of(catalog, rules)
     common = common_entries(catalog)
     facts = facts_of(common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules)))
-    notes = texts_of(catalog, "notes")
+    notes = list(catalog.notes)
     dropped: list[str] = []
     entry = common.pop(OPTIMIZER, None)
     has_optimizer = entry is not None or any(map(is_optimizer_key, [*catalog.tensors, *catalog.objects]))
@@ -98,6 +99,12 @@ def unshard_global(
         leaf.key for item in objects.values() for leaf in walk(item.value) if isinstance(leaf, TensorLeaf)
     }
     inside |= {item.raw_key for item in objects.values() if item.raw_key is not None}
+    megatron = MegatronModel(
+        vocab_size=n_rows,
+        expert_names=facts.expert_names,
+        is_down_proj_cut=facts.is_mla and facts.is_local,
+        order=tuple(names),
+    )
     model = replace(
         catalog,
         tensors={name: metas[name] for name in names if name in metas},
@@ -105,23 +112,17 @@ def unshard_global(
         hidden={key: catalog.meta(key) for key in inside},
         fragments_of=Pieces(catalog, origins, metas).fragments_of,
         skeleton=None,
-        attrs={
-            **_of_format(catalog),
-            "family": "megatron",
-            "args": common["args"],
-            "iteration": iteration_of(common),
-            "checkpoint_version": common.get("checkpoint_version"),
-            "topology": facts.topology,
-            "common": common,
-            "vocab_size": n_rows,
-            "expert_names": facts.expert_names,
-            "is_down_proj_cut": facts.is_mla and facts.is_local,
-            "notes": notes,
-            "dropped": dropped,
-            "order": tuple(names),
-            "module_versions": {},
-            "is_ordered": True,
-        },
+        args=common["args"],
+        iteration=iteration_of(common),
+        common=common,
+        optimizer=None,
+        aliases={},
+        unsupported={},
+        carried={},
+        documents={},
+        notes=tuple(notes),
+        dropped=tuple(dropped),
+        facets=_torch_dist_facts(catalog) | {Topology: facts.topology, MegatronModel: megatron},
     )
     if not has_optimizer or optim != "carry":
         return model
@@ -130,7 +131,7 @@ def unshard_global(
 
 def is_megatron(catalog: Catalog, rules: Rules) -> bool:
     """Whether a catalog of global tensors has Megatron's names and training arguments; its objects are loaded."""
-    if catalog.attrs.get("is_rank_local"):
+    if catalog.is_rank_local:
         return False
     beginnings = tuple(prefix + stack for prefix in _PREFIXES for stack in rules.main_stacks)
     if not any(key.startswith(beginnings) for key in catalog.tensors):
@@ -189,13 +190,15 @@ def without_prefix(prefix: str, key: str) -> str:
     return key[len(prefix) :]
 
 
-def _of_format(catalog: Catalog) -> dict[str, object]:
-    """The attrs that torch_dist writes again; shapes that the optimizer's tensors had go with their old form."""
-    found = {name: catalog.attrs[name] for name in ("dialect", "mcore_data") if name in catalog.attrs}
-    facts = found.get("mcore_data")
-    if isinstance(facts, dict):
-        found["mcore_data"] = {key: {} if is_optimizer_key(key) else fact for key, fact in facts.items()}
-    return found
+def _torch_dist_facts(catalog: Catalog) -> dict[type, object]:
+    """Return the facet that torch_dist writes again; shapes of the optimizer's tensors go with their old form."""
+    facts = catalog.facet(TorchDistFacts)
+    if facts is None:
+        return {}
+    if facts.mcore_data is not None:
+        mcore_data = {key: {} if is_optimizer_key(key) else entry for key, entry in facts.mcore_data.items()}
+        facts = replace(facts, mcore_data=mcore_data)
+    return {TorchDistFacts: facts}
 
 
 def is_random_state(key: str) -> bool:
@@ -205,7 +208,7 @@ def is_random_state(key: str) -> bool:
 
 def common_entries(catalog: Catalog) -> dict[object, object]:
     """The entries beside the model by name, ``args`` among them."""
-    found = as_mapping(catalog.attrs.get("common"))
+    found = catalog.common
     if found is not None:
         return dict(found)
 
@@ -229,8 +232,8 @@ def common_entries(catalog: Catalog) -> dict[object, object]:
     for name, item in catalog.objects.items():
         if name in ("args", OPTIMIZER) and item.raw_key is None:
             plain[name] = item.value
-    if "args" in catalog.attrs:
-        plain["args"] = catalog.attrs["args"]
+    if catalog.args is not None:
+        plain["args"] = catalog.args
     if attributes(plain.get("args")) is None and as_mapping(plain.get("args")) is None:
         plain.pop("args", None)
     return plain

@@ -13,25 +13,9 @@ piece that a rank holds. What several ranks hold gives several fragments with on
 
 An optimizer's states stand beside them, see ``core.catalog.optimizer_keys``.
 
-attrs of the result (required ones first):
-
-* ``family`` ("megatron") and ``args``: the training arguments; ``core.megatron.model.args.facts_of`` says which ones
-  matter;
-* ``iteration``, ``checkpoint_version``, ``topology`` (of the source);
-* ``common``: the other top-level entries, by name, ``args`` among them (``core.megatron.extras.common_state``);
-* ``optimizer``: ``core.catalog.optimizer_keys.Optimizer``, or None;
-* ``vocab_size``: rows of the true vocabulary, None where nothing says;
-* ``expert_names``: how rank files name experts, and None without experts: ``sequential``
-  (``experts.local_experts.3.linear_fc1.weight``), ``te_grouped`` (``experts.linear_fc1.weight3``) or ``grouped``
-  (``experts.weight1``, of older Megatron: read, but written as ``sequential``). Absent: what the arguments say;
-* ``is_down_proj_cut``: multi-latent attention's down projections are cut over TP, as by the local implementation;
-  absent means that they are not;
-* ``rng_states``: rank → its random states, where the source is rank files;
-* ``notes``: what the user should know; ``dropped``: ``entry (reason)`` of what is left out;
-* ``order``: names of tensors and extra states in the order of the files; absent: as Megatron makes them;
-* ``module_versions``, ``is_ordered``, ``nesting`` (``core.megatron.extras.nested_dicts``), ``top_level``: how the
-  files' dicts look;
-  absent: as Megatron makes them.
+The result has the fields ``args`` (``core.megatron.model.args.facts_of`` says which arguments matter), ``iteration``,
+``common`` (the other top-level entries, ``args`` among them; ``core.megatron.extras.common_state``), ``optimizer``,
+``notes`` and ``dropped``, and the facets ``MegatronModel`` and ``Topology`` (the source's).
 
 Objects: extra states per layer, and random states.
 """
@@ -44,6 +28,7 @@ from dataclasses import replace
 from core.arrays.box import Shape
 from core.arrays.sharding import Piece, global_shape, replicated, split, trimmed
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, metas_of, whole_fragment
+from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.optimizer_keys import STEP, param_of, state_key
 from core.catalog.stored import Coords, StoredArray
 from core.errors import CorruptError, UnsupportedError
@@ -58,11 +43,9 @@ from core.megatron.extras.common_state import (
     is_ordered,
     iteration_of,
     refuse_or_drop_optimizer,
-    texts_of,
 )
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened
-from core.megatron.extras.random_states import RNG_STATES
 from core.megatron.model.args import facts_of
 from core.megatron.model.checks import check_complete, check_predictions, check_shape, extent_of, fc2_of, gate_notes
 from core.megatron.model.facts import Facts
@@ -89,13 +72,14 @@ def unshard_ranks(
     store: ReadStore | None,
 ) -> Catalog:
     """The global form of a rank catalog; see ``core.megatron.reshard.reshard.unshard``."""
-    if catalog.attrs.get("is_single_rank"):
+    rank_facts = catalog.facet(RankFacts)
+    if rank_facts is not None and rank_facts.is_single_rank:
         raise UnsupportedError(
             "this is one rank of a checkpoint; the others are needed as well",
             hint="point at the directory that holds the rank directories",
         )
     ranks = ranks_of(catalog)
-    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(local_names(ranks)))
+    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
     check_predictions(facts, facts.topology)
     notes: list[str] = []
     dropped: list[str] = []
@@ -135,6 +119,7 @@ def unshard_ranks(
             f"rows of query, key and value are now in the order of checkpoint_version {CURRENT}, not {version}"
         )
 
+    root = as_mapping(next(iter(ranks.values()))[1]) or {}
     cut: dict[object, list[Piece]] = {}
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -145,6 +130,19 @@ def unshard_ranks(
             return catalog.fragments(key)
         return tuple(_fragments(key, tensor, shapes[key], facts, cut))
 
+    first_chunk = next((value for key, value in root.items() if is_chunk(key)), None)
+    modules = sorted(model.versions, key=model.module_order.__getitem__)
+    megatron = MegatronModel(
+        vocab_size=n_rows,
+        expert_names=model.expert_names,
+        is_down_proj_cut=is_down_proj_cut,
+        rng_states=others.rng_states,
+        order=tuple(order),
+        module_versions={name: model.versions[name] for name in modules},
+        is_ordered=is_ordered(first_chunk),
+        nesting={name: is_dict for name, is_dict in model.nesting.items() if name},
+        top_level=tuple(dict.fromkeys("model" if is_chunk(key) else key for key in root)),
+    )
     objects |= {name: StoredObject(name, value=values[0]) for name, values in model.extra_states.items()}
     parts = (common, *(item.value for item in objects.values()), *others.rng_states.values())
     inside = [leaf.key for leaf in walk(parts) if isinstance(leaf, TensorLeaf)]
@@ -156,36 +154,15 @@ def unshard_ranks(
         | metas_of({key: arrays[0] for key, arrays in copies.items()}),
         fragments_of=fragments_of,
         skeleton=None,
-        attrs={
-            "family": "megatron",
-            "args": catalog.attrs["args"],
-            "iteration": iteration_of(common),
-            "checkpoint_version": common.get("checkpoint_version"),
-            "topology": facts.topology,
-            "common": common,
-            OPTIMIZER: None if found is None else found.optimizer,
-            "vocab_size": n_rows,
-            "expert_names": model.expert_names,
-            "is_down_proj_cut": is_down_proj_cut,
-            "notes": [*texts_of(catalog, "notes"), *notes],
-            "dropped": dropped,
-            RNG_STATES: others.rng_states,
-            "order": tuple(order),
-            **_looks_of(model, as_mapping(next(iter(ranks.values()))[1]) or {}),
-        },
+        iteration=iteration_of(common),
+        common=common,
+        optimizer=None if found is None else found.optimizer,
+        aliases={},
+        unsupported={},
+        notes=(*catalog.notes, *notes),
+        dropped=tuple(dropped),
+        facets={Topology: facts.topology, MegatronModel: megatron},
     )
-
-
-def _looks_of(model: RankModel, root: Mapping[object, object]) -> dict[str, object]:
-    """The attrs that say how the files' dicts look; ``root`` is the content of one of them."""
-    first_chunk = next((value for key, value in root.items() if is_chunk(key)), None)
-    modules = sorted(model.versions, key=model.module_order.__getitem__)
-    return {
-        "module_versions": {name: model.versions[name] for name in modules},
-        "nesting": {name: is_dict for name, is_dict in model.nesting.items() if name},
-        "is_ordered": is_ordered(first_chunk),
-        "top_level": tuple(dict.fromkeys("model" if is_chunk(key) else key for key in root)),
-    }
 
 
 def check_shapes(model: RankModel, stored: Mapping[str, Shape], facts: Facts) -> None:
@@ -202,9 +179,9 @@ def check_shapes(model: RankModel, stored: Mapping[str, Shape], facts: Facts) ->
 
 def ranks_of(catalog: Catalog) -> Mapping[Coords, tuple[str, object]]:
     """Coordinates → (directory, content of its file), of a rank catalog."""
-    ranks = catalog.attrs.get("ranks")
-    assert isinstance(ranks, Mapping), "a rank catalog lists its ranks"
-    return ranks
+    facts = catalog.facet(RankFacts)
+    assert facts is not None, "a rank catalog lists its ranks"
+    return facts.ranks
 
 
 def local_names(ranks: Mapping[Coords, tuple[str, object]]) -> Iterator[str]:
@@ -234,7 +211,8 @@ def _optimizer(
     dropped: list[str],
 ) -> RankStates | None:
     """The optimizer, if there is one and it is to be carried."""
-    kind = catalog.attrs.get(OPTIMIZER)
+    rank_facts = catalog.facet(RankFacts)
+    kind = None if rank_facts is None else rank_facts.optimizer_kind
     if kind is None and any(file.root.get(OPTIMIZER) is not None for file in model.files.values()):
         kind = "in model_optim_rng.pt"
     if kind is None:

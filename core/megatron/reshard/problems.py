@@ -62,7 +62,7 @@ def understood(
         sample: rank directories that stand for all others, which are like them; None for all.
     """
     try:
-        if not catalog.attrs.get("is_rank_local"):
+        if not catalog.is_rank_local:
             return _global(catalog, rules, report)
         return _ranks(catalog, rules, report, sample)
     except CheckpointingException as err:
@@ -72,7 +72,7 @@ def understood(
 
 def _ranks(catalog: Catalog, rules: Rules, report: Report, sample: Collection[str] | None) -> Understood:
     ranks = ranks_of(catalog)
-    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(local_names(ranks)))
+    facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
     if sample is not None:
         facts, ranks = _sampled(facts, ranks, sample)
 

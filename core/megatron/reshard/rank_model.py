@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from core.arrays.fast_value import value
 from core.catalog.catalog import Catalog
+from core.catalog.facets import RankFacts
 from core.catalog.stored import Coords, StoredArray
 from core.errors import (
     CheckpointingException,
@@ -174,12 +175,10 @@ def _add(model: RankModel, catalog: Catalog, chunk: Chunk, name: str, leaf: obje
 
 def _array(catalog: Catalog, leaf: TensorLeaf) -> StoredArray:
     """The array of a rank's tensor."""
-    known = catalog.attrs.get("arrays")
-    if isinstance(known, Mapping) and leaf.key in known:
-        found = known[leaf.key]
-        assert isinstance(found, StoredArray)
-        return found
-    array = catalog.fragments(leaf.key)[0].array
+    ranks = catalog.facet(RankFacts)
+    array = None if ranks is None or ranks.arrays is None else ranks.arrays.get(leaf.key)
+    if array is None:
+        array = catalog.fragments(leaf.key)[0].array
     assert array is not None
     return array
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import RankFacts
 from core.errors import Report, UnsupportedError, raising
 from core.files.store import ReadStore
 from core.megatron.model.facts import Facts
@@ -42,7 +43,8 @@ def read_states(
         UnsupportedError: of a kind that is not read, or nothing proves which state is whose.
         CorruptError: ranks contradict each other.
     """
-    kind = catalog.attrs.get("optimizer")
+    ranks = catalog.facet(RankFacts)
+    kind = None if ranks is None else ranks.optimizer_kind
     if kind == "distributed":
         from core.megatron.optimizer.flat.read import read_flat
 

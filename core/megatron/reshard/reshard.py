@@ -62,7 +62,7 @@ def unshard(
         CorruptError: ranks, shapes and arguments contradict each other.
         UsageError: ``vocab_size`` does not fit.
     """
-    is_rank_local = bool(catalog.attrs.get("is_rank_local"))
+    is_rank_local = catalog.is_rank_local
     made = (unshard_ranks if is_rank_local else unshard_global)(
         catalog,
         rules=rules,

@@ -1,15 +1,10 @@
 """From the global per-layer form to rank files of a topology: the target catalog of ``core.formats.megatron.format``.
 
 Target keys are the source's (global) keys; a fragment maps a box of the global tensor to a new array, named
-``<rank dir>:<path in the file>``, which has no extent yet. attrs of the result:
-
-* ``ranks``: coordinates → (rank directory, skeleton of the file), for ``lay_out``; ``arrays``: by name, those in them;
-* ``optim_files``: coordinates → distrib_optim.pt, where there is one
-  (``core.megatron.optimizer.flat.content.OptimFile``);
-* ``zeros``: key → boxes of the target tensor that no source holds (vocabulary padding);
-* ``transposed``: keys of tensors whose axes are in the other order in files, and in this catalog; the source's must be
-  brought into that order (``core.megatron.rules.experts.transposed``);
-* ``args`` (updated), ``topology``, ``iteration``, ``notes``, ``dropped``, ``is_rank_local``.
+``<rank dir>:<path in the file>``, which is yet to be placed. The result has the fields ``args`` (updated),
+``iteration``, ``zeros``, ``notes`` and ``dropped``, and the facets ``RankFacts`` and ``Topology``.
+``RankFacts.transposed`` names tensors whose axes are in the other order in files, and in this catalog; the source's
+must be brought into that order (``core.megatron.rules.experts.transposed``).
 
 Experts keep their kind. The legacy grouped one exists until megatron-core 0.16.
 """
@@ -21,8 +16,9 @@ from dataclasses import replace
 
 from core.arrays.box import Shape, whole
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, bind_nothing
+from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.file_image import JoinedArray
-from core.catalog.optimizer_keys import Optimizer, param_of, state_of
+from core.catalog.optimizer_keys import param_of, state_of
 from core.catalog.stored import Coords, StoredArray
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import (
@@ -33,7 +29,6 @@ from core.megatron.extras.common_state import (
     TOP_LEVEL,
     common_of,
     sharded_object,
-    texts_of,
     with_arrays,
 )
 from core.megatron.extras.extra_states import for_experts
@@ -54,7 +49,7 @@ from core.megatron.placement.homes import Home, Homes, by_chunk, by_rank, homes_
 from core.megatron.reshard.rank_optimizer import optimizer_files
 from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import GPT, Rules
-from core.pickle.inert import TensorLeaf, Weights, as_mapping
+from core.pickle.inert import TensorLeaf, Weights
 
 
 def shard(
@@ -85,21 +80,21 @@ def shard(
         UnknownTensorError: no rule fits a name.
         CorruptError: shapes and arguments contradict each other.
     """
-    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
+    facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
     check_target(topology, facts)
     check_rank_files(topology)
     check_predictions(facts, topology)
     n_rows = rows_of(catalog, vocab_size)
-    notes, dropped = texts_of(catalog, "notes"), texts_of(catalog, "dropped")
+    notes, dropped = list(catalog.notes), list(catalog.dropped)
     names = _expert_names(catalog, facts, version=version, experts=experts)
     catalog = for_experts(catalog, topology, facts, rules, dropped, names=names)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
     if names == "grouped":
         of_experts = [key for key in cuts if (expert := rules.expert_of(param_of(key))) and expert.number is not None]
         cuts |= {key: replace(cuts[key], is_transposed=True) for key in of_experts}
-    optimizer = catalog.attrs.get(OPTIMIZER)
+    optimizer = catalog.optimizer
     optim = None
-    if isinstance(optimizer, Optimizer):
+    if optimizer is not None:
         target = ReshardTarget(
             catalog=catalog,
             optimizer=optimizer,
@@ -135,7 +130,7 @@ def shard(
     files = _Files(catalog, topology, cuts, homes, objects, rules)
     padded = next((cuts[key].shape[0] for key in homes if rules.rule_of(key).kind == "vocab"), None)
     args = updated(
-        catalog.attrs.get("args"),
+        catalog.args,
         topology=topology,
         pipeline=pipeline,
         counts=[
@@ -147,8 +142,10 @@ def shard(
     )
     entries_beside = _entries_beside(catalog, topology, facts, args, rng=rng, dropped=dropped)
     entries = by_rank(_entries(catalog, homes, objects, places, rules, head=facts.kind.head), topology, rules)
-    noted = as_mapping(catalog.attrs.get("module_versions")) or {}
-    versions = by_chunk((version, home) for module, version in noted.items() for home in places.module(str(module)))
+    model = catalog.facet(MegatronModel) or MegatronModel()
+    versions = by_chunk(
+        (version, home) for module, version in model.module_versions.items() for home in places.module(module)
+    )
     ranks: dict[Coords, tuple[str, object]] = {}
     beside: dict[str, list[StoredArray]] = {}
     weights = Weights()
@@ -189,6 +186,12 @@ def shard(
             return files.fragments(key)
         return tuple(Fragment(key, whole(one.shape), one, (0,) * len(one.shape)) for one in beside.get(key, ()))
 
+    rank_facts = RankFacts(
+        ranks=ranks,
+        planned=arrays,
+        optim_files={} if optim is None else optim.files,
+        transposed=frozenset(key for key in every if cuts[key].is_transposed),
+    )
     return Catalog(
         format="megatron",
         version=None,
@@ -196,20 +199,13 @@ def shard(
         fragments_of=fragments_of,
         objects={key: item for key, item in catalog.objects.items() if item.raw_key is None},
         hidden={key: catalog.meta(key) for key in beside},
-        attrs={
-            "family": "megatron",
-            "is_rank_local": True,
-            "args": args,
-            "iteration": catalog.attrs.get("iteration"),
-            "topology": topology,
-            "ranks": ranks,
-            "arrays": arrays,
-            "optim_files": {} if optim is None else optim.files,
-            "zeros": zeros,
-            "transposed": frozenset(key for key in every if cuts[key].is_transposed),
-            "notes": notes,
-            "dropped": dropped,
-        },
+        args=args,
+        iteration=catalog.iteration,
+        zeros=zeros,
+        notes=tuple(notes),
+        dropped=tuple(dropped),
+        write=catalog.write,
+        facets={Topology: topology, RankFacts: rank_facts},
         bind=bind_nothing,
     )
 
@@ -302,7 +298,7 @@ def _expert_names(
         UsageError: they are, but are not legacy grouped ones.
         UnsupportedError: the megatron-core that is to load them has no legacy grouped ones.
     """
-    names = catalog.attrs.get("expert_names") or facts.expert_names
+    names = (catalog.facet(MegatronModel) or MegatronModel()).expert_names or facts.expert_names
     if experts is not None:
         if names != "grouped":
             raise UsageError(
@@ -315,7 +311,7 @@ def _expert_names(
             f"the experts are those of GroupedMLP (experts.weight1), which megatron-core {version} does not have",
             hint=f"write one module for each expert with {OPTION} sequential",
         )
-    return None if names is None else str(names)
+    return names
 
 
 def _not_as_before(catalog: Catalog) -> list[str]:
@@ -343,7 +339,9 @@ def _rank_objects(catalog: Catalog, facts: Facts) -> dict[str, object]:
         for key, item in catalog.objects.items()
         if key.endswith("_extra_state") and item.raw_key is None
     }
-    if facts.kind is GPT and "top_level" not in catalog.attrs and any(value is None for value in found.values()):
+    model = catalog.facet(MegatronModel)
+    is_of_files = model is not None and model.top_level is not None
+    if facts.kind is GPT and not is_of_files and any(value is None for value in found.values()):
         found.setdefault("output_layer._extra_state", None)
     return found
 
@@ -362,9 +360,9 @@ def _entries(
     Args:
         head: the name of a copy of the embedding.
     """
-    order = catalog.attrs.get("order")
+    order = (catalog.facet(MegatronModel) or MegatronModel()).order
     names: Iterable[str] = [*homes, *objects]
-    names = dict.fromkeys([*order, *names]) if isinstance(order, tuple) else sorted(names, key=by_place(rules))
+    names = sorted(names, key=by_place(rules)) if order is None else dict.fromkeys([*order, *names])
     found: list[tuple[str, Home]] = []
     copies: list[tuple[str, Home]] = []
     for key in names:
@@ -377,9 +375,8 @@ def _entries(
 
 def _container(catalog: Catalog, entries: dict[object, object], versions: Mapping[str, object]) -> object:
     """A state dict as the source has it: a dict, or an OrderedDict with its modules' versions, and nested or not."""
-    nesting = as_mapping(catalog.attrs.get("nesting")) or {}
-    ordered = {"": bool(catalog.attrs.get("is_ordered", True))}
-    return nested(entries, versions, {**ordered, **{str(name): bool(value) for name, value in nesting.items()}})
+    model = catalog.facet(MegatronModel) or MegatronModel()
+    return nested(entries, versions, {"": model.is_ordered, **model.nesting})
 
 
 def _entries_beside(
@@ -399,8 +396,8 @@ def _entries_beside(
         for key in catalog.objects
         if not key.startswith(f"{RNG}/") and key not in reruns and sharded_object(key) is not None
     ]
-    known = catalog.attrs.get("top_level")
-    order = [*(known if isinstance(known, tuple) else TOP_LEVEL), *TOP_LEVEL, *common]
+    model = catalog.facet(MegatronModel) or MegatronModel()
+    order = [*(model.top_level or ()), *TOP_LEVEL, *common]
 
     def entries(rank: Rank) -> dict[object, object]:
         found: dict[object, object] = {}

@@ -23,11 +23,12 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from core.arrays.box import Box, whole
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, bind_nothing
-from core.catalog.optimizer_keys import Optimizer, param_of
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.facets import TorchDistFacts
+from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, StoredArray, array_name
 from core.errors import UnsupportedError, UsageError
-from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object, texts_of
+from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object
 from core.megatron.model.args import facts_of, replaced
 from core.megatron.model.cut import Cut, check_target, cuts_of, zeros_of
 from core.megatron.model.facts import PREDICTION_STACK, Facts
@@ -48,7 +49,7 @@ class Stacked:
 
     Args:
         source: the source under torch_dist's keys: what the target is to be filled from.
-        target: the chunks to be written, without extent; attrs["zeros"] lists boxes that no source holds.
+        target: the chunks to be written; ``zeros`` lists boxes that no source holds.
     """
 
     source: Catalog
@@ -104,7 +105,7 @@ def stack(
         UsageError: layers that differ are to be stacked.
         UnsupportedError, UnknownTensorError, CorruptError: as for ``core.megatron.reshard.to_ranks.shard``.
     """
-    facts = facts_of(catalog.attrs.get("args"), names=rules.model_of(catalog.tensors))
+    facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
     if facts.kind.is_legacy:
         raise UnsupportedError(
             "models with the names of megatron.legacy are only in rank files: Megatron-LM saves no torch_dist of them",
@@ -116,16 +117,16 @@ def stack(
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=n_rows)
     opaque = [key for key in cuts if rules.rule_of(param_of(key)).kind == "opaque"]
     cuts = {key: cut for key, cut in cuts.items() if key not in opaque}
-    dropped = texts_of(catalog, "dropped")
+    dropped = list(catalog.dropped)
     states = _states(catalog, opaque, facts, rules, dropped)
     can_stack = _is_homogeneous(catalog, cuts, stages, rules)
     if is_stacked and not can_stack:
         raise UsageError("--stack-layers: the layers differ, so they have no key in common", hint="leave it out")
     is_stacked = can_stack and facts.is_stacked if is_stacked is None else is_stacked
     places = _Places(stages, topology, facts, rules, is_stacked)
-    source_optimizer = catalog.attrs.get(OPTIMIZER)
+    source_optimizer = catalog.optimizer
     reshard_target = None
-    if isinstance(source_optimizer, Optimizer):
+    if source_optimizer is not None:
         reshard_target = ReshardTarget(
             catalog=catalog, optimizer=source_optimizer, topology=topology, facts=facts, rules=rules, cuts=cuts
         )
@@ -158,7 +159,7 @@ def stack(
         return (Fragment(key, whole(meta.shape), StoredArray(key, meta.dtype, meta.shape), (0,) * len(meta.shape)),)
 
     objects = _objects(catalog, states, places)
-    notes = texts_of(catalog, "notes")
+    notes = list(catalog.notes)
     padded = next((cuts[key].shape[0] for key in cuts if rules.rule_of(param_of(key)).kind == "vocab"), None)
     args = _args(catalog, padded, format)
     common = {name: value for name, value in common_of(catalog).items() if name not in (OPTIMIZER, "args")}
@@ -176,25 +177,16 @@ def stack(
         key: [member.box(box) for member in group for box in zeros_of(catalog.tensors[member.key], cuts[member.key])]
         for key, group in members.items()
     }
-    attrs = {
-        **{name: catalog.attrs[name] for name in ("dialect", "mcore_data") if name in catalog.attrs},
-        **optimizer.attrs,
-        "family": "megatron",
-        "args": args,
-        "common": common,
-        "iteration": catalog.attrs.get("iteration"),
-        "checkpoint_version": catalog.attrs.get("checkpoint_version"),
-        "topology": topology,
-        "notes": notes,
-        "dropped": [*dropped, *(_left_out(states, rules) if facts.kind is GPT else ())],
-    }
+    torch_dist = catalog.facet(TorchDistFacts)
+    if torch_dist is not None and optimizer.needs_common_file:
+        torch_dist = replace(torch_dist, dialect="common_pt")
     source = replace(
         catalog,
         tensors={key: meta_of(key, is_target=False) for key in members},
         fragments_of=source_fragments,
         objects=objects,
         hidden=hidden,
-        attrs={**catalog.attrs, "notes": notes},
+        notes=tuple(notes),
     )
     target = Catalog(
         format="torch_dist",
@@ -203,8 +195,14 @@ def stack(
         fragments_of=target_fragments,
         objects=objects,
         hidden=hidden,
-        attrs={**attrs, "zeros": {key: boxes for key, boxes in zeros.items() if boxes}},
-        bind=bind_nothing,
+        args=args,
+        common=common,
+        iteration=catalog.iteration,
+        zeros={key: boxes for key, boxes in zeros.items() if boxes},
+        notes=tuple(notes),
+        dropped=(*dropped, *(_left_out(states, rules) if facts.kind is GPT else ())),
+        write=catalog.write,
+        facets={Topology: topology, **({} if torch_dist is None else {TorchDistFacts: torch_dist})},
     )
     facts = with_sizes(facts, {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key}, rules)
     return Stacked(
@@ -373,4 +371,4 @@ def _args(catalog: Catalog, padded: int | None, format: str) -> object:
     changes: dict[str, object] = {"ckpt_format": format, "use_dist_ckpt": True}
     if padded is not None:
         changes["padded_vocab_size"] = padded
-    return replaced(catalog.attrs["args"], changes)
+    return replaced(catalog.args, changes)

@@ -104,7 +104,7 @@ def test_compressed_objects_equal_what_torch_loads(compressed: Path) -> None:
     for key, value in torch_objects(compressed).items():
         assert catalog.objects[key].value == value, key
         assert catalog.objects[key].raw_key is None
-    assert catalog.attrs["iteration"] == 12
+    assert catalog.iteration == 12
 
 
 def test_the_nesting_of_a_compressed_checkpoint_is_that_of_a_plain_one(compressed: Path, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_metadata_of_single_ranks_is_read_as_one(by_ranks: Path) -> None:
     for key, tensor in expected.items():
         assert tensor_bytes(catalog, store, key).tobytes() == plain_bytes(tensor)  # type: ignore[arg-type]
     assert len(catalog.fragments("model.copied")) == 2
-    assert catalog.attrs["iteration"] == 3
+    assert catalog.iteration == 3
     assert [entry.path for entry in entries(catalog.skeleton)][:2] == [("model", "sharded"), ("model", "copied")]
 
 
@@ -378,7 +378,7 @@ def test_safetensors_files_are_read_bit_for_bit(tmp_path: Path, objects: dict[st
         extent = fragment.array.extent
         assert extent is not None and not extent.is_late and extent.encoding is None
         assert tensor_bytes(catalog, store, key).tobytes() == plain_bytes(tensor), key  # type: ignore[arg-type]
-    assert catalog.attrs.get("iteration") == objects.get("step")
+    assert catalog.iteration == objects.get("step")
     assert len(catalog.objects) == len(objects)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from core.arrays.box import Box
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.facets import WriteOptions
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
 from core.errors import (
@@ -114,9 +115,9 @@ def laid_out(target: Catalog) -> list[FileImage]:
     return list(dcp.FORMAT.lay_out(target))
 
 
-def rewritten(source_dir: Path, folder: Path, *, by: str = "as_stored", **attrs: object) -> Path:
+def rewritten(source_dir: Path, folder: Path, *, by: str = "as_stored") -> Path:
     source, store = read_whole(source_dir)
-    target = partitioned(source, format="dcp", by=by).with_attrs(**attrs)
+    target = partitioned(source, format="dcp", by=by)
     return write_files(materialized(laid_out(target), target=target, source=source, store=store), folder)
 
 
@@ -416,14 +417,14 @@ def test_each_rank_gets_a_file_in_order_of_first_appearance() -> None:
 
 def test_files_end_at_the_given_size_but_no_item_is_cut() -> None:
     arrays = {f"k{n}": [StoredArray(f"k{n}", "float32", (100, 10))] for n in range(6)}
-    target = made_catalog(arrays, (100, 10)).with_attrs(max_file_bytes=12_000)
+    target = replace(made_catalog(arrays, (100, 10)), write=WriteOptions(max_file_bytes=12_000))
     images = laid_out(target)
     assert [[placed.array.name for placed in image.arrays] for image in images[:-1]] == [
         ["k0", "k1"],
         ["k2", "k3"],
         ["k4", "k5"],
     ]
-    assert [image.path for image in laid_out(target.with_attrs(max_file_bytes=1))][:-1] == [
+    assert [image.path for image in laid_out(replace(target, write=WriteOptions(max_file_bytes=1)))][:-1] == [
         f"__{n}_0.distcp" for n in range(6)
     ]
 

@@ -149,12 +149,12 @@ def test_megatron_fsdp_becomes_its_nested_dict(tmp_path: Path) -> None:
 def test_the_iteration_is_read_where_the_checkpoint_says_it(tmp_path: Path, system: str) -> None:
     for name, options in (("plain", {}), ("zstd", {"_extensions": [ZStandard()]})):
         folder = saved(tmp_path / name, STATES[system](), **options)
-        assert dcp.FORMAT.read(LocalStore(folder)).attrs["iteration"] == 10
+        assert dcp.FORMAT.read(LocalStore(folder)).iteration == 10
 
 
 def test_the_iteration_of_a_safetensors_file_is_read(tmp_path: Path) -> None:
     folder = saved(tmp_path / "x", torchtitan(), serialization_format=SerializationFormat.SAFETENSORS)
-    assert dcp.FORMAT.read(LocalStore(folder)).attrs["iteration"] == 10
+    assert dcp.FORMAT.read(LocalStore(folder)).iteration == 10
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_the_iteration_of_a_safetensors_file_is_read(tmp_path: Path) -> None:
 )
 def test_what_is_no_iteration_is_not_taken_for_one(tmp_path: Path, state: dict[str, Any]) -> None:
     folder = saved(tmp_path / "x", {"w": counted(3), **state})
-    assert "iteration" not in dcp.FORMAT.read(LocalStore(folder)).attrs
+    assert dcp.FORMAT.read(LocalStore(folder)).iteration is None
 
 
 def test_an_entry_that_cannot_be_read_is_noted_and_hides_nothing(tmp_path: Path) -> None:
@@ -182,14 +182,14 @@ def test_an_entry_that_cannot_be_read_is_noted_and_hides_nothing(tmp_path: Path)
     data[item.offset : item.offset + item.length] = bytes(item.length)
     path.write_bytes(data)
     catalog = dcp.FORMAT.read(LocalStore(folder))
-    assert "iteration" not in catalog.attrs
-    assert "step could not be read" in str(catalog.attrs["notes"])
+    assert catalog.iteration is None
+    assert "step could not be read" in str(catalog.notes)
     assert list(catalog.tensors) == ["w"]
 
 
 def test_megatrons_arguments_are_facts_of_the_checkpoint(tmp_path: Path) -> None:
     catalog = dcp.FORMAT.read(LocalStore(saved(tmp_path / "x", fsdp_dtensor())))
-    found = attributes(catalog.attrs["args"])
+    found = attributes(catalog.args)
     assert found is not None
     assert found["hidden_size"] == 4
 
@@ -209,7 +209,7 @@ def test_a_root_of_steps_opens_its_newest_one(tmp_path: Path) -> None:
         saved(tmp_path / "checkpoint" / f"step-{step}", state)
     found = open_checkpoint(tmp_path / "checkpoint")
     assert (found.path.name, found.iteration, found.format.name) == ("step-10", 10, "dcp")
-    assert open_checkpoint(tmp_path / "checkpoint", iteration=5).catalog.attrs["iteration"] == 5
+    assert open_checkpoint(tmp_path / "checkpoint", iteration=5).catalog.iteration == 5
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,12 @@ from core.convert.contract import check_reading
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, TruncatedError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.deepspeed import format as deepspeed
+from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.partition import cut_groups, cut_parameters
 from core.pickle.inert import TensorLeaf, attributes
 from core.pickle.nesting import entries
 from tests.formats.deepspeed.deepspeed_samples import GROUPS, MODEL, STATES, Zero, values
+from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
 
 GOLD = ("zero1_dp2_bf16", "zero2_dp2_bf16", "zero2_dp2_fp32", "zero3_dp2_bf16")
@@ -90,7 +92,7 @@ def test_zero_0_keeps_weights_as_stored_and_its_optimizer_by_numbers(golden: Pat
         for number, wanted in enumerate(tensors):
             assert_holds(store, catalog, f"optimizer.fp32_groups.{group}.{number}", wanted)
     assert catalog.objects["optimizer.optimizer_state_dict.param_groups.1.params"].value == [6, 7, 8, 9, 10, 11]
-    assert "numbers" in str(catalog.attrs["notes"])
+    assert "numbers" in str(catalog.notes)
 
 
 @pytest.mark.parametrize("case", GOLD)
@@ -106,8 +108,8 @@ def test_everything_else_is_an_object(golden: Path, case: str) -> None:
     ]
     assert attributes(found["optimizer.loss_scaler"]) == {"cur_scale": 1.0, "dynamic": False}
     assert isinstance(found["ds_config"], dict)
-    assert catalog.attrs["iteration"] == 10 and catalog.attrs["dp"] == 2
-    assert catalog.attrs["zero_stage"] == int(case[4])
+    assert catalog.iteration == 10
+    assert catalog.facet(ZeroFacts) == ZeroFacts(stage=int(case[4]), dp=2)
 
 
 def test_the_skeleton_has_every_entry_under_its_path(golden: Path) -> None:
@@ -191,7 +193,7 @@ def test_parameters_that_only_the_module_has_come_with_a_note(tmp_path: Path) ->
 
     store, catalog = opened(Zero(1, 2, frozen={"base": (4, 2)}).write(tmp_path / "x", without_frozen))
     assert_holds(store, catalog, "base", values("base", (4, 2)).bfloat16())
-    assert "1 parameters that no optimizer group has, such as base" in str(catalog.attrs["notes"])
+    assert "1 parameters that no optimizer group has, such as base" in str(catalog.notes)
 
 
 def test_parameters_that_zero_3_holds_nowhere_are_reported(tmp_path: Path) -> None:
@@ -201,13 +203,13 @@ def test_parameters_that_zero_3_holds_nowhere_are_reported(tmp_path: Path) -> No
 
     _, catalog = opened(Zero(3, 2, frozen={"base": (4, 2)}).write(tmp_path / "x", without_frozen))
     assert "base" not in catalog.tensors
-    assert catalog.attrs["dropped"] == ["base (ZeRO-3 keeps its parts nowhere)"]
+    assert catalog.dropped == ("base (ZeRO-3 keeps its parts nowhere)",)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_shared_parameters_are_aliases(tmp_path: Path, stage: int) -> None:
     store, catalog = opened(Zero(stage, 2, shared={"head": "embed"}).write(tmp_path / "x"))
-    assert catalog.attrs["aliases"] == {"head": "embed"}
+    assert catalog.aliases == {"head": "embed"}
     assert_holds(store, catalog, "head", values("embed", GROUPS[0]["embed"]))
     assert list(catalog.tensors).index("embed") < list(catalog.tensors).index("head")
 
@@ -243,7 +245,7 @@ def test_client_state_with_tensors_is_carried(tmp_path: Path) -> None:
     nested = catalog.objects["nested"].value
     assert isinstance(nested, dict) and nested["seeds"] == [1, 2]
     assert len(catalog.hidden) == 2
-    assert catalog.attrs["iteration"] == 4  # global_steps, where the script says nothing
+    assert catalog.iteration == 4  # global_steps, where the script says nothing
 
 
 def test_an_elastic_checkpoint_has_its_states_in_a_list(tmp_path: Path) -> None:
@@ -263,7 +265,7 @@ def test_a_checkpoint_of_bf16_optimizer_states_no_stage(tmp_path: Path) -> None:
             del content["optimizer_state_dict"]["zero_stage"]
 
     store, catalog = opened(Zero(1, 3, pads=True).write(tmp_path / "x", bf16))
-    assert catalog.attrs["zero_stage"] == 1
+    assert facet_of(catalog, ZeroFacts).stage == 1
     assert_holds(store, catalog, "wide", values("wide", (3, 11)))
 
 
@@ -281,8 +283,7 @@ def test_states_of_another_length_are_reported(tmp_path: Path) -> None:
                 state["row"] = torch.ones(2, 3)
 
     _, catalog = opened(Zero(2, 2).write(tmp_path / "x", factored))
-    dropped = catalog.attrs["dropped"]
-    assert isinstance(dropped, list) and len(dropped) == 2 and "'row' of flat group 0" in dropped[0]
+    assert len(catalog.dropped) == 2 and "'row' of flat group 0" in catalog.dropped[0]
 
 
 def test_files_without_optimizer_state_still_give_weights(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from core.convert.contract import CHECKS, SAMPLE, Sample, check_reading
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore, ReadStore
 from core.formats.deepspeed import format as deepspeed
+from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.universal import format as deepspeed_universal
 from core.formats.deepspeed.universal.format import for_universal
 from core.formats.deepspeed.universal.source import NO_STATE
@@ -26,6 +26,7 @@ from core.formats.torch.format import parse
 from core.opening.target import source_and_target
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, namespace
 from tests.formats.deepspeed.deepspeed_samples import GROUPS, STATES, Zero, values, written
+from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
 
 CASES = ("zero1_dp2_bf16", "zero3_dp2_bf16")
@@ -62,7 +63,7 @@ def assert_equal(
         for _, catalog in (one, other)
     ]
     assert objects[0] == objects[1]
-    assert one[1].attrs["iteration"] == other[1].attrs["iteration"]
+    assert one[1].iteration == other[1].iteration
 
 
 def in_memory(
@@ -100,7 +101,7 @@ def test_a_universal_checkpoint_has_the_catalog_of_its_source(golden: Path, case
     for folder in (golden / "deepspeed_universal" / case, golden / "deepspeed_universal" / case / FOLDER):
         found = opened(folder)
         assert_equal((source, deepspeed.read(source)), found)
-        assert found[1].attrs["zero_stage"] == int(case[4])
+        assert facet_of(found[1], ZeroFacts).stage == int(case[4])
 
 
 def content(path: Path) -> tuple[dict[str, object], torch.Tensor]:
@@ -188,7 +189,7 @@ def test_odd_shapes_client_tensors_and_shared_parameters_come_back(tmp_path: Pat
     folder = written(catalog, store, tmp_path / "made")
     found = opened(folder)
     assert_equal((store, catalog), found)
-    assert found[1].attrs["aliases"] == {"head": "embed"}
+    assert found[1].aliases == {"head": "embed"}
     assert not (folder / "global_step4_universal" / "zero" / "head").exists()
     leaf = found[1].objects["rng"].value
     assert isinstance(leaf, TensorLeaf) and tensor_bytes(found[1], found[0], leaf.key).tobytes() == bytes(range(6))
@@ -230,15 +231,14 @@ def test_masters_take_the_place_of_rounded_weights(tmp_path: Path) -> None:
 def test_missing_state_is_said(tmp_path: Path) -> None:
     store = LocalStore(Zero(2, 2).write(tmp_path / "x"))
     bare = without_optimizer(deepspeed.read(store)).catalog
-    notes = for_universal(bare).attrs["notes"]
-    assert isinstance(notes, list) and notes[-1] == NO_STATE
+    assert for_universal(bare).notes[-1] == NO_STATE
     folder = written(bare, store, tmp_path / "made") / "global_step4_universal"
     assert sorted(path.name for path in (folder / "zero" / "embed").iterdir()) == ["fp32.pt"]
     state = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)
     assert len(state["param_groups"]) == 7 and "optimizer_state_dict" not in state  # no group of DeepSpeed is left over
     arrays = {"w": torch.ones(2), "optimizer.state.w.exp_avg": torch.ones(2)}
-    notes = for_universal(in_memory(arrays)[1]).attrs["notes"]
-    assert isinstance(notes, list) and "no optimizer step" in notes[0] and "no param_groups" in notes[1]
+    notes = for_universal(in_memory(arrays)[1]).notes
+    assert "no optimizer step" in notes[0] and "no param_groups" in notes[1]
 
 
 def test_unknown_groups_are_as_many_as_there_could_be(tmp_path: Path) -> None:
@@ -416,14 +416,14 @@ def test_files_that_deepspeed_needs_are_missed_in_a_note(tmp_path: Path) -> None
         *(name for group in GROUPS for name in group),
         *(f"optimizer.state.{name}.{state}" for group in GROUPS for name in group for state in (*STATES, "step")),
     }
-    notes = catalog.attrs["notes"]
-    assert isinstance(notes, list) and "no model states" in notes[0] and "no zero/optimizer_state.pt" in notes[1]
+    notes = catalog.notes
+    assert "no model states" in notes[0] and "no zero/optimizer_state.pt" in notes[1]
 
 
 def test_groups_of_deepspeed_are_written_as_they_are(tmp_path: Path) -> None:
     store = LocalStore(Zero(2, 2).write(tmp_path / "x"))
     catalog = deepspeed.read(store)
-    foreign = replace(catalog, attrs={key: item for key, item in catalog.attrs.items() if key != "zero_stage"})
+    foreign = catalog.without_facets(ZeroFacts)
     for source, n in ((catalog, 2), (foreign, 7)):
         folder = written(source, store, tmp_path / f"made{n}") / "global_step4_universal"
         groups = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)["param_groups"]

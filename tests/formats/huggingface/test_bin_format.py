@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import WeightFileFacts
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.huggingface.bin_format import FORMAT, read, sniff
@@ -36,6 +37,7 @@ from tests.formats.torch.torch_samples import (
     repickled,
     saved,
 )
+from tests.support.facets import facet_of
 from tests.support.materialize import materialized
 
 INDEX = "pytorch_model.bin.index.json"
@@ -100,10 +102,10 @@ def test_golden_shards_hold_what_torch_loads(golden: Path, model: str, kind: str
         meta = catalog.tensors[key]
         assert (f"torch.{meta.dtype}", meta.shape) == (str(tensor.dtype), tuple(tensor.shape))
         assert entry_bytes(catalog, store, key) == bits(tensor), key
-    assert catalog.attrs["aliases"] == ({"lm_head.weight": "model.embed_tokens.weight"} if "tied" in model else {})
-    assert catalog.attrs["notes"] == ()
-    assert catalog.attrs["stem"] == "model"
-    assert catalog.attrs["carried"] == {"config.json": "file:config.json"}
+    assert catalog.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if "tied" in model else {})
+    assert catalog.notes == ()
+    assert facet_of(catalog, WeightFileFacts).stem == "model"
+    assert catalog.carried == {"config.json": "file:config.json"}
     assert entry_bytes(catalog, store, "file:config.json") == (folder / "config.json").read_bytes()
     assert_same(as_torch_file(catalog, store), loaded)
 
@@ -133,7 +135,7 @@ def test_tensors_that_share_their_bytes_in_a_shard_still_do() -> None:
     weight = filled(torch.float32, 6, 5)
     store = directory({"x": filled(torch.int8, 3)}, {"embed": weight, "head": weight, "t": weight.t()})
     catalog = read(store)
-    assert catalog.attrs["aliases"] == {"head": "embed"}
+    assert catalog.aliases == {"head": "embed"}
     loaded = as_torch_file(catalog, store)
     assert loaded["head"].data_ptr() == loaded["embed"].data_ptr()
     assert bits(loaded["t"]) == bits(weight.t())
@@ -162,7 +164,7 @@ def test_a_quantized_tensor_is_shown_and_not_copied() -> None:
     first, second = tensors()
     odd = torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8)
     catalog = read(directory({**first, "odd": odd}, second))
-    assert catalog.attrs["unsupported"] == {"odd": "quantized tensor"}
+    assert catalog.unsupported == {"odd": "quantized tensor"}
     with pytest.raises(UnsupportedError, match="quantized"):
         torch_file.lay_out(source_and_target(catalog, torch_file.FORMAT)[1])
 
@@ -174,7 +176,7 @@ def test_a_complete_series_without_an_index_is_read_with_a_note() -> None:
     assert sniff(store)
     catalog = read(store)
     assert list(catalog.tensors) == [*first, *second]
-    assert catalog.attrs["notes"] == ("there is no index; the numbers of the shards say that all are there",)
+    assert catalog.notes == ("there is no index; the numbers of the shards say that all are there",)
     del store.contents[shard(1)]
     with pytest.raises(MissingShardError, match="of 2 shards, 1 are there") as caught:
         read(store)
@@ -202,18 +204,18 @@ def test_other_torch_files_and_another_total_size_are_noted() -> None:
     )
     catalog = read(store)
     n_bytes = sum(meta.n_bytes for meta in catalog.tensors.values())
-    assert catalog.attrs["notes"] == (
+    assert catalog.notes == (
         f"{INDEX} states a total_size of 91 bytes, the tensors have {n_bytes}",
         "not read: optimizer.pt, training_args.bin",
     )
-    assert catalog.attrs["carried"] == {"README.md": "file:README.md"}
+    assert catalog.carried == {"README.md": "file:README.md"}
 
 
 def test_both_ways_to_count_shared_tensors_are_right() -> None:
     weight = filled(torch.float32, 6, 5)
     for total in (120, 240):
         index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(("a", "b"), shard(1, 1))}
-        assert read(directory({"a": weight, "b": weight}, index=index)).attrs["notes"] == ()
+        assert read(directory({"a": weight, "b": weight}, index=index)).notes == ()
 
 
 FIRST, SECOND = tensors()
@@ -307,9 +309,9 @@ def test_a_single_file_and_the_files_beside_it_are_read() -> None:
         assert sniff(store)
         catalog = read(store)
         assert list(catalog.tensors) == ["model.w"]
-        assert catalog.attrs["carried"] == {config: f"file:{config}", "tokenizer.json": "file:tokenizer.json"}
-        assert catalog.attrs["stem"] == stem
-        assert catalog.attrs["notes"] == ("not read: training_args.bin",)
+        assert catalog.carried == {config: f"file:{config}", "tokenizer.json": "file:tokenizer.json"}
+        assert facet_of(catalog, WeightFileFacts).stem == stem
+        assert catalog.notes == ("not read: training_args.bin",)
         assert entry_bytes(catalog, store, "file:tokenizer.json") == b"[]"
         assert_same(as_torch_file(catalog, store), value)
 
@@ -356,5 +358,5 @@ def test_weights_beside_the_states_of_a_trainer_are_the_checkpoint(golden: Path,
     path = Path(shutil.copytree(golden / "accelerate/plain_bin/checkpoint_0", tmp_path / "checkpoint_0"))
     (path / "pytorch_model.bin").rename(path / name)
     opened = open_checkpoint(path)
-    assert (opened.format.name, opened.catalog.attrs["stem"]) == ("torch_bin", "model")
+    assert (opened.format.name, facet_of(opened.catalog, WeightFileFacts).stem) == ("torch_bin", "model")
     assert sorted(opened.catalog.tensors) == ["0.bias", "0.weight", "1.bias", "1.weight"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from core.catalog.catalog import Catalog, TensorMeta
-from core.catalog.files_beside import carried_of, documents_of, with_documents, without_carried
+from core.catalog.files_beside import carried_of, with_documents, without_carried
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import MAX_VALUES
 from core.files.store import LocalStore, MemoryStore
@@ -92,12 +93,13 @@ def test_a_document_takes_the_place_of_a_carried_file() -> None:
     source = with_carried(empty(), MemoryStore({"config.json": b"{}", "README.md": b"x"}))
     made = with_documents(source, {"config.json": b'{"new": 1}'})
     assert list(carried_of(made)) == ["README.md"] and list(made.hidden) == ["file:README.md"]
-    assert documents_of(with_documents(made, {"b": b"2"})) == {"config.json": b'{"new": 1}', "b": b"2"}
+    assert with_documents(made, {"b": b"2"}).documents == {"config.json": b'{"new": 1}', "b": b"2"}
     assert without_carried(source, ["nothing"]) is source
 
 
 def test_a_path_that_is_both_carried_and_made_is_refused() -> None:
-    source = with_carried(empty(), MemoryStore({"config.json": b"{}"})).with_attrs(documents={"config.json": b"{}"})
+    carried = with_carried(empty(), MemoryStore({"config.json": b"{}"}))
+    source = replace(carried, documents={"config.json": b"{}"})
     with pytest.raises(UnsupportedError, match="both carried and made") as caught:
         file_images(partitioned(source, format="fake", by="whole"))
     assert caught.value.file == "config.json"

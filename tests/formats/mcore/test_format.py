@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.facets import TorchDistFacts
 from core.catalog.stored import StoredArray
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore
@@ -26,6 +28,7 @@ from core.formats.torch.format import load_object
 from core.opening.objects import loaded
 from core.opening.target import partitioned
 from core.pickle.inert import ObjectLeaf, TensorLeaf, attributes, walk
+from tests.support.facets import facet_of, with_facts
 from tests.support.materialize import materialized, tensor_bytes, write_files
 
 CASES = {
@@ -51,10 +54,12 @@ def read(folder: Path) -> tuple[Catalog, LocalStore]:
     return torch_dist.FORMAT.read(store), store
 
 
-def rewritten(source_dir: Path, folder: Path, *, by: str = "as_stored", **attrs: object) -> Path:
+def rewritten(source_dir: Path, folder: Path, *, by: str = "as_stored", dialect: str | None = None) -> Path:
     source, store = read(source_dir)
     source = loaded(source, store, lambda s, array, key: load_object(s, array, key=key))
-    target = partitioned(source, format="torch_dist", by=by).with_attrs(**attrs)
+    target = partitioned(source, format="torch_dist", by=by)
+    if dialect is not None:
+        target = with_facts(target, TorchDistFacts, dialect=dialect)
     assert torch_dist.FORMAT.lay_out is not None
     images = torch_dist.FORMAT.lay_out(target)
     return write_files(materialized(images, target=target, source=source, store=store), folder)
@@ -80,10 +85,9 @@ def test_each_dialect_is_recognised(golden: Path, case: str, dialect: str) -> No
     store = LocalStore(folder)
     assert torch_dist.FORMAT.sniff(store)
     catalog = torch_dist.FORMAT.read(store)
-    assert catalog.attrs["dialect"] == dialect
-    assert catalog.attrs["iteration"] == 10
-    assert catalog.attrs["sharded_backend_version"] == 1
-    args = attributes(catalog.attrs["args"])
+    assert facet_of(catalog, TorchDistFacts).dialect == dialect
+    assert catalog.iteration == 10
+    args = attributes(catalog.args)
     assert args is not None
     assert args["num_layers"] == 4
     assert catalog.skeleton is None
@@ -108,7 +112,7 @@ def test_objects_are_the_sharded_objects(golden: Path, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_the_tensors_of_the_common_state_are_hidden_ones(golden: Path, case: str) -> None:
     catalog, store = read(folder_of(golden, case))
-    leaves = [node for node in walk(catalog.attrs["common"]) if isinstance(node, TensorLeaf)]
+    leaves = [node for node in walk(catalog.common) if isinstance(node, TensorLeaf)]
     if "optim" in case or "distopt" in case:
         assert leaves
     for leaf in leaves:
@@ -140,14 +144,13 @@ def test_stacked_weights_equal_the_oracle(golden: Path, family: str, model: str)
     assert len(compared) > 20
 
 
-def test_reformulated_tensors_are_shown_as_stored_with_their_true_shape_in_attrs(golden: Path) -> None:
+def test_reformulated_tensors_are_shown_as_stored_with_their_true_shape_beside_them(golden: Path) -> None:
     case = "mcore0121_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_fully_sharded_model_space"
     catalog, _ = read(folder_of(golden, case))
     key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
     assert catalog.tensors[key].shape == (4, 4, 1, 3072)
-    facts = catalog.attrs["mcore_data"]
-    assert isinstance(facts, dict)
-    assert facts[key] == {"nd_reformulated_orig_global_shape": (4, 192, 64)}
+    facts = facet_of(catalog, TorchDistFacts).mcore_data
+    assert facts is not None and facts[key] == {"nd_reformulated_orig_global_shape": (4, 192, 64)}
 
 
 def test_a_plain_dcp_directory_is_not_torch_dist(golden: Path) -> None:
@@ -178,8 +181,7 @@ def test_what_we_wrote_reads_back_equal(golden: Path, tmp_path: Path, case: str,
     source_dir = folder_of(golden, case)
     source, source_store = read(source_dir)
     ours, store = read(rewritten(source_dir, tmp_path / "ours", by=by))
-    assert ours.attrs["dialect"] == source.attrs["dialect"]
-    assert ours.attrs.get("mcore_data") == source.attrs.get("mcore_data")
+    assert facet_of(ours, TorchDistFacts) == facet_of(source, TorchDistFacts)
     assert set(ours.tensors) == set(source.tensors)
     assert set(ours.objects) == set(source.objects)
     for key in source.tensors:
@@ -246,12 +248,11 @@ def test_a_common_file_takes_the_place_of_a_common_object(golden: Path, tmp_path
     source_dir = folder_of(golden, "mcore_torch_dist/dense_gqa/tp2_pp2_optim")
     ours = rewritten(source_dir, tmp_path / "ours", dialect="common_pt")
     catalog, _ = read(ours)
-    assert catalog.attrs["dialect"] == "common_pt"
+    assert facet_of(catalog, TorchDistFacts).dialect == "common_pt"
     config = json.loads((ours / "metadata.json").read_text())
     assert config["common_backend"] == "torch"
-    common = catalog.attrs["common"]
-    assert isinstance(common, dict)
-    assert set(common) == set(read(source_dir)[0].attrs["common"])  # type: ignore[call-overload]
+    assert catalog.common is not None
+    assert set(catalog.common) == set(read(source_dir)[0].common or {})
 
 
 def test_two_runs_give_the_same_bytes(golden: Path, tmp_path: Path) -> None:
@@ -286,9 +287,8 @@ def test_objects_that_are_no_sharded_objects_join_the_common_state(tmp_path: Pat
         arrays={"model.w": StoredArray("model.w", "float32", (2, 3))},
         objects=objects,
         skeleton=skeleton,
-        attrs={"common": {"args": None}},
     )
-    images = torch_dist.lay_out(target)
+    images = torch_dist.lay_out(replace(target, common={"args": None}))
     common = next(image for image in images if image.path == "common.pt")
     made = bytearray(common.size)
     for offset, data in common.literals(lambda name: 0):
@@ -302,7 +302,7 @@ def test_objects_that_are_no_sharded_objects_join_the_common_state(tmp_path: Pat
 
 
 def test_an_unknown_dialect_is_refused() -> None:
-    target = catalog_of_arrays(format="torch_dist", arrays={}, attrs={"dialect": "0.99"})
+    target = catalog_of_arrays(format="torch_dist", arrays={}).with_facet(TorchDistFacts(dialect="0.99"))
     with pytest.raises(UnsupportedError, match=r"0\.99"):
         torch_dist.lay_out(target)
 
@@ -397,7 +397,7 @@ def test_a_common_state_that_runs_code_runs_nothing(copied: Callable[[str], Path
     torch.save({"args": Attack(), "iteration": 10}, folder / "common.pt")
     catalog, _ = read(folder)
     assert not (tmp_path / "run").exists()
-    assert "system" in repr(catalog.attrs["args"])
+    assert "system" in repr(catalog.args)
     metadata = pickle.dumps(Attack())
     (folder / ".metadata").write_bytes(metadata)
     with pytest.raises(UnsafeError):

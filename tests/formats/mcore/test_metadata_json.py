@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from core.catalog.catalog import catalog_of_arrays
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import MemoryStore
-from core.formats.mcore.common_state import common_attrs
+from core.formats.mcore.common_state import with_common_state
 from core.formats.mcore.metadata_json import CONFIG, checked_version, config_image, config_of
 from core.formats.mcore.objects import is_sharded_object
 
@@ -58,7 +59,7 @@ def test_a_bad_config_is_corrupt_and_named(data: bytes) -> None:
 
 def test_a_common_state_that_is_no_dict_is_corrupt() -> None:
     with pytest.raises(CorruptError, match="list, not a dict"):
-        common_attrs([1], file="here")
+        with_common_state(catalog_of_arrays(format="zarr", arrays={}), [1], file="x")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from core.catalog.facets import RankFacts
 from core.errors import CheckpointingException, CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.megatron import format as megatron
@@ -15,6 +17,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import load_rules, shard, unshard
 from core.opening.open import open_checkpoint
 from core.pickle.inert import TensorLeaf, as_mapping, walk
+from tests.support.facets import facet_of, ranks_of
 
 RULES = load_rules()
 
@@ -29,15 +32,13 @@ def copied(golden: Path, case: str, folder: Path) -> Path:
 
 def test_a_rank_catalog_names_every_rank(golden: Path) -> None:
     catalog = megatron.read(LocalStore(iteration(golden, "dense_gqa/tp2_pp2")))
-    assert catalog.attrs["is_rank_local"] is True
-    assert catalog.attrs["is_single_rank"] is False
-    assert catalog.attrs["topology"] == Topology(tp=2, pp=2)
-    assert catalog.attrs["iteration"] == 10
-    assert catalog.attrs["checkpoint_version"] == 3.0
-    assert catalog.attrs["optimizer"] is None
-    ranks = catalog.attrs["ranks"]
-    assert isinstance(ranks, dict)
-    assert {coords: folder for coords, (folder, _) in ranks.items()} == {
+    facts = facet_of(catalog, RankFacts)
+    assert (facts.is_single_rank, facts.n_unopened, facts.optimizer_kind) == (False, 0, None)
+    assert catalog.is_rank_local
+    assert catalog.facet(Topology) == Topology(tp=2, pp=2)
+    assert catalog.iteration == 10
+    assert catalog.version == "3.0"
+    assert {coords: folder for coords, (folder, _) in facts.ranks.items()} == {
         (("tp", 0), ("pp", 0)): "mp_rank_00_000",
         (("tp", 0), ("pp", 1)): "mp_rank_00_001",
         (("tp", 1), ("pp", 0)): "mp_rank_01_000",
@@ -69,7 +70,7 @@ def test_random_states_are_hidden_inside_their_object(golden: Path) -> None:
 )
 def test_the_kind_of_optimizer_is_known(golden: Path, case: str, kind: str, key: str) -> None:
     catalog = megatron.read(LocalStore(iteration(golden, f"dense_gqa/{case}")))
-    assert catalog.attrs["optimizer"] == kind
+    assert facet_of(catalog, RankFacts).optimizer_kind == kind
     assert any(name.startswith(key) for name in catalog.tensors)
 
 
@@ -79,8 +80,7 @@ def test_the_kind_of_optimizer_is_known(golden: Path, case: str, kind: str, key:
 )
 def test_expert_parallel_files_can_be_looked_at(golden: Path, case: str, n_ranks: int) -> None:
     catalog = megatron.read(LocalStore(iteration(golden, f"moe_seq/{case}")))
-    ranks = catalog.attrs["ranks"]
-    assert isinstance(ranks, dict)
+    ranks = ranks_of(catalog)
     assert len(ranks) == n_ranks
     assert all(len(coords) == (3 if "ep" in case else 2) for coords in ranks)
 
@@ -91,7 +91,7 @@ def test_a_root_a_rank_directory_and_a_rank_file_open(golden: Path, name: str) -
     opened = open_checkpoint(path / name if name else path.parent)
     assert opened.format.name == "megatron"
     assert opened.iteration == 10
-    assert opened.catalog.attrs["is_single_rank"] is bool(name)
+    assert facet_of(opened.catalog, RankFacts).is_single_rank is bool(name)
     assert any(key.startswith("mp_rank_01:model.") for key in opened.catalog.tensors)
     opened.store.close()
 
@@ -181,7 +181,7 @@ def test_lay_out_writes_a_root_with_its_tracker(golden: Path) -> None:
 
 def test_without_an_iteration_the_checkpoint_is_a_release(golden: Path) -> None:
     source = unshard(megatron.read(LocalStore(iteration(golden, "dense_gqa/tp1_pp1"))), rules=RULES)
-    target = shard(source, Topology(), rules=RULES).with_attrs(iteration=None)
+    target = replace(shard(source, Topology(), rules=RULES), iteration=None)
     images = megatron.lay_out(target)
     assert images[0].path == "release/mp_rank_00/model_optim_rng.pt"
     assert list(images[-1].literals(lambda name: 0)) == [(0, b"release")]
@@ -195,8 +195,7 @@ def test_a_catalog_without_a_layout_cannot_become_rank_files(golden: Path) -> No
 
 def test_the_skeleton_is_the_file(golden: Path) -> None:
     catalog = megatron.read(LocalStore(iteration(golden, "dense_gqa/tp1_pp2_vpp2")))
-    ranks = catalog.attrs["ranks"]
-    assert isinstance(ranks, dict)
+    ranks = ranks_of(catalog)
     root = as_mapping(ranks[(("tp", 0), ("pp", 1))][1])
     assert root is not None
     assert list(root) == [

@@ -7,17 +7,20 @@ as JSON, so that this process never imports megatron-core.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import TorchDistFacts, WriteOptions
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.formats.torch.format import load_object
 from core.opening.objects import loaded
 from core.opening.target import partitioned
 from tests.support.asked import asked
+from tests.support.facets import with_facts
 from tests.support.materialize import materialized, write_files
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
@@ -124,18 +127,15 @@ def catalog_of(folder: Path) -> Catalog:
     return loaded(torch_dist.FORMAT.read(store), store, lambda s, array, key: load_object(s, array, key=key))
 
 
-def rewritten(source_dir: Path, folder: Path, *, by: str = "as_stored", **attrs: object) -> Path:
-    source = catalog_of(source_dir)
-    target = partitioned(source, format="torch_dist", by=by).with_attrs(**attrs)
+def rewritten(source: Catalog, source_dir: Path, folder: Path, *, by: str = "as_stored") -> Path:
+    target = partitioned(source, format="torch_dist", by=by)
     assert torch_dist.FORMAT.lay_out is not None
     images = torch_dist.FORMAT.lay_out(target)
     return write_files(materialized(images, target=target, source=source, store=LocalStore(source_dir)), folder)
 
 
 def without_args(catalog: Catalog) -> dict[object, object]:
-    common = catalog.attrs["common"]
-    assert isinstance(common, dict)
-    return {key: value for key, value in common.items() if key != "args"}
+    return {key: value for key, value in (catalog.common or {}).items() if key != "args"}
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +145,16 @@ def answers(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     cases: dict[str, dict[str, object]] = {}
     for number, name in enumerate((*LOADABLE, *HEAD)):
         source = golden / name / "iter_0000010"
-        objects = sorted(key for key in catalog_of(source).objects)
+        catalog = catalog_of(source)
+        objects = sorted(catalog.objects)
         has_common = name not in HEAD
-        changes = {} if has_common else {"dialect": "common_pt", "common": without_args(catalog_of(source))}
-        whole = rewritten(source, root / f"{number}-whole", by="whole", max_file_bytes=200_000, **changes)
+        small = replace(catalog, write=WriteOptions(max_file_bytes=200_000))
+        if not has_common:
+            small = with_facts(replace(small, common=without_args(catalog)), TorchDistFacts, dialect="common_pt")
+        whole = rewritten(small, source, root / f"{number}-whole", by="whole")
         folders = {
             name: (source, has_common),
-            f"{name}:ours": (rewritten(source, root / f"{number}-ours"), has_common),
+            f"{name}:ours": (rewritten(catalog, source, root / f"{number}-ours"), has_common),
             f"{name}:whole": (whole, True),
         }
         for case, (folder, with_common) in folders.items():

@@ -376,13 +376,13 @@ def test_a_database_without_metadata_is_flat(tmp_path: Path) -> None:
     (folder / "checkpoint").write_bytes(b"\x80")
     catalog = ocdbt.FORMAT.read(LocalStore(folder))
     assert catalog.skeleton is None
-    assert "msgpack" in str(catalog.attrs["notes"])
+    assert "msgpack" in str(catalog.notes)
 
 
 def test_the_iteration_is_that_of_the_step(tmp_path: Path) -> None:
     for number, form in enumerate(("zarr2", "zarr2_zstd", "zarr3_sharded_zstd")):
         folder = save(tmp_path / form, {"step": np.array(70 + number, np.int32), "w": counted(3)}, FORMS[form])
-        assert ocdbt.FORMAT.read(LocalStore(folder)).attrs["iteration"] == 70 + number
+        assert ocdbt.FORMAT.read(LocalStore(folder)).iteration == 70 + number
 
 
 def test_one_item_of_a_checkpoint_manager_is_the_checkpoint(tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_one_item_of_a_checkpoint_manager_is_the_checkpoint(tmp_path: Path) -> N
     catalog, store = opened(tmp_path)
     assert list(catalog.tensors) == ["params.w"]
     assert tensor_bytes(catalog, store, "params.w").tobytes() == counted(4, 4, start=8).tobytes()  # type: ignore[arg-type]
-    assert catalog.attrs["notes"] == ("items that are no trees of arrays are not read: meta",)
+    assert catalog.notes == ("items that are no trees of arrays are not read: meta",)
 
 
 def test_several_items_are_entries_of_the_root(tmp_path: Path) -> None:
@@ -729,6 +729,6 @@ def test_checkpoints_of_orbax_are_read_bit_for_bit(golden: Path, case: str) -> N
     assert set(catalog.tensors) == set(expected)
     for key, tensor in expected.items():
         assert tensor_bytes(catalog, store, key).tobytes() == plain_bytes(tensor), key  # type: ignore[arg-type]
-    assert catalog.attrs["iteration"] == 10
+    assert catalog.iteration == 10
     paths = {entry.path for entry in entries(catalog.skeleton)}
     assert {("params", "dense", "kernel"), ("opt_state", 0, "mu"), ("params", "embed.table")} <= paths

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save, save_file, save_model
 
 from core.arrays.dtypes import DTYPES
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.facets import WeightFileFacts, WriteOptions
 from core.catalog.files_beside import with_documents
 from core.copy.run import execute
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsafeError, UnsupportedError
@@ -30,6 +31,7 @@ from core.opening.target import partitioned, tensors_only
 from core.pickle.inert import namespace
 from core.plan.plan import make_plan
 from core.stage.files import StageStore
+from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
 
 State = dict[str, torch.Tensor]
@@ -66,21 +68,25 @@ def assert_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.T
         assert raw(found[key]) == raw(tensor), key
 
 
-def target_of(source: Catalog, **attrs: object) -> Catalog:
-    return partitioned(source, format="safetensors", by="whole").with_attrs(**attrs)
+def target_of(source: Catalog) -> Catalog:
+    return partitioned(source, format="safetensors", by="whole")
 
 
-def written(source: Catalog, store: ReadStore, folder: Path, *, is_file: bool = False, **attrs: object) -> Path:
-    """The directory (or file) that the engine makes of a catalog."""
-    target = target_of(source, **attrs)
-    target = tensors_only(target).with_attrs(is_file=True) if is_file else target
+def written(source: Catalog, store: ReadStore, folder: Path, **options: Any) -> Path:
+    """Return the directory (or file) that the engine makes of a catalog.
+
+    Args:
+        options: of ``WriteOptions``.
+    """
+    target = replace(target_of(source), write=WriteOptions(**options))
+    target = tensors_only(target) if target.write.is_file else target
     images = lay_out(target)
     folder.mkdir(parents=True)
     plan = make_plan(source, target, images)
     stage = StageStore(folder, is_durable=False)
     finish_files(plan, execute(plan, store, stage), stage)
     stage.close()
-    return folder / images[0].path if is_file else folder
+    return folder / images[0].path if target.write.is_file else folder
 
 
 def saved(state: State, path: Path, metadata: dict[str, str] | None = None) -> tuple[Catalog, LocalStore]:
@@ -130,11 +136,11 @@ def test_golden_hugging_face_directories_are_read(golden: Path, model: str, form
     if (golden / "oracle" / "hf" / f"{model}.safetensors").exists():
         oracle = load_file(golden / "oracle" / "hf" / f"{model}.safetensors")
         assert_holds(catalog, store, oracle)
-    assert catalog.attrs["carried"] == {
+    assert catalog.carried == {
         "config.json": "file:config.json",
         "generation_config.json": "file:generation_config.json",
     }
-    assert catalog.attrs["metadata"] == {"format": "pt"} and catalog.attrs["notes"] == ()
+    assert facet_of(catalog, WeightFileFacts).metadata == {"format": "pt"} and catalog.notes == ()
 
 
 def test_every_oracle_file_is_read(golden: Path) -> None:
@@ -201,13 +207,13 @@ def test_aliases_that_safetensors_recorded_are_tensors(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     catalog = read(store)
     assert_holds(catalog, store, {"0.weight": model[0].weight, "1.weight": model[0].weight})
-    assert next(iter(catalog.attrs["aliases"].values())) in ("0.weight", "1.weight")  # type: ignore[attr-defined]
-    assert catalog.attrs["metadata"] == {"note": "x"}
+    assert next(iter(catalog.aliases.values())) in ("0.weight", "1.weight")
+    assert facet_of(catalog, WeightFileFacts).metadata == {"note": "x"}
 
 
 def test_a_tensor_called_as_a_format_is_no_alias(tmp_path: Path) -> None:
     catalog, _ = saved({"pt": torch.zeros(2)}, tmp_path / "a.safetensors", {"format": "pt"})
-    assert catalog.attrs["aliases"] == {} and list(catalog.tensors) == ["pt"]
+    assert catalog.aliases == {} and list(catalog.tensors) == ["pt"]
 
 
 # ---- directories that contradict themselves -----------------------------------------------------------------------
@@ -355,19 +361,19 @@ def test_what_is_odd_but_clear_is_read_with_a_note(case: str) -> None:
     files, keys, note = NOTED[case]
     catalog = read(MemoryStore(dict(files)))
     assert sorted(catalog.tensors) == keys
-    assert any(note in str(text) for text in catalog.attrs["notes"])  # type: ignore[attr-defined]
+    assert any(note in text for text in catalog.notes)
 
 
 def test_a_right_total_size_is_no_note_even_as_a_fraction() -> None:
     catalog = read(MemoryStore({**SHARDED, INDEX: index_of(WEIGHT_MAP, total_size=32.0)}))
-    assert catalog.attrs["notes"] == ()
+    assert catalog.notes == ()
 
 
 def test_one_file_of_a_series_says_so() -> None:
     name = "model-00001-of-00002.safetensors"
     catalog = read(MemoryStore({**SHARDED, OBJECTS_FILE: b"x"}, entry=name))
     assert list(catalog.tensors) == ["a"]
-    notes = " ".join(catalog.attrs["notes"])  # type: ignore[arg-type]
+    notes = " ".join(catalog.notes)
     assert "file 1 of 2" in notes and OBJECTS_FILE in notes
 
 
@@ -389,7 +395,7 @@ def test_dtypes_that_safetensors_reads_as_bytes_only_are_written_and_read(tmp_pa
     store = LocalStore(tmp_path, entry="in.safetensors")
     source = read(store)
     assert (source.tensors["w"].dtype, source.tensors["w"].shape) == (dtype, (3, 4))
-    path = written(source, store, tmp_path / "out", is_file=True, metadata={})
+    path = written(source, store, tmp_path / "out", is_file=True)
     with safe_open(path, "np") as opened:
         assert opened.get_slice("w").get_shape() == ([3, 8] if dtype.startswith("float4") else [3, 4])
     assert tensor_bytes(source, store, "w").ravel().tolist() == list(range(12))
@@ -427,7 +433,7 @@ def test_shards_hold_at_most_what_was_asked_or_one_tensor(tmp_path: Path) -> Non
     assert sorted(sizes) == names and len(names) > 2
     again = LocalStore(out)
     assert_holds(read(again), again, state)
-    assert read(again).attrs["notes"] == ()
+    assert read(again).notes == ()
 
 
 def test_files_without_tensors_are_written_and_read(tmp_path: Path) -> None:
@@ -452,18 +458,19 @@ def test_another_format_in_the_metadata_is_kept(tmp_path: Path) -> None:
 def test_an_alias_is_written_once_and_recorded(tmp_path: Path, limit: int) -> None:
     state = {"embed.weight": values("e", torch.bfloat16, 4, 3), "norm": values("n", torch.float32, 10)}
     source, store = saved({**state, "lm_head.weight": state["embed.weight"].clone()}, tmp_path / "in.safetensors")
-    out = written(source, store, tmp_path / "out", aliases={"lm_head.weight": "embed.weight"}, max_file_bytes=limit)
+    tied = replace(source, aliases={"lm_head.weight": "embed.weight"})
+    out = written(tied, store, tmp_path / "out", max_file_bytes=limit)
     assert_equal(all_of(out), state)
     again = LocalStore(out)
     catalog = read(again)
-    assert catalog.attrs["aliases"] == {"lm_head.weight": "embed.weight"}
+    assert catalog.aliases == {"lm_head.weight": "embed.weight"}
     assert_holds(catalog, again, {**state, "lm_head.weight": state["embed.weight"]})
 
 
 def test_an_alias_that_differs_or_cannot_be_recorded_is_written(tmp_path: Path) -> None:
     state = {"a": torch.ones(2), "b": torch.ones(3), "format": torch.ones(2)}
     source, store = saved(state, tmp_path / "in.safetensors")
-    out = written(source, store, tmp_path / "out", aliases={"b": "a", "format": "a", "gone": "a"})
+    out = written(replace(source, aliases={"b": "a", "format": "a", "gone": "a"}), store, tmp_path / "out")
     assert_equal(all_of(out), state)
 
 
@@ -496,7 +503,7 @@ def test_names_that_other_tools_look_for_are_kept(tmp_path: Path, stem: str) -> 
         f"{kept}-00002-of-00002.safetensors",
         f"{kept}.safetensors.index.json",
     ]
-    assert read(LocalStore(two)).attrs["stem"] == kept
+    assert facet_of(read(LocalStore(two)), WeightFileFacts).stem == kept
 
 
 def test_a_dtype_that_the_format_lacks_is_refused_by_the_tensors_name() -> None:

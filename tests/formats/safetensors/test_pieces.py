@@ -70,7 +70,7 @@ def test_consolidated_files_win_over_the_pieces_beside_them(golden: Path) -> Non
     catalog = read(store)
     files = {fragment.array.extent.file for fragment in catalog.all_fragments()}  # type: ignore[union-attr]
     assert not any("shard" in name for name in files if not name.endswith(".json"))
-    assert any("4 files with pieces" in str(note) for note in catalog.attrs["notes"])  # type: ignore[attr-defined]
+    assert any("4 files with pieces" in note for note in catalog.notes)
 
 
 def test_pieces_in_their_folder_are_read_where_nothing_was_consolidated(golden: Path) -> None:
@@ -273,7 +273,7 @@ def test_pieces_that_do_not_add_up_are_refused_by_name(case: str) -> None:
 def test_an_index_of_a_wider_dtype_is_only_noted() -> None:
     index = b'{"metadata":{"total_size":96},"weight_map":{"w":"a.safetensors"}}'
     catalog = read(store_of({"w": ((0, 0), W)}, more={"model.safetensors.index.json": index}))
-    assert any("total_size of 96" in str(note) for note in catalog.attrs["notes"])  # type: ignore[attr-defined]
+    assert any("total_size of 96" in note for note in catalog.notes)
 
 
 def test_missing_consolidated_files_point_at_the_pieces() -> None:

@@ -83,7 +83,7 @@ def test_tensors_that_share_a_storage_share_it_again(tmp_path: Path) -> None:
     other = filled(torch.float32, 40, 30, seed=9)
     data = saved({"embedding": weight, "other": other, "head": weight, "view": weight.t()})
     catalog, store = opened(data)
-    assert catalog.attrs["aliases"] == {"head": "embedding"}
+    assert catalog.aliases == {"head": "embedding"}
     new = written(catalog, store)
     loaded = torch.load(io.BytesIO(new))
     assert loaded["head"].data_ptr() == loaded["embedding"].data_ptr()
@@ -233,9 +233,9 @@ def test_one_file_of_a_series_says_so() -> None:
     stream = io.BytesIO()
     torch.save({"w": torch.ones(2)}, stream)
     catalog = read(MemoryStore({name: stream.getvalue()}, entry=name))
-    assert catalog.attrs["notes"] == ("this is file 2 of 3; point at the directory to read all",)
+    assert catalog.notes == ("this is file 2 of 3; point at the directory to read all",)
     alone = "pytorch_model-00001-of-00001.bin"
-    assert not read(MemoryStore({alone: stream.getvalue()}, entry=alone)).attrs["notes"]
+    assert not read(MemoryStore({alone: stream.getvalue()}, entry=alone)).notes
 
 
 def test_a_flat_catalog_becomes_a_dict(tmp_path: Path) -> None:
@@ -255,8 +255,8 @@ def test_object_leaves_are_filled_in() -> None:
 
 def test_iteration_and_args_are_told() -> None:
     catalog, _ = opened(saved({"iteration": 12, "args": argparse.Namespace(lr=1.5), "w": filled(torch.int8, 1)}))
-    assert catalog.attrs["iteration"] == 12
-    assert attributes(catalog.attrs["args"]) == {"lr": 1.5}
+    assert catalog.iteration == 12
+    assert attributes(catalog.args) == {"lr": 1.5}
     assert catalog.version == "3"
 
 
@@ -295,7 +295,7 @@ def test_a_tensor_that_is_not_handled_is_shown_and_not_copied(name: str) -> None
     catalog, store = opened(saved({"fine": filled(torch.int8, 3), "odd": {name: make()}}))
     assert list(catalog.tensors) == ["fine"]
     key = f"odd.{name}"
-    assert list(catalog.attrs["unsupported"]) == [key]
+    assert list(catalog.unsupported) == [key]
     assert key in catalog.objects
     with pytest.raises(UnsupportedError, match=kind) as caught:
         written(catalog, store)
@@ -311,7 +311,7 @@ def test_tensors_with_python_attributes_are_read_without_them(tmp_path: Path) ->
     parameter = torch.nn.Parameter(filled(torch.float32, 5))
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     catalog, store = opened(saved({"plain": plain, "marked": marked, "parameter": parameter}))
-    assert catalog.attrs["notes"] == (
+    assert catalog.notes == (
         "2 tensors carry Python attributes (partition_dim, tensor_model_parallel), which are not kept",
     )
     for loaded in loads(written(catalog, store), tmp_path / "new.pt"):
@@ -324,7 +324,7 @@ def test_containers_that_are_shared_are_written_apart_but_their_tensors_once() -
     shared = {"w": filled(torch.float32, 100)}
     catalog, store = opened(saved({"a": shared, "b": shared}))
     assert list(catalog.tensors) == ["a.w", "b.w"]
-    assert catalog.attrs["aliases"] == {"b.w": "a.w"}
+    assert catalog.aliases == {"b.w": "a.w"}
     assert_same(torch.load(io.BytesIO(written(catalog, store))), {"a": shared, "b": shared})
 
 

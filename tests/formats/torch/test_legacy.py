@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
@@ -23,6 +24,7 @@ from core.formats.megatron import format as megatron
 from core.formats.torch import legacy as torch_legacy
 from core.formats.torch.format import FORMAT, load_object, parse
 from core.formats.torch.legacy import pickle_end
+from core.megatron.model.topology import Topology
 from core.pickle.inert import Global, Inert, Persistent
 from core.pickle.plain import to_plain
 from core.pickle.writer import dumps
@@ -35,6 +37,7 @@ from tests.formats.torch.torch_samples import (
     assert_same,
     attempt,
     entry_bytes,
+    facts_of,
     filled,
     kinds_of,
     legacy_stream,
@@ -44,6 +47,7 @@ from tests.formats.torch.torch_samples import (
     saved_legacy,
     written,
 )
+from tests.support.facets import facet_of
 
 FLOATS = Global("torch", "FloatStorage")
 
@@ -60,7 +64,7 @@ def test_every_kind_of_tensor_is_read_as_from_a_zip(dtype: torch.dtype, tmp_path
     from_zip, zip_store = opened(saved(value))
     assert catalog.tensors == from_zip.tensors
     assert catalog.skeleton == from_zip.skeleton
-    assert catalog.attrs == from_zip.attrs
+    assert facts_of(catalog) == facts_of(from_zip)
     for key in catalog.tensors:
         assert entry_bytes(catalog, store, key) == entry_bytes(from_zip, zip_store, key), key
     for loaded in loads(written(catalog, store), tmp_path / "new.pt"):
@@ -81,9 +85,7 @@ def test_everything_but_tensors_is_read_as_from_a_zip() -> None:
     assert to_plain(catalog.skeleton) == to_plain(from_zip.skeleton)
     assert list(catalog.objects) == list(from_zip.objects)
     assert (catalog.tensors, catalog.hidden) == (from_zip.tensors, from_zip.hidden)
-    assert {name: to_plain(item) for name, item in catalog.attrs.items()} == {
-        name: to_plain(item) for name, item in from_zip.attrs.items()
-    }
+    assert facts_of(catalog) == facts_of(from_zip)
     assert (catalog.version, from_zip.version) == ("legacy 1001", "3")
 
 
@@ -99,7 +101,7 @@ def test_golden_streams_equal_their_zip_twins(golden: Path, name: str) -> None:
     assert {key: to_plain(item.value) for key, item in legacy.objects.items()} == {
         key: to_plain(item.value) for key, item in twin.objects.items()
     }
-    assert legacy.attrs["aliases"] == twin.attrs["aliases"]
+    assert legacy.aliases == twin.aliases
     for key in (*twin.tensors, *twin.hidden):
         assert entry_bytes(legacy, store, key) == entry_bytes(twin, store, key), key
     assert written(legacy, stores[0]) == written(twin, stores[1])
@@ -108,7 +110,7 @@ def test_golden_streams_equal_their_zip_twins(golden: Path, name: str) -> None:
 def test_tensors_that_share_a_storage_share_it_again() -> None:
     weight = filled(torch.float32, 40, 30)
     catalog, store = opened(saved_legacy({"embedding": weight, "head": weight, "view": weight.t()}))
-    assert catalog.attrs["aliases"] == {"head": "embedding"}
+    assert catalog.aliases == {"head": "embedding"}
     loaded = torch.load(io.BytesIO(written(catalog, store)))
     assert loaded["head"].data_ptr() == loaded["embedding"].data_ptr()
 
@@ -165,7 +167,7 @@ UNSUPPORTED = {
 def test_a_tensor_that_is_not_handled_is_shown_and_not_copied(kind: str) -> None:
     value = {"odd": UNSUPPORTED[kind](), "fine": filled(torch.int16, 3)}
     catalog, store = opened(saved_legacy(value))
-    assert catalog.attrs["unsupported"] == {"odd": kind}
+    assert catalog.unsupported == {"odd": kind}
     assert entry_bytes(catalog, store, "fine") == entry_bytes(*opened(saved(value)), "fine")
     with pytest.raises(UnsupportedError, match=kind):
         written(catalog, store)
@@ -207,7 +209,7 @@ def test_views_of_storages_as_old_torch_saved_them_are_read() -> None:
         "whole": CONTENT, "all of it": CONTENT, "nothing": b"",
     }  # fmt: skip
     assert {key: entry_bytes(catalog, store, key) for key in catalog.tensors} == wanted
-    assert catalog.attrs["aliases"] == {"all of it": "whole"}
+    assert catalog.aliases == {"all of it": "whole"}
     assert_same(torch.load(io.BytesIO(written(catalog, store))), torch.load(io.BytesIO(data), weights_only=False))
 
 
@@ -404,9 +406,11 @@ def test_rank_files_that_are_streams_are_read_like_zips(golden: Path, case: str,
     assert streams.tensors == zips.tensors
     assert streams.hidden == zips.hidden
     assert list(streams.objects) == list(zips.objects)
-    for name in ("topology", "iteration", "checkpoint_version", "aliases", "optimizer"):
-        assert streams.attrs[name] == zips.attrs[name]
-    assert to_plain(streams.attrs["args"]) == to_plain(zips.attrs["args"])
+    for name in ("version", "iteration", "aliases", "optimizer"):
+        assert getattr(streams, name) == getattr(zips, name)
+    assert streams.facet(Topology) == zips.facet(Topology) is not None
+    assert facet_of(streams, RankFacts).optimizer_kind == facet_of(zips, RankFacts).optimizer_kind
+    assert to_plain(streams.args) == to_plain(zips.args)
     for key in (*zips.tensors, *zips.hidden):
         assert entry_bytes(streams, stores[1], key) == entry_bytes(zips, stores[0], key), key
 

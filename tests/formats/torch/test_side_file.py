@@ -161,7 +161,7 @@ def test_a_nesting_that_does_not_fit_the_tensors_is_left_out_with_a_note(tensors
     )
     made = with_objects(flat_catalog(tensors), beside)
     assert made.skeleton is None and list(made.objects) == ["step"]
-    (note,) = made.attrs["notes"]  # type: ignore[misc]
+    (note,) = made.notes
     assert ("new" if tensors else "w") in note
 
 

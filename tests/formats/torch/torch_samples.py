@@ -13,13 +13,16 @@ import numpy as np
 import torch
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import TorchFileFacts
 from core.errors import CheckpointingException
 from core.files.store import MemoryStore, ReadStore
 from core.formats.torch.format import FORMAT, lay_out
 from core.opening.target import partitioned
 from core.pickle.inert import Global, Inert, Persistent, walk
+from core.pickle.plain import to_plain
 from core.pickle.reader import load
 from core.pickle.writer import dumps
+from tests.support.facets import facet_of
 from tests.support.materialize import materialized, tensor_bytes
 
 DTYPES = (
@@ -208,6 +211,13 @@ def legacy_stream(
     heads = [MAGIC, version, system, tree, list(storages) if keys is None else keys]
     bodies = [n.to_bytes(8, "little", signed=True) + data for n, data in storages.values()]
     return b"".join([*map(dumps, heads), *bodies])
+
+
+def facts_of(catalog: Catalog) -> list[object]:
+    """Return what a file says beside its tensors and objects, in a form that ``==`` compares."""
+    facts = facet_of(catalog, TorchFileFacts)
+    fields = (catalog.iteration, catalog.args, catalog.aliases, catalog.unsupported, catalog.notes, facts.shared)
+    return [facts.is_set_aside, *map(to_plain, fields)]
 
 
 def as_legacy(data: bytes) -> bytes:

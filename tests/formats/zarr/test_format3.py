@@ -128,7 +128,7 @@ def test_the_group_comes_last_and_notes_the_iteration(tmp_path: Path) -> None:
     folder = written(source, store, zarr3.FORMAT, tmp_path / "ours")
     root = json.loads((folder / "zarr.json").read_bytes())
     assert root == {"zarr_format": 3, "node_type": "group", "attributes": {"ckpt": {"iteration": 7}}}
-    assert read(folder)[0].attrs["iteration"] == 7
+    assert read(folder)[0].iteration == 7
     images = zarr3.lay_out(catalog_of_arrays(format="zarr3", arrays={"w": StoredArray("w", "float32", (2, 3))}))
     assert [image.path for image in images] == ["w/zarr.json", "w/c/0/0", "zarr.json"]
     assert [image.is_metadata for image in images] == [False, False, True]

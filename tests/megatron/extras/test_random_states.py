@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ckpt_cli.app import main
+from core.catalog.facets import MegatronModel, RankFacts
 from core.errors import ReplicaMismatchError, UnsupportedError, UsageError
 from core.megatron.extras.random_states import with_rng
 from core.megatron.model.topology import Rank, Topology
@@ -19,6 +20,7 @@ from core.opening.open import open_checkpoint
 from core.pickle.inert import as_mapping
 from tests.megatron.support.megatron_gold import RULES
 from tests.megatron.support.synthetic import Model
+from tests.support.facets import facet_of, ranks_of, with_facts
 from tests.support.materialize import tensor_bytes
 from tests.support.moved import moved
 from tests.support.rank_files import MODEL_FILE, load_rank_file, rank_dirs
@@ -33,17 +35,17 @@ def seeded(topology: Topology) -> Any:
     """The global form of a model whose ranks have a random state each: the text of its coordinates."""
     _, catalog = MOE.catalog(topology)
     ranks = {}
-    for coords, (folder, root) in catalog.attrs["ranks"].items():  # type: ignore[attr-defined]
+    for coords, (folder, root) in ranks_of(catalog).items():
         rank = topology.rank_at(coords)
-        ranks[coords] = (folder, {**as_mapping(root), "rng_state": [{"seed": str(rank)}]})  # type: ignore[dict-item]
-    return unshard(catalog.with_attrs(ranks=ranks), rules=RULES)
+        ranks[coords] = (folder, {**root, "rng_state": [{"seed": str(rank)}]})
+    return unshard(with_facts(catalog, RankFacts, ranks=ranks), rules=RULES)
 
 
 def states_of(target: Any) -> dict[Rank, object]:
-    topology = target.attrs["topology"]
+    topology = facet_of(target, Topology)
     return {
         topology.rank_at(coords): (as_mapping(root) or {}).get("rng_state")
-        for coords, (_, root) in target.attrs["ranks"].items()
+        for coords, (_, root) in ranks_of(target).items()
     }
 
 
@@ -61,7 +63,7 @@ def states_of(target: Any) -> dict[Rank, object]:
 def test_ranks_that_were_there_before_keep_their_states(a: Topology, b: Topology) -> None:
     target = shard(seeded(a), b, rules=RULES, rng="keep")
     assert states_of(target) == {rank: [{"seed": str(rank)}] for rank in b.ranks()}
-    assert not any("rng" in text for text in target.attrs["dropped"])  # type: ignore[attr-defined]
+    assert not any("rng" in text for text in target.dropped)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_other_ranks_have_none_and_keep_says_why(a: Topology, b: Topology, why: 
     source = seeded(a)
     target = shard(source, b, rules=RULES)
     assert set(states_of(target).values()) == {None}
-    (text,) = (text for text in target.attrs["dropped"] if "rng_state" in text)  # type: ignore[attr-defined]
+    (text,) = (text for text in target.dropped if "rng_state" in text)
     assert why in text and "--no-load-rng" in text
     with pytest.raises(UnsupportedError, match="random states cannot be kept") as caught:
         shard(source, b, rules=RULES, rng="keep")
@@ -92,7 +94,7 @@ def test_states_can_be_dropped_and_absent_ones_cannot_be_kept() -> None:
     dropped = with_rng(source, "drop", has_place=True, has_ranks=True)
     target = shard(dropped, Topology(tp=2), rules=RULES)
     assert set(states_of(target).values()) == {None}
-    assert target.attrs["dropped"] == ["rng_state (start Megatron with --no-load-rng)"]
+    assert target.dropped == ("rng_state (start Megatron with --no-load-rng)",)
     assert with_rng(source, None, has_place=False, has_ranks=True) is source
     for catalog, has_place in ((dropped, True), (source, False)):
         with pytest.raises(UsageError, match="cannot be kept"):
@@ -113,12 +115,12 @@ def test_torch_dist_has_one_state_for_each_tensor_and_pipeline_rank() -> None:
 def test_states_by_data_parallel_rank_are_those_of_their_expert_ranks() -> None:
     topology = Topology(tp=1, ep=4)
     source = seeded(topology)
-    states = source.attrs["rng_states"]
+    states = facet_of(source, MegatronModel).rng_states
     item = next(item for key, item in source.objects.items() if key.startswith("rng_state/"))
     objects = {
         f"rng_state/shard_0.0.{dp}_1.1.8": replace(item, value=[states[topology.rank_of(dp, 0)]]) for dp in range(8)
     }
-    found = replace(source, objects=objects).with_attrs(rng_states=None)
+    found = with_facts(replace(source, objects=objects), MegatronModel, rng_states={})
     target = shard(found, topology, rules=RULES, rng="keep")
     assert states_of(target) == {rank: [{"seed": str(rank)}] for rank in topology.ranks()}
 

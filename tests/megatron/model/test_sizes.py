@@ -12,6 +12,7 @@ from core.plan.match import match
 from tests.megatron.reshard.test_layouts import check
 from tests.megatron.support.megatron_gold import RULES, filled
 from tests.megatron.support.synthetic import Arrays, Model
+from tests.support.facets import ranks_of
 
 
 @pytest.mark.parametrize(("a", "b"), [(6, 4), (4, 6), (8, 6), (6, 8), (12, 8)])
@@ -47,10 +48,10 @@ def test_more_tensor_ranks_than_groups_cut_the_fused_rows_plainly() -> None:
     again = unshard(model.catalog(Topology(tp=16))[1], rules=RULES)
     assert again.tensors == source.tensors
     check(model, model.catalog(Topology(tp=16))[0], again, Topology(tp=8))
-    assert len(target.attrs["ranks"]) == 16  # type: ignore[arg-type]
+    assert len(ranks_of(target)) == 16
     note = "TP 16 is above the 4 query groups: megatron-core 0.16 and later load it"
-    assert note in target.attrs["notes"]  # type: ignore[operator]
-    assert not any("query groups" in text for text in shard(source, Topology(tp=4), rules=RULES).attrs["notes"])  # type: ignore[attr-defined]
+    assert note in target.notes
+    assert not any("query groups" in text for text in shard(source, Topology(tp=4), rules=RULES).notes)
 
 
 def test_tensor_ranks_and_groups_that_do_not_divide_each_other_are_refused() -> None:
@@ -77,7 +78,7 @@ def test_a_plain_mlp_has_one_part() -> None:
     model = Model(layers=1, is_gated=False, ffn=24)
     store, catalog = model.catalog(Topology(tp=4))
     source = unshard(catalog, rules=RULES)
-    assert not any("gated" in note for note in source.attrs["notes"])  # type: ignore[attr-defined]
+    assert not any("gated" in note for note in source.notes)
     check(model, store, source, Topology(tp=3))
 
 
@@ -86,7 +87,7 @@ def test_a_gate_that_the_arguments_do_not_name_is_seen_in_the_shapes(experts: in
     model = Model(layers=2, experts=experts, moe=(1,) if experts else (), more_args={"swiglu": False})
     store, catalog = model.catalog(Topology(tp=4))
     source = unshard(catalog, rules=RULES)
-    assert source.attrs["notes"][0].startswith("MLPs are gated, as the shapes of fc1 and fc2 say")  # type: ignore[index]
+    assert source.notes[0].startswith("MLPs are gated, as the shapes of fc1 and fc2 say")
     check(model, store, source, Topology(tp=6, pp=2))
     stacked = stack(source, Topology(tp=2), rules=RULES)
     key = f"decoder.layers.{'0.' if experts else ''}mlp.linear_fc1.weight"
@@ -126,7 +127,7 @@ def test_the_padding_of_a_vocabulary_follows_the_tensor_ranks(a: int, b: int, ro
     store, catalog = model.catalog(Topology(tp=a))
     target = check(model, store, unshard(catalog, rules=RULES), Topology(tp=b))
     assert target.tensors["output_layer.weight"].shape[0] == rows
-    zeros = target.attrs["zeros"]["output_layer.weight"]  # type: ignore[index]
+    zeros = target.zeros["output_layer.weight"]
     assert [(box.offset[0], box.end[0]) for box in zeros] == [(50257, rows)]
 
 

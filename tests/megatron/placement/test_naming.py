@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from itertools import product
 from math import lcm
 from pathlib import Path
@@ -14,6 +15,7 @@ from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Rank, Topology, rank_dir, rank_dirs
 from core.opening.open import open_checkpoint
 from tests.support.asked import asked
+from tests.support.facets import ranks_of
 from tests.support.rank_files import assert_same_weights
 from tests.support.rank_files import rank_dirs as found_dirs
 
@@ -63,8 +65,8 @@ def test_written_and_expected_directories_are_those_of_megatrons_ranks() -> None
 def test_one_name_is_read_by_the_arguments(golden: Path, tmp_path: Path) -> None:
     for source, coords in ((DENSE / "tp1_pp2", {"pp": 1, "ep": 0}), (EXPERTS / "tp1_pp1_ep2", {"pp": 0, "ep": 1})):
         checkpoint = open_checkpoint(golden / source)
-        ranks = checkpoint.catalog.attrs["ranks"]
-        (found,) = (dict(where) for where, (name, _) in ranks.items() if name == "mp_rank_00_001")  # type: ignore[attr-defined]
+        ranks = ranks_of(checkpoint.catalog)
+        (found,) = (dict(where) for where, (name, _) in ranks.items() if name == "mp_rank_00_001")
         assert found["pp"] == coords["pp"] and found.get("ep", 0) == coords["ep"]
 
 
@@ -127,7 +129,7 @@ def test_a_world_that_nobody_tells_is_the_smallest(golden: Path) -> None:
     topology = Topology(tp=4, ep=2, etp=1)
     told, untold = rank_dirs(topology, world_size=4), rank_dirs(topology)
     assert told == untold
-    assert fields_of(open_checkpoint(golden / DENSE / "tp1_pp1").catalog.attrs["args"])["world_size"] == 1
+    assert fields_of(open_checkpoint(golden / DENSE / "tp1_pp1").catalog.args)["world_size"] == 1
 
 
 # --- trackers ---
@@ -169,7 +171,7 @@ def test_iterations_of_eight_digits_widen_the_name(golden: Path, tmp_path: Path)
     from tests.megatron.support.megatron_gold import RULES, global_form
 
     _, source = global_form(golden, "dense_gqa", "tp1_pp1")
-    target: Catalog = shard(source.with_attrs(iteration=12345678), Topology(tp=2), rules=RULES)
+    target: Catalog = shard(replace(source, iteration=12345678), Topology(tp=2), rules=RULES)
     assert {image.path.split("/")[0] for image in megatron.lay_out(target)} == {
         "iter_12345678",
         "latest_checkpointed_iteration.txt",

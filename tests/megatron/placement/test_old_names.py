@@ -7,6 +7,7 @@ files of the wanted layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_versions_and_heads_that_make_no_sense_are_refused(golden: Path, tmp_pat
         unshard(megatron.read(LocalStore(tmp_path / "b" / "iter_0000010")), rules=RULES)
     rewrite(golden / "mcore_legacy/dense_gelu/tp2_pp1", tmp_path / "c", GELU["new"], version=0)
     catalog = megatron.read(LocalStore(tmp_path / "c" / "iter_0000010"))
-    wrong = catalog.with_attrs(args=replaced(catalog.attrs["args"], {"kv_channels": 4}))
+    wrong = replace(catalog, args=replaced(catalog.args, {"kv_channels": 4}))
     with pytest.raises(CorruptError, match="4 channels make"):
         unshard(wrong, rules=RULES)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import pytest
 
 from core.arrays.box import Box, whole
+from core.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError, UsageError
+from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
 from tests.megatron.support.megatron_gold import (
     DENSE,
@@ -25,6 +28,7 @@ from tests.megatron.support.megatron_gold import (
     rank_files,
     topology,
 )
+from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
 
 CASES = [(model, case) for model, cases in (DENSE | EXPERTS).items() for case in cases]
@@ -114,11 +118,11 @@ def test_order_and_facts_are_kept(golden: Path, model: str, case: str) -> None:
     _, catalog = global_form(golden, model, case)
     _, single = global_form(golden, model, "tp1_pp1")
     assert list(catalog.tensors) == list(single.tensors)
-    assert catalog.attrs["order"] == single.attrs["order"]
-    assert catalog.attrs["iteration"] == 10
-    assert catalog.attrs["topology"] == topology(case)
-    assert catalog.attrs["vocab_size"] == VOCAB[model]
-    assert set(catalog.attrs["common"]) == {  # type: ignore[call-overload]
+    assert facet_of(catalog, MegatronModel).order == facet_of(single, MegatronModel).order
+    assert catalog.iteration == 10
+    assert catalog.facet(Topology) == topology(case)
+    assert facet_of(catalog, MegatronModel).vocab_size == VOCAB[model]
+    assert set(catalog.common or {}) == {
         *("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
     }
 
@@ -147,7 +151,7 @@ def test_padding_is_cut_with_a_note_or_kept_for_a_destination_that_needs_as_much
     key = "embedding.word_embeddings.weight"
     _, cut = global_form(golden, "dense_gqa", "tp4_pp1")
     assert cut.tensors[key].shape == (300, 64)
-    assert any("512 rows become 300 (300 true ones, no padding)" in note for note in cut.attrs["notes"])  # type: ignore[attr-defined]
+    assert any("512 rows become 300 (300 true ones, no padding)" in note for note in cut.notes)
     assert [fragment.box.offset[0] for fragment in cut.fragments(key)] == [0, 128, 256]
     _, kept = global_form(golden, "dense_gqa", "tp4_pp1", target_tp=4)
     assert kept.tensors[key].shape == (512, 64)
@@ -170,9 +174,9 @@ def test_an_optimizer_is_refused_or_left_out_with_a_note(golden: Path, case: str
     with pytest.raises(UnsupportedError, match=rf"\({kind}\).*--no-optim"):
         unshard(catalog, rules=RULES, optim="refuse")
     found = unshard(catalog, rules=RULES, optim="drop")
-    assert found.attrs["dropped"] == [f"optimizer ({kind}; start Megatron with --no-load-optim)"]
+    assert found.dropped == (f"optimizer ({kind}; start Megatron with --no-load-optim)",)
     assert set(found.tensors) == set(global_form(golden, "dense_gqa", "tp1_pp1")[1].tensors)
-    assert "opt_param_scheduler" in found.attrs["common"]  # type: ignore[operator]
+    assert "opt_param_scheduler" in (found.common or {})
 
 
 @pytest.mark.parametrize(
@@ -202,9 +206,9 @@ def test_an_optimizer_in_torch_dist_is_refused_or_left_out(golden: Path, family:
 def test_grouped_experts_are_views_of_their_parameter(golden: Path, case: str) -> None:
     store, catalog = global_form(golden, "moe_grouped", case)
     _, single = global_form(golden, "moe_seq", "tp1_pp1")
-    assert catalog.attrs["expert_names"] == "grouped"
-    assert single.attrs["expert_names"] == "sequential"
-    assert catalog.attrs["order"] == single.attrs["order"]
+    assert facet_of(catalog, MegatronModel).expert_names == "grouped"
+    assert facet_of(single, MegatronModel).expert_names == "sequential"
+    assert facet_of(catalog, MegatronModel).order == facet_of(single, MegatronModel).order
     true = oracle(golden, "moe_seq")
     for key in catalog.tensors:
         assert (tensor_bytes(catalog, store, key) == true[fused(key)]).all(), key
@@ -248,6 +252,6 @@ def test_arguments_that_contradict_the_shapes_are_corrupt(golden: Path) -> None:
         ({"num_layers": 3}, "layers 3 are beyond the 3"),
         ({"vocab_size": 5000}, "does not fit"),
     ):
-        wrong = catalog.with_attrs(args=replaced(catalog.attrs["args"], changes))
+        wrong = replace(catalog, args=replaced(catalog.args, changes))
         with pytest.raises(CorruptError, match=what):
             unshard(wrong, rules=RULES)

@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_a_model_is_told_by_its_names(saved: Path) -> None:
     for model, kind in (("bert", "BERT"), ("t5", "T5")):
         for form in ("ranks", "dist"):
             found = unshard(opened(saved, model, "tp2_pp1", form)[1], rules=RULES)
-            facts = facts_of(found.attrs["args"], names=RULES.model_of(found.tensors))
+            facts = facts_of(found.args, names=RULES.model_of(found.tensors))
             assert facts.kind.kind == kind
             assert facts.stacks == (
                 {"encoder.layers.": 4} if model == "bert" else {"encoder.layers.": 2, "decoder.layers.": 4}
@@ -123,12 +124,12 @@ def test_a_model_is_told_by_its_names(saved: Path) -> None:
 def test_the_decoders_count_may_be_that_of_either_argument(saved: Path) -> None:
     _, catalog = opened(saved, "t5", "tp1_pp1", "ranks")
     for changes in ({"num_layers": 2}, {"decoder_num_layers": None}, {"decoder_num_layers": 2}):
-        args = replaced(catalog.attrs["args"], changes)
-        found = unshard(catalog.with_attrs(args=args), rules=RULES)
+        args = replaced(catalog.args, changes)
+        found = unshard(replace(catalog, args=args), rules=RULES)
         assert "decoder.layers.3.cross_attention.linear_kv.weight" in found.tensors
-    args = replaced(catalog.attrs["args"], {"num_layers": 7, "decoder_num_layers": 5})
+    args = replaced(catalog.args, {"num_layers": 7, "decoder_num_layers": 5})
     with pytest.raises(CorruptError, match="layers 4 of this stage's 5 are not there"):
-        unshard(catalog.with_attrs(args=args), rules=RULES)
+        unshard(replace(catalog, args=args), rules=RULES)
 
 
 def test_t5_has_no_pipeline(saved: Path) -> None:
@@ -147,9 +148,9 @@ def test_heads_that_do_not_divide_are_named(saved: Path) -> None:
 
 def test_what_is_absent_is_named(saved: Path) -> None:
     _, catalog = opened(saved, "bert", "tp1_pp2", "ranks")
-    fields = fields_of(catalog.attrs["args"])
+    fields = fields_of(catalog.args)
     assert fields["num_layers"] == 4
     found = unshard(catalog, rules=RULES)
     assert found.tensors["output_layer.bias"].shape == (60,)
     with pytest.raises(MissingShardError, match=r"layers 2 of this stage's 3"):
-        unshard(catalog.with_attrs(args=replaced(catalog.attrs["args"], {"num_layers": 6})), rules=RULES)
+        unshard(replace(catalog, args=replaced(catalog.args, {"num_layers": 6})), rules=RULES)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from core.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import fields_of, replaced
 from core.megatron.model.topology import Topology, rank_dir
@@ -14,6 +15,7 @@ from core.megatron.reshard.reshard import shard, stack, unshard
 from core.pickle.inert import as_mapping
 from tests.megatron.support.megatron_gold import RULES, filled
 from tests.megatron.support.synthetic import Latent, Model
+from tests.support.facets import facet_of, ranks_of
 from tests.support.materialize import tensor_bytes
 
 FUSED = Model(latent=Latent(), is_fused=True)
@@ -37,13 +39,12 @@ def test_any_size_to_any_other_that_divides(name: str, a: int, b: int) -> None:
     one, other = (Topology(tp=tp, ep=2 if model.experts else 1, etp=1 if model.experts else None) for tp in (a, b))
     store, catalog = model.catalog(one)
     source = unshard(catalog, rules=RULES)
-    assert source.attrs["is_down_proj_cut"] is ("cut" in name)
+    assert facet_of(source, MegatronModel).is_down_proj_cut is ("cut" in name)
     for key, array in model.tensors().items():
         assert tensor_bytes(source, store, key).tobytes() == array.tobytes(), key
     target = shard(source, other, rules=RULES)
     arrays = filled(target, source, store)  # type: ignore[arg-type]
-    ranks = target.attrs["ranks"]
-    assert isinstance(ranks, dict)
+    ranks = ranks_of(target)
     wanted: dict[str, np.ndarray] = {}
     for rank in other.ranks():
         folder = rank_dir(other, rank)
@@ -77,7 +78,7 @@ def test_one_rank_of_the_local_implementation_is_cut_as_that_does() -> None:
         source = unshard(catalog, rules=RULES)
         stacked = stack(source, topology, rules=RULES).source
         for form in (source, unshard(replace(stacked, format="torch_dist"), rules=RULES)):
-            assert form.attrs["is_down_proj_cut"] is True
+            assert facet_of(form, MegatronModel).is_down_proj_cut is True
             arrays = filled(shard(form, Topology(tp=4), rules=RULES), form, store)  # type: ignore[arg-type]
             assert arrays[f"mp_rank_03:model.{PATH}linear_kv_down_proj.weight"].shape == (3, 12, 4)
 
@@ -107,7 +108,7 @@ def test_query_groups_mean_nothing_here() -> None:
 def test_sizes_that_contradict_the_shapes_are_corrupt(changes: dict[str, object], what: str, tp: int) -> None:
     _, catalog = FUSED.catalog(Topology(tp=tp))
     with pytest.raises(CorruptError, match=what):
-        unshard(catalog.with_attrs(args=replaced(catalog.attrs["args"], changes)), rules=RULES)
+        unshard(replace(catalog, args=replaced(catalog.args, changes)), rules=RULES)
 
 
 @pytest.mark.parametrize("name", ["joined", "joined, cut"])
@@ -131,7 +132,5 @@ def test_the_argument_for_one_down_projection_follows_the_names() -> None:
     _, catalog = model.catalog(Topology(tp=2))
     once = unshard(catalog, rules=RULES)
     apart = unshard(replace(stack(once, Topology(), rules=RULES).source, format="torch_dist"), rules=RULES)
-    found = [
-        fields_of(shard(form, Topology(), rules=RULES).attrs["args"])["mla_down_proj_fusion"] for form in (once, apart)
-    ]
+    found = [fields_of(shard(form, Topology(), rules=RULES).args)["mla_down_proj_fusion"] for form in (once, apart)]
     assert found == [True, False]

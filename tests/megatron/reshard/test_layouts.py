@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import MegatronModel, RankFacts
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.files.store import MemoryStore
 from core.megatron.model.args import fields_of
@@ -17,6 +18,7 @@ from core.opening.objects import state_dict
 from core.pickle.inert import namespace
 from tests.megatron.support.megatron_gold import RULES, filled
 from tests.megatron.support.synthetic import Model
+from tests.support.facets import facet_of, ranks_of, with_facts, with_facts_of, without_facts
 from tests.support.materialize import tensor_bytes
 
 TP = [1, 2, 3, 4, 6, 12]
@@ -72,7 +74,7 @@ def test_stages_of_uneven_length() -> None:
     source = unshard(catalog, rules=RULES)
     check(uneven, store, source, Topology(tp=1, pp=3))
     made = check(replace(uneven, counts=None), store, source, Topology(tp=2, pp=5))
-    assert fields_of(made.attrs["args"])["decoder_first_pipeline_num_layers"] is None
+    assert fields_of(made.args)["decoder_first_pipeline_num_layers"] is None
 
 
 def test_stages_that_count_embedding_and_loss() -> None:
@@ -129,10 +131,10 @@ def test_a_nested_state_dict_with_megatrons_names_is_understood() -> None:
     store, catalog = model.catalog(Topology(tp=2), opt_param_scheduler={"num_steps": 8})
     once = unshard(catalog, rules=RULES)
     nest = state_dict(once)
-    again = unshard(replace(nest, format="dcp", attrs={}), rules=RULES)
+    again = unshard(replace(without_facts(nest), format="dcp"), rules=RULES)
     assert list(again.tensors) == list(once.tensors)
-    assert again.attrs["iteration"] == 7
-    assert again.attrs["common"]["opt_param_scheduler"] == {"num_steps": 8}  # type: ignore[index]
+    assert again.iteration == 7
+    assert again.common is not None and again.common["opt_param_scheduler"] == {"num_steps": 8}
     check(model, store, again, Topology(tp=4, pp=2))
 
 
@@ -141,9 +143,9 @@ def test_a_flat_state_dict_of_stacked_keys_is_understood() -> None:
     store, catalog = model.catalog(Topology(tp=2, pp=2))
     once = unshard(catalog, rules=RULES)
     stacked = stack(once, Topology(tp=2), rules=RULES)
-    flat = state_dict(replace(stacked.source, attrs=stacked.target.attrs).with_attrs(family=None))
+    flat = state_dict(with_facts_of(stacked.source, stacked.target).without_facets(MegatronModel))
     assert "decoder.layers.mlp.linear_fc2.weight" in flat.tensors
-    again = unshard(replace(flat, format="dcp", attrs={}), rules=RULES)
+    again = unshard(replace(without_facts(flat), format="dcp"), rules=RULES)
     assert set(again.tensors) == set(once.tensors)
     assert again.objects == {}
     check(model, store, again, Topology(tp=4))
@@ -152,15 +154,15 @@ def test_a_flat_state_dict_of_stacked_keys_is_understood() -> None:
 def test_without_arguments_there_is_no_layout() -> None:
     model = Model()
     _, catalog = model.catalog(Topology())
-    nest = state_dict(unshard(catalog, rules=RULES).with_attrs(common={}))
+    nest = state_dict(replace(unshard(catalog, rules=RULES), common={}))
     with pytest.raises(UnsupportedError, match="no training arguments"):
-        unshard(replace(nest, attrs={}), rules=RULES)
+        unshard(without_facts(nest), rules=RULES)
 
 
 def test_names_that_are_not_megatrons_are_refused() -> None:
     _, catalog = Model().catalog(Topology())
     other = replace(
-        catalog, attrs={}, tensors={"model.layers.0.mlp.up_proj.weight": next(iter(catalog.tensors.values()))}
+        without_facts(catalog), tensors={"model.layers.0.mlp.up_proj.weight": next(iter(catalog.tensors.values()))}
     )
     with pytest.raises(UnsupportedError, match=r"do not have Megatron's names \('model.layers.0"):
         unshard(other, rules=RULES)
@@ -220,27 +222,27 @@ def test_old_checkpoint_versions_are_refused() -> None:
 def test_entries_that_differ_between_ranks_are_left_out_with_a_note() -> None:
     model = Model()
     _, catalog = model.catalog(Topology(tp=2), shared={"a": [1, (2, None)]}, own=[0])
-    ranks = dict(catalog.attrs["ranks"])  # type: ignore[call-overload]
+    ranks = ranks_of(catalog)
     coords = (("tp", 1), ("pp", 0))
     folder, root = ranks[coords]
     ranks[coords] = (folder, {**root, "own": [1]})
-    found = unshard(catalog.with_attrs(ranks=ranks), rules=RULES)
-    assert found.attrs["common"]["shared"] == {"a": [1, (2, None)]}  # type: ignore[index]
-    assert "own" not in found.attrs["common"]  # type: ignore[operator]
-    assert found.attrs["dropped"] == ["own (not the same on all ranks)"]
+    found = unshard(with_facts(catalog, RankFacts, ranks=ranks), rules=RULES)
+    assert found.common is not None and found.common["shared"] == {"a": [1, (2, None)]}
+    assert "own" not in found.common
+    assert found.dropped == ("own (not the same on all ranks)",)
     target = shard(found, Topology(), rules=RULES)
-    assert target.attrs["ranks"][(("tp", 0), ("pp", 0))][1]["shared"] == {"a": [1, (2, None)]}  # type: ignore[index]
+    assert ranks_of(target)[(("tp", 0), ("pp", 0))][1]["shared"] == {"a": [1, (2, None)]}
 
 
 @pytest.mark.parametrize("entries", [{"opt_param_scheduler": {"num_steps": 99}}, {"iteration": 20}])
 def test_ranks_of_different_steps_are_refused(entries: dict[str, object]) -> None:
     _, catalog = Model().catalog(Topology(tp=2), opt_param_scheduler={"num_steps": 80})
-    ranks = dict(catalog.attrs["ranks"])  # type: ignore[call-overload]
+    ranks = ranks_of(catalog)
     coords = (("tp", 1), ("pp", 0))
     folder, root = ranks[coords]
     ranks[coords] = (folder, {**root, **entries})
     with pytest.raises(CorruptError, match="differs from that in mp_rank_00") as caught:
-        unshard(catalog.with_attrs(ranks=ranks), rules=RULES)
+        unshard(with_facts(catalog, RankFacts, ranks=ranks), rules=RULES)
     assert caught.value.rank == "mp_rank_01"
 
 
@@ -263,18 +265,18 @@ def test_arguments_of_other_models_are_refused(changes: dict[str, object], what:
 def test_the_null_tokenizer_has_one_token_more_than_it_says() -> None:
     model = Model(more_args={"tokenizer_type": "NullTokenizer", "vocab_size": 39})
     _, catalog = model.catalog(Topology(tp=2))
-    assert unshard(catalog, rules=RULES).attrs["vocab_size"] == 40
+    assert facet_of(unshard(catalog, rules=RULES), MegatronModel).vocab_size == 40
     newer = Model(more_args={"tokenizer_type": "NullTokenizer", "null_tokenizer_eod_id": None})
-    assert unshard(newer.catalog(Topology(tp=2))[1], rules=RULES).attrs["vocab_size"] == 40
+    assert facet_of(unshard(newer.catalog(Topology(tp=2))[1], rules=RULES), MegatronModel).vocab_size == 40
 
 
 def test_a_vocabulary_size_that_does_not_explain_the_rows_is_not_used() -> None:
     model = Model(more_args={"vocab_size": 20})
     _, catalog = model.catalog(Topology(tp=2))
     source = unshard(catalog, rules=RULES)
-    assert source.attrs["vocab_size"] is None
+    assert facet_of(source, MegatronModel).vocab_size is None
     assert source.tensors["output_layer.weight"].shape == (40, 12)
-    assert any("does not explain the 40 stored rows" in note for note in source.attrs["notes"])  # type: ignore[attr-defined]
+    assert any("does not explain the 40 stored rows" in note for note in source.notes)
     with pytest.raises(UnsupportedError, match="--vocab-size"):
         shard(source, Topology(tp=4), rules=RULES)
     assert unshard(catalog, rules=RULES, vocab_size=38).tensors["output_layer.weight"].shape == (38, 12)
@@ -289,14 +291,14 @@ def test_a_vocabulary_without_padding_stays_without() -> None:
 def test_arguments_are_updated_only_where_they_exist() -> None:
     model = Model(more_args={"sequence_parallel": True, "world_size": 8, "data_parallel_size": 4})
     _, catalog = model.catalog(Topology(tp=2))
-    fields = fields_of(shard(unshard(catalog, rules=RULES), Topology(pp=2), rules=RULES).attrs["args"])
+    fields = fields_of(shard(unshard(catalog, rules=RULES), Topology(pp=2), rules=RULES).args)
     assert fields["sequence_parallel"] is False
     assert fields["world_size"] == 8
     assert fields["tensor_model_parallel_size"] == 1
     assert fields["pipeline_model_parallel_size"] == 2
     assert fields["padded_vocab_size"] == 40
     assert "inprocess_active_world_size" not in fields
-    assert catalog.attrs["args"] is not None and fields_of(catalog.attrs["args"])["tensor_model_parallel_size"] == 2
+    assert catalog.args is not None and fields_of(catalog.args)["tensor_model_parallel_size"] == 2
 
 
 def test_namespaces_keep_their_class() -> None:

@@ -29,6 +29,7 @@ from core.megatron.reshard.reshard import Rules, load_rules, shard, stack, unsha
 from core.pickle.inert import as_mapping
 from tests.megatron.support.kinds import catalog_of
 from tests.megatron.support.megatron_gold import RULES, filled
+from tests.support.facets import ranks_of
 from tests.support.materialize import tensor_bytes
 
 REPLICATED = (None, ())
@@ -104,8 +105,7 @@ class Made:
         found = filled(target, source, store)  # type: ignore[arg-type]
         wanted = replace(self, counts=None).files(b)
         assert set(found) == {f"{folder}:model.{name}" for folder, held in wanted.items() for name in held}
-        ranks = target.attrs["ranks"]
-        assert isinstance(ranks, dict)
+        ranks = ranks_of(target)
         for rank in b.ranks():
             folder = rank_dir(b, rank)
             assert list(as_mapping(ranks[b.coords(rank)][1]["model"]) or {}) == list(wanted[folder])
@@ -382,7 +382,7 @@ def test_a_pattern_cuts_the_stages_and_is_cut_anew() -> None:
     for key, array in uneven.arrays().items():
         assert tensor_bytes(source, store, key).tobytes() == array.tobytes(), key
     found = {
-        str(b): fields_of(shard(source, b, rules=RULES).attrs["args"])["hybrid_layer_pattern"]
+        str(b): fields_of(shard(source, b, rules=RULES).args)["hybrid_layer_pattern"]
         for b in (Topology(), a, Topology(tp=2, pp=2), Topology(pp=4))
     }
     assert found == {"TP1 PP1": "M*-M", "TP1 PP2": "M|*-M", "TP2 PP2": "M|*-M", "TP1 PP4": "M|*|-|M"}
@@ -391,7 +391,7 @@ def test_a_pattern_cuts_the_stages_and_is_cut_anew() -> None:
 def test_a_pattern_without_cuts_is_kept() -> None:
     _, catalog = catalog_of(PATTERN.arguments(Topology()), Topology(), PATTERN.files(Topology()))
     target = shard(unshard(catalog, rules=RULES), Topology(pp=2), rules=RULES)
-    assert fields_of(target.attrs["args"])["hybrid_override_pattern"] == "M*-M"
+    assert fields_of(target.args)["hybrid_override_pattern"] == "M*-M"
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_experts_in_one_parameter_are_read_and_written_one_by_one() -> None:
         for name, array in held.items():
             assert array is not None
             assert found[f"{folder}:model.{name}"].tobytes() == array.tobytes(), (folder, name)
-    assert fields_of(target.attrs["args"])["moe_single_grouped_weight"] is False
+    assert fields_of(target.args)["moe_single_grouped_weight"] is False
 
 
 # --- rules of users ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from tests.megatron.support.megatron_gold import (
     stored,
     topology,
 )
+from tests.support.facets import ranks_of
 from tests.support.materialize import write_files
 from tests.support.rank_files import MODEL_FILE, assert_same_weights, load_rank_file, rank_dirs
 
@@ -60,8 +62,7 @@ def test_resharded_tensors_equal_those_that_megatron_saved(golden: Path, model: 
 def test_files_have_the_entries_of_those_that_megatron_saved(golden: Path, model: str, a: str, b: str) -> None:
     _, source = global_form(golden, model, a)
     target = shard(source, topology(b), rules=RULES)
-    made, wanted = target.attrs["ranks"], rank_files(golden, model, b)[1].attrs["ranks"]
-    assert isinstance(made, dict) and isinstance(wanted, dict)
+    made, wanted = ranks_of(target), ranks_of(rank_files(golden, model, b)[1])
     assert {coords: folder for coords, (folder, _) in made.items()} == {
         coords: folder for coords, (folder, _) in wanted.items()
     }
@@ -83,8 +84,8 @@ def test_files_have_the_entries_of_those_that_megatron_saved(golden: Path, model
 @pytest.mark.parametrize(("model", "a", "b"), PAIRS)
 def test_arguments_equal_those_of_megatron(golden: Path, model: str, a: str, b: str) -> None:
     _, source = global_form(golden, model, a)
-    made = shard(source, topology(b), rules=RULES).attrs["args"]
-    wanted = rank_files(golden, model, b)[1].attrs["args"]
+    made = shard(source, topology(b), rules=RULES).args
+    wanted = rank_files(golden, model, b)[1].args
     ours, theirs = fields_of(made), fields_of(wanted)
     assert list(ours) == list(theirs)
     assert [name for name in ours if name not in RUN_FIELDS and not same(ours[name], theirs[name])] == []
@@ -117,8 +118,7 @@ def test_torch_dist_gives_the_rank_files_that_megatron_saved(
     expected = model_arrays(stored(wanted, wanted_store))
     assert set(made) == set(expected)
     assert all((made[name] == data).all() for name, data in expected.items())  # type: ignore[attr-defined]
-    ours, theirs = target.attrs["ranks"], wanted.attrs["ranks"]
-    assert isinstance(ours, dict) and isinstance(theirs, dict)
+    ours, theirs = ranks_of(target), ranks_of(wanted)
     for coords in ours:
         a_root, b_root = as_mapping(ours[coords][1]) or {}, as_mapping(theirs[coords][1]) or {}
         for chunk in (name for name in b_root if str(name).startswith("model")):
@@ -158,13 +158,12 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(golden: Path
     expected = model_arrays(stored(wanted, wanted_store))
     assert set(made) == set(expected)
     assert all((made[name] == data).all() for name, data in expected.items())  # type: ignore[attr-defined]
-    ours, theirs = target.attrs["ranks"], wanted.attrs["ranks"]
-    assert isinstance(ours, dict) and isinstance(theirs, dict)
+    ours, theirs = ranks_of(target), ranks_of(wanted)
     for coords in theirs:
         a_model, b_model = ((as_mapping(ranks[coords][1]) or {})["model"] for ranks in (ours, theirs))
         assert list(as_mapping(a_model) or {}) == list(as_mapping(b_model) or {})
-    assert fields_of(target.attrs["args"])["moe_grouped_gemm"] is False
-    assert any("GroupedMLP become one module each" in note for note in target.attrs["notes"])  # type: ignore[attr-defined]
+    assert fields_of(target.args)["moe_grouped_gemm"] is False
+    assert any("GroupedMLP become one module each" in note for note in target.notes)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +190,7 @@ def test_random_states_stay_with_their_ranks_if_the_grid_stays(golden: Path) -> 
     assert expected
     for name, data in expected.items():
         assert (arrays[name] == data).all(), name
-    ranks = target.attrs["ranks"]
-    assert isinstance(ranks, dict)
-    for folder, root in ranks.values():
+    for folder, root in ranks_of(target).values():
         state = (as_mapping(root) or {})["rng_state"]
         assert isinstance(state, list)
         leaf = state[0]["torch_rng_state"]
@@ -203,14 +200,14 @@ def test_random_states_stay_with_their_ranks_if_the_grid_stays(golden: Path) -> 
 def test_random_states_are_left_out_with_a_note_if_the_grid_changes(golden: Path) -> None:
     _, source = global_form(golden, "dense_gqa", "tp2_pp2")
     target = shard(source, Topology(tp=4), rules=RULES)
-    assert target.attrs["dropped"] == ["rng_state (of TP2 PP2, not TP4 PP1; start Megatron with --no-load-rng)"]
+    assert target.dropped == ("rng_state (of TP2 PP2, not TP4 PP1; start Megatron with --no-load-rng)",)
     assert not target.hidden
 
 
 def test_padding_rows_move_unchanged_where_the_destination_has_as_many(golden: Path) -> None:
     store, source = global_form(golden, "dense_gqa", "tp2_pp1", target_tp=2)
     target = shard(source, Topology(tp=2, pp=2), rules=RULES)
-    assert target.attrs["zeros"] == {}
+    assert target.zeros == {}
     made = filled(target, source, store)
     wanted_store, wanted = rank_files(golden, "dense_gqa", "tp2_pp2")
     expected = model_arrays(stored(wanted, wanted_store))
@@ -219,7 +216,7 @@ def test_padding_rows_move_unchanged_where_the_destination_has_as_many(golden: P
 
 def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
     _, catalog = rank_files(golden, "dense_gqa", "tp4_pp1")
-    silent = catalog.with_attrs(args=replaced(catalog.attrs["args"], {"vocab_size": None}))
+    silent = replace(catalog, args=replaced(catalog.args, {"vocab_size": None}))
     source = unshard(silent, rules=RULES)
     assert source.tensors["output_layer.weight"].shape == (512, 64)
     assert shard(source, Topology(tp=4), rules=RULES).tensors["output_layer.weight"].shape == (512, 64)
@@ -230,7 +227,7 @@ def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
     kept = unshard(silent, rules=RULES, keep_padded_vocab=True)
     target = shard(kept, Topology(tp=2), rules=RULES)
     assert target.tensors["output_layer.weight"].shape == (512, 64)
-    assert fields_of(target.attrs["args"])["padded_vocab_size"] == 512
+    assert fields_of(target.args)["padded_vocab_size"] == 512
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from core.catalog.facets import TorchDistFacts
 from core.convert.run import Job, run
 from core.errors import UsageError
 from core.megatron.model.args import fields_of
@@ -13,6 +14,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import stack, unshard
 from core.opening.open import open_checkpoint
 from tests.megatron.support.megatron_gold import RULES, dist_files, filled, global_form, topology
+from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
 
 CASES = [
@@ -82,10 +84,8 @@ def test_objects_are_megatrons(golden: Path, model: str, case: str, family: str)
     expected = {key for key in wanted.objects if not key.startswith("rerun_state_machine_state")}
     assert set(target.objects) == expected
     assert all(item.value == [None] for key, item in target.objects.items() if "_extra_state" in key)
-    common = target.attrs["common"]
-    assert isinstance(common, dict)
-    theirs = wanted.attrs["common"]
-    assert isinstance(theirs, dict)
+    common, theirs = target.common, wanted.common
+    assert common is not None and theirs is not None
     assert set(theirs) - set(common) <= {"rerun_state_machine", "content_metadata"}
     assert set(common) <= set(theirs)
 
@@ -123,10 +123,10 @@ def test_torch_dist_can_be_cut_anew_and_keeps_its_random_states(golden: Path) ->
     assert {key for key in stacked.target.objects if key.startswith("rng_state")} == {
         f"rng_state/shard_{p}.{t}_2.2" for p in range(2) for t in range(2)
     }
-    fields = fields_of(stacked.target.attrs["args"])
+    fields = fields_of(stacked.target.args)
     assert fields["tensor_model_parallel_size"] == 2
     assert fields["padded_vocab_size"] == 512
-    assert stacked.target.attrs["dialect"] == "common_object"
+    assert facet_of(stacked.target, TorchDistFacts).dialect == "common_object"
     filled(stacked.target, stacked.source, store)
 
 

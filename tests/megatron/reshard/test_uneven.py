@@ -120,10 +120,10 @@ def test_uneven_layouts_of_golden_weights(
             assert ("output_layer.weight" in entries) == ((v, p) == (vpp - 1, pp - 1))
             if (v, p) not in ((0, 0), (vpp - 1, pp - 1)) and count == 0:
                 assert not entries
-    written = fields_of(open_checkpoint(tmp_path / "a").catalog.attrs["args"])
+    written = fields_of(open_checkpoint(tmp_path / "a").catalog.args)
     for name, value in args.items():
         assert written[name] == value, name
-    assert facts_of(open_checkpoint(tmp_path / "a").catalog.attrs["args"]).topology.vpp == vpp
+    assert facts_of(open_checkpoint(tmp_path / "a").catalog.args).topology.vpp == vpp
     home = ["--vpp-new", 1, "--no-account-for-embedding-in-pipeline-split"]
     sizes = dict(zip(("tp", "pp"), (text[2:] for text in back.split("_")), strict=False))
     home += [word for name, size in sizes.items() for word in (f"--{name}-new", size)]
@@ -151,7 +151,7 @@ def test_an_uneven_source_keeps_its_way_until_the_stages_change(golden: Path, tm
     assert [layers_in(entries) for entries in chunks_of(tmp_path / "b").values()] == [[0, 1, 2], [0]]
     reshard(tmp_path / "a", tmp_path / "c", "--vpp-new", 2)
     assert [layers_in(entries) for entries in chunks_of(tmp_path / "c").values()] == [[0]] * 4
-    assert fields_of(open_checkpoint(tmp_path / "c").catalog.attrs["args"])["pipeline_model_parallel_layout"] is None
+    assert fields_of(open_checkpoint(tmp_path / "c").catalog.args)["pipeline_model_parallel_layout"] is None
     reshard(tmp_path / "a", tmp_path / "d", "--to", "torch_dist")
     reshard(tmp_path / "d", tmp_path / "e", "--to", "megatron")
     assert_same_weights(tmp_path / "e", tmp_path / "a")

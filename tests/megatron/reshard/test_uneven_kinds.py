@@ -125,7 +125,7 @@ def test_what_megatron_builds_becomes_an_even_layout(folder: Path, name: str, si
 def test_what_is_written_is_read_by_its_own_arguments(folder: Path, name: str, sizes: Sizes) -> None:
     model, _, pipeline = UNEVEN[name]
     _, source = source_of(folder, f"even {model}", (1, 1, 1))
-    args = shard(source, at(sizes, pipeline), rules=RULES).attrs["args"]
+    args = shard(source, at(sizes, pipeline), rules=RULES).args
     _, catalog = catalog_of(fields_of(args), at(sizes), files(folder, name, sizes))
     assert set(unshard(catalog, rules=RULES).tensors) == set(source.tensors)
 

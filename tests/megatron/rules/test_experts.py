@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.facets import MegatronModel, RankFacts
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import MemoryStore
 from core.megatron.model.args import fields_of, replaced
@@ -17,6 +18,7 @@ from core.opening.objects import state_dict
 from core.pickle.inert import as_mapping
 from tests.megatron.support.megatron_gold import RULES, filled
 from tests.megatron.support.synthetic import Model
+from tests.support.facets import facet_of, ranks_of, with_facts, without_facts
 from tests.support.materialize import tensor_bytes
 
 MIXED = Model(experts=8, moe=(1, 2, 3), shared=24)
@@ -38,8 +40,7 @@ def check(model: Model, store: MemoryStore, source: Catalog, target: Topology) -
     made = shard(source, target, rules=RULES)
     arrays = filled(made, source, store)  # type: ignore[arg-type]
     wanted: dict[str, np.ndarray] = {}
-    ranks = made.attrs["ranks"]
-    assert isinstance(ranks, dict)
+    ranks = ranks_of(made)
     for rank in target.ranks():
         folder = rank_dir(target, rank)
         root = as_mapping(ranks[target.coords(rank)][1]) or {}
@@ -73,7 +74,7 @@ def test_torch_dist_and_back_is_the_same(model: Model) -> None:
     filled(stacked.target, stacked.source, store)  # type: ignore[arg-type]
     again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
     assert set(again.tensors) == set(once.tensors)
-    assert again.attrs["expert_names"] == model.expert_names
+    assert facet_of(again, MegatronModel).expert_names == model.expert_names
     check(model, store, again, Topology(tp=4, ep=8, etp=1))
 
 
@@ -89,8 +90,8 @@ def test_layers_that_may_differ_keep_their_own_keys_with_an_axis_of_experts() ->
     _, catalog = alike.catalog(Topology())
     source = unshard(catalog, rules=RULES)
     assert "decoder.layers.3.mlp.router.weight" in stack(source, Topology(), rules=RULES).target.tensors
-    args = replaced(source.attrs["args"], {"moe_layer_freq": 1})
-    stacked = stack(source.with_attrs(args=args), Topology(etp=4), rules=RULES).target
+    args = replaced(source.args, {"moe_layer_freq": 1})
+    stacked = stack(replace(source, args=args), Topology(etp=4), rules=RULES).target
     key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
     assert stacked.tensors[key].shape == (4, 8, 12, 12)
     assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in stacked.tensors
@@ -105,11 +106,11 @@ def test_experts_of_their_own_keys_in_torch_dist_are_understood() -> None:
     nest = state_dict(once)
     old_of = {key.replace("local_experts.", "experts."): key for key in nest.tensors}
     renamed = replace(
-        nest,
+        without_facts(nest),
         tensors={new: replace(nest.tensors[old], key=new) for new, old in old_of.items()},
         fragments_of=lambda key: [replace(piece, key=key) for piece in nest.fragments(old_of.get(key, key))],
         skeleton=None,
-        attrs={"args": once.attrs["args"]},
+        args=once.args,
         format="dcp",
     )
     check(MIXED, store, unshard(renamed, rules=RULES), Topology(ep=4))
@@ -118,17 +119,16 @@ def test_experts_of_their_own_keys_in_torch_dist_are_understood() -> None:
 def test_a_nested_state_dict_with_experts_is_understood() -> None:
     store, catalog = GROUPED.catalog(Topology(tp=4, ep=2, etp=1))
     nest = state_dict(unshard(catalog, rules=RULES))
-    again = unshard(replace(nest, format="dcp", attrs={}), rules=RULES)
+    again = unshard(replace(without_facts(nest), format="dcp"), rules=RULES)
     check(GROUPED, store, again, Topology(tp=2, pp=2, ep=2))
 
 
 def test_without_an_order_files_have_megatrons() -> None:
     for model in (MIXED, GROUPED):
         store, catalog = model.catalog(Topology(tp=2, ep=4))
-        source = unshard(catalog, rules=RULES)
-        attrs = {name: value for name, value in source.attrs.items() if name not in ("order", "expert_names")}
+        source = with_facts(unshard(catalog, rules=RULES), MegatronModel, order=None, expert_names=None)
         shuffled = dict(sorted(source.tensors.items(), key=lambda item: item[0][::-1]))
-        check(model, store, replace(source, tensors=shuffled, attrs=attrs), Topology(ep=2))
+        check(model, store, replace(source, tensors=shuffled), Topology(ep=2))
 
 
 def test_the_tenth_expert_stands_behind_the_ninth() -> None:
@@ -137,8 +137,7 @@ def test_the_tenth_expert_stands_behind_the_ninth() -> None:
         store, catalog = model.catalog(Topology(ep=4))
         source = unshard(catalog, rules=RULES)
         check(model, store, source, Topology())
-        attrs = {name: value for name, value in source.attrs.items() if name != "order"}
-        check(model, store, replace(source, attrs=attrs), Topology())
+        check(model, store, with_facts(source, MegatronModel, order=None), Topology())
 
 
 def test_a_router_bias_keeps_its_precision_of_its_own() -> None:
@@ -176,7 +175,7 @@ def test_packed_extra_states_stay_only_with_their_experts() -> None:
         stack(source, Topology(ep=2), rules=RULES).target,
     ):
         assert name not in made.tensors
-        assert any(name in text and "packed" in text for text in made.attrs["dropped"])  # type: ignore[attr-defined]
+        assert any(name in text and "packed" in text for text in made.dropped)
     _, catalog = with_states(Topology(ep=2), 0)
     empty = unshard(catalog, rules=RULES)
     assert name in shard(empty, Topology(ep=4), rules=RULES).tensors
@@ -188,11 +187,10 @@ def test_packed_extra_states_stay_only_with_their_experts() -> None:
 def test_older_checkpoints_without_all_dense_shards_are_refused() -> None:
     topology = Topology(tp=4, ep=2, etp=1)
     _, catalog = MIXED.catalog(topology)
-    ranks = catalog.attrs["ranks"]
-    assert isinstance(ranks, dict)
-    written = {coords: found for coords, found in ranks.items() if found[0] in ("mp_rank_00_000", "mp_rank_01_001")}
+    kept = ("mp_rank_00_000", "mp_rank_01_001")
+    written = {coords: found for coords, found in ranks_of(catalog).items() if found[0] in kept}
     with pytest.raises(MissingShardError, match="shards of TP ranks 2, 3 are in no file.*before core 0.19"):
-        unshard(catalog.with_attrs(ranks=written), rules=RULES)
+        unshard(with_facts(catalog, RankFacts, ranks=written), rules=RULES)
 
 
 def broken(name: str, array: np.ndarray | None, folder: str = "mp_rank_00_001") -> Catalog:
@@ -262,7 +260,7 @@ def test_arguments_that_contradict_the_experts_are_refused(
     changes: dict[str, object], error: type[Exception], what: str
 ) -> None:
     _, catalog = MIXED.catalog(Topology(tp=2, ep=2))
-    wrong = catalog.with_attrs(args=replaced(catalog.attrs["args"], changes))
+    wrong = replace(catalog, args=replaced(catalog.args, changes))
     with pytest.raises(error, match=what):
         unshard(wrong, rules=RULES)
 
@@ -270,10 +268,10 @@ def test_arguments_that_contradict_the_experts_are_refused(
 def test_a_stack_of_other_experts_is_corrupt() -> None:
     _, catalog = MIXED.catalog(Topology())
     stacked = stack(unshard(catalog, rules=RULES), Topology(), rules=RULES).source
-    args = replaced(stacked.attrs["args"], {"num_experts": 4})
-    common = {**(as_mapping(stacked.attrs["common"]) or {}), "args": args}
+    args = replaced(stacked.args, {"num_experts": 4})
+    common = {**(stacked.common or {}), "args": args}
     with pytest.raises(CorruptError, match=r"a stack of shape \(8, 24, 12\) in a model of 4 layers and 4 experts"):
-        unshard(replace(stacked, format="torch_dist").with_attrs(args=args, common=common), rules=RULES)
+        unshard(replace(stacked, format="torch_dist", args=args, common=common), rules=RULES)
 
 
 def test_the_arguments_follow_the_sizes() -> None:
@@ -282,7 +280,7 @@ def test_the_arguments_follow_the_sizes() -> None:
     source = unshard(catalog, rules=RULES)
 
     def written(topology: Topology) -> dict[str, object]:
-        fields = fields_of(shard(source, topology, rules=RULES).attrs["args"])
+        fields = fields_of(shard(source, topology, rules=RULES).args)
         return {name: fields[name] for name in ("expert_model_parallel_size", "world_size", "data_parallel_size")}
 
     assert written(Topology(tp=4, ep=4, etp=1)) == {
@@ -298,9 +296,8 @@ def test_the_files_are_those_that_the_written_arguments_announce(topology: Topol
     model = replace(MIXED, more_args={"world_size": 2, "data_parallel_size": 2})
     _, catalog = model.catalog(Topology())
     made = shard(unshard(catalog, rules=RULES), topology, rules=RULES)
-    ranks = made.attrs["ranks"]
-    assert isinstance(ranks, dict)
-    world_size = fields_of(made.attrs["args"])["world_size"]
+    ranks = ranks_of(made)
+    world_size = fields_of(made.args)["world_size"]
     assert isinstance(world_size, int)
     found = [folder for folder, _ in ranks.values()]
     coords_of = matched_dirs(found, rank_dirs(topology, world_size=world_size), topology=topology)

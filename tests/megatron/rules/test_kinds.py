@@ -16,6 +16,7 @@ from core.megatron.reshard.reshard import shard, stack, unshard
 from core.pickle.inert import as_mapping
 from tests.megatron.support.kinds import KINDS, PAIRS, built, catalog_of, dist_catalog, dist_tensors, files, topology_of
 from tests.megatron.support.megatron_gold import RULES, filled
+from tests.support.facets import ranks_of
 from tests.support.materialize import tensor_bytes
 
 Sizes = tuple[int, int, int]
@@ -45,8 +46,7 @@ def check_files(source: Catalog, store: MemoryStore, topology: Topology, wanted:
     """The rank files of a topology have these names in this order, with these bytes."""
     target = shard(source, topology, rules=RULES)
     arrays = filled(target, source, store)  # type: ignore[arg-type]
-    ranks = target.attrs["ranks"]
-    assert isinstance(ranks, dict)
+    ranks = ranks_of(target)
     expected = {}
     for rank in topology.ranks():
         folder = rank_dir(topology, rank)

@@ -13,6 +13,7 @@ from math import lcm
 import numpy as np
 
 from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.facets import RankFacts
 from core.catalog.stored import Coords, Extent, StoredArray
 from core.files.store import MemoryStore
 from core.megatron.model.topology import Rank, Topology, rank_dir
@@ -157,18 +158,13 @@ def with_optimizer(
         optim_files[coords] = made[0] if len(made) == 1 else made
         root["optimizer"] = entries[0] if len(entries) == 1 else entries
         ranks[coords] = (folder, root)
-    catalog = catalog_of_arrays(
-        format="megatron",
-        version="3.0",
-        arrays=arrays,
-        attrs={
-            "is_rank_local": True,
-            "args": settings,
-            "topology": topology,
-            "ranks": ranks,
-            "iteration": 7,
-            "optimizer": "distributed",
-            "optim_files": optim_files,
+    catalog = replace(
+        catalog_of_arrays(format="megatron", version="3.0", arrays=arrays),
+        iteration=7,
+        args=settings,
+        facets={
+            RankFacts: RankFacts(ranks, optim_files=optim_files, optimizer_kind="distributed"),
+            Topology: topology,
         },
     )
     return MemoryStore(contents), catalog

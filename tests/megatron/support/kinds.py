@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from core.arrays.box import whole
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import MemoryStore
 from core.megatron.model.pipeline import Pipeline, parse_layout
@@ -186,16 +187,16 @@ def catalog_of(
                 entries[name] = TensorLeaf(key)
         root = {"args": space, "checkpoint_version": 3.0, "iteration": 7, "model": ordered_dict(entries)}
         ranks[coords] = (folder, root)
-    attrs = {"is_rank_local": True, "args": space, "topology": topology, "ranks": ranks, "iteration": 7}
-    return MemoryStore(contents), _catalog("megatron", arrays, attrs)
+    catalog = replace(_catalog("megatron", arrays), args=space, iteration=7)
+    return MemoryStore(contents), catalog.with_facet(RankFacts(ranks)).with_facet(topology)
 
 
 def dist_catalog(args: Mapping[str, object], tensors: Arrays) -> tuple[MemoryStore, Catalog]:
     """The catalog of a torch_dist checkpoint, and the store that holds its bytes."""
     contents: dict[str, bytes | bytearray] = {}
     arrays = {key: _stored(key, array, contents, ()) for key, array in tensors.items()}
-    common = {"args": namespace(dict(args)), "checkpoint_version": 3.0, "iteration": 7}
-    return MemoryStore(contents), _catalog("torch_dist", arrays, {"common": common})
+    common: dict[object, object] = {"args": namespace(dict(args)), "checkpoint_version": 3.0, "iteration": 7}
+    return MemoryStore(contents), replace(_catalog("torch_dist", arrays), common=common)
 
 
 def _stored(
@@ -206,10 +207,10 @@ def _stored(
     return StoredArray(key, array.dtype.name, array.shape, Extent(file, 0), coords)
 
 
-def _catalog(name: str, arrays: Mapping[str, StoredArray], attrs: dict[str, object]) -> Catalog:
+def _catalog(name: str, arrays: Mapping[str, StoredArray]) -> Catalog:
     def fragments_of(key: str) -> list[Fragment]:
         array = arrays[key]
         return [Fragment(key, whole(array.shape), array, (0,) * len(array.shape))]
 
     metas = {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
-    return Catalog(format=name, version=None, tensors=metas, fragments_of=fragments_of, attrs=attrs)
+    return Catalog(format=name, version=None, tensors=metas, fragments_of=fragments_of)

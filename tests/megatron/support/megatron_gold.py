@@ -102,8 +102,6 @@ def filled(target: Catalog, source: Catalog, store: LocalStore) -> dict[str, Byt
     """The arrays of a target catalog, by the slow way: every region has exactly one source, or is zero by rule."""
     arrays: dict[str, Bytes] = {}
     known: dict[str, np.ndarray] = {}
-    zeros = target.attrs.get("zeros", {})
-    assert isinstance(zeros, dict)
     for key, meta in (*target.tensors.items(), *target.hidden.items()):
         have = tensor_bytes(source, store, key)
         whole = np.zeros((*meta.shape, have.shape[-1]), np.uint8)
@@ -111,7 +109,7 @@ def filled(target: Catalog, source: Catalog, store: LocalStore) -> dict[str, Byt
         common = tuple(slice(0, min(a, b)) for a, b in zip(meta.shape, have.shape, strict=False))
         whole[common] = have[common]
         covered[common] = True
-        for box in zeros.get(key, ()):
+        for box in target.zeros.get(key, ()):
             region = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
             assert not covered[region].any(), f"{key}: a region is zero by rule, but the source has it"
             covered[region] = True

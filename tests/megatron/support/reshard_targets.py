@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core.catalog.catalog import catalog_of_arrays
 from core.catalog.optimizer_keys import Optimizer
 from core.megatron.model.args import facts_of
@@ -22,7 +24,7 @@ def target_of(
 ) -> ReshardTarget:
     """Return the destination of an optimizer; ``facts`` are those of ``args`` unless given."""
     return ReshardTarget(
-        catalog=catalog_of_arrays(format="global", arrays={}, attrs={"args": args}),
+        catalog=replace(catalog_of_arrays(format="global", arrays={}), args=args),
         optimizer=optimizer,
         topology=topology,
         facts=facts_of(args) if facts is None else facts,

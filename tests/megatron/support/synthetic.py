@@ -13,6 +13,7 @@ import numpy as np
 
 from core.arrays.box import whole
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import MemoryStore
 from core.megatron.model.topology import Rank, Topology, rank_dir
@@ -299,6 +300,8 @@ class Model:
             version="3.0",
             tensors={key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()},
             fragments_of=fragments_of,
-            attrs={"is_rank_local": True, "args": args, "topology": topology, "ranks": ranks, "iteration": 7},
+            iteration=7,
+            args=args,
+            facets={RankFacts: RankFacts(ranks), Topology: topology},
         )
         return MemoryStore(contents), catalog

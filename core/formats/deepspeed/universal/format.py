@@ -29,7 +29,7 @@ DeepSpeed would take them for masters.
 Not carried: what describes the partition of the run that saved (``group_paddings`` …), and the model file's 16-bit
 ``module``, which the loader does not look at.
 
-attrs: ``iteration``, ``zero_stage`` and ``dp`` of the run that saved, ``aliases``, ``notes``.
+``Catalog.iteration`` and the facet ``ZeroFacts`` are of the run that saved.
 
 Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py``, ``checkpoint/universal_checkpoint.py``,
 ``runtime/base_optimizer.py``, ``runtime/zero/stage3.py``, ``runtime/engine.py`` (``load_checkpoint``); checkpoints that
@@ -39,11 +39,13 @@ it wrote, pinned in tests/golden (``deepspeed_universal``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError
 from core.files.store import checked_name
+from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.model_states import ModelStates, iteration_of, model_states, version_of
 from core.formats.deepspeed.optim_states import CONSUMED_OPTIM, OPTIMIZER_STATE, enum_number
 from core.formats.deepspeed.pieces import held_whole
@@ -143,20 +145,22 @@ def read(store: ReadStore) -> Catalog:
     extras = {name: Whole(found.extras) for name, found in parameters.items() if found.extras}
     if extras:
         tree[EXTRAS] = extras
-    attrs: dict[str, object] = {"aliases": aliases, "notes": _notes(model, optim)}
-    stage_found = None if optim is None else enum_number(optim.root.get("zero_stage"))
-    if stage_found is not None:
-        attrs["zero_stage"] = stage_found
-    if model is not None:
-        attrs |= iteration_of(model)
-        attrs |= {"dp": dp} if type(dp := model.state.root.get("dp_world_size")) is int else {}
-    return assembled(
+    dp = None if model is None else model.state.root.get("dp_world_size")
+    facts = ZeroFacts(
+        stage=None if optim is None else enum_number(optim.root.get("zero_stage")), dp=dp if type(dp) is int else None
+    )
+    catalog = assembled(
         tree,
         format="deepspeed_universal",
         version=None if model is None else version_of(model),
         files=[found.state for found in models[:1]] + ([] if optim is None else [optim]),
-        attrs=attrs,
     )
+    return replace(
+        catalog,
+        iteration=None if model is None else iteration_of(model),
+        aliases=aliases,
+        notes=tuple(_notes(model, optim)),
+    ).with_facet(facts)
 
 
 def _named(optim: StateFile) -> Iterator[tuple[str, object]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError
+from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, PARAMS
 
 if TYPE_CHECKING:
@@ -83,7 +84,9 @@ def stored_groups(target: Catalog, groups: Sequence[ParamGroup], trained: Sequen
     """``param_groups`` as the file has it."""
     listed: list[object] = [{**group.settings, PARAMS: [number]} for number, group in enumerate(groups)]
     named = {name for group in groups for name in group.names}
-    is_complete = "zero_stage" in target.attrs and named.issuperset(trained) and all(g.settings for g in groups)
+    facts = target.facet(ZeroFacts)
+    is_own = facts is not None and facts.stage is not None
+    is_complete = is_own and named.issuperset(trained) and all(g.settings for g in groups)
     if not is_complete:
         listed += [{PARAMS: []} for _ in range(len(trained) - len(listed))]
     return listed

@@ -23,7 +23,7 @@ def for_universal(catalog: Catalog) -> Catalog:
     """The source as a universal checkpoint has it; to be called before the target catalog is made.
 
     Masters (``optimizer.state.<name>.fp32_param``) take the place of the weights, one of the steps is offered a second
-    time (``STEP_COPY``), and ``attrs["notes"]`` says what DeepSpeed will find missing.
+    time (``STEP_COPY``), and notes say what DeepSpeed will find missing.
 
     Args:
         catalog: global tensors under their final names, objects loaded.
@@ -47,9 +47,7 @@ def for_universal(catalog: Catalog) -> Catalog:
         return [replace(fragment, key=key) for fragment in catalog.fragments(other)]
 
     made = replace(catalog, tensors=tensors, hidden=hidden, fragments_of=fragments_of, skeleton=None)
-    stated = catalog.attrs.get("notes")
-    notes = [*stated] if isinstance(stated, (list, tuple)) else []
-    return made.with_attrs(notes=[*notes, *_notes(catalog, {state for name, state in place_of.values()})])
+    return made.noted(_notes(catalog, {state for name, state in place_of.values()}))
 
 
 def _notes(catalog: Catalog, states: set[str]) -> list[str]:

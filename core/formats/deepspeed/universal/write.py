@@ -17,6 +17,7 @@ from core.catalog.key_patterns import listed_keys, rename_hint
 from core.changes.rename import is_optimizer_key
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import checked_name
+from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, STATE
 from core.formats.deepspeed.universal.groups import ParamGroup, param_groups, stored_groups
 from core.formats.deepspeed.universal.names import (
@@ -76,14 +77,14 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     """The images of a root: ``global_stepN_universal`` with its files, and ``latest_universal``.
 
     Args:
-        target: every tensor is one array; best made of what ``for_universal`` returns. Honoured attrs: ``iteration``,
-            ``aliases``, ``dp``, ``zero_stage``.
+        target: every tensor is one array; best made of what ``for_universal`` returns. Honoured: ``iteration``,
+            ``aliases``, ``ZeroFacts``.
 
     Raises:
         UnsupportedError: a weight is no float32, or a tensor is none of a parameter; names it.
     """
-    number = target.attrs.get("iteration")
-    folder = f"global_step{number}_universal" if type(number) is int else "universal"
+    number = _iteration(target)
+    folder = "universal" if number is None else f"global_step{number}_universal"
     aliases = _aliases(target)
     parameters = _parameters(target, aliases)
     images = [
@@ -113,15 +114,18 @@ def check(target: Catalog) -> None:
     _model_root(target, parameters, groups, trained, aliases)
 
 
+def _iteration(target: Catalog) -> int | None:
+    return None if target.write.is_release else target.iteration
+
+
 def _aliases(target: Catalog) -> dict[str, str]:
     """Name → the name of the equal parameter that is written."""
-    stated = target.attrs.get("aliases")
-    found = {}
-    for key, owner in stated.items() if isinstance(stated, Mapping) else ():
-        mine, other = target.tensors.get(key), target.tensors.get(owner)
-        if mine is not None and other is not None and (mine.dtype, mine.shape) == (other.dtype, other.shape):
-            found[str(key)] = str(owner)
-    return found
+    aliases = {}
+    for key, owner in target.aliases.items():
+        meta, other = target.tensors.get(key), target.tensors.get(owner)
+        if meta is not None and other is not None and (meta.dtype, meta.shape) == (other.dtype, other.shape):
+            aliases[key] = owner
+    return aliases
 
 
 def _parameters(target: Catalog, aliases: Mapping[str, str]) -> dict[str, _Parameter]:
@@ -248,8 +252,9 @@ def _optimizer_root(target: Catalog, listed: list[object]) -> dict[object, objec
         if key.startswith(prefix) and not name.startswith((f"{STATE}.", f"{PARAM_GROUPS}.")):
             root[name] = item.value
     root["ds_version"] = _version(target)
-    if "zero_stage" in target.attrs:
-        root["zero_stage"] = target.attrs["zero_stage"]
+    facts = target.facet(ZeroFacts)
+    if facts is not None and facts.stage is not None:
+        root["zero_stage"] = facts.stage
     root[PARAM_GROUPS] = listed
     step = _step(target)
     if step is not None:
@@ -288,7 +293,7 @@ def _model_root(
 ) -> dict[object, object]:
     """The content of the model files: what the loader asks for, then every object that stands nowhere else."""
     optimized = {*trained, *(name for group in groups for name in group.names)}
-    dp = target.attrs.get("dp")
+    facts = target.facet(ZeroFacts)
     root: dict[object, object] = {
         "module": ordered_dict({}),
         "buffer_names": [name for name in parameters if name not in optimized],
@@ -301,8 +306,8 @@ def _model_root(
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": 0,
-        "global_steps": target.attrs.get("iteration") if type(target.attrs.get("iteration")) is int else 0,
-        "dp_world_size": dp if type(dp) is int else 1,
+        "global_steps": _iteration(target) or 0,
+        "dp_world_size": 1 if facts is None or facts.dp is None else facts.dp,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "universal_checkpoint_info": {"universal_checkpoint_version": UCP_VERSION},

@@ -10,11 +10,12 @@ coalesced (2024-02). Not read: buffers of FP8 parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import RankFacts
 from core.catalog.optimizer_keys import MASTER
 from core.catalog.stored import StoredArray, part_of
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, raising
@@ -49,14 +50,14 @@ def read_flat(
         UnsupportedError: nothing says, or proves, where a parameter lies in its buffer.
         CorruptError: a file's content contradicts the model or other ranks.
     """
-    contents = catalog.attrs.get("optim_files")
-    assert isinstance(contents, Mapping), "a rank catalog lists what its files hold"
-    reader = _Reader(catalog, facts, rules, store, bucketing_of(fields_of(catalog.attrs.get("args"))))
+    ranks = catalog.facet(RankFacts)
+    assert ranks is not None, "a rank catalog lists what its files hold"
+    reader = _Reader(catalog, facts, rules, store, bucketing_of(fields_of(catalog.args)))
     notes: list[str] = []
     states: list[ParamState] = []
     unread: set[str] = set()
     for file in files:
-        content = contents.get(facts.topology.coords(file.rank))
+        content = ranks.optim_files.get(facts.topology.coords(file.rank))
         try:
             if content is not None:
                 states += reader.states(file, content, notes)

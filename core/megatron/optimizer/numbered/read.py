@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import RankFacts
 from core.catalog.optimizer_keys import MASTER, STEP, Optimizer
 from core.catalog.stored import StoredArray
 from core.errors import (
@@ -75,7 +76,7 @@ def read_numbered(
     """
     found = _Found()
     merged = MergedGroups(lambda new, old: found.beside.setdefault(new, []).append(_array(catalog, old)))
-    policies = tuple(policies_of(fields_of(catalog.attrs.get("args"))))
+    policies = tuple(policies_of(fields_of(catalog.args)))
     proven_stages: set[int] = set()
     is_param: dict[str, bool] = {}
     has_masters: tuple[bool, str] | None = None
@@ -129,11 +130,10 @@ def _is_param(param: Param, rules: Rules, known: dict[str, bool]) -> bool:
 
 
 def _array(catalog: Catalog, key: str) -> StoredArray:
-    known = catalog.attrs.get("arrays")
-    found = known.get(key) if isinstance(known, dict) else None
-    if isinstance(found, StoredArray):
-        return found
-    array = catalog.fragments(key)[0].array
+    ranks = catalog.facet(RankFacts)
+    array = None if ranks is None or ranks.arrays is None else ranks.arrays.get(key)
+    if array is None:
+        array = catalog.fragments(key)[0].array
     assert array is not None
     return array
 

@@ -86,7 +86,7 @@ def read_buckets(
     """
     if facts.expert_names == "grouped":
         raise UnsupportedError("the optimizer's buffers of grouped experts (GroupedMLP) are not read", hint=HINT)
-    fields = fields_of(catalog.attrs.get("args", model.attrs.get("args")))
+    fields = fields_of(model.args if catalog.args is None else catalog.args)
     reader = _Reader(catalog, model, facts, rules, store, bucketing_of(fields))
     groups = groups_of(catalog)
     places: dict[str, list[_Place]] = {}

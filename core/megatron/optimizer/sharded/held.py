@@ -11,6 +11,7 @@ from core.megatron.extras.order import Place, place_of
 from core.megatron.model.cut import Cut, cuts_of
 from core.megatron.model.facts import Facts
 from core.megatron.model.topology import Rank
+from core.megatron.model.vocabulary import rows_of
 from core.megatron.placement.homes import Home, by_chunk, by_file_order, homes_at, tied_of
 from core.megatron.rules.rules import Rules
 
@@ -49,9 +50,7 @@ class Holdings:
     def __init__(self, model: Catalog, facts: Facts, rules: Rules) -> None:
         self._model = model
         self._rules = rules
-        rows = model.attrs.get("vocab_size")
-        n_rows = rows if isinstance(rows, int) else None
-        self._cuts = cuts_of(model, facts.topology, facts, rules, n_rows=n_rows)
+        self._cuts = cuts_of(model, facts.topology, facts, rules, n_rows=rows_of(model, None))
         self._homes = _homes(model, facts, rules)
 
     def of(self, rank: Rank) -> list[Held]:

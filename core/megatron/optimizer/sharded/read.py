@@ -31,11 +31,11 @@ from math import prod
 from core.arrays.box import Box, Shape, c_strides
 from core.arrays.sharding import Piece
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.facets import TorchDistFacts
 from core.catalog.optimizer_keys import MASTER, STEP, Optimizer, param_of, state_key
 from core.changes.select import is_optimizer_key
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
-from core.megatron.extras.common_state import OPTIMIZER, texts_of
 from core.megatron.model.facts import Facts
 from core.megatron.optimizer.entries import MODEL_SPACE, read_entries
 from core.megatron.optimizer.flat.boxes import Run, fragments_of_run
@@ -59,7 +59,7 @@ class GlobalStates:
         fragments_of: their fragments.
         optimizer: what is not a tensor.
         hidden: the tensors in its entries, ``STEP`` among them; ``fragments_of`` answers for them too.
-        notes, dropped: as in the catalog's attrs.
+        notes, dropped: for the catalog's fields of these names.
     """
 
     tensors: Mapping[str, TensorMeta]
@@ -119,12 +119,9 @@ def with_states(model: Catalog, found: GlobalStates) -> Catalog:
         tensors={**model.tensors, **found.tensors},
         hidden={**model.hidden, **found.hidden},
         fragments_of=fragments_of,
-        attrs={
-            **model.attrs,
-            OPTIMIZER: found.optimizer,
-            "notes": [*texts_of(model, "notes"), *found.notes],
-            "dropped": [*texts_of(model, "dropped"), *found.dropped],
-        },
+        optimizer=found.optimizer,
+        notes=(*model.notes, *found.notes),
+        dropped=(*model.dropped, *found.dropped),
     )
 
 
@@ -194,10 +191,10 @@ def _meta(key: str, stored: TensorMeta, model: Catalog) -> TensorMeta:
     return replace(stored, key=key, shape=param.shape)
 
 
-def _facts_of(catalog: Catalog) -> Mapping[object, object]:
-    """What ``.metadata`` of megatron-core up to 0.15 says of single tensors."""
-    found = catalog.attrs.get("mcore_data")
-    return found if isinstance(found, dict) else {}
+def _facts_of(catalog: Catalog) -> Mapping[str, object]:
+    """Return what ``.metadata`` of megatron-core up to 0.15 says of single tensors, by their keys."""
+    facts = catalog.facet(TorchDistFacts)
+    return {} if facts is None or facts.mcore_data is None else facts.mcore_data
 
 
 def _is_flattened(catalog: Catalog) -> bool:

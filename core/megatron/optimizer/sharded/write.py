@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import TorchDistFacts
 from core.catalog.optimizer_keys import MASTER, STATES, Optimizer, ParamGroup, state_of, trained
 from core.megatron.extras.common_state import CONTENT, OPTIMIZER, common_of
 from core.megatron.optimizer.entries import FULLY_RESHARDABLE, MODEL_SPACE, SHARDING, common_entry
@@ -71,7 +72,7 @@ class StackedOptimizer:
 
     Attributes:
         common: entries of the common state.
-        attrs: of the target catalog.
+        needs_common_file: the dialect of megatron-core 0.12 must become that of a ``common.pt`` file.
         notes: what the user should know.
     """
 
@@ -79,7 +80,7 @@ class StackedOptimizer:
         self._optimizer: Optimizer | None = None
         self._sharding = wanted_sharding(format)
         self.common: dict[object, object] = {}
-        self.attrs: dict[str, object] = {}
+        self.needs_common_file = False
         self.notes: list[str] = []
         if target is None:
             return
@@ -128,5 +129,5 @@ class StackedOptimizer:
             f"content_metadata: the distributed optimizer is written as {FULLY_RESHARDABLE}; megatron-core 0.15 and "
             "later load it at any sizes"
         )
-        if catalog.attrs.get("dialect") == "0.12":
-            self.attrs["dialect"] = "common_pt"
+        facts = catalog.facet(TorchDistFacts)
+        self.needs_common_file = facts is not None and facts.dialect == "0.12"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 from safetensors import safe_open
 
 from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import Optimizer, state_key, state_of
+from core.catalog.facets import RankFacts
+from core.catalog.optimizer_keys import state_key, state_of
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.args import facts_of
@@ -26,6 +26,7 @@ from core.pickle.inert import Global, as_mapping
 from tests.megatron.support.flat_files import STATES, Run, with_optimizer
 from tests.megatron.support.megatron_gold import RULES, _bytes, fused, rank_files
 from tests.megatron.support.synthetic import Model
+from tests.support.facets import facet_of, ranks_of, with_facts
 from tests.support.materialize import Bytes, tensor_bytes
 
 GOLD = ("tp1_pp1_dp2_distopt", "tp2_pp1_dp2_distopt")
@@ -57,11 +58,11 @@ def test_states_out_of_megatrons_files_are_the_true_ones(golden: Path, case: str
     store, catalog = rank_files(golden, "dense_gqa", case)
     found = unshard(catalog, rules=RULES, store=store)
     assert_true_states(found, store, golden, "dense_gqa")
-    optimizer = found.attrs["optimizer"]
-    assert isinstance(optimizer, Optimizer)
+    optimizer = found.optimizer
+    assert optimizer is not None
     assert (optimizer.kind, optimizer.states) == ("distributed", ("exp_avg", "exp_avg_sq"))
     assert [group.settings["wd_mult"] for group in optimizer.groups] == [1.0, 0.0]
-    assert not any("buffer" in note for note in found.attrs["notes"])  # type: ignore[attr-defined]
+    assert not any("buffer" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("case", GOLD)
@@ -120,7 +121,7 @@ def test_states_of_every_layout_are_read(model: Model, topology: Topology, run: 
     store, catalog = with_optimizer(model, topology, run)
     found = unshard(catalog, rules=RULES, store=store)
     assert_states(model, store, found)
-    assert not any("buffer" in note for note in found.attrs["notes"])  # type: ignore[attr-defined]
+    assert not any("buffer" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("model", "topology"), SIZES)
@@ -134,8 +135,8 @@ def test_the_first_model_chunk_may_have_an_optimizer_of_its_own() -> None:
     store, catalog = with_optimizer(DENSE, Topology(1, 2, vpp=2), run)
     found = unshard(catalog, rules=RULES, store=store)
     assert_states(DENSE, store, found)
-    optimizer = found.attrs["optimizer"]
-    assert isinstance(optimizer, Optimizer) and len(optimizer.groups) == 2
+    optimizer = found.optimizer
+    assert optimizer is not None and len(optimizer.groups) == 2
 
 
 @pytest.mark.parametrize(("is_tied", "n_predictions"), [(True, 0), (False, 1), (False, 0)])
@@ -158,7 +159,7 @@ def test_buckets_that_the_arguments_do_not_tell_are_discovered_with_a_note() -> 
     )
     found = unshard(catalog, rules=RULES, store=store)
     assert_states(DENSE, store, found)
-    assert any("mp_rank_00: where parameters lie in buffer 0" in note for note in found.attrs["notes"])  # type: ignore[attr-defined]
+    assert any("mp_rank_00: where parameters lie in buffer 0" in note for note in found.notes)
 
 
 def test_without_values_buckets_are_not_discovered() -> None:
@@ -218,10 +219,10 @@ def test_an_optimizer_that_no_rank_holds_is_missing() -> None:
 
 def _edited(catalog: Catalog, change: object) -> Catalog:
     """A catalog whose first file's content is changed by ``change(buffer entry, its key)``."""
-    files = dict(catalog.attrs["optim_files"])  # type: ignore[call-overload]
+    files = dict(facet_of(catalog, RankFacts).optim_files)
     coords, content = next(iter(files.items()))
     files[coords] = change(dict(as_mapping(content) or {}))  # type: ignore[operator]
-    return catalog.with_attrs(optim_files=files)
+    return with_facts(catalog, RankFacts, optim_files=files)
 
 
 def test_contents_that_contradict_the_model_are_refused() -> None:
@@ -252,8 +253,7 @@ def test_contents_that_contradict_the_model_are_refused() -> None:
 
 def test_ranks_of_different_steps_are_refused() -> None:
     store, catalog = with_optimizer(DENSE, Topology(2, 1), Run())
-    ranks: Mapping[object, tuple[str, dict[object, object]]] = catalog.attrs["ranks"]  # type: ignore[assignment]
-    _, root = list(ranks.values())[1]
+    _, root = list(ranks_of(catalog).values())[1]
     entry = {"optimizer": {"param_groups": [{"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 4}]}}
     root["optimizer"] = entry
     with pytest.raises(CorruptError, match="of a parameter group is"):
@@ -263,30 +263,24 @@ def test_ranks_of_different_steps_are_refused() -> None:
 def test_steps_are_taken_from_ranks_that_count_them() -> None:
     for which in (0, 1):
         store, catalog = with_optimizer(DENSE, Topology(2, 1), Run())
-        ranks: Mapping[object, tuple[str, dict[str, dict[str, dict[str, list[dict[str, object]]]]]]]
-        ranks = catalog.attrs["ranks"]  # type: ignore[assignment]
-        groups = [root["optimizer"]["optimizer"]["param_groups"][0] for _, root in ranks.values()]
+        groups = [root["optimizer"]["optimizer"]["param_groups"][0] for _, root in ranks_of(catalog).values()]
         groups[1 - which]["step"] = 3
         groups[which].pop("step", None)
-        found = unshard(catalog, rules=RULES, store=store).attrs["optimizer"]
-        assert isinstance(found, Optimizer) and found.groups[0].settings["step"] == 3
+        found = unshard(catalog, rules=RULES, store=store).optimizer
+        assert found is not None and found.groups[0].settings["step"] == 3
 
 
 def test_groups_that_some_ranks_leave_out_are_left_out_again() -> None:
     store, catalog = with_optimizer(DENSE, Topology(1, 2), Run())
-    found = unshard(catalog, rules=RULES, store=store).attrs["optimizer"]
-    assert isinstance(found, Optimizer) and found.omits_empty is None
-    ranks: Mapping[object, tuple[str, dict[str, dict[str, dict[str, list[object]]]]]]
-    ranks = catalog.attrs["ranks"]  # type: ignore[assignment]
-    del list(ranks.values())[1][1]["optimizer"]["optimizer"]["param_groups"][1]
-    found = unshard(catalog, rules=RULES, store=store).attrs["optimizer"]
-    assert isinstance(found, Optimizer) and found.omits_empty is True
+    found = unshard(catalog, rules=RULES, store=store).optimizer
+    assert found is not None and found.omits_empty is None
+    del list(ranks_of(catalog).values())[1][1]["optimizer"]["optimizer"]["param_groups"][1]
+    found = unshard(catalog, rules=RULES, store=store).optimizer
+    assert found is not None and found.omits_empty is True
 
 
 def test_scalers_that_differ_between_ranks_are_refused() -> None:
     store, catalog = with_optimizer(DENSE, Topology(1, 2), Run())
-    ranks: Mapping[object, tuple[str, dict[str, dict[str, dict[str, object]]]]]
-    ranks = catalog.attrs["ranks"]  # type: ignore[assignment]
-    list(ranks.values())[1][1]["optimizer"]["grad_scaler"]["growth_tracker"] = 4
+    list(ranks_of(catalog).values())[1][1]["optimizer"]["grad_scaler"]["growth_tracker"] = 4
     with pytest.raises(CorruptError, match="entry grad_scaler of the optimizer differs"):
         unshard(catalog, rules=RULES, store=store)

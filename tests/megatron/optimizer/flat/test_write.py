@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from core.catalog.catalog import Catalog
+from core.catalog.facets import RankFacts
 from core.convert.run import Job, TopologyChange, run
 from core.errors import UnsupportedError
 from core.files.store import MemoryStore
@@ -20,11 +21,11 @@ from core.formats.megatron import format as megatron
 from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.reshard.reshard import shard, unshard
-from core.pickle.inert import as_mapping
 from tests.megatron.optimizer.flat.test_read import DENSE, EXPERTS, TIED, assert_states
 from tests.megatron.support.flat_files import STATES, Run, members, with_optimizer
 from tests.megatron.support.megatron_gold import RULES, filled
 from tests.megatron.support.synthetic import Model
+from tests.support.facets import facet_of, ranks_of
 from tests.support.rank_files import MODEL_FILE, assert_same_bits, assert_same_weights, load_rank_file, rank_dirs
 
 FILE = "distrib_optim.pt"
@@ -141,8 +142,8 @@ def test_buffers_are_those_of_a_run_at_the_new_sizes(
     n_expert = after.pp * after.ep * after.expert_tp if after.ep > 1 else 0
     assert len(holders) == after.pp * after.tp + n_expert
     assert all(len(folders) == 1 for folders in holders.values())
-    for _, root in again.attrs["ranks"].values():  # type: ignore[attr-defined]
-        entry = (as_mapping(root) or {})["optimizer"]
+    for _, root in ranks_of(again).values():
+        entry = root["optimizer"]
         entries = entry if isinstance(entry, list) else [entry]
         assert len(entries) == (2 if after.ep > 1 else 1)
         flags = [[group["is_expert_parallel"] for group in one["optimizer"]["param_groups"]] for one in entries]
@@ -173,7 +174,7 @@ def _file(store: MemoryStore, name: str) -> Any:
 def test_targets_whose_buffers_are_not_determined_are_refused(args: dict[str, object], match: str) -> None:
     store, catalog = with_optimizer(DENSE, Topology(1, 1), Run())
     source = unshard(catalog, rules=RULES, store=store)
-    fields_of(source.attrs["args"]).update(args)
+    fields_of(source.args).update(args)
     with pytest.raises(UnsupportedError, match=match):
         shard(source, Topology(2, 1), rules=RULES)
 
@@ -181,7 +182,7 @@ def test_targets_whose_buffers_are_not_determined_are_refused(args: dict[str, ob
 def test_unsaid_buckets_do_not_matter_where_there_would_be_one_anyway() -> None:
     store, catalog = with_optimizer(DENSE, Topology(1, 1), Run(), args={"overlap_grad_reduce": None})
     source = unshard(catalog, rules=RULES, store=store)
-    assert shard(source, Topology(2, 1), rules=RULES).attrs["optim_files"]
+    assert facet_of(shard(source, Topology(2, 1), rules=RULES), RankFacts).optim_files
 
 
 def test_states_without_a_place_are_refused() -> None:

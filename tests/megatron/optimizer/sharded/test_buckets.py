@@ -47,7 +47,7 @@ def test_states_out_of_megatrons_buckets_are_the_true_ones(golden: Path, family:
     store, catalog = dist_files(golden, family, "dense_gqa", case)
     assert has_buckets(catalog)
     model = unshard(catalog, rules=RULES, optim="drop")
-    found = read_buckets(catalog, model, facts_of(catalog.attrs["args"]), RULES, store=store)
+    found = read_buckets(catalog, model, facts_of(catalog.args), RULES, store=store)
     assert (found.optimizer.kind, found.optimizer.states, found.notes) == ("distributed", ("exp_avg", "exp_avg_sq"), [])
     assert [group.settings["wd_mult"] for group in found.optimizer.groups] == [1.0, 0.0]
     assert_true_states(joined(model, found), store, golden, "dense_gqa")
@@ -114,10 +114,10 @@ def bucketed(model: Model, topology: Topology, run: Run, *, pads: bool = False) 
             ):
                 objects[f"{start}{name}/shard_0_1"] = StoredObject(f"{start}{name}/shard_0_1", value=[value])
     args = namespace(model.args(topology) | {"data_parallel_size": run.dp, "use_distributed_optimizer": True})
-    plain = catalog_of_arrays(
-        format="torch_dist",
-        arrays=weights,
-        attrs={"args": args, "common": {"args": args, "iteration": 7, "checkpoint_version": 3.0}},
+    plain = replace(
+        catalog_of_arrays(format="torch_dist", arrays=weights),
+        args=args,
+        common={"args": args, "iteration": 7, "checkpoint_version": 3.0},
     )
 
     def fragments_of(key: str) -> Sequence[Fragment]:
@@ -140,7 +140,7 @@ def read(
     kept = {key: meta for key, meta in catalog.tensors.items() if without not in key}
     objects = {key: item for key, item in catalog.objects.items() if without not in key}
     catalog = replace(catalog, tensors=kept, objects=objects)
-    facts = facts_of(catalog.attrs["args"], names=RULES.model_of(plain.tensors))
+    facts = facts_of(catalog.args, names=RULES.model_of(plain.tensors))
     return store, joined(plain, read_buckets(catalog, plain, facts, RULES, store=store))
 
 
@@ -165,7 +165,7 @@ def test_buckets_of_every_layout_are_read(model: Model, topology: Topology, run:
 
 def test_tensors_of_the_other_entries_are_copies_of_one() -> None:
     store, catalog, plain = bucketed(DENSE, Topology(2, 1), Run())
-    found = read_buckets(catalog, plain, facts_of(catalog.attrs["args"]), RULES, store=store)
+    found = read_buckets(catalog, plain, facts_of(catalog.args), RULES, store=store)
     leaf = (as_mapping(found.optimizer.entries["grad_scaler"]) or {})["scale"]
     assert leaf == TensorLeaf("optimizer.grad_scaler.scale")
     assert found.hidden[leaf.key].shape == (1,)
@@ -188,7 +188,7 @@ def test_elements_that_no_chunk_holds_are_missing() -> None:
     before = catalog.fragments_of
     hollow = replace(catalog, fragments_of=lambda key: before(key)[1:] if key.endswith(".exp_avg") else before(key))
     with pytest.raises(CorruptError, match="are in no file"):
-        read_buckets(hollow, plain, facts_of(catalog.attrs["args"]), RULES, store=store)
+        read_buckets(hollow, plain, facts_of(catalog.args), RULES, store=store)
 
 
 def test_weights_of_another_step_are_refused_with_the_place() -> None:
@@ -196,7 +196,7 @@ def test_weights_of_another_step_are_refused_with_the_place() -> None:
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     store.contents[name] = bytearray(len(store.contents[name]))
     with pytest.raises(UnsupportedError, match=r"masters of decoder.layers.1.mlp.linear_fc2.weight should be elements"):
-        read_buckets(catalog, plain, facts_of(catalog.attrs["args"]), RULES, store=store)
+        read_buckets(catalog, plain, facts_of(catalog.args), RULES, store=store)
 
 
 def test_late_bound_chunks_are_cut_at_any_element(golden: Path) -> None:
@@ -204,6 +204,6 @@ def test_late_bound_chunks_are_cut_at_any_element(golden: Path) -> None:
     store, catalog = dist_files(golden, family, "dense_gqa", case)
     assert isinstance(store, LocalStore)
     model = unshard(catalog, rules=RULES, optim="drop")
-    found = read_buckets(catalog, model, facts_of(catalog.attrs["args"]), RULES, store=None)
+    found = read_buckets(catalog, model, facts_of(catalog.args), RULES, store=None)
     arrays = [fragment.array for key in found.tensors for fragment in found.fragments_of(key)]
     assert all(array is not None and array.extent is not None and array.extent.is_late for array in arrays)

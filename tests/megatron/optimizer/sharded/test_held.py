@@ -17,6 +17,7 @@ from core.megatron.reshard.reshard import unshard
 from core.pickle.inert import TensorLeaf, as_mapping
 from tests.megatron.support.kinds import KINDS, built, dist_catalog, dist_tensors, files, topology_of
 from tests.megatron.support.megatron_gold import RULES, dist_files, rank_files
+from tests.support.facets import ranks_of
 
 GOLD = [
     ("mcore_torch_dist", "dense_gqa", "tp2_pp2"),
@@ -36,10 +37,10 @@ def _held(model: Catalog, args: object) -> tuple[Topology, Holdings]:
 @pytest.mark.parametrize(("family", "model", "case"), GOLD)
 def test_order_and_shards_are_those_of_megatrons_files(golden: Path, family: str, model: str, case: str) -> None:
     _, dist = dist_files(golden, family, model, case)
-    topology, holdings = _held(unshard(dist, rules=RULES, optim="drop"), dist.attrs["args"])
+    topology, holdings = _held(unshard(dist, rules=RULES, optim="drop"), dist.args)
     _, catalog = rank_files(golden, model, case)
     for rank in topology.ranks():
-        folder, root = catalog.attrs["ranks"][topology.coords(rank)]  # type: ignore[index]
+        folder, root = ranks_of(catalog)[topology.coords(rank)]
         listed = []
         for vp_rank in range(topology.vpp):
             entries = as_mapping(chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder)) or {}

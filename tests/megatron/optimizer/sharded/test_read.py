@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors import safe_open
 
+from core.catalog.facets import TorchDistFacts
 from core.catalog.optimizer_keys import STEP, Optimizer, ParamGroup, state_key, state_of
 from core.convert.job import Job, Report, TopologyChange
 from core.convert.run import run
@@ -24,6 +25,7 @@ from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
 from core.pickle.inert import TensorLeaf, as_mapping
 from tests.megatron.support.megatron_gold import RULES, filled, fused, global_form, topology
+from tests.support.facets import facet_of, with_facts, with_facts_of
 from tests.support.materialize import Bytes, tensor_bytes
 
 if TYPE_CHECKING:
@@ -77,9 +79,8 @@ def fused_key(key: str) -> str:
 
 
 def optimizer_of(catalog: Catalog) -> Optimizer:
-    found = catalog.attrs["optimizer"]
-    assert isinstance(found, Optimizer)
-    return found
+    assert catalog.optimizer is not None
+    return catalog.optimizer
 
 
 def check_values(catalog: Catalog, store: LocalStore, golden: Path) -> None:
@@ -104,7 +105,7 @@ def test_every_state_of_every_parameter_is_read(golden: Path, name: str) -> None
     assert optimizer.step == (None if "distopt" in name else TensorLeaf(STEP))
     if optimizer.step is not None:
         assert tensor_bytes(found, store, STEP).tobytes() == b"\0\0\x80?"
-    assert not any("optim" in text for text in found.attrs["dropped"])  # type: ignore[attr-defined]
+    assert not any("optim" in text for text in found.dropped)
 
 
 @pytest.mark.parametrize("name", [name for name in (*PLAIN, RESHARDABLE) if "zarr" not in name])
@@ -129,7 +130,7 @@ def check_like(target: Catalog, wanted: Catalog, *, has_settings: bool = True) -
     for key in target.tensors:
         boxes = {fragment.box for fragment in wanted.fragments(key)}
         assert {fragment.box for fragment in target.fragments(key)} == boxes, key
-    common, theirs = as_mapping(target.attrs["common"]), as_mapping(wanted.attrs["common"])
+    common, theirs = target.common, wanted.common
     assert common is not None and theirs is not None
     mine = as_mapping(common["optimizer"])
     assert mine is not None
@@ -163,15 +164,15 @@ def test_model_space_becomes_fully_reshardable(golden: Path, name: str) -> None:
             assert fragment.array is not None
             region = tuple(slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True))
             assert (arrays[fragment.array.name] == whole[region]).all(), fragment.array.name
-    assert stacked.target.attrs.get("dialect") == ("common_pt" if "torch_dist" in name else None)
-    facts = stacked.target.attrs.get("mcore_data", {})
-    assert isinstance(facts, dict) and not any(facts.values())
-    common = as_mapping(stacked.target.attrs["common"])
+    facts = stacked.target.facet(TorchDistFacts) or TorchDistFacts()
+    assert facts.dialect == ("common_pt" if "torch_dist" in name else None)
+    assert not any((facts.mcore_data or {}).values())
+    common = stacked.target.common
     assert common is not None
-    assert common["content_metadata"] == (as_mapping(wanted.attrs["common"]) or {})["content_metadata"]
+    assert common["content_metadata"] == (wanted.common or {})["content_metadata"]
     entry = as_mapping(common["optimizer"])
     assert entry is not None and entry["param_state_sharding_type"] == "fully_reshardable"
-    assert any("fully_reshardable" in str(note) for note in stacked.target.attrs["notes"])  # type: ignore[attr-defined]
+    assert any("fully_reshardable" in note for note in stacked.target.notes)
 
 
 @pytest.mark.parametrize("sizes", [Topology(tp=4), Topology(tp=1, pp=4), Topology(tp=2, pp=2)])
@@ -196,35 +197,35 @@ def test_zarr_gets_the_form_that_its_readers_know(golden: Path, name: str, keys:
     stacked = stack(unshard(catalog, rules=RULES), sizes_of(name), rules=RULES, format="zarr")
     _, wanted = source(golden, MODEL_SPACE[1])
     assert set(stacked.target.tensors) == set(wanted.tensors)
-    entry = as_mapping((as_mapping(stacked.target.attrs["common"]) or {})["optimizer"])
+    entry = as_mapping((stacked.target.common or {})["optimizer"])
     assert entry is not None and entry.get("param_state_sharding_type") == sharding
 
 
 def test_a_true_shape_that_is_none_is_corrupt(golden: Path) -> None:
     _, catalog = source(golden, MODEL_SPACE[0])
-    facts = catalog.attrs["mcore_data"]
-    assert isinstance(facts, dict)
+    facts = facet_of(catalog, TorchDistFacts).mcore_data
+    assert facts is not None
     key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight"
     for wrong in ((4, 64, 95), (4, 64), (4, 32, 96), "shape", (4, 64, True)):
         changed = {**facts, key: {"nd_reformulated_orig_global_shape": wrong}}
         with pytest.raises(CorruptError, match="is said to have been one of shape"):
-            unshard(catalog.with_attrs(mcore_data=changed), rules=RULES)
+            unshard(with_facts(catalog, TorchDistFacts, mcore_data=changed), rules=RULES)
 
 
 def test_reformulated_states_without_their_true_shapes_are_refused(golden: Path) -> None:
     _, catalog = source(golden, MODEL_SPACE[0])
     with pytest.raises(CorruptError, match=r"(a state|a stack) of shape"):
-        unshard(catalog.with_attrs(mcore_data={}), rules=RULES)
+        unshard(with_facts(catalog, TorchDistFacts, mcore_data={}), rules=RULES)
 
 
 def test_transposed_states_of_grouped_experts_are_refused(golden: Path) -> None:
     _, catalog = source(golden, MODEL_SPACE[1])
     changes = {"num_experts": 4, "moe_grouped_gemm": True, "moe_layer_freq": [0, 0, 0, 0]}
-    common = as_mapping(catalog.attrs["common"])
+    common = catalog.common
     assert common is not None
     args = replaced(common["args"], changes)
     with pytest.raises(UnsupportedError, match="GroupedMLP"):
-        unshard(catalog.with_attrs(common={**common, "args": args}), rules=RULES)
+        unshard(replace(catalog, common={**common, "args": args}), rules=RULES)
 
 
 def test_a_state_of_no_parameter_is_corrupt(golden: Path) -> None:
@@ -396,10 +397,7 @@ def with_optimizer(catalog: Catalog, *, is_split: bool) -> Catalog:
             **{key: replace(catalog.tensors[param], key=key) for key, param in param_of_state.items()},
         },
         fragments_of=lambda key: [replace(piece, key=key) for piece in own(param_of_state.get(key, key))],
-        attrs={
-            **catalog.attrs,
-            "optimizer": Optimizer("distributed", tuple(map(ParamGroup, settings)), ("exp_avg",)),
-        },
+        optimizer=Optimizer("distributed", tuple(map(ParamGroup, settings)), ("exp_avg",)),
     )
 
 
@@ -413,7 +411,7 @@ def test_experts_get_groups_of_their_own_with_expert_parallelism(golden: Path, o
     assert {f.box for f in stacked.target.fragments(f"optimizer.state.exp_avg.{experts}")} == {
         f.box for f in stacked.target.fragments(experts)
     }
-    entry = as_mapping((as_mapping(stacked.target.attrs["common"]) or {})["optimizer"])
+    entry = as_mapping((stacked.target.common or {})["optimizer"])
     assert entry is not None
     members = [entry[number] for number in (0, 1)] if sizes.ep > 1 else [entry]
     assert set(entry) == ({0, 1} if sizes.ep > 1 else {"optimizer", "param_state_sharding_type"})
@@ -426,7 +424,7 @@ def test_experts_get_groups_of_their_own_with_expert_parallelism(golden: Path, o
 
 def as_stored(stacked: Stacked) -> Catalog:
     """A target catalog read again, without its bytes."""
-    return replace(stacked.source, format="torch_dist", attrs=stacked.target.attrs, skeleton=None)
+    return replace(with_facts_of(stacked.source, stacked.target), format="torch_dist", skeleton=None)
 
 
 def stacked_states(model: Catalog) -> set[str]:
@@ -456,16 +454,16 @@ def test_layers_without_states_are_refused_where_layers_are_stacked(golden: Path
 
 def test_what_else_an_optimizer_holds_is_kept(golden: Path) -> None:
     _, catalog = source(golden, PLAIN[1])
-    common = as_mapping(catalog.attrs["common"])
+    common = catalog.common
     assert common is not None
     entry = as_mapping(common["optimizer"])
     assert entry is not None
     leaf = entry["optimizer"]["state"]["common_step"]  # type: ignore[index]
     scaler = {"scale": leaf, "growth_tracker": 7}
-    changed = catalog.with_attrs(common={**common, "optimizer": {**entry, "grad_scaler": scaler}})
+    changed = replace(catalog, common={**common, "optimizer": {**entry, "grad_scaler": scaler}})
     stacked = stack(unshard(changed, rules=RULES), Topology(tp=2, pp=2), rules=RULES)
     assert isinstance(leaf, TensorLeaf) and leaf.key in stacked.target.hidden
-    made = as_mapping((as_mapping(stacked.target.attrs["common"]) or {})["optimizer"])
+    made = as_mapping((stacked.target.common or {})["optimizer"])
     assert made is not None and made["grad_scaler"] == scaler
     again = optimizer_of(unshard(as_stored(stacked), rules=RULES))
     assert again.entries == {"grad_scaler": scaler}
