@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def level_of(options: ValidateOptions) -> Level:
-    """How much is to be read."""
+    """Return how much of a checkpoint the options ask to read."""
     if options.deep:
         return Level.DEEP
     is_to_be_sure = options.newest_valid  # a job resumes from it: a sample of the files is not enough
@@ -30,7 +30,7 @@ def level_of(options: ValidateOptions) -> Level:
 
 
 def acceptance_of(options: ValidateOptions) -> Acceptance:
-    """What does not count.
+    """Return which findings the options accept.
 
     Raises:
         UsageError: a pattern or the baseline makes no sense.
@@ -43,7 +43,7 @@ def acceptance_of(options: ValidateOptions) -> Acceptance:
 
 
 def examine(path: Path, options: ValidateOptions) -> Validation:
-    """Looks at one checkpoint, with a progress bar where bytes are read."""
+    """Check one checkpoint, with a progress bar where bytes are read."""
     level = level_of(options)
     us = team()
     with progress_bar(is_wanted=level == Level.DEEP and not options.quiet) as progress:
@@ -64,6 +64,7 @@ def examine(path: Path, options: ValidateOptions) -> Validation:
 
 
 def plan_request(options: ValidateOptions) -> Request | None:
+    """Parse ``--plan-for``; return None where it is not given."""
     if options.plan_for is None:
         return None
     from core.checks.plan_request import request_of

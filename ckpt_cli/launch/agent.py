@@ -52,7 +52,6 @@ class Attempt:
         n_restarts: of these, how often because a worker of this host had failed.
         results_dir: where workers leave their results.
         ranks: of the workers, by local rank.
-        n_workers: of the whole job.
         logs: what a worker prints, by local rank, where it goes to a file.
     """
 
@@ -60,7 +59,6 @@ class Attempt:
     n_restarts: int
     results_dir: Path
     ranks: tuple[int, ...]
-    n_workers: int
     logs: tuple[Path | None, ...]
 
 
@@ -244,7 +242,6 @@ class _Logs:
                 n_restarts=int(envs[0]["TORCHELASTIC_RESTART_COUNT"]),
                 results_dir=directory,
                 ranks=tuple(int(envs[local]["RANK"]) for local in range(len(envs))),
-                n_workers=int(envs[0]["WORLD_SIZE"]),
                 logs=tuple(_path(found.stderrs[local]) for local in range(len(envs))),
             )
         )

@@ -1,4 +1,7 @@
-"""Text blocks: units, aligned columns, fact lists, trees. Pure functions from values to lines; no rich."""
+"""Text blocks: units, aligned columns, fact lists, trees. Pure functions from values to lines.
+
+Not rich: docs/decisions/0030-tables-without-rich.md says why.
+"""
 
 from __future__ import annotations
 

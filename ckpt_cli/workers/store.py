@@ -32,13 +32,13 @@ class GoneError(WorkerError):
     is_of_lead = False
 
     def of_lead(self) -> GoneError:
-        """The error, told to be of the lead."""
+        """Mark the error as one of the lead, and return it."""
         self.is_of_lead = True
         return self
 
 
 class _Request:
-    """Something to be asked of the store."""
+    """A call that the thread is to run with the store, and its answer."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self.work = work
@@ -68,7 +68,7 @@ class StoreLine:
         Thread(target=self._run, name="store", daemon=True).start()
 
     def ask(self, work: Callable[[Any], T], *, within_s: float | None = None) -> T:
-        """What ``work(store)`` gives, run in the thread.
+        """Run ``work(store)`` in the thread, and return its result.
 
         Args:
             within_s: most seconds for the answer, where they are fewer than usual.
@@ -90,16 +90,16 @@ class StoreLine:
         return answer
 
     def send(self, work: Callable[[Any], object]) -> None:
-        """Has ``work(store)`` run in the thread, whatever becomes of it; returns at once."""
+        """Queue ``work(store)`` for the thread and return at once; its result and its errors are lost."""
         self._requests.put(_Request(work))
 
     def know(self, *, keeper: str, timeout_s: float) -> None:
-        """Sets who keeps the store, and the most seconds for one answer."""
+        """Set who keeps the store, and the most seconds for one answer."""
         self._keeper = keeper
         self._timeout_s = timeout_s
 
     def beat_every(self, interval_s: float, beat: Callable[[Any], None]) -> None:
-        """Has ``beat(store)`` run in the thread from now on, as long as it does not fail."""
+        """Run ``beat(store)`` in the thread at every interval from now on, as long as it does not fail."""
         self._interval_s = interval_s
         self._beat = beat
         self._requests.put(None)
@@ -111,10 +111,10 @@ class StoreLine:
         return self._error is not None or (since is not None and monotonic() - since > self._timeout_s)
 
     def check(self) -> None:
-        """Says whether the store answers.
+        """Raise if the store does not answer.
 
         Raises:
-            GoneError: it does not.
+            GoneError: the store is gone or silent.
             CheckpointingException: what ``connect`` raised.
         """
         if isinstance(self._error, CheckpointingException):
@@ -184,31 +184,32 @@ class ScopedStore:
         self.sent_bytes = 0
 
     def set(self, name: str, value: str | bytes) -> None:
-        """Makes or changes an entry."""
+        """Write an entry."""
         self._store.set(self._full([name])[0], value)
         self.sent_bytes += len(value)
 
     def get(self, name: str) -> bytes:
-        """An entry that is there."""
-        found = bytes(self._store.get(self._full([name])[0]))
-        self.sent_bytes += len(found)
-        return found
+        """Return an entry, which must exist."""
+        value = bytes(self._store.get(self._full([name])[0]))
+        self.sent_bytes += len(value)
+        return value
 
     def multi_get(self, names: Sequence[str]) -> list[bytes]:
-        """Entries that are there, by one request."""
-        found = [bytes(value) for value in self._store.multi_get(self._full(names))] if names else []
-        self.sent_bytes += sum(map(len, found))
-        return found
+        """Return entries, which must exist, by one request."""
+        values = [bytes(value) for value in self._store.multi_get(self._full(names))] if names else []
+        self.sent_bytes += sum(map(len, values))
+        return values
 
     def check(self, names: Sequence[str]) -> bool:
-        """Whether all entries are there."""
+        """Return whether all entries exist."""
         return bool(self._store.check(self._full(names)))
 
     def add(self, name: str, number: int) -> int:
-        """Adds to an entry that is a number, and gives the sum."""
+        """Add to an entry that is a number, and return the sum."""
         return int(self._store.add(self._full([name])[0], number))
 
     def _full(self, names: Sequence[str]) -> list[str]:
-        found = [f"{self._prefix}/{name}" for name in names]
-        self.sent_bytes += sum(map(len, found))
-        return found
+        """Return the names with the prefix, and count their bytes as sent."""
+        full_names = [f"{self._prefix}/{name}" for name in names]
+        self.sent_bytes += sum(map(len, full_names))
+        return full_names

@@ -1,8 +1,4 @@
-"""``ckpt validate --plan-for``: whether a checkpoint can be loaded at, or resharded to, other parallel sizes.
-
-Nothing is estimated: the job is prepared as ``ckpt reshard`` and ``ckpt convert`` prepare theirs, up to the point where
-bytes would move, so that what fits here fits there.
-"""
+"""What ``ckpt validate --plan-for tp=4,pp=2,format=torch_dist`` asks for; ``core.checks.planned`` answers it."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ _EXAMPLE = "for example --plan-for tp=4,pp=2,format=torch_dist"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked.
+    """The parallel sizes and the format that a checkpoint is to be loaded at or written in.
 
     Args:
         sizes: parallel sizes; those that are not named stay the source's.
@@ -39,10 +35,10 @@ class Request:
 
 
 def request_of(text: str, *, rules: Path | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> Request:
-    """The request that ``tp=4,pp=2,format=torch_dist`` is.
+    """Parse ``tp=4,pp=2,format=torch_dist``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: a part is not NAME=VALUE, or names no size and no format.
     """
     sizes: dict[str, int] = {}
     to = None

@@ -1,6 +1,7 @@
 """CK901–CK903: the answer to ``--plan-for``, whether the checkpoint can be loaded or resharded as asked.
 
-The answer is ``core.checks.plan_request``'s; without a request nothing is said.
+Nothing is estimated: the job is prepared as ``ckpt reshard`` and ``ckpt convert`` prepare theirs, up to the point where
+bytes would move, so that what fits here fits there. Without a request nothing is reported.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CODES = (IMPOSSIBLE, POSSIBLE, PARTLY)
 
 
 def planned(subject: Subject) -> Iterator[Finding]:
-    """What was asked for is prepared, as far as that goes without moving data."""
+    """Report whether, and how, the checkpoint can be loaded or resharded as ``--plan-for`` asks."""
     if subject.plan_for is None:
         return
 
@@ -55,7 +56,7 @@ _TIED = ("dp_reshardable", "dp_zero_gather_scatter")
 
 
 def answer(subject: Subject, request: Request) -> Iterator[Finding]:
-    """CK901 if it cannot be done; otherwise CK902, which says how, and CK903 for what would be missing."""
+    """Report CK901 if it cannot be done; otherwise CK902, which says how, and CK903 for what would be missing."""
     from core.convert.prepare import prepare
 
     if subject.format is None:
@@ -92,7 +93,7 @@ def _topology(request: Request) -> TopologyChange | None:
 
 
 def _usual_target(format: Format) -> str:
-    """The format to plan for where none is named: the source's own if it has a layout."""
+    """Return the format to plan for where none is named: the source's own if it has a layout."""
     return (
         format.name if format.lay_out is not None and (format.partition == "ranks" or format.is_mcore) else "megatron"
     )
@@ -112,7 +113,7 @@ def _refused(err: CheckpointingException, request: Request, *, code_is_error: bo
 
 
 def _possible(subject: Subject, request: Request, prepared: Prepared, *, without_optim: bool) -> Iterator[Finding]:
-    """How it is done, and what is lost on the way."""
+    """Report how it is done, and what is lost on the way."""
     as_it_is = _loads_as_it_is(prepared, request)
     if as_it_is is not None and not without_optim:
         yield POSSIBLE.finding(f"{request}: {as_it_is}", hint="nothing is to be done")
@@ -128,7 +129,7 @@ def _possible(subject: Subject, request: Request, prepared: Prepared, *, without
 
 
 def _loads_as_it_is(prepared: Prepared, request: Request) -> str | None:
-    """Why nothing needs to be written; None if something does."""
+    """Return why nothing needs to be written; None if something does."""
     from core.megatron.optimizer.form import optim_format_of
 
     source, target = prepared.source, prepared.target_format
@@ -144,7 +145,7 @@ def _loads_as_it_is(prepared: Prepared, request: Request) -> str | None:
 
 
 def _sizes_of(prepared: Prepared) -> dict[str, int] | None:
-    """The sizes that the checkpoint was saved with; None where nothing says."""
+    """Return the sizes that the checkpoint was saved with; None where nothing states them."""
     from core.megatron.model.args import topology_of
     from core.megatron.model.topology import Topology
 
@@ -162,7 +163,7 @@ def _sizes_of(prepared: Prepared) -> dict[str, int] | None:
 
 
 def _command(subject: Subject, request: Request, prepared: Prepared, *, without_optim: bool) -> str:
-    """The command line that does it."""
+    """Return the command line that does it."""
     is_same = prepared.source.format.name == prepared.target_format.name
     words = ["run: ckpt reshard", quote(str(subject.path)), "DST"]
     words += [f"--{name}-new {size}" for name, size in request.sizes.items()]

@@ -81,7 +81,6 @@ def finding_of(
     code: Code | None = None,
     file: str | None = None,
     key: str | None = None,
-    rank: str | None = None,
     expected: object = None,
     found: object = None,
 ) -> Finding:
@@ -90,14 +89,14 @@ def finding_of(
     Args:
         default: see ``code_of``.
         code: one that stands whatever the error is.
-        file, key, rank: where, if the error does not say it.
+        file, key: where, if the error does not say it.
         expected, found: the two values that disagree, which errors have in their sentence.
     """
     return (code or code_of(err, default=default)).finding(
         err.message,
         file=file or err.file,
         key=err.key or key,
-        rank=err.rank or rank,
+        rank=err.rank,
         span=err.span,
         expected=expected,
         found=found,

@@ -212,9 +212,6 @@ class Comparison:
                 hint="nothing was made visible; the disk or the memory may be faulty: run it again",
             )
 
-    def sync(self, name: str) -> None:
-        """Nothing was written."""
-
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Reads what is there."""
         self._store.read_into(name, offset, buffer)

@@ -40,8 +40,6 @@ ShardedStateDict = dict[str, Any]
 ReplicaId = int | tuple[int, ...]
 """Which of the copies of a shard; zero, or all zeros, is the main one, which is written."""
 
-_logged_deprecations: dict[str, bool] = {}
-
 
 class ShardedBase(ABC):
     """A leaf that stands for a part of something global.

@@ -5,7 +5,7 @@ gets the result or None, and then does the work the slow way. Linux only, becaus
 limited relative to what the process has already mapped.
 
 The child is an interpreter of its own, not a fork: a fork of a process that runs threads may wait for ever for a lock
-that one of them held. That costs 20 to 40 ms a call.
+that one of them held. A call costs some 25 ms, and what the function's imports take: 60 to 100 ms for metadata of DCP.
 """
 
 from __future__ import annotations

@@ -81,9 +81,6 @@ class WriteStore(Protocol):
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
         """Writes all of ``data`` at ``offset``."""
 
-    def sync(self, name: str) -> None:
-        """Returns once the file's bytes are on the disk."""
-
 
 def checked_name(name: object, *, found_in: str | None = None) -> str:
     """``name`` if it is a safe relative path, else an error.
@@ -514,9 +511,6 @@ class MemoryStore:
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
         """See WriteStore."""
         self._content(name)[offset : offset + len(data)] = data
-
-    def sync(self, name: str) -> None:
-        """See WriteStore; memory needs nothing."""
 
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
         """See ``core.copy.output.Stage``; memory needs nothing."""

@@ -56,21 +56,6 @@ TABLE = 4096
 LEAST_BYTES = 512
 """Rows have at least as many, where there are axes to join; blocks, where rows can be divided so."""
 _TEXT_DIGITS = 8
-_MASK = (1 << 64) - 1
-
-
-def splitmix64(number: int) -> int:
-    """Output ``number`` (from 0) of SplitMix64 with seed 0."""
-    z = (number + 1) * 0x9E3779B97F4A7C15 & _MASK
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
-    return z ^ z >> 31
-
-
-def factor(table: int, index: int, lane: int) -> int:
-    """f(table, index, lane) of the definition."""
-    z = splitmix64((TABLE * table + index) * LANES + lane)
-    return 2 * (z >> 57) - 127 if table == 0 else 1 + z % (PRIME - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,9 +87,6 @@ class _Sink:
         with self._lock:
             self._lanes[number] = added((self._lanes[number], made.lanes))
 
-    def sync(self, name: str) -> None:
-        """Nothing was written."""
-
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Never asked: there are no checksums whose blocks two pieces of work could share."""
         raise NotImplementedError

@@ -64,9 +64,7 @@ class Plan:
         write_bytes: bytes of the target's arrays.
         file_bytes: bytes of all output files.
         n_fragments: source fragments that take part.
-        n_transfers: box copies.
         n_copies: replicas to compare.
-        n_casts: tensors whose dtype changes.
         memory_bytes: what the process needs.
         metadata_bytes: how much of it is metadata, which cannot be less.
         cache_bytes: of decoded pieces of encoded arrays; 0 if nothing is encoded.
@@ -86,9 +84,7 @@ class Plan:
     write_bytes: int
     file_bytes: int
     n_fragments: int
-    n_transfers: int
     n_copies: int
-    n_casts: int
     memory_bytes: int
     metadata_bytes: int = 0
     cache_bytes: int = 0
@@ -130,9 +126,7 @@ class _Totals:
     read_bytes: int = 0
     copy_bytes: int = 0
     n_fragments: int = 0
-    n_transfers: int = 0
     n_copies: int = 0
-    n_casts: int = 0
     decode_bytes: int = 0
     most_fragments: int = 0
     n_ignored: int = 0
@@ -200,9 +194,7 @@ def make_plan(
         write_bytes=places.n_bytes,
         file_bytes=sum(image.size for image in images),
         n_fragments=totals.n_fragments,
-        n_transfers=totals.n_transfers,
         n_copies=totals.n_copies,
-        n_casts=totals.n_casts,
         memory_bytes=memory.n_bytes,
         metadata_bytes=metadata.n_bytes,
         cache_bytes=memory.cache_bytes,
@@ -234,9 +226,7 @@ def _count(totals: _Totals, work: Match) -> None:
     totals.copy_bytes += copy_bytes
     totals.n_fragments += n_fragments
     totals.most_fragments = max(totals.most_fragments, n_fragments, n_pairs)
-    totals.n_transfers += n_pairs
     totals.n_copies += n_copies
-    totals.n_casts += work.dtype != work.meta.dtype
     totals.decode_bytes = max(totals.decode_bytes, decoding_bytes([fragment for _, fragment in stored]))
 
 

@@ -193,7 +193,6 @@ class _Run:
         self._device = device
         self.result = Scanned()
         self._store = store
-        self._files = files
         self._arrays = arrays
         self._bind = bind
         self._observers = observers

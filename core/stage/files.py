@@ -114,7 +114,7 @@ class StageStore:
                 start_writeback(fd, offset, n_bytes)
 
     def sync(self, name: str) -> None:
-        """See WriteStore.
+        """Return once the file's bytes are on the disk.
 
         Raises:
             StorageError: the system could not write.

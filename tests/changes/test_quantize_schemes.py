@@ -139,10 +139,41 @@ EXAMPLES: dict[str, tuple[str, str | None, Spec]] = {
         {".q_weight": (I32, (8, 16)), ".q_scale": (I32, (1, 2)), ".q_scale_max": (F16, (1,)), ".q_groups": (I32, (2,))},
     ),
     "exl3": ("EXL3", None, {".trellis": (torch.int16, (4, 1, 16)), ".suh": (F16, (64,)), ".svh": (F16, (16,))}),
+    "exl3 with packed signs": (
+        "EXL3",
+        None,
+        {".trellis": (torch.int16, (4, 1, 16)), ".su": (torch.int16, (4,)), ".sv": (torch.int16, (1,))},
+    ),
+    "exl3 with packed signs and a scale": (
+        "EXL3",
+        "exl3",
+        {
+            ".trellis": (torch.int16, (4, 1, 16)),
+            ".suh": (F16, (64,)),
+            ".sv": (torch.int16, (1,)),
+            ".scale": (F32, ()),
+        },
+    ),
     "quip": (
         "QuIP#",
         None,
         {".Qidxs": (torch.int64, (16, 1)), ".SU": (F16, (8,)), ".SV": (F16, (16,)), ".Wscale": (F32, ())},
+    ),
+    "quip with all of its buffers": (
+        "QuIP#",
+        None,
+        {
+            ".Qidxs": (torch.int64, (16, 1)),
+            ".SU": (F16, (8,)),
+            ".SV": (F16, (16,)),
+            ".Wscale": (F32, ()),
+            ".scaleWH": (F32, (8,)),
+            ".codebook_id": (torch.int64, ()),
+            ".ocs_dupe_inds": (torch.int64, (8,)),
+            ".A": (F16, (16, 2)),
+            ".B": (F16, (2, 8)),
+            ".fuse_scales": (F32, (3,)),
+        },
     ),
     "llm-awq": (
         "AWQ (or GPTQ without g_idx)",

@@ -13,24 +13,27 @@ from hypothesis import strategies as st
 
 from core.arrays.box import Box, Shape, c_strides
 from core.errors import UnsupportedError
-from core.fingerprint.definition import LANES, PRIME, added, factor, form_of, lanes_of, splitmix64, text_of
+from core.fingerprint.definition import LANES, PRIME, added, form_of, lanes_of, text_of
 from core.fingerprint.kernel import Products, kernel, products_in_numpy, products_in_torch
 from core.fingerprint.sums import FormSum
 
 
+def splitmix64(count: int) -> int:
+    """Output number ``count`` (from 0) of SplitMix64 with seed 0."""
+    state = (count + 1) * 0x9E3779B97F4A7C15 % 2**64
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+    return state ^ (state >> 31)
+
+
+def factor(table: int, index: int, lane: int) -> int:
+    """f(table, index, lane) of the definition."""
+    z = splitmix64((4096 * table + index) * 16 + lane)
+    return 2 * (z // 2**57) - 127 if table == 0 else 1 + z % (2**31 - 2)
+
+
 def plain(shape: Shape, itemsize: int, data: bytes) -> tuple[int, ...]:
     """The fingerprint as its definition says it, a byte at a time; shares no code with the toolkit."""
-
-    def random_number(count: int) -> int:
-        state = (count + 1) * 0x9E3779B97F4A7C15 % 2**64
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
-        return state ^ (state >> 31)
-
-    def f(table: int, index: int, lane: int) -> int:
-        z = random_number((4096 * table + index) * 16 + lane)
-        return 2 * (z // 2**57) - 127 if table == 0 else 1 + z % (2**31 - 2)
-
     row, axes = itemsize, list(shape)
     while axes and row < 512:
         row *= axes.pop()
@@ -49,8 +52,8 @@ def plain(shape: Shape, itemsize: int, data: bytes) -> tuple[int, ...]:
         for lane in range(16):
             weight = 1
             for table, digit in enumerate(digits, 1):
-                weight = weight * f(table, digit, lane)
-            found[lane] += value * f(0, at % row % block, lane) * weight
+                weight = weight * factor(table, digit, lane)
+            found[lane] += value * factor(0, at % row % block, lane) * weight
     return tuple(lane % (2**31 - 1) for lane in found)
 
 

@@ -118,7 +118,7 @@ def test_files_and_modules_named_in_the_guides_exist() -> None:
     missing = []
     for page in [README, CONTRIBUTING, *GUIDES]:
         for name in re.findall(r"`([\w./-]+)`", page.read_text("utf-8")):
-            if re.match(r"(core|ckpt_cli|tests|scripts|docs|\.github)/", name):
+            if re.match(r"(core|ckpt_cli|examples|tests|scripts|docs|\.github)/", name):
                 is_there = (ROOT / name).exists()
             elif re.match(r"(core|ckpt_cli)\.", name):
                 is_there = is_importable(name)

@@ -39,7 +39,7 @@ def test_the_archive_depends_on_names_and_bytes_only(tmp_path: Path, repo_dir: P
         os.utime(tmp_path / "gold/b/x.pt", (i, i))
         archives.append(tmp_path / f"{i}.tar.xz")
         subprocess.run(
-            [sys.executable, repo_dir / "scripts/make_golden", tmp_path / "gold", archives[-1]],
+            [sys.executable, repo_dir / "tests/golden/main.py", tmp_path / "gold", archives[-1]],
             check=True,
             stdout=subprocess.DEVNULL,
         )

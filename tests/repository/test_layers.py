@@ -92,7 +92,7 @@ def _is_ours(module: str) -> bool:
 
 
 def test_packages_import_only_from_those_below() -> None:
-    # The program's own start, as its script is not beside an interpreter that another environment's pytest runs in.
+    # Not the script lint-imports: it may belong to another environment than the interpreter that runs this test.
     run = subprocess.run(
         [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"],
         cwd=ROOT,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from array import array as columns
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from core.plan.items import ITEM_BYTES
 
@@ -46,12 +46,10 @@ class Part:
     """What a worker does of one tensor.
 
     Args:
-        number: of the tensor.
         start, stop: those items that begin in these bytes of it; None for the end.
         n_bytes: about how many they read and write.
     """
 
-    number: int
     start: int
     stop: int | None
     n_bytes: int
@@ -109,7 +107,7 @@ def divided_by_hosts(
             owner = part.owners[at]
             owners[number] = workers[name][owner] if owner >= 0 else -1
             if owner < 0:
-                shared[number] = [(workers[name][w], replace(one, number=number)) for w, one in part.shared[at]]
+                shared[number] = [(workers[name][w], piece) for w, piece in part.shared[at]]
         for at, load in enumerate(part.loads):
             loads[workers[name][at]] = load
     return Division(owners, shared, len(hosts), loads)
@@ -173,10 +171,10 @@ def _cut(row: Sequence[tuple[int, int]], n_workers: int) -> Iterator[tuple[int, 
         while True:
             end = (worker + 1) * total // n_workers - begin  # of the worker's piece, in the tensor
             if end >= size or worker == n_workers - 1:
-                yield number, worker, Part(number, start, None, size - start)
+                yield number, worker, Part(start, None, size - start)
                 break
             if end > start:
-                yield number, worker, Part(number, start, end, end - start)
+                yield number, worker, Part(start, end, end - start)
                 start = end
             worker += 1
         begin += size

@@ -210,10 +210,8 @@ def _parsed_by_machine(data: bytes, label: str) -> _Parsed:
     return _Parsed(metadata, tuple(problems), frozenset(uses))
 
 
-def _parsed_by_c(data: bytes, *, cpu_s: int | None = None) -> _Parsed | None:
+def _parsed_by_c(data: bytes) -> _Parsed | None:
     """Read the metadata by the C unpickler in a contained child; return None if it did not succeed.
-
-    ``cpu_s`` is its processor time in seconds; usual files take 0.05 s a megabyte.
 
     Why this runs nothing of the file and harms nothing:
 
@@ -228,7 +226,7 @@ def _parsed_by_c(data: bytes, *, cpu_s: int | None = None) -> _Parsed | None:
       other way.
     """
     memory_bytes = (256 << 20) + 32 * len(data)
-    cpu_s = cpu_s or 2 + (len(data) >> 20)
+    cpu_s = 2 + (len(data) >> 20)  # usual files take 0.05 s a megabyte
     packed = run_sandboxed("core.formats.dcp.metadata:pack", data, memory_bytes=memory_bytes, cpu_s=cpu_s)
     return None if packed is None else _unpack(packed)
 

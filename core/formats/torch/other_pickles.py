@@ -60,8 +60,10 @@ _CHECKPOINT_FILE = re.compile(
 _TEXT_NAME = re.compile(r"\.(pkl|pickle)$")
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _MAX_MEMBER_BYTES = 1 << 30
+"""What is read of a zip's members to look into them."""
 _MAX_CHECKED_BYTES = 1 << 32
-"""What is read of a zip's members to look into them, and to check them."""
+_MAX_CHECKED_RATIO = 20
+"""What is inflated of a zip to check it: so many bytes, or so many times the zip's own size, whichever is more."""
 _FILE = "bytes"
 
 
@@ -341,19 +343,24 @@ def is_torch_zip(store: ReadStore, file: str, n_bytes: int) -> bool:
 
 
 def damaged_member(store: ReadStore, file: str, n_bytes: int) -> str | None:
-    """Return what is wrong with the first damaged member of a zip that torch did not write; reads every member.
+    """Return what is wrong with the first damaged member of a zip that torch did not write; None if nothing is.
+
+    Members are read in the order of the directory and compared with their CRC-32. Not checked: members that are
+    encrypted or packed by other methods than deflate, and what comes after 4 GiB of inflated data and 20 times the
+    size of the zip, so that a small file cannot keep the reader busy for hours.
 
     Raises:
         CorruptError: there is no directory.
     """
+    limit = max(_MAX_CHECKED_BYTES, _MAX_CHECKED_RATIO * n_bytes)
     n_read = 0
     with _opened(store, file, n_bytes) as archive:
         for info in archive.infolist():
-            if info.compress_type not in _METHODS or n_read > _MAX_CHECKED_BYTES:
+            if info.compress_type not in _METHODS or n_read > limit:
                 continue
             try:
                 with archive.open(info) as member:
-                    while n_read <= _MAX_CHECKED_BYTES and (part := member.read(1 << 20)):
+                    while n_read <= limit and (part := member.read(1 << 20)):
                         n_read += len(part)
             except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError) as err:
                 return f"{info.filename}: {err}"

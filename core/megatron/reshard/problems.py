@@ -22,7 +22,7 @@ from core.megatron.model.facts import Facts
 from core.megatron.model.parts import check_parts, with_sizes
 from core.megatron.optimizer.rank_state import RankFile
 from core.megatron.placement.joined import joined
-from core.megatron.placement.origins import Origin, meta_of, origins_of
+from core.megatron.placement.origins import meta_of, origins_of
 from core.megatron.reshard.from_global import common_entries, is_random_state, numbered_names, prefix_of, without_prefix
 from core.megatron.reshard.from_ranks import checked_shape, local_names, ranks_of, settle_rules
 from core.megatron.reshard.partners import check_partners
@@ -40,14 +40,12 @@ class Understood:
         shapes: global per-layer name → shape, padding rows included.
         held: what the ranks hold of each, in rank files.
         files: what the ranks' files hold, in rank files.
-        origins: where each comes from, in other checkpoints.
     """
 
     facts: Facts
     shapes: Mapping[str, Shape]
     held: Mapping[str, HeldTensor] = field(default_factory=dict)
     files: Sequence[RankFile] = ()
-    origins: Mapping[str, Origin] = field(default_factory=dict)
 
 
 def understood(
@@ -167,7 +165,7 @@ def _global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     check_partners(metas, facts.kind, rules, report=report)
     shapes = {name: meta.shape for name, meta in metas.items()}
     facts = _checked(shapes, {name: rules.rule_of(name) for name in shapes}, facts, rules, report)
-    return Understood(facts, shapes, origins=origins)
+    return Understood(facts, shapes)
 
 
 def _model_keys(catalog: Catalog, common: Mapping[object, object], prefix: str) -> Iterator[str]:

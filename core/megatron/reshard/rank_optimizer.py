@@ -1,8 +1,9 @@
-"""The optimizer of rank files: for every rank, which stored array is which state of which parameter.
+"""The optimizer of rank files, in the two forms that Megatron-LM has for it.
 
-``read_states`` finds the form and leaves the work to ``core.megatron.optimizer.numbered.read`` (FP32 and Float16
-optimizers, in model_optim_rng.pt) or ``core.megatron.optimizer.flat.read`` (the distributed optimizer's
-distrib_optim.pt).
+``core.megatron.optimizer.numbered`` reads and writes the FP32 and Float16 optimizers, which lie in model_optim_rng.pt;
+``core.megatron.optimizer.flat`` the distributed optimizer of distrib_optim.pt. By the form, ``read_states`` returns
+which stored array of a rank is which state of which parameter, and ``optimizer_files`` the files that a destination
+will have.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def started(course: Course, tmp_path: Path) -> Path:
     number = len(course.attempts)
     folder = tmp_path / f"attempt_{number}"
     folder.mkdir()
-    course.attempts.append(Attempt(number, number, folder, (0, 1), 2, (None, None)))
+    course.attempts.append(Attempt(number, number, folder, (0, 1), (None, None)))
     course.first = None
     return folder
 
@@ -80,7 +80,7 @@ folder = Path(sys.argv[1])
 left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 (folder / "pid").write_text(str(left.pid))
 write_result(folder, WorkerResult(1, "here", 1, 6, "no space"))
-course = Course(attempts=[Attempt(0, 0, folder, (0, 1), 2, (None, None))])
+course = Course(attempts=[Attempt(0, 0, folder, (0, 1), (None, None))])
 def end(overdue):
     print(course.results[1].line, overdue.is_done, flush=True)
     return 8

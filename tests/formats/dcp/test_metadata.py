@@ -502,7 +502,7 @@ def test_what_kills_the_c_unpickler_kills_only_the_child(attack: str, repo_dir: 
         "from core.formats.dcp import metadata as m\n"
         "from core.errors import CheckpointingException\n"
         "data = sys.stdin.buffer.read()\n"
-        "print(m._parsed_by_c(data, cpu_s=1))\n"
+        "print(m._parsed_by_c(data))\n"
         "try:\n"
         "    print(len(m._parsed_by_machine(data, 'x').checked('x').tensors))\n"
         "except CheckpointingException as err:\n"

@@ -63,7 +63,8 @@ def replanned(data: bytes) -> bytes:
     plan = plan_archive(archive.root, [(name, len(piece)) for name, piece in content.items()])
     payloads = {name: piece for name, piece in content.items() if not name.startswith("data/")}
     literals = list(plan.literals(payloads, lambda name: zlib.crc32(content[name])))
-    arrays = {plan.offset_of(name): piece for name, piece in content.items() if name.startswith("data/")}
+    offsets = dict(zip(plan.names, plan.data, strict=True))
+    arrays = {offsets[f"{plan.root}/{name}"]: piece for name, piece in content.items() if name.startswith("data/")}
     return assembled(plan.size, literals, arrays)
 
 

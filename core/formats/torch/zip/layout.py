@@ -58,10 +58,6 @@ class ArchivePlan:
     directory: int
     directory_bytes: int
 
-    def offset_of(self, name: str) -> int:
-        """Offset of the data of the record ``name`` (without the root); for many records, use ``data``."""
-        return self.data[self.names.index(f"{self.root}/{name}")]
-
     def literals(self, payloads: Mapping[str, bytes], crc_of: Callable[[str], int]) -> Iterator[Literal]:
         """Everything but the data of the records that are filled by others.
 

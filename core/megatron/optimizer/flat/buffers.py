@@ -41,12 +41,10 @@ class Slot:
 
     Args:
         bucket: number of its bucket.
-        offset: elements of the bucket before it.
         start: elements of the file's buffer before it.
     """
 
     bucket: int
-    offset: int
     start: int
 
 
@@ -89,7 +87,7 @@ def lay_out_buffer(sizes: Sequence[int], *, bucket_size: int | None, shared: fro
         if place in shared and end:
             buckets.append(offset)
             before, offset = before + offset, 0
-        slots.append(Slot(len(buckets), offset, before + offset))
+        slots.append(Slot(len(buckets), before + offset))
         end = offset + sizes[place]
         if place in shared or (bucket_size is not None and end >= bucket_size):
             buckets.append(end)
@@ -115,7 +113,7 @@ def fit_buckets(sizes: Sequence[int], buckets: Sequence[int], *, step: int = ALI
             before, number, offset = before + buckets[number], number + 1, 0
         if number >= len(buckets) or offset + size > buckets[number]:
             return None
-        slots.append(Slot(number, offset, before + offset))
+        slots.append(Slot(number, before + offset))
         end = offset + size
     is_full = number == len(buckets) - 1 and end == buckets[-1] if sizes else not buckets
     return Layout(tuple(reversed(slots)), tuple(buckets)) if is_full else None

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Packs checkpoints that other software wrote into tests/golden/golden.tar.xz.
 
-    scripts/make_golden GOLD [ARCHIVE]
+    python tests/golden/main.py GOLD [ARCHIVE]
 
 GOLD is the folder with the checkpoints as their tools left them (tests/golden/README.md: what is in it and who wrote
 it). All of it is packed: the same weights lie in many layouts, so that 72 MB shrink to under 4 MB. The archive depends
@@ -61,9 +60,9 @@ def pack(gold_dir: Path, archive_path: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Packs checkpoints of other software for the tests.")
+    parser = argparse.ArgumentParser(description="Pack checkpoints of other software for the tests.")
     parser.add_argument("gold", type=Path, help="folder with the checkpoints")
-    default = Path(__file__).resolve().parent.parent / "tests" / "golden" / "golden.tar.xz"
+    default = Path(__file__).with_name("golden.tar.xz")
     parser.add_argument("archive", type=Path, nargs="?", default=default, help="default: tests/golden/golden.tar.xz")
     options = parser.parse_args()
     if not options.gold.is_dir():
