@@ -1,4 +1,4 @@
-"""The example under examples: training that was killed goes on in another layout, with the same losses."""
+"""The example under docs/examples: training that was killed goes on in another layout, with the same losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import pytest
 )
 def test_training_that_was_killed_goes_on_in_another_layout(repo_dir: Path, options: list[str], begins: str):
     done = subprocess.run(
-        [sys.executable, "examples/kill_and_resume.py", "--steps=12", "--save-every=4", *options],
+        [sys.executable, "docs/examples/kill_and_resume.py", "--steps=12", "--save-every=4", *options],
         cwd=repo_dir,
         env=os.environ | {"PYTHONPATH": str(repo_dir)},
         capture_output=True,

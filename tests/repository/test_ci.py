@@ -160,7 +160,7 @@ def test_the_action_installs_this_project_and_what_the_level_needs(level: str, r
 
 
 def test_the_workflow_uses_inputs_that_the_action_has(repo_dir: Path) -> None:
-    workflow = document(repo_dir / "examples/github-workflow.yml")
+    workflow = document(repo_dir / "docs/examples/github-workflow.yml")
     action = document(repo_dir / ACTION)
     (job,) = workflow["jobs"].values()
     (step,) = (step for step in job["steps"] if "ckpt-validate" in step["uses"])
@@ -170,7 +170,7 @@ def test_the_workflow_uses_inputs_that_the_action_has(repo_dir: Path) -> None:
 
 
 def test_the_workflow_runs_with_its_inputs(repo_dir: Path, runner: Runner, good: Path) -> None:
-    workflow = document(repo_dir / "examples/github-workflow.yml")
+    workflow = document(repo_dir / "docs/examples/github-workflow.yml")
     (job,) = workflow["jobs"].values()
     (step,) = (step for step in job["steps"] if "ckpt-validate" in step["uses"])
     for path in step["with"]["paths"].splitlines():
@@ -182,7 +182,7 @@ def test_the_workflow_runs_with_its_inputs(repo_dir: Path, runner: Runner, good:
 
 
 def test_the_gitlab_job_runs(repo_dir: Path, tools: Path, good: Path, bad: Path, tmp_path: Path) -> None:
-    (job,) = document(repo_dir / "examples/gitlab-ci.yml").values()
+    (job,) = document(repo_dir / "docs/examples/gitlab-ci.yml").values()
     for path, source in (("checkpoints/base", good), ("checkpoints/tuned", bad)):
         shutil.copytree(source, tmp_path / path)
     (line,) = job["script"]
@@ -238,7 +238,7 @@ def test_a_hook_passes_whole_files_and_stops_others(
 def test_the_pytest_recipe_fails_where_a_checkpoint_is_damaged(
     repo_dir: Path, good: Path, bad: Path, tmp_path: Path
 ) -> None:
-    shutil.copy(repo_dir / "examples/test_checkpoints.py", tmp_path)
+    shutil.copy(repo_dir / "docs/examples/test_checkpoints.py", tmp_path)
     env = {**os.environ, "PYTHONPATH": str(repo_dir), "CHECKPOINTS": f"{good}{os.pathsep}{bad}"}
     env.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_checkpoints.py"]
@@ -260,7 +260,7 @@ def test_a_training_resumes_from_the_newest_whole_iteration_or_not_at_all(
     env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
 
     def resumed(folder: Path) -> tuple[int, str]:
-        command = [repo_dir / "examples/resume.sh", folder, "echo", "train"]
+        command = [repo_dir / "docs/examples/resume.sh", folder, "echo", "train"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout
 

@@ -16,7 +16,7 @@ DECISIONS = sorted(ROOT.glob("docs/decisions/[0-9]*.md"))
 
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
-_PATH = re.compile(r"`(?P<path>(?:core|ckpt_cli|examples|scripts|tests|docs)/[\w./{},*-]+)")
+_PATH = re.compile(r"`(?P<path>(?:core|ckpt_cli|scripts|tests|docs)/[\w./{},*-]+)")
 _CITED = re.compile(r"(?P<page>docs/[\w./-]+\.md)(?: (?P<section>\d+(?:\.\d+)?)\b)?")
 
 
@@ -86,7 +86,7 @@ def test_the_menu_has_every_page_once() -> None:
 
 def test_what_the_code_cites_is_in_the_documents() -> None:
     missing = []
-    for folder in ("core", "ckpt_cli", "examples", "scripts", "tests"):
+    for folder in ("core", "ckpt_cli", "docs/examples", "scripts", "tests"):
         for path in sorted(ROOT.glob(f"{folder}/**/*")):
             if path.suffix not in (".py", ".toml", "") or not path.is_file() or path == Path(__file__):
                 continue

@@ -1,4 +1,4 @@
-"""examples: the files for Slurm, MPI and Kubernetes are well formed, and their commands are ones that parse."""
+"""docs/examples: the files for Slurm, MPI and Kubernetes are well formed, and their commands are ones that parse."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_launch(words: list[str]) -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_are_bash_and_say_how_they_are_called(name: str, repo_dir: Path) -> None:
-    script = repo_dir / "examples" / name
+    script = repo_dir / "docs/examples" / name
     subprocess.run(["bash", "-n", script], check=True)
     assert os.access(script, os.X_OK)
     done = subprocess.run(["bash", script], capture_output=True, text=True)
@@ -57,7 +57,7 @@ def test_scripts_are_bash_and_say_how_they_are_called(name: str, repo_dir: Path)
 
 
 def test_slurm_starts_an_agent_on_each_host(repo_dir: Path, stand_ins: dict[str, str]) -> None:
-    words = called(repo_dir / "examples/launch.sbatch", "a", "b", "--tp-new", "4", environ=stand_ins)
+    words = called(repo_dir / "docs/examples/launch.sbatch", "a", "b", "--tp-new", "4", environ=stand_ins)
     command = words[words.index("ckpt") + 1 :]
     check_launch(command)
     assert command[command.index("--rdzv-endpoint") + 1] == "node3:22345"
@@ -65,14 +65,14 @@ def test_slurm_starts_an_agent_on_each_host(repo_dir: Path, stand_ins: dict[str,
 
 
 def test_slurm_starts_the_workers_itself(repo_dir: Path, stand_ins: dict[str, str]) -> None:
-    script = repo_dir / "examples/launch.sbatch"
+    script = repo_dir / "docs/examples/launch.sbatch"
     words = called(script, "a", "b", "--tp-new", "4", environ={**stand_ins, "WORKERS": "srun"})
     _, command = parsed(words[words.index("ckpt_cli.worker") + 1 :])
     assert command == ["reshard", "a", "b", "--tp-new", "4"]
 
 
 def test_mpi_starts_the_workers(repo_dir: Path, stand_ins: dict[str, str]) -> None:
-    script = repo_dir / "examples/launch-mpi.sh"
+    script = repo_dir / "docs/examples/launch-mpi.sh"
     words = called(script, "16", "a", "b", "--tp-new", "4", environ={**stand_ins, "HOSTS": "node3:8,node4:8"})
     assert words[:5] == ["mpirun", "-n", "16", "--host", "node3:8,node4:8"]
     assert "MASTER_ADDR=node3" in words
@@ -80,7 +80,7 @@ def test_mpi_starts_the_workers(repo_dir: Path, stand_ins: dict[str, str]) -> No
 
 
 def test_the_kubernetes_job_is_one_and_its_command_parses(repo_dir: Path) -> None:
-    service, job = yaml.safe_load_all((repo_dir / "examples/launch-k8s.yaml").read_text("utf-8"))
+    service, job = yaml.safe_load_all((repo_dir / "docs/examples/launch-k8s.yaml").read_text("utf-8"))
     assert (service["kind"], service["spec"]["clusterIP"], job["kind"]) == ("Service", "None", "Job")
     spec = job["spec"]
     pod = spec["template"]["spec"]

@@ -1,6 +1,6 @@
 """Trains a tiny model with tensor and pipeline parallelism on the CPU, saves, and goes on in another layout.
 
-    $ cd examples
+    $ cd docs/examples
     $ torchrun --standalone --nproc-per-node 4 train_tp_pp.py --tp 2 --pp 2 --checkpoints /tmp/run --steps 40
     ^C, kill -9, a power cut: at any time
     $ torchrun --standalone --nproc-per-node 4 train_tp_pp.py --tp 1 --pp 4 --checkpoints /tmp/run --steps 40
