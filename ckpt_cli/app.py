@@ -226,11 +226,11 @@ def _report(err: BaseException, arguments: list[str], heed: Heed | None = None) 
             import traceback
 
             traceback.print_exception(err)
-        if failure.line:
-            label = screen_of(sys.stderr).styled("error:", "bold", "red")
-            print(f"ckpt: {label} {failure.line}", file=sys.stderr)
+        if failure.message:
+            is_quiet = not {"-q", "--quiet"}.isdisjoint(options)
+            print(failure.text(screen_of(sys.stderr), is_one_line=is_quiet), file=sys.stderr)
     try:
-        if _wants_json(options) and failure.line:
+        if _wants_json(options) and failure.message:
             print(json.dumps({"error": {**failure.fields, "exit_code": failure.exit_code}}))
         sys.stdout.flush()
     except OSError:  # a full disk or a closed pipe; the interpreter's own flush at the end must not fail again

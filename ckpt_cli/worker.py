@@ -172,8 +172,8 @@ class _Outcome:
             return failure
         rank = self.place.rank if self._origin is None else self._origin
         host = self.team.hosts[rank]
-        line = failure.line if is_verdict else f"rank {rank} on {host}: {failure.line}"
-        return replace(failure, line=line, fields={**failure.fields, "worker": rank, "worker_host": host})
+        message = failure.message if is_verdict else f"rank {rank} on {host}: {failure.message}"
+        return replace(failure, message=message, fields={**failure.fields, "worker": rank, "worker_host": host})
 
     def exit_code(self, code: int) -> int:
         """Leaves the results; the exit code for the process."""
@@ -213,7 +213,7 @@ def _portable(err: BaseException, line: str) -> Exception:
 def _write_error_file(failure: Failure, text: str | None) -> None:
     """What torchrun reports of a failed worker: the format of ``torch.distributed.elastic``'s ``ErrorHandler``."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or not failure.line:
+    if not path or not failure.message:
         return
     extra = {"py_callstack": text or failure.line, "timestamp": str(int(time.time()))}
     message = {"message": failure.line, "errorCode": failure.exit_code, "extraInfo": extra}
@@ -222,10 +222,10 @@ def _write_error_file(failure: Failure, text: str | None) -> None:
 
 
 def _say(failure: Failure) -> None:
-    """The line of a failure before the verb has run."""
-    if failure.line:
+    """Print a failure that came before the verb ran."""
+    if failure.message:
         with suppress(OSError):
-            print(f"ckpt: {screen_of(sys.stderr).styled('error:', 'bold', 'red')} {failure.line}", file=sys.stderr)
+            print(failure.text(screen_of(sys.stderr)), file=sys.stderr)
 
 
 def _resident_bytes() -> int:

@@ -64,7 +64,11 @@ class CheckpointingException(Exception):
         self.rule = rule
 
     def __str__(self) -> str:
-        return f"{self.sentence}. {self.advice}" if self.hint else self.sentence
+        """Return message, place and hint on one line, for tracebacks and logs."""
+        if not self.hint:
+            return self.sentence
+        is_command = self.hint.startswith("ckpt ")
+        return f"{self.sentence}. {self.hint if is_command else self.hint[0].upper() + self.hint[1:]}"
 
     def breaking(self, rule: str) -> Self:
         """The error, told to break a rule unless it names one itself."""
@@ -72,24 +76,21 @@ class CheckpointingException(Exception):
         return self
 
     @property
-    def advice(self) -> str:
-        """The hint as a sentence of its own, "" without one; a proposed rule in it may take several lines."""
-        return f"{self.hint[0].upper()}{self.hint[1:]}" if self.hint else ""
-
-    @property
-    def sentence(self) -> str:
-        """What is wrong, and where."""
-        where = [
+    def place(self) -> str:
+        """File, tensor, rank and byte range that the error names, as one text; "" if it names none."""
+        parts = [
             f"{name} {value}"
             for name, value in (("file", self.file), ("tensor", self.key), ("rank", self.rank))
             if value is not None
         ]
         if self.span is not None:
-            where.append(f"bytes {self.span[0]}–{self.span[1]}")
-        text = self.message
-        if where:
-            text += f" ({', '.join(where)})"
-        return text
+            parts.append(f"bytes {self.span[0]}–{self.span[1]}")
+        return ", ".join(parts)
+
+    @property
+    def sentence(self) -> str:
+        """The message with the place in brackets, without the hint."""
+        return f"{self.message} ({self.place})" if self.place else self.message
 
     def fields(self) -> dict[str, object]:
         """The error as a JSON object; absent parts are left out."""

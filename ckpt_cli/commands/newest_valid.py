@@ -60,10 +60,10 @@ def _report(newest: Newest, root: Path, options: ValidateOptions, figures: Seque
         print(escaped(newest.path) if sys.stdout.isatty() else newest.path)
     label = screen_of(sys.stderr).styled("skipped:", "yellow")
     for one in () if options.quiet else newest.skipped:
-        print(f"ckpt: {label} {escaped(one.path)}: {escaped(one.why)}", file=sys.stderr)
+        print(f"{label} {escaped(one.path)}: {escaped(one.why)}", file=sys.stderr)
     if newest.path is None:
         what = "no iteration is whole in" if newest.skipped else "there are no iterations in"
-        print(f"ckpt: {what} {escaped(str(root))}", file=sys.stderr)
+        print(f"{what} {escaped(str(root))}", file=sys.stderr)
 
 
 def _only_root(options: ValidateOptions) -> Path:

@@ -88,7 +88,7 @@ def _write_baseline(verdicts: Sequence[Verdict], options: ValidateOptions) -> No
     write_lines(options.write_baseline, [baseline_text(everything).rstrip("\n")])
     if not options.quiet:
         count = n_text(len(everything), "finding")
-        print(f"ckpt: wrote {escaped(str(options.write_baseline))}: {count}", file=sys.stderr)
+        print(f"wrote {escaped(str(options.write_baseline))}: {count}", file=sys.stderr)
 
 
 def _check(options: ValidateOptions) -> None:

@@ -1,4 +1,12 @@
-"""From an exception to one line, a JSON object and an exit code.
+"""From an exception to what the user reads of it, a JSON object and an exit code.
+
+On the screen an error takes up to three lines, however wide the terminal is::
+
+    error: the file ends early
+      at: file model-00002.safetensors, tensor lm_head.weight, bytes 81920–98304
+      hint: copy it again
+
+With ``--quiet``, in logs of workers and in JSON it is one line of text.
 
 ======  ===============================================================
  code    meaning
@@ -33,7 +41,7 @@ from types import FrameType
 from typing import Any
 
 from ckpt_cli.screen.other_tools import INSTEAD, OF_TORCHRUN
-from ckpt_cli.screen.terminal import escaped
+from ckpt_cli.screen.terminal import Screen, escaped
 from core.errors import CapacityError, CheckpointingException, CorruptError, StorageError, UsageError
 
 INTERNAL_ERROR = 70
@@ -41,17 +49,35 @@ INTERNAL_ERROR = 70
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the user is told.
+    """An error as the user reads it. The texts are safe for a terminal.
 
     Args:
         exit_code: see the module's table.
-        line: one line of text, safe for a terminal; "" where silence is right.
+        message: what is wrong, on one line; "" where nothing is to be printed.
         fields: the ``error`` object of ``--json``.
+        place: file, tensor, rank and bytes that are concerned, or "".
+        hint: the next step, or ""; a rule proposed in it may take several lines.
     """
 
     exit_code: int
-    line: str
+    message: str
     fields: dict[str, object]
+    place: str = ""
+    hint: str = ""
+
+    @property
+    def line(self) -> str:
+        """Everything on one line; "" where nothing is to be printed."""
+        where = f" ({self.place})" if self.place else ""
+        return f"{self.message}{where}{f'; {self.hint}' if self.hint else ''}"
+
+    def text(self, screen: Screen, *, is_one_line: bool = False) -> str:
+        """Return what is printed: three lines, or one."""
+        label = screen.styled("error:", "bold", "red")
+        if is_one_line:
+            return f"{label} {self.line}"
+        parts = [("at", self.place), ("hint", self.hint.replace("\n", "\n" + " " * len("  hint: ")))]
+        return "\n".join([f"{label} {self.message}", *(f"  {name}: {text}" for name, text in parts if text)])
 
 
 class Terminated(KeyboardInterrupt):
@@ -98,7 +124,7 @@ def end_on_signals() -> Callable[[], None]:
 
 
 def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
-    """How ``err`` is reported. Every exception has an answer, bugs too.
+    """Return how an exception is reported; every exception has an answer, bugs too.
 
     Args:
         command: what was called, for typer's errors that do not know it.
@@ -109,16 +135,17 @@ def failure_of(err: BaseException, *, command: str = "ckpt") -> Failure:
         number = err.number if isinstance(err, Terminated) else signal.SIGINT
         name = signal.Signals(number).name
         return Failure(128 + number, f"interrupted ({name})", {"code": "interrupted", "signal": name})
-    known = _translated(err, command)
-    if known is not None:
-        advice = "\n".join(map(escaped, known.advice.split("\n")))
-        return Failure(known.exit_code, f"{escaped(known.sentence)}. {advice}".removesuffix(". "), known.fields())
+    error = _translated(err, command)
+    if error is not None:
+        hint = "\n".join(map(escaped, (error.hint or "").split("\n")))
+        return Failure(error.exit_code, escaped(error.message), error.fields(), place=escaped(error.place), hint=hint)
     kind = type(err).__name__
     text = f"internal error, {kind}: {err}".rstrip(": ")
     return Failure(
         INTERNAL_ERROR,
-        escaped(f"{text}. This is a bug in ckpt: run again with --debug and report what it prints"),
+        escaped(text),
         {"code": "internal", "message": str(err), "type": kind},
+        hint="this is a bug in ckpt: run again with --debug and report what it prints",
     )
 
 
@@ -155,4 +182,4 @@ def _usage_error(err: BaseException, message: str, command: str) -> UsageError:
         message = f"invalid value for '{hint[0]}': {getattr(err, 'message', '')}"
     message = " ".join(message.split())
     message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", message).rstrip(".?")
-    return UsageError(message[:1].lower() + message[1:], hint=f"see: {command} --help")
+    return UsageError(message[:1].lower() + message[1:], hint=f"see {command} --help")

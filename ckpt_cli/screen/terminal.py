@@ -94,4 +94,4 @@ def padded(text: str, width: int, *, right: bool = False) -> str:
 def say_note(note: str) -> None:
     """One line on stderr; a terminal that is gone does not matter."""
     with suppress(OSError):
-        print(f"ckpt: {screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}", file=sys.stderr, flush=True)
+        print(f"{screen_of(sys.stderr).styled('note:', 'yellow')} {escaped(note)}", file=sys.stderr, flush=True)

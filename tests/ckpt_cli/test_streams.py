@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.shown_errors import is_one_error
+
 COMMAND = [sys.executable, "-m", "ckpt_cli"]
 
 
@@ -36,8 +38,8 @@ def test_a_reader_that_goes_away_ends_the_program_quietly(arguments: str, golden
 def test_a_full_disk_under_stdout_is_a_capacity_error(golden: Path, repo_dir: Path) -> None:
     done = shell(f"$CKPT inspect {golden / 'torch_dcp/tp2_only'} > /dev/full", repo_dir)
     assert done.returncode == 7
-    assert done.stderr.startswith("ckpt: error: no space left on device")
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: no space left on device")
+    assert is_one_error(done.stderr)
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])

@@ -14,6 +14,7 @@ from ckpt_cli.app import main
 from ckpt_cli.pages.diff_page import page_of
 from ckpt_cli.screen.terminal import Screen, columns_of
 from core.diff.run import DiffJob, diff
+from tests.support.shown_errors import is_one_error
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -150,13 +151,13 @@ def test_options_change_what_counts(run: Run, tmp_path: Path, options: list[str]
         (["--rules", "no/such.toml"], "--rules: there is no such file"),
     ],
 )
-def test_mistakes_give_one_line_and_exit_code_2(
+def test_mistakes_give_one_error_and_exit_code_2(
     run: Run, pair: tuple[Path, Path], options: list[str], text: str
 ) -> None:
     code, out, err = run(*pair, *options)
     assert (code, out) == (2, "")
     assert text in err
-    assert err.count("\n") == 1
+    assert is_one_error(err)
 
 
 def test_only_the_tensors_or_only_the_model(golden: Path, run: Run) -> None:

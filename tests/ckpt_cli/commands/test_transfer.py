@@ -108,7 +108,7 @@ def test_quiet_prints_nothing_unless_something_was_left_behind(golden: Path, tmp
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
     code, out, err = run("reshard", source, tmp_path / "b", "--tp-new", 1, "--no-optim", "-q")
     assert (code, out) == (0, "")
-    assert err.startswith("ckpt: note: not carried: optimizer")
+    assert err.startswith("note: not carried: optimizer")
     assert err.count("\n") == 1
     assert run("reshard", source, tmp_path / "c", "--tp-new", 1, "--no-optim", "-q", "--dry-run") == (0, "", err)
 
@@ -240,7 +240,7 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, 
         os.kill(process.pid, number)  # once more: nothing interrupts the cleaning up
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert (out, err) == ("", f"ckpt: error: interrupted ({number.name})\n")
+    assert (out, err) == ("", f"error: interrupted ({number.name})\n")
     assert [path.name for path in tmp_path.iterdir()] == ["big.pt"]
 
 
@@ -252,7 +252,7 @@ def test_an_interrupted_run_with_resume_goes_on(tmp_path: Path, repo_dir: Path, 
     out, err = process.communicate(timeout=60)
     assert process.returncode == 143
     assert out == ""
-    assert err.startswith("ckpt: note: what is done so far is kept")
+    assert err.startswith("note: what is done so far is kept")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.ckpt-stage", "big.pt"]
     code, out, err = run(*arguments)
     assert (code, err) == (0, "")

@@ -12,6 +12,7 @@ import pytest
 
 from ckpt_cli.app import main
 from core.checks.registry import codes
+from tests.support.shown_errors import is_one_error
 
 DCP = "torch_dcp/tp2_only"
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2"
@@ -128,13 +129,13 @@ def test_what_makes_no_sense_is_a_usage_error(
     code, _, err = run(*words)
     assert code == 2
     assert text in err
-    assert err.count("\n") == 1
+    assert is_one_error(err)
 
 
 def test_a_missing_path_is_a_usage_error(run: Run) -> None:
     code, out, err = run("no/such")
     assert (code, out) == (2, "")
-    assert "no such file or directory (file no/such)" in err
+    assert "no such file or directory\n  at: file no/such\n" in err
 
 
 @pytest.mark.parametrize("format", ["text", "json", "junit", "sarif", "github"])
@@ -338,7 +339,7 @@ def test_newest_valid_prints_a_path_and_nothing_else(golden: Path, tmp_path: Pat
     root = roots(golden, tmp_path / "root")
     code, out, err = run("--newest-valid", root)
     assert (code, out) == (0, f"{root}/iter_0000010\n")
-    assert err.startswith(f"ckpt: skipped: {root}/iter_0000020: CK")
+    assert err.startswith(f"skipped: {root}/iter_0000020: CK")
     assert run(root, "--newest-valid", "-q")[2] == ""
     page = shown(run, root, "--newest-valid")
     assert (page["schema"], page["path"], page["iteration"]) == ("ckpt.newest/1", f"{root}/iter_0000010", 10)
@@ -359,7 +360,7 @@ def test_without_a_whole_iteration_newest_valid_has_exit_code_1(golden: Path, tm
     assert f"no iteration is whole in {root}" in err
     assert shown(run, "--newest-valid", root)["path"] is None
     shutil.rmtree(root / "iter_0000020")
-    assert run("--newest-valid", root) == (1, "", f"ckpt: there are no iterations in {root}\n")
+    assert run("--newest-valid", root) == (1, "", f"there are no iterations in {root}\n")
 
 
 def test_iterations_are_chosen_one_or_all(golden: Path, tmp_path: Path, run: Run) -> None:

@@ -99,7 +99,7 @@ def test_baselines_and_reports_are_written_once(damaged: Path, tmp_path: Path) -
             ["validate", "--deep", "--baseline", str(baseline), "--report", str(report), str(damaged)],
         ],
     )
-    assert first[0] == 0 and first[2].startswith("ckpt: wrote ") and second[0] == 0
+    assert first[0] == 0 and first[2].startswith("wrote ") and second[0] == 0
     assert json.loads(report.read_text())["runs"]
 
 

@@ -183,11 +183,11 @@ def test_no_name_of_another_tool_hides_an_option_of_ours() -> None:
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (("--target-tp-size", "2"), "Say --tp-new N"),
-        (("-tp", "2"), "Say --tp-new N"),
-        (("--no_load_optim", "--tp-new", "2"), "Say --no-optim"),
-        (("--ckpt-step", "10"), "Say --iteration N"),
-        (("--save-dir", "x"), "Say: ckpt reshard SRC DST"),
+        (("--target-tp-size", "2"), "say --tp-new N"),
+        (("-tp", "2"), "say --tp-new N"),
+        (("--no_load_optim", "--tp-new", "2"), "say --no-optim"),
+        (("--ckpt-step", "10"), "say --iteration N"),
+        (("--save-dir", "x"), "say: ckpt reshard SRC DST"),
     ],
 )
 def test_options_of_other_tools_are_answered_with_ours(
@@ -202,8 +202,8 @@ def test_options_of_other_tools_are_answered_with_ours(
     [
         ("-m", "ckpt launch -- convert SRC DST"),
         ("--run_path", "ckpt launch -- convert SRC DST"),
-        ("--numa-binding=node", "Say --bind numa"),
-        ("--num-nodes", "Say --nnodes N"),
+        ("--numa-binding=node", "say --bind numa"),
+        ("--num-nodes", "say --nnodes N"),
     ],
 )
 def test_options_of_torchrun_that_launch_has_not_are_answered(

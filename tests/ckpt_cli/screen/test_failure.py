@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from ckpt_cli.screen.failure import Terminated, failure_of
+from ckpt_cli.screen.terminal import Screen
 from core import errors
 
 
@@ -42,10 +43,14 @@ def test_every_exception_has_its_exit_code(err: BaseException, code: int) -> Non
     assert failure_of(err).exit_code == code
 
 
-def test_the_line_tells_what_where_and_what_to_do() -> None:
+def test_the_text_tells_what_where_and_what_to_do() -> None:
     err = errors.TruncatedError("the file ends early", file="a.pt", key="w", span=(4, 8), hint="copy it again")
     failure = failure_of(err)
-    assert failure.line == "the file ends early (file a.pt, tensor w, bytes 4–8). Copy it again"
+    assert failure.line == "the file ends early (file a.pt, tensor w, bytes 4–8); copy it again"
+    assert failure.text(Screen(80)) == (
+        "error: the file ends early\n  at: file a.pt, tensor w, bytes 4–8\n  hint: copy it again"
+    )
+    assert failure.text(Screen(80), is_one_line=True) == f"error: {failure.line}"
     assert failure.fields == {
         "code": "truncated",
         "message": "the file ends early",
