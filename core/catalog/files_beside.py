@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import AnyCatalog, Catalog
 
 
-def carried_of(catalog: Catalog) -> dict[str, str]:
+def carried_of(catalog: AnyCatalog) -> dict[str, str]:
     """attrs["carried"]: path → key of a hidden tensor; those without one are left out."""
     found = catalog.attrs.get("carried")
     if not isinstance(found, Mapping):
@@ -16,7 +16,7 @@ def carried_of(catalog: Catalog) -> dict[str, str]:
     return {str(path): str(key) for path, key in found.items() if key in catalog.hidden}
 
 
-def documents_of(catalog: Catalog) -> dict[str, bytes]:
+def documents_of(catalog: AnyCatalog) -> dict[str, bytes]:
     """attrs["documents"]: path → bytes."""
     found = catalog.attrs.get("documents")
     return {str(path): bytes(data) for path, data in found.items()} if isinstance(found, Mapping) else {}

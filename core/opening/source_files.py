@@ -56,7 +56,7 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     unread = {name for name in unread if _BOOKKEEPING.fullmatch(name) is None}
     # Only formats with a file a chunk have data files that have not been opened yet.
     for fragment in catalog.all_fragments() if unread else ():
-        if fragment.array is not None and fragment.array.extent is not None:
+        if fragment.array is not None:
             unread.discard(fragment.array.extent.file)
     stated = catalog.attrs.get("unread")
     unread |= set(stated if isinstance(stated, tuple) else ())

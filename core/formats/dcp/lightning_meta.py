@@ -23,7 +23,7 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, metas_of
+from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog, metas_of
 from core.formats.torch import format as torch_file
 from core.formats.torch.tree import parse, stream_kind
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
@@ -73,7 +73,7 @@ def _left_alone(catalog: Catalog, why: str) -> Catalog:
     return catalog.noted([f"{META} {why}, so it was not read"]).with_attrs(unread=(META,))
 
 
-def _meta_part(catalog: Catalog) -> dict[object, object]:
+def _meta_part(catalog: AnyCatalog) -> dict[object, object]:
     """Return the entries of the root that belong into ``meta.pt``, by name."""
     names = catalog.attrs.get("meta_entries")
     root = as_mapping(catalog.skeleton)
@@ -82,12 +82,12 @@ def _meta_part(catalog: Catalog) -> dict[object, object]:
     return {name: node for name, node in root.items() if name in names}
 
 
-def meta_keys(catalog: Catalog) -> Set[str]:
+def meta_keys(catalog: AnyCatalog) -> Set[str]:
     """Return the keys of a catalog's tensors and objects that belong into ``meta.pt``."""
     return {entry.key for entry in entries(_meta_part(catalog))}
 
 
-def parted(target: Catalog) -> tuple[Catalog, FileImage | None]:
+def parted(target: TargetCatalog) -> tuple[TargetCatalog, FileImage | None]:
     """Part a catalog into what DCP holds and the image of ``meta.pt``; None if nothing belongs there.
 
     Raises:

@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, UnsupportedError
@@ -132,7 +132,7 @@ def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mappi
     return value[0], arrays
 
 
-def lay_out(target: Catalog) -> Sequence[FileImage]:
+def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """The images of one iteration's directory: ``.distcp`` files, metadata.json, common.pt, then ``.metadata``.
 
     Args:
@@ -169,7 +169,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     )
 
 
-def _mcore_data(target: Catalog, dialect: str) -> dict[str, object] | None:
+def _mcore_data(target: TargetCatalog, dialect: str) -> dict[str, object] | None:
     """Megatron's facts about the tensors that are written; None where there is none and the dialect has none."""
     found = target.attrs.get("mcore_data")
     kept = {key: fact for key, fact in found.items() if key in target.tensors} if isinstance(found, dict) else {}

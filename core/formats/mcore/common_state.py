@@ -24,7 +24,7 @@ from core.pickle.inert import as_mapping
 from core.pickle.nesting import REMOVED, Entry, mapped
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.catalog.catalog import TargetCatalog
     from core.files.store import ReadStore
 
 COMMON_FILE = "common.pt"
@@ -54,7 +54,7 @@ def common_attrs(value: object, *, file: str) -> dict[str, object]:
     return {"common": common} | {name: common[name] for name in _SHOWN if name in common}
 
 
-def common_state(target: Catalog) -> dict[object, object]:
+def common_state(target: TargetCatalog) -> dict[object, object]:
     """attrs["common"], and the values of all objects that are no ShardedObjects, nested as the skeleton says.
 
     Raises:
@@ -80,7 +80,7 @@ def common_state(target: Catalog) -> dict[object, object]:
     return found | (as_mapping(target.attrs.get("common")) or {})
 
 
-def common_image(target: Catalog, common: Mapping[object, object]) -> FileImage:
+def common_image(target: TargetCatalog, common: Mapping[object, object]) -> FileImage:
     """The image of ``common.pt``.
 
     Raises:

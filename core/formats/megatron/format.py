@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog, catalog_of_arrays
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.stored import Coords, StoredArray
 from core.errors import CheckpointingException, MissingShardError, Report, UnsupportedError, raising
@@ -267,7 +267,7 @@ def _catalog(
     )
 
 
-def lay_out(target: Catalog) -> Sequence[FileImage]:
+def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """The images of a root: rank files under ``iter_N``, and the tracker.
 
     Args:

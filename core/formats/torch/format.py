@@ -30,7 +30,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import catalog_of_arrays
+from core.catalog.catalog import AnyCatalog, TargetCatalog, catalog_of_arrays
 from core.catalog.file_image import FileImage
 from core.errors import UnsupportedError
 from core.formats.format import Format, no_folders
@@ -123,7 +123,7 @@ def catalog_of(store: ReadStore, name: str) -> Catalog:
     )
 
 
-def lay_out(target: Catalog) -> Sequence[FileImage]:
+def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """The image of one file, ``checkpoint.pt``.
 
     Args:
@@ -144,7 +144,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     return (FileImage(FILE_NAME, plan.size, plan.arrays, plan.literals),)
 
 
-def refuse_unsupported(catalog: Catalog) -> None:
+def refuse_unsupported(catalog: AnyCatalog) -> None:
     """Returns if every tensor of the catalog can be copied.
 
     Raises:
@@ -170,7 +170,7 @@ def refuse_unsupported(catalog: Catalog) -> None:
             )
 
 
-def _aliases(target: Catalog) -> dict[str, str]:
+def _aliases(target: TargetCatalog) -> dict[str, str]:
     """Key → the key whose array serves for it, where both are still alike."""
     stated = target.attrs.get("aliases")
     if not isinstance(stated, Mapping):
@@ -183,7 +183,7 @@ def _aliases(target: Catalog) -> dict[str, str]:
     return {key: first for key, first in stated.items() if looks(key) is not None and looks(key) == looks(first)}
 
 
-def _root(target: Catalog) -> object:
+def _root(target: TargetCatalog) -> object:
     """What is to be saved, every object in its place."""
     if target.skeleton is None:
         flat: dict[object, object] = {key: TensorLeaf(key) for key in target.tensors}
