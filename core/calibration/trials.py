@@ -119,7 +119,7 @@ def _cast(source: str, target: str, device: Device | None, n_bytes: int) -> tupl
 
 def facts_of(device: Device | None, dtype: str, data: Array) -> Facts:
     """What the values of an array are, fed in windows."""
-    array = StoredArray("sample", dtype, (len(data) // itemsize(dtype),))
+    array = StoredArray("sample", dtype, (len(data) // itemsize(dtype),), Extent("sample", 0))
     observer = ValueObserver(device)
     observer.sees(array)
     for start in range(0, len(data), _WINDOW_BYTES):

@@ -1,13 +1,23 @@
 """What a checkpoint holds, without its data: tensors, boxes, arrays in files; and the files that are to be written.
 
-Start at ``catalog``; ``stored`` is an array in a file, with its encoding. ``file_image`` is an output file before it
-has data; ``planned_store`` lets it be read like any checkpoint. The names below are what a format of one's own needs.
+Start at ``catalog``; ``stored`` is an array in a file, with its encoding, or one that is still to be placed.
+``file_image`` is an output file before it has data; ``planned_store`` lets it be read like any checkpoint. The names
+below are what a format of one's own needs.
 Imports: arrays, device, errors, files, pickle.
 """
 
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays, whole_fragment
+from core.catalog.catalog import (
+    Catalog,
+    Fragment,
+    StoredObject,
+    TargetCatalog,
+    TargetFragment,
+    TensorMeta,
+    catalog_of_arrays,
+    whole_fragment,
+)
 from core.catalog.file_image import FileImage, JoinedArray, Literal, PlacedArray, literal_file
-from core.catalog.stored import Encoding, Extent, StoredArray
+from core.catalog.stored import Encoding, Extent, PlannedArray, StoredArray
 
 __all__ = [
     "Catalog",
@@ -18,8 +28,11 @@ __all__ = [
     "JoinedArray",
     "Literal",
     "PlacedArray",
+    "PlannedArray",
     "StoredArray",
     "StoredObject",
+    "TargetCatalog",
+    "TargetFragment",
     "TensorMeta",
     "catalog_of_arrays",
     "literal_file",

@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from core.arrays.box import Box, Shape, whole
 from core.arrays.dtypes import itemsize
 from core.arrays.fast_value import value
 from core.catalog.facets import RankFacts, WriteOptions
-from core.catalog.stored import Coords, StoredArray
+from core.catalog.stored import AnyArray, ArrayT, ArrayT_co, Coords, PlannedArray, StoredArray
 from core.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def swapped(extents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @value(frozen=True, slots=True)
-class Fragment:
+class Fragment(Generic[ArrayT_co]):
     """A box of a global tensor and the array region that holds it.
 
     Args:
@@ -82,7 +82,7 @@ class Fragment:
 
     key: str
     box: Box
-    array: StoredArray | None
+    array: ArrayT_co | None
     at: Shape
 
     def __post_init__(self) -> None:
@@ -90,17 +90,23 @@ class Fragment:
             raise ValueError(f"fragment of {self.key}: at {self.at} does not fit array shape {self.array.shape}")
 
 
-def whole_fragment(key: str, array: StoredArray) -> Fragment:
+TargetFragment: TypeAlias = Fragment[PlannedArray]
+"""Of a target catalog."""
+AnyFragment: TypeAlias = Fragment[AnyArray]
+"""Of a source or of a target."""
+
+
+def whole_fragment(key: str, array: ArrayT) -> Fragment[ArrayT]:
     """The fragment of a tensor that is all of one array."""
     return Fragment(key, whole(array.shape), array, (0,) * len(array.shape))
 
 
-def metas_of(arrays: Mapping[str, StoredArray]) -> dict[str, TensorMeta]:
+def metas_of(arrays: Mapping[str, AnyArray]) -> dict[str, TensorMeta]:
     """The tensors that are one array each, by key."""
     return {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
 
 
-def held_boxes(shape: Shape, fragments: Iterable[Fragment]) -> Iterator[tuple[StoredArray, Box | None]]:
+def held_boxes(shape: Shape, fragments: Iterable[Fragment[ArrayT]]) -> Iterator[tuple[ArrayT, Box | None]]:
     """Every array of a tensor once, with the box of the tensor that it holds as a whole; None for one that holds none.
 
     Args:
@@ -120,7 +126,7 @@ def held_boxes(shape: Shape, fragments: Iterable[Fragment]) -> Iterator[tuple[St
             yield array, None
 
 
-def _held_box(shape: Shape, fragment: Fragment, array: StoredArray) -> Box | None:
+def _held_box(shape: Shape, fragment: AnyFragment, array: AnyArray) -> Box | None:
     """The box of the tensor that corresponds to an array of which the fragment is a part, or None if there is none."""
     extra = len(shape) - len(array.shape)
     extents = (1,) * extra + array.shape[max(-extra, 0) :]
@@ -157,7 +163,7 @@ def bind_nothing(store: ReadStore, array: StoredArray) -> StoredArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Catalog:
+class Catalog(Generic[ArrayT_co]):
     """All metadata of a checkpoint, no data.
 
     Args:
@@ -192,7 +198,7 @@ class Catalog:
     format: str
     version: str | None
     tensors: Mapping[str, TensorMeta]
-    fragments_of: Callable[[str], Sequence[Fragment]]
+    fragments_of: Callable[[str], Sequence[Fragment[ArrayT_co]]]
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
     hidden: Mapping[str, TensorMeta] = field(default_factory=dict)
     skeleton: object = None
@@ -211,18 +217,18 @@ class Catalog:
     write: WriteOptions = field(default_factory=WriteOptions)
     facets: Mapping[type, object] = field(default_factory=dict)
 
-    def fragments(self, key: str) -> Sequence[Fragment]:
+    def fragments(self, key: str) -> Sequence[Fragment[ArrayT_co]]:
         """The fragments of one tensor, replicas included, in a stable order."""
         return self.fragments_of(key)
 
-    def all_fragments(self) -> Iterator[Fragment]:
+    def all_fragments(self) -> Iterator[Fragment[ArrayT_co]]:
         """Every fragment of every tensor and hidden tensor."""
         for key in self.tensors:
             yield from self.fragments_of(key)
         for key in self.hidden:
             yield from self.fragments_of(key)
 
-    def stored_arrays(self) -> dict[str, StoredArray]:
+    def stored_arrays(self) -> dict[str, ArrayT_co]:
         """Every stored array by its name, each once."""
         arrays = (fragment.array for fragment in self.all_fragments())
         return {array.name: array for array in arrays if array is not None}
@@ -232,7 +238,7 @@ class Catalog:
         found = self.tensors.get(key)
         return found if found is not None else self.hidden[key]
 
-    def whole_array(self, key: str) -> StoredArray:
+    def whole_array(self, key: str) -> ArrayT_co:
         """The one array that is all of a tensor, in a target catalog whose format needs it so.
 
         Raises:
@@ -257,19 +263,32 @@ class Catalog:
         """Return the facet of a class, or None where the catalog has none."""
         return cast("FacetT | None", self.facets.get(kind))
 
-    def with_facet(self, facet: object) -> Catalog:
+    def with_facet(self, facet: object) -> Catalog[ArrayT_co]:
         """Return the catalog with a facet set; it takes the place of another one of its class."""
         return replace(self, facets={**self.facets, type(facet): facet})
 
-    def without_facets(self, *kinds: type) -> Catalog:
+    def without_facets(self, *kinds: type) -> Catalog[ArrayT_co]:
         """Return the catalog without the facets of these classes."""
         return replace(self, facets={kind: facet for kind, facet in self.facets.items() if kind not in kinds})
 
-    def noted(self, notes: Iterable[str]) -> Catalog:
+    def as_target(self, format: str, fragments_of: Callable[[str], Sequence[TargetFragment]]) -> TargetCatalog:
+        """Return the target catalog of a format for the same entries.
+
+        Args:
+            format: name of the target format.
+            fragments_of: of every tensor and hidden tensor, in arrays that are to be placed.
+        """
+        entries: Any = self  # replace() cannot change the type parameter
+        target: TargetCatalog = replace(
+            entries, format=format, version=None, fragments_of=fragments_of, bind=bind_nothing
+        )
+        return target
+
+    def noted(self, notes: Iterable[str]) -> Catalog[ArrayT_co]:
         """Return the catalog with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
-    def with_hidden(self, arrays: Mapping[str, StoredArray]) -> Catalog:
+    def with_hidden(self: Catalog, arrays: Mapping[str, StoredArray]) -> Catalog:
         """The catalog with more hidden tensors, each one array; by their keys, which no other has."""
         if not arrays:
             return self
@@ -282,15 +301,21 @@ class Catalog:
         return replace(self, hidden={**self.hidden, **metas_of(arrays)}, fragments_of=fragments_of)
 
 
+TargetCatalog: TypeAlias = Catalog[PlannedArray]
+"""What is to be written: ``Format.lay_out`` places its arrays."""
+AnyCatalog: TypeAlias = Catalog[AnyArray]
+"""A source or a target, for code that asks for no places."""
+
+
 def catalog_of_arrays(
     *,
     format: str,
-    arrays: Mapping[str, StoredArray],
+    arrays: Mapping[str, ArrayT],
     version: str | None = None,
     objects: Mapping[str, StoredObject] | None = None,
-    hidden: Mapping[str, StoredArray] | None = None,
+    hidden: Mapping[str, ArrayT] | None = None,
     skeleton: object = None,
-) -> Catalog:
+) -> Catalog[ArrayT]:
     """The catalog of a checkpoint in which every tensor is one array.
 
     Args:

@@ -60,7 +60,7 @@ class DecodedStore:
     def placed(self, array: StoredArray) -> StoredArray:
         """The array as plain bytes: as it is, or in a file that this store serves."""
         extent = array.extent
-        if extent is None or extent.encoding is None:
+        if extent.encoding is None:
             return array
         return replace(array, extent=Extent(_ArrayName(array), 0))
 
@@ -156,7 +156,6 @@ class DecodedStore:
         wanted = min(encoding.unit_bytes, array.n_bytes - number * encoding.unit_bytes)
         n_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
         if n_bytes != wanted:
-            assert array.extent is not None
             raise CorruptError(
                 f"{encoding.name} data of array {array.name!r} have {n_bytes} bytes, not {wanted}",
                 file=array.extent.file,
@@ -192,7 +191,6 @@ class _ArrayName(str):
 
     def __new__(cls, array: StoredArray) -> _ArrayName:
         extent = array.extent
-        assert extent is not None
         # Arrays of one name may lie in one file: replicas, and what is computed from an array of its own name.
         name = super().__new__(cls, f"{extent.file}#{_encoding_of(array).name}@{extent.offset}#{array.name}")
         name.array = array
@@ -210,7 +208,7 @@ class _Unit:
 
 
 def _encoding_of(array: StoredArray) -> Encoding:
-    assert array.extent is not None and array.extent.encoding is not None
+    assert array.extent.encoding is not None
     return array.extent.encoding
 
 
@@ -218,8 +216,8 @@ def decoding_bytes(fragments: Iterable[Fragment]) -> int:
     """Most memory that decoding one unit of these takes, the unit included; 0 if nothing is encoded."""
     most = 0
     for fragment in fragments:
-        extent = None if fragment.array is None else fragment.array.extent
-        if fragment.array is not None and extent is not None and extent.encoding is not None:
-            unit = min(extent.encoding.unit_bytes, fragment.array.n_bytes)
-            most = max(most, unit + extent.encoding.working_bytes)
+        encoding = None if fragment.array is None else fragment.array.extent.encoding
+        if fragment.array is not None and encoding is not None:
+            unit = min(encoding.unit_bytes, fragment.array.n_bytes)
+            most = max(most, unit + encoding.working_bytes)
     return most

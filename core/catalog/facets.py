@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from core.catalog.file_image import JoinedArray
-    from core.catalog.stored import Coords, StoredArray
+    from core.catalog.stored import Coords, PlannedArray, StoredArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class RankFacts:
 
     ranks: Mapping[Coords, tuple[str, object]] = field(default_factory=dict)
     arrays: Mapping[str, StoredArray] | None = None
-    planned: Mapping[str, StoredArray | JoinedArray] | None = None
+    planned: Mapping[str, PlannedArray | JoinedArray] | None = None
     optim_files: Mapping[Coords, object] = field(default_factory=dict)
     optimizer_kind: str | None = None
     is_single_rank: bool = False

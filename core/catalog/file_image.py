@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from core.arrays.dtypes import itemsize
 from core.arrays.fast_value import value
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray
 
 Literal = tuple[int, bytes]
 """Byte offset in the file, and the bytes."""
@@ -30,7 +30,7 @@ class PlacedArray:
     """An array and its byte offset in a file image; its bytes there are dense C order, little endian."""
 
     offset: int
-    array: StoredArray
+    array: PlannedArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class JoinedArray:
     name: str
     dtype: str
     n: int
-    parts: Sequence[tuple[int, StoredArray]]
+    parts: Sequence[tuple[int, PlannedArray]]
     stated_shape: tuple[int, ...] | None = None
 
     @property

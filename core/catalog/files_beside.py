@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import AnyCatalog, Catalog
 
 
-def carried_of(catalog: Catalog) -> dict[str, str]:
+def carried_of(catalog: AnyCatalog) -> dict[str, str]:
     """Return path → key of the hidden tensor for the files that are carried; those without a tensor are left out."""
     return {path: key for path, key in catalog.carried.items() if key in catalog.hidden}
 

@@ -1,4 +1,4 @@
-"""How the bytes of an array are obtained where they do not lie in a file as plain elements.
+"""Arrays that lie in a file and arrays that are still to be placed in one; how the bytes of encoded ones are obtained.
 
 Compressed chunks, streams of a codec, values inside a database's nodes, and tensors that are computed from others
 (``core.changes.quantize``) are *encoded*: ``Extent.encoding`` holds a value that knows how to make their dense bytes.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from core.arrays.box import Box, Shape, c_strides
 from core.arrays.dtypes import itemsize
@@ -19,7 +19,11 @@ from core.arrays.fast_value import value
 from core.errors import CorruptError, UnsupportedError
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
     from core.files.store import ReadStore
+else:
+    from typing import TypeVar
 
 
 class Encoding(Protocol):
@@ -115,26 +119,61 @@ Coords = tuple[tuple[str, int], ...]
 
 @value(frozen=True, slots=True)
 class StoredArray:
-    """A dense array that exists, or is to exist, in a checkpoint.
+    """A dense array that lies in a file of a checkpoint.
 
     Args:
         name: unique within the checkpoint.
         dtype: canonical dtype name.
         shape: in elements.
-        extent: where it lies; None for an array that is still to be laid out.
+        extent: where it lies.
         coords: rank coordinates in formats that store one file per rank, else ().
     """
 
     name: str
     dtype: str
     shape: Shape
-    extent: Extent | None = None
+    extent: Extent
     coords: Coords = ()
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the array as a dense one."""
         return prod(self.shape) * itemsize(self.dtype)
+
+
+@value(frozen=True, slots=True)
+class PlannedArray:
+    """A dense array of a destination, which a format's ``lay_out`` has yet to place.
+
+    Args:
+        name, dtype, shape, coords: as in StoredArray.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    coords: Coords = ()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the array as a dense one."""
+        return prod(self.shape) * itemsize(self.dtype)
+
+    def at(self, extent: Extent) -> StoredArray:
+        """Return the array as one that lies at an extent."""
+        return StoredArray(self.name, self.dtype, self.shape, extent, self.coords)
+
+
+AnyArray: TypeAlias = StoredArray | PlannedArray
+"""What code takes that asks for no more than an array's name, dtype and shape."""
+
+if TYPE_CHECKING:
+    ArrayT = TypeVar("ArrayT", bound=AnyArray, default=StoredArray)
+    ArrayT_co = TypeVar("ArrayT_co", bound=AnyArray, default=StoredArray, covariant=True)
+else:
+    # A default takes Python 3.13, or a module that is not imported otherwise.
+    ArrayT = TypeVar("ArrayT")
+    ArrayT_co = TypeVar("ArrayT_co", covariant=True)
 
 
 def array_name(key: str, box: Box) -> str:
@@ -145,7 +184,6 @@ def array_name(key: str, box: Box) -> str:
 def n_stored_bytes(array: StoredArray) -> int:
     """Return how many bytes of its file a placed array reaches over, strides included; 0 if only its encoding knows."""
     extent = array.extent
-    assert extent is not None, "placed"
     if extent.item_bytes is not None:
         return extent.item_bytes
     if extent.encoding is not None:
@@ -169,7 +207,6 @@ def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
         CorruptError: it ends before the part does.
     """
     extent = array.extent
-    assert extent is not None, "a part is one of something stored"
     stop = start + prod(shape)
     if start < 0 or stop > prod(array.shape):
         raise CorruptError(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta
 from core.catalog.key_patterns import LIST_THEM
 from core.changes.rename import nested_again, new_path, owned_entries, with_parameters
 from core.errors import UsageError
@@ -165,7 +165,7 @@ def recordable(catalog: Catalog, config: Mapping[str, object] | None) -> Catalog
     return replace(catalog, aliases=kept).noted([note] if twice else [])
 
 
-def recorded(target: Catalog, images: Iterable[FileImage]) -> dict[str, str]:
+def recorded(target: TargetCatalog, images: Iterable[FileImage]) -> dict[str, str]:
     """Return tensor → the equal one in its place, for the tensors of a target that no file holds bytes of."""
     placed = {place.array.name for image in images for place in image.arrays}
 

@@ -41,7 +41,6 @@ from core.team.agreement import agreed
 from core.team.protocol import ALONE, Team
 
 if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
     from core.checks.comparison import Against
     from core.checks.plan_request import Request
     from core.fingerprint.definition import Fingerprint
@@ -300,7 +299,7 @@ def examined(subject: Subject) -> Deep:
         arrays=(
             array
             for array in chain(stored, more)
-            if array is not None and _file(array) not in subject.hollow and fill_of(array) is None
+            if array is not None and array.extent.file not in subject.hollow and fill_of(array) is None
         ),
         threads=subject.threads,
         memory_bytes=subject.memory_bytes,
@@ -318,7 +317,3 @@ def _device_works(subject: Subject) -> tuple[str, ...]:
 
 def _watches(subject: Subject) -> dict[str, Watch]:
     return {name: import_module(f"core.checks.{name}").watch(subject) for name in _WATCHERS}
-
-
-def _file(array: StoredArray) -> str | None:
-    return None if array.extent is None else array.extent.file

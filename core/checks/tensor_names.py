@@ -81,10 +81,9 @@ class _Space:
         self._rows: dict[str, list[tuple[int, int, str]]] = {}
         """File → (first byte, byte behind the last, key), sorted."""
         for key, array in places:
-            if array.extent is not None:
-                start = array.extent.offset
-                row = (start, start + max(n_stored_bytes(array), 1), key)
-                self._rows.setdefault(array.extent.file, []).append(row)
+            start = array.extent.offset
+            row = (start, start + max(n_stored_bytes(array), 1), key)
+            self._rows.setdefault(array.extent.file, []).append(row)
         self._reach: dict[str, list[int]] = {}
         """File → how far the rows up to each reach."""
         for file, rows in self._rows.items():

@@ -25,9 +25,9 @@ from math import prod
 from pathlib import Path
 
 from core.arrays.dtypes import DTYPES, itemsize
-from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog, catalog_of_arrays
 from core.catalog.file_image import FileImage, PlacedArray
-from core.catalog.stored import Extent, StoredArray
+from core.catalog.stored import Extent, PlannedArray, StoredArray
 from core.copy.run import execute
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import LocalStore, MemoryStore, ReadStore, checked_name
@@ -301,7 +301,7 @@ def _refusal(format: Format, sample: Sample) -> UnsupportedError | None:
     return None
 
 
-def _prepared(format: Format, sample: Sample) -> tuple[Catalog, Catalog, MemoryStore]:
+def _prepared(format: Format, sample: Sample) -> tuple[Catalog, TargetCatalog, MemoryStore]:
     """Source and target of what the format can hold of a sample."""
     kept = {
         key: spec
@@ -331,7 +331,7 @@ def _contents(
     catalog: Catalog, store: ReadStore, kept: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, bytearray]:
     """The dense bytes of every tensor, moved by the engine."""
-    arrays = {key: StoredArray(key, dtype, shape) for key, (dtype, shape) in kept.items()}
+    arrays = {key: PlannedArray(key, dtype, shape) for key, (dtype, shape) in kept.items()}
     target = catalog_of_arrays(format="memory", arrays=arrays)
     images = [
         FileImage(f"t{number}", array.n_bytes, (PlacedArray(0, array),)) for number, array in enumerate(arrays.values())
@@ -343,7 +343,7 @@ def _contents(
 
 def _check_fragments(catalog: Catalog) -> None:
     """The fragments of every tensor tile it and lie in their arrays."""
-    arrays = {key: StoredArray(key, meta.dtype, meta.shape) for key, meta in catalog.tensors.items()}
+    arrays = {key: PlannedArray(key, meta.dtype, meta.shape) for key, meta in catalog.tensors.items()}
     target = catalog_of_arrays(format="memory", arrays=arrays)
     for key in catalog.tensors:
         match(catalog, target, key)

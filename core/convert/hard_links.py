@@ -88,11 +88,7 @@ def linked(job: Job, source: Checkpoint) -> Linked:
             f"--metadata-only links {META} as it is, but entries in it are to be left out or renamed",
             hint="leave --metadata-only out, or choose other entries",
         )
-    used = {
-        piece.array.extent.file
-        for piece in made.catalog.all_fragments()
-        if piece.array is not None and piece.array.extent is not None
-    }
+    used = {piece.array.extent.file for piece in made.catalog.all_fragments() if piece.array is not None}
     names = [name for name in _files(source) if name in used or not name.endswith((METADATA, ".distcp"))]
     return Linked(made.catalog, tuple(names), (linked_metadata(made.catalog),), made.notes)
 

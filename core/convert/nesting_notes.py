@@ -170,7 +170,7 @@ def _views(catalog: Catalog) -> Iterator[tuple[str, str]]:
     for key in catalog.tensors:
         array = catalog.fragments(key)[0].array
         is_tied = key in aliases
-        if not is_tied and array is not None and array.n_bytes and array.extent and array.extent.encoding is None:
+        if not is_tied and array is not None and array.n_bytes and array.extent.encoding is None:
             arrays.setdefault(array.extent.file, []).append(replace(array, name=key))
     for in_file in arrays.values():
         base: StoredArray | None = None
@@ -184,7 +184,6 @@ def _views(catalog: Catalog) -> Iterator[tuple[str, str]]:
 
 def _span(array: StoredArray) -> tuple[int, int]:
     """The bytes of a file between the first and the last element of a dense or strided array."""
-    assert array.extent is not None
     strides = array.extent.strides or c_strides(array.shape)
     last = sum((n - 1) * stride for n, stride in zip(array.shape, strides, strict=True))
     return array.extent.offset, array.extent.offset + (last + 1) * itemsize(array.dtype)

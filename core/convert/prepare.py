@@ -122,7 +122,7 @@ class Prepared:
             work = self.plan.match(key)
             for n_piece, n_target, _ in work.pairs:
                 target, piece = work.targets[n_target].array, work.pieces[n_piece][1].array
-                if target is not None and target.name in wanted and piece is not None and piece.extent is not None:
+                if target is not None and target.name in wanted and piece is not None:
                     found.add(piece.extent.file)
         return sorted(found)
 
@@ -278,7 +278,7 @@ def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
         images = _as_root(images, iteration)
         paths = {name: _in_root(name, iteration) for name in made.files}
     links = tuple((path, name, source.store.size(name)) for name, path in paths.items())
-    target = replace(made.catalog, tensors={}, hidden={}, objects={})
+    nothing = replace(made.catalog, tensors={}, hidden={}, objects={})
     unread = unread_files(source, linked=made.files)
     return Prepared(
         job=job,
@@ -286,7 +286,13 @@ def _linked(job: Job, source: Checkpoint, format: Format) -> Prepared:
         target_format=format,
         dst=job.dst or _proposed_dst(job, source, format),
         images=images,
-        plan=make_plan(target, target, images, threads=job.threads, memory_bytes=job.memory_bytes),
+        plan=make_plan(
+            nothing,
+            nothing.as_target(format=nothing.format, fragments_of=lambda key: ()),
+            images,
+            threads=job.threads,
+            memory_bytes=job.memory_bytes,
+        ),
         renamed=(),
         notes=(*source.notes, *made.notes, f"{len(links)} files are hard links to the source's; no byte was copied"),
         dropped=(listed_files(unread),) if unread else (),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import MegatronModel, RankFacts, TorchFileFacts
 from core.catalog.key_patterns import listed_keys
 from core.convert.global_form import GlobalForm, global_form, is_model_form
@@ -79,7 +79,7 @@ def keeps_unknown_classes(format: Format) -> bool:
     return format.partition == "ranks" or format.nests or format.is_mcore
 
 
-def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Catalog]:
+def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, TargetCatalog]:
     """Return the source under the target's keys, and the target catalog whose arrays are to be placed.
 
     Args:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
-from core.catalog.catalog import Catalog, Fragment, bind_nothing
+from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, bind_nothing
 from core.catalog.facets import RankFacts
 from core.catalog.file_image import FileImage, PlacedArray
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray, StoredArray
 from core.copy.options import CopyOptions, Progress
 from core.copy.run import execute
 from core.device.device import Device
@@ -98,12 +98,13 @@ def planned_again(plan: Plan, written: Path, *, rules: Rules, memory_bytes: int)
         for name in found.store.files():
             forget_cached(found.store.path(name))
         catalog = _in_the_plans_keys(found, plan, rules)
-        target = _bound(catalog, plan.target, found.store)
+        bound = _bound(catalog, plan.target, found.store)
+        target = _as_target(bound)
         yield (
             make_plan(
                 plan.source,
                 target,
-                _images(target, found.store),
+                _images(bound, found.store),
                 zeros={key: boxes for key, boxes in plan.zeros.items() if key in target.tensors},
                 threads=plan.threads,
                 memory_bytes=memory_bytes - plan.metadata_bytes,
@@ -134,7 +135,7 @@ def _in_the_plans_keys(found: Checkpoint, plan: Plan, rules: Rules) -> Catalog:
     return transposed(unshard(catalog, rules=rules, target_tp=topology.tp, store=found.store), ranks.transposed)
 
 
-def _bound(catalog: Catalog, wanted: Catalog, store: ReadStore) -> Catalog:
+def _bound(catalog: Catalog, wanted: TargetCatalog, store: ReadStore) -> Catalog:
     """The tensors of the destination whose places are all known; they are those that were to be written.
 
     Raises:
@@ -156,7 +157,7 @@ def _bound(catalog: Catalog, wanted: Catalog, store: ReadStore) -> Catalog:
         if known is None:
             known = arrays[array.name] = catalog.bind(store, array)
             extent = known.extent
-            if extent is None or extent.encoding or extent.strides not in (None, c_strides(known.shape)):
+            if extent.encoding or extent.strides not in (None, c_strides(known.shape)):
                 raise UnsupportedError(
                     "--verify compares dense arrays, this one is compressed or strided", key=array.name
                 )
@@ -172,13 +173,13 @@ def _bound(catalog: Catalog, wanted: Catalog, store: ReadStore) -> Catalog:
     )
 
 
-def _images(target: Catalog, store: ReadStore) -> list[FileImage]:
+def _images(catalog: Catalog, store: ReadStore) -> list[FileImage]:
     """The files as they are: which array lies where."""
     placed: dict[str, dict[str, PlacedArray]] = {}
-    for fragment in target.all_fragments():
+    for fragment in catalog.all_fragments():
         array = fragment.array
-        if array is not None and array.extent is not None:
-            placed.setdefault(array.extent.file, {})[array.name] = PlacedArray(array.extent.offset, array)
+        if array is not None:
+            placed.setdefault(array.extent.file, {})[array.name] = PlacedArray(array.extent.offset, _planned(array))
     return [
         FileImage(file, store.size(file), sorted(arrays.values(), key=lambda one: (one.offset, one.array.n_bytes)))
         for file, arrays in placed.items()
@@ -218,3 +219,19 @@ class Comparison:
 
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
         """Nothing was written."""
+
+
+def _as_target(catalog: Catalog) -> TargetCatalog:
+    """Return a catalog of what a destination holds as the one that it was written by."""
+
+    def fragments_of(key: str) -> Sequence[TargetFragment]:
+        return tuple(
+            Fragment(key, piece.box, None if piece.array is None else _planned(piece.array), piece.at)
+            for piece in catalog.fragments(key)
+        )
+
+    return catalog.as_target(catalog.format, fragments_of)
+
+
+def _planned(array: StoredArray) -> PlannedArray:
+    return PlannedArray(array.name, array.dtype, array.shape, array.coords)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from core.errors import Report
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.catalog.catalog import Catalog, TargetCatalog
     from core.catalog.file_image import FileImage
     from core.files.store import ReadStore
 
@@ -56,7 +56,7 @@ class Format:
     title: str
     sniff: Callable[[ReadStore], bool]
     read: Callable[[ReadStore], Catalog]
-    lay_out: Callable[[Catalog], Sequence[FileImage]] | None
+    lay_out: Callable[[TargetCatalog], Sequence[FileImage]] | None
     aliases: tuple[str, ...] = ()
     partition: str = "whole"
     is_single_file: bool = False
@@ -71,8 +71,8 @@ class Format:
     splits_files: bool = False
     adapt: Callable[[Catalog], Catalog] | None = None
     sample: Callable[[ReadStore], Catalog] | None = None
-    notes_of: Callable[[Catalog], Sequence[str]] | None = None
-    check: Callable[[Catalog], None] | None = None
+    notes_of: Callable[[TargetCatalog], Sequence[str]] | None = None
+    check: Callable[[TargetCatalog], None] | None = None
     salvage: Callable[[ReadStore, Report], Catalog] | None = None
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None
 

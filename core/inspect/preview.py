@@ -134,7 +134,6 @@ def _rows(
             yield start, bytes(n * itemsize)
             continue
         extent = bound.extent
-        assert extent is not None
         strides = c_strides(bound.shape) if extent.strides is None else extent.strides
         inside = [i - o for i, o in zip(start, fragment.box.offset, strict=True)]
         index = list(fragment.at)
@@ -150,10 +149,8 @@ def _rows(
 
 
 def _bound(store: DecodedStore, catalog: Catalog, array: StoredArray) -> StoredArray:
-    if array.extent is not None and array.extent.is_late:
+    if array.extent.is_late:
         array = catalog.bind(store, array)
-    if array.extent is None:
-        raise MissingShardError("the array lies nowhere", key=array.name)
     return store.placed(array)
 
 

@@ -412,15 +412,9 @@ def _used_by_streams(checkpoint: Checkpoint) -> set[Use]:
     uses: set[Use] = set()
     for item in raw:
         stream = catalog.fragments(item.raw_key or "")[0].array
-        extent = None if stream is None else stream.extent
-        if (
-            stream is not None
-            and extent is not None
-            and extent.encoding is None
-            and stream.n_bytes <= _MAX_STREAM_BYTES
-        ):
+        if stream is not None and stream.extent.encoding is None and stream.n_bytes <= _MAX_STREAM_BYTES:
             with suppress(CheckpointingException):
-                uses |= uses_of_stream(checkpoint.store, extent.file, extent.offset, stream.n_bytes)
+                uses |= uses_of_stream(checkpoint.store, stream.extent.file, stream.extent.offset, stream.n_bytes)
     return uses
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from core.arrays.box import Box, whole
 from core.arrays.checksum import BLOCK_BYTES, crc32
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TargetCatalog, TargetFragment, TensorMeta
 from core.catalog.facets import WriteOptions
 from core.catalog.file_image import FileImage
-from core.catalog.stored import StoredArray, array_name
+from core.catalog.stored import PlannedArray, array_name
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.errors import UsageError
@@ -77,13 +77,13 @@ class LiveSave:
     without: Collection[str] = ()
     fsync: bool = True
     threads: int = DEFAULT_THREADS
-    _made: tuple[Catalog, tuple[FileImage, ...]] | None = None
+    _made: tuple[TargetCatalog, tuple[FileImage, ...]] | None = None
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
         """For another process of this rank, without what it can compute itself."""
         return None, {one.name: None if one.name == "_made" else getattr(self, one.name) for one in fields(self)}
 
-    def laid_out(self) -> tuple[Catalog, tuple[FileImage, ...]]:
+    def laid_out(self) -> tuple[TargetCatalog, tuple[FileImage, ...]]:
         """The whole target and its file images; the same in every process.
 
         Raises:
@@ -167,7 +167,7 @@ def finish_file(image: FileImage, stage: StageStore) -> None:
         stage.write(image.path, offset, data)
 
 
-def target_of(held: Sequence[Held], format: Format, options: WriteOptions) -> Catalog:
+def target_of(held: Sequence[Held], format: Format, options: WriteOptions) -> TargetCatalog:
     """The target catalog of what several processes hold, see the module's docstring.
 
     Raises:
@@ -189,10 +189,10 @@ def target_of(held: Sequence[Held], format: Format, options: WriteOptions) -> Ca
     streams = {stream_key(key): (n_bytes, number) for number, one in enumerate(held) for key, n_bytes in one.streams}
     has_files = format.partition == "as_stored"
 
-    def array(name: str, meta: TensorMeta, box: Box, number: int) -> StoredArray:
-        return StoredArray(name, meta.dtype, box.shape, coords=((HOLDER, number),) if has_files else ())
+    def array(name: str, meta: TensorMeta, box: Box, number: int) -> PlannedArray:
+        return PlannedArray(name, meta.dtype, box.shape, coords=((HOLDER, number),) if has_files else ())
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
+    def fragments_of(key: str) -> Sequence[TargetFragment]:
         if key in streams:
             n_bytes, number = streams[key]
             meta = TensorMeta(key, "uint8", (n_bytes,))

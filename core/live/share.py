@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Fragment, TargetCatalog, TargetFragment
 from core.catalog.file_image import FileImage, no_literals
 
 HOLDER = "file"
@@ -26,11 +26,11 @@ class Share:
         images: the files that it writes to, with the arrays that it fills; literals only for files that are its own.
     """
 
-    target: Catalog
+    target: TargetCatalog
     images: tuple[FileImage, ...]
 
 
-def share_of(target: Catalog, images: Sequence[FileImage], held: Mapping[str, Sequence[Box]]) -> Share:
+def share_of(target: TargetCatalog, images: Sequence[FileImage], held: Mapping[str, Sequence[Box]]) -> Share:
     """The share of a process.
 
     Args:
@@ -60,7 +60,7 @@ def is_own(image: FileImage) -> bool:
     return len(holders) == 1 and all(coords and coords[0][0] == HOLDER for coords in holders)
 
 
-def filled(target: Catalog, key: str, boxes: Sequence[Box]) -> tuple[Fragment, ...]:
+def filled(target: TargetCatalog, key: str, boxes: Sequence[Box]) -> tuple[TargetFragment, ...]:
     """The parts of a tensor's target fragments that lie in boxes."""
     found = []
     for fragment in target.fragments(key):

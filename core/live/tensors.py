@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, is_c_contiguous
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray
-from core.catalog.stored import Extent, StoredArray
+from core.catalog.stored import Extent, PlannedArray, StoredArray
 from core.errors import UsageError
 from core.files.store import MemoryStore
 
@@ -123,7 +123,7 @@ def live_source(
     return catalog, MemoryStore(files)
 
 
-def live_target(tensors: Sequence[LiveTensor]) -> tuple[Catalog, list[FileImage], MemoryStore]:
+def live_target(tensors: Sequence[LiveTensor]) -> tuple[TargetCatalog, list[FileImage], MemoryStore]:
     """The catalog to be filled, with its arrays placed in the images, and the store that writes into memory.
 
     Args:
@@ -133,7 +133,7 @@ def live_target(tensors: Sequence[LiveTensor]) -> tuple[Catalog, list[FileImage]
         UsageError: two chunks of one key disagree on dtype or shape.
     """
     files: dict[str, memoryview] = {}
-    fragments: dict[str, list[Fragment]] = {}
+    fragments: dict[str, list[TargetFragment]] = {}
     images = []
     for number, tensor in enumerate(tensors):
         assert tensor.is_dense, "a strided tensor is filled by way of a dense one"
@@ -141,7 +141,7 @@ def live_target(tensors: Sequence[LiveTensor]) -> tuple[Catalog, list[FileImage]
         files[file] = tensor.memory
         placed = []
         for before, box in chunk.runs():
-            array = StoredArray(f"{file}+{before}", chunk.dtype, box.shape)
+            array = PlannedArray(f"{file}+{before}", chunk.dtype, box.shape)
             placed.append(PlacedArray(before * itemsize(chunk.dtype), array))
             fragments.setdefault(chunk.key, []).append(Fragment(chunk.key, box, array, (0,) * box.rank))
         images.append(FileImage(file, chunk.n_bytes, placed))

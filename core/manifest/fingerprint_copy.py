@@ -147,7 +147,7 @@ def _arrays_of(plan: Plan, prefix: str) -> dict[str, StoredArray]:
             if array is None or number is None or array.name in found:
                 continue
             extent = Extent(places.file_of(number).removeprefix(prefix), places.offset_of(number))
-            found[array.name] = replace(array, extent=extent)
+            found[array.name] = array.at(extent)
     return found
 
 
@@ -157,7 +157,7 @@ def _bound(catalog: Catalog, store: ReadStore) -> Catalog:
 
     def placed(fragment: Fragment) -> Fragment:
         array = fragment.array
-        if array is None or array.extent is None or not array.extent.is_late:
+        if array is None or not array.extent.is_late:
             return fragment
         try:
             return replace(fragment, array=bind(array))
@@ -176,6 +176,6 @@ def _lie_alike(some: Sequence[Fragment], others: Sequence[Fragment]) -> bool:
 
 
 def _place(array: StoredArray | None) -> object:
-    if array is None or array.extent is None:
+    if array is None:
         return None
     return array.dtype, array.shape, replace(array.extent, crc=None)

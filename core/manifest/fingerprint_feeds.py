@@ -17,7 +17,7 @@ from math import prod
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, is_c_contiguous
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.stored import StoredArray
 from core.errors import CheckpointingException
 from core.fingerprint.definition import LANES, Fingerprint, Form, added, form_of, text_of
@@ -74,7 +74,7 @@ class Feeds:
         for key in catalog.tensors:
             self._add(key, homes, target)
 
-    def _add(self, key: str, homes: _Homes, target: Catalog) -> None:
+    def _add(self, key: str, homes: _Homes, target: TargetCatalog) -> None:
         """Finds out where a tensor lies."""
         meta = self._catalog.tensors[key]
         size = itemsize(meta.dtype)
@@ -243,8 +243,6 @@ class _Homes:
         runs: dict[str, list[tuple[int, StoredArray]]] = {}
         for array in stored:
             extent = array.extent
-            if extent is None:
-                continue
             self._arrays.setdefault(array.name, array)
             if extent.is_late:
                 self._late.setdefault((extent.file, extent.offset), array)
@@ -258,17 +256,16 @@ class _Homes:
         extent = array.extent
         if known is not None and known.extent == extent and known.shape == array.shape and known.dtype == array.dtype:
             return array.name, 0
-        if extent is None or extent.encoding is not None:
+        if extent.encoding is not None:
             return None
         if extent.is_late:
             base = self._late.get((extent.file, extent.offset))
-            if base is None or base.dtype != array.dtype or base.extent is None or base.extent.part_of is not None:
+            if base is None or base.dtype != array.dtype or base.extent.part_of is not None:
                 return None
             return base.name, extent.part_of[1] if extent.part_of is not None else 0
         return self._run_of(array) if is_dense_in_file(array) else None
 
     def _run_of(self, array: StoredArray) -> tuple[str, int] | None:
-        assert array.extent is not None
         runs = self._runs.get(array.extent.file, [])
         number = bisect_right(runs, array.extent.offset, key=lambda item: item[0]) - 1
         if number < 0:
@@ -284,4 +281,4 @@ class _Homes:
 def is_dense_in_file(array: StoredArray) -> bool:
     """Whether an array's elements follow each other in its file, in C order."""
     extent = array.extent
-    return extent is not None and (extent.strides is None or is_c_contiguous(array.shape, extent.strides))
+    return extent.strides is None or is_c_contiguous(array.shape, extent.strides)

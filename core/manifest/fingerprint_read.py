@@ -6,12 +6,11 @@ The canonical tensors are moved to dense files that do not exist; what would be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from threading import Lock
 
 from core.arrays.dtypes import itemsize
 from core.calibration.choice import settled
-from core.catalog.catalog import Catalog, TensorMeta
+from core.catalog.catalog import Catalog, TargetCatalog, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray
 from core.copy.options import CopyOptions
 from core.copy.run import execute
@@ -61,8 +60,8 @@ def read_fingerprints(
     return sink.found()
 
 
-def _image(number: int, target: Catalog, meta: TensorMeta) -> FileImage:
-    array = replace(target.whole_array(meta.key), extent=None)
+def _image(number: int, target: TargetCatalog, meta: TensorMeta) -> FileImage:
+    array = target.whole_array(meta.key)
     return FileImage(str(number), array.n_bytes, (PlacedArray(0, array),))
 
 

@@ -275,7 +275,7 @@ def _array_entries(source: _Source, scanned: Scanned) -> Iterator[ManifestArray]
         with suppress(CheckpointingException):  # the scan has read it, or said why not
             placed = found.catalog.bind(found.store, array)
             known, extent = scanned.arrays.get(array.name), placed.extent
-            if known is None or extent is None or extent.encoding is not None or not is_dense_in_file(placed):
+            if known is None or extent.encoding is not None or not is_dense_in_file(placed):
                 continue
             key = keys.get(array.name, array.name)
             yield ManifestArray(

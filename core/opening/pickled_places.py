@@ -46,7 +46,7 @@ def places_of(names: Collection[Global], store: ReadStore, catalog: Catalog) -> 
     Names that a pickle drops again have none.
     """
     arrays = (fragment.array for key in (*catalog.tensors, *catalog.hidden) for fragment in catalog.fragments(key))
-    stored = {array.extent.file for array in arrays if array is not None and array.extent is not None}
+    stored = {array.extent.file for array in arrays if array is not None}
     files = sorted(stored | {name for name in (*_METADATA, store.entry) if name is not None and store.exists(name)})
     places: dict[PickledPlace, None] = {}
     for file in files:

@@ -47,7 +47,7 @@ def pickled_tensors(catalog: Catalog, store: ReadStore) -> Iterator[tuple[str, s
         except CheckpointingException:  # other checks say it
             continue
         array = catalog.fragments(key)[0].array
-        file = store.label if array is None or array.extent is None else array.extent.file
+        file = store.label if array is None else array.extent.file
         yield file, key, looked
 
 

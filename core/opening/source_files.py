@@ -57,7 +57,7 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     unread = {name for name in unread if _BOOKKEEPING.fullmatch(name) is None}
     # Only formats with a file a chunk have data files that have not been opened yet.
     for fragment in catalog.all_fragments() if unread else ():
-        if fragment.array is not None and fragment.array.extent is not None:
+        if fragment.array is not None:
             unread.discard(fragment.array.extent.file)
     dcp = catalog.facet(DcpFacts)
     unread |= set(() if dcp is None else dcp.unread)

@@ -1,6 +1,6 @@
 """From a global catalog to a target catalog: which arrays the destination will have.
 
-A target catalog is an ordinary catalog whose arrays have no extent yet. A format's ``lay_out`` places them.
+The arrays of a target catalog have no place yet: a format's ``lay_out`` places them.
 
 Source of the partition names: ``core.formats.format.Format.partition``.
 """
@@ -12,15 +12,24 @@ from dataclasses import replace
 from functools import lru_cache
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, bind_nothing, catalog_of_arrays
+from core.catalog.catalog import (
+    AnyCatalog,
+    AnyFragment,
+    Catalog,
+    Fragment,
+    TargetCatalog,
+    TargetFragment,
+    TensorMeta,
+    catalog_of_arrays,
+)
 from core.catalog.files_beside import carried_of, without_carried
 from core.catalog.mapping_attributes import without_attributes
-from core.catalog.stored import StoredArray, array_name
+from core.catalog.stored import PlannedArray, StoredArray, array_name
 from core.formats.format import Format
 from core.opening.objects import inlined, state_dict, with_common, with_mapping_root, with_objects
 
 
-def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Catalog]:
+def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, TargetCatalog]:
     """(the source under the keys that it gets in a format of global tensors, the target catalog to be laid out).
 
     Args:
@@ -49,15 +58,15 @@ def keeps_nesting(catalog: Catalog, format: Format) -> bool:
     return format.nests or (format.has_objects_beside and format.adapt is None and bool(catalog.objects))
 
 
-def tensors_only(target: Catalog) -> Catalog:
+def tensors_only(target: TargetCatalog) -> TargetCatalog:
     """A target catalog for one file that holds nothing but tensors."""
     return replace(target, objects={}, hidden={}, skeleton=None, carried={}, documents={})
 
 
-def dense_target(metas: Iterable[TensorMeta]) -> Catalog:
+def dense_target(metas: Iterable[TensorMeta]) -> TargetCatalog:
     """A target of one dense array for each tensor, named by its key."""
     return catalog_of_arrays(
-        format="memory", arrays={meta.key: StoredArray(meta.key, meta.dtype, meta.shape) for meta in metas}
+        format="memory", arrays={meta.key: PlannedArray(meta.key, meta.dtype, meta.shape) for meta in metas}
     )
 
 
@@ -70,7 +79,7 @@ def retyped(catalog: Catalog, dtype_for: Callable[[TensorMeta], str]) -> Catalog
     return replace(catalog, tensors=tensors)
 
 
-def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
+def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:
     """The target catalog of a format that stores global tensors.
 
     Args:
@@ -83,7 +92,7 @@ def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
     file_number = _file_numbers(catalog) if by == "as_stored" else {}
 
     @lru_cache(maxsize=64)
-    def fragments_of(key: str) -> Sequence[Fragment]:
+    def fragments_of(key: str) -> Sequence[TargetFragment]:
         meta = catalog.meta(key)
         boxes = _whole(meta)
         number_of: dict[Box, int | None] = {}
@@ -97,7 +106,7 @@ def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
             Fragment(
                 key,
                 box,
-                StoredArray(
+                PlannedArray(
                     key if len(boxes) == 1 else array_name(key, box),
                     meta.dtype,
                     box.shape,
@@ -108,7 +117,7 @@ def partitioned(catalog: Catalog, *, format: str, by: str) -> Catalog:
             for box in boxes
         )
 
-    return replace(catalog, format=format, version=None, fragments_of=fragments_of, bind=bind_nothing)
+    return catalog.as_target(format, fragments_of)
 
 
 def _is_grid(boxes: Collection[Box]) -> bool:
@@ -124,7 +133,7 @@ def _whole(meta: TensorMeta) -> list[Box]:
 
 
 def _stored_boxes(
-    meta: TensorMeta, fragments: Iterable[Fragment], file_number: dict[str, int]
+    meta: TensorMeta, fragments: Iterable[AnyFragment], file_number: dict[str, int]
 ) -> dict[Box, int | None]:
     """Distinct boxes of a tensor's pieces → number of the file each is to go to, or None; {} if they do not tile it."""
     boxes: dict[Box, int | None] = {}
@@ -133,12 +142,13 @@ def _stored_boxes(
         if array is None:
             return {}
         if not fragment.box.is_empty or meta.n_elements == 0:
-            boxes.setdefault(fragment.box, None if array.extent is None else file_number.get(array.extent.file))
+            number = file_number.get(array.extent.file) if isinstance(array, StoredArray) else None
+            boxes.setdefault(fragment.box, number)
     tiles = sum(box.n_elements for box in boxes) == meta.n_elements and (meta.n_elements or len(boxes) == 1)
     return boxes if tiles else {}
 
 
-def _file_numbers(catalog: Catalog) -> dict[str, int]:
+def _file_numbers(catalog: AnyCatalog) -> dict[str, int]:
     """Source file → number, in order of first use; {} if the files are no ranks' files.
 
     They are not if all lies in one file, or if most pieces have a file of their own, as zarr's chunks do; the format
@@ -148,7 +158,7 @@ def _file_numbers(catalog: Catalog) -> dict[str, int]:
     n_pieces = 0
     for key in catalog.tensors:
         for fragment in catalog.fragments(key):
-            if fragment.array is not None and fragment.array.extent is not None:
+            if isinstance(fragment.array, StoredArray):
                 numbers.setdefault(fragment.array.extent.file, len(numbers))
                 n_pieces += 1
     return numbers if 1 < len(numbers) <= n_pieces // 2 else {}

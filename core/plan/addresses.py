@@ -111,7 +111,7 @@ class Ends:
         array = self._bind(fragment.array)
         found = source_in(array, fragment, box)
         extent = array.extent
-        if extent is None or extent.crc is None or self._n_read.get(array.name) != prod(array.shape):
+        if extent.crc is None or self._n_read.get(array.name) != prod(array.shape):
             return found
         record = RecordCrc(extent.file, array.name, array.n_bytes, extent.crc, extent.offset)
         return replace(found, record=record)
@@ -154,7 +154,7 @@ def source_in(array: StoredArray, fragment: Fragment, box: Box) -> Source:
         CorruptError: its place is not known, or its strides are negative.
     """
     extent = array.extent
-    if extent is None or extent.is_late:
+    if extent.is_late:
         raise CorruptError("the array's place in its file was not found", key=fragment.key)
     size = itemsize(array.dtype)
     of_array = [n * size for n in (extent.strides or c_strides(array.shape))]

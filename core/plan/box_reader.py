@@ -23,7 +23,7 @@ from core.arrays.dtypes import itemsize
 from core.arrays.gather import Layout, copy_box, dense, inner_run, read_box, starts
 from core.catalog.catalog import Catalog, Fragment, catalog_of_arrays
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, DecodedStore
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray
 from core.errors import in_checkpoint
 from core.files.store import ReadStore
 from core.plan.addresses import Source, source_in
@@ -80,7 +80,7 @@ class BoxReader:
             CorruptError, UnsupportedError: its pieces contradict each other.
         """
         meta = self._catalog.meta(key)
-        array = StoredArray(f"dense:{key}", meta.dtype, meta.shape)
+        array = PlannedArray(f"dense:{key}", meta.dtype, meta.shape)
         with in_checkpoint(self._store.label):
             work = match(self._catalog, catalog_of_arrays(format="memory", arrays={key: array}), key)
             pieces = [_Piece(box, self._source(fragment, box)) for box, fragment in work.pieces]

@@ -8,8 +8,8 @@ from core.arrays.box import Box, whole
 from core.arrays.cast import check_cast
 from core.arrays.coverage import BoxIndex, first_hole, first_overlap, is_tiled
 from core.arrays.fast_value import value
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
-from core.catalog.stored import StoredArray
+from core.catalog.catalog import AnyFragment, Catalog, Fragment, TargetCatalog, TargetFragment, TensorMeta
+from core.catalog.stored import AnyArray, StoredArray
 from core.errors import CorruptError, MissingShardError
 from core.plan.positions import described, region_shape
 
@@ -31,11 +31,11 @@ class Match:
     dtype: str
     pieces: Sequence[tuple[Box, Fragment]]
     copies: Sequence[tuple[Box, Fragment, Fragment]]
-    targets: Sequence[Fragment]
+    targets: Sequence[TargetFragment]
     pairs: Sequence[tuple[int, int, Box]]
 
 
-def match(source: Catalog, target: Catalog, key: str, *, zeros: Sequence[Box] = (), covers: bool = True) -> Match:
+def match(source: Catalog, target: TargetCatalog, key: str, *, zeros: Sequence[Box] = (), covers: bool = True) -> Match:
     """Who fills what of one tensor, proven.
 
     Args:
@@ -48,7 +48,12 @@ def match(source: Catalog, target: Catalog, key: str, *, zeros: Sequence[Box] = 
 
 
 def matched(
-    source: Catalog, meta: TensorMeta, wanted: Sequence[Fragment], *, zeros: Sequence[Box] = (), covers: bool = True
+    source: Catalog,
+    meta: TensorMeta,
+    wanted: Sequence[TargetFragment],
+    *,
+    zeros: Sequence[Box] = (),
+    covers: bool = True,
 ) -> Match:
     """``match``, where the target's tensor and its fragments are at hand."""
     key = meta.key
@@ -78,10 +83,10 @@ def matched(
     return Match(meta, dtype, pieces, copies, targets, pairs)
 
 
-def _of_whole(one: Fragment, have: TensorMeta, wanted: Fragment, meta: TensorMeta) -> Match | None:
+def _of_whole(one: Fragment, have: TensorMeta, wanted: TargetFragment, meta: TensorMeta) -> Match | None:
     """The work of a tensor that is one array on both sides, as most of a large model's are; None for any other."""
     array, place = one.array, wanted.array
-    if array is None or array.extent is None or place is None or place.dtype != meta.dtype or one.box.is_empty:
+    if array is None or place is None or place.dtype != meta.dtype or one.box.is_empty:
         return None
     if not (is_all(one, array, have) and is_all(wanted, place, meta)):
         return None
@@ -90,13 +95,13 @@ def _of_whole(one: Fragment, have: TensorMeta, wanted: Fragment, meta: TensorMet
     return Match(meta, array.dtype, [(one.box, one)], (), [wanted], [(0, 0, one.box)])
 
 
-def is_all(fragment: Fragment, array: StoredArray, meta: TensorMeta) -> bool:
+def is_all(fragment: AnyFragment, array: AnyArray, meta: TensorMeta) -> bool:
     """Whether a fragment is all of the tensor and all of its array."""
     box = fragment.box
     return box.shape == meta.shape == array.shape and not any(box.offset) and not any(fragment.at)
 
 
-def _are_whole(fragments: Sequence[Fragment], meta: TensorMeta) -> bool:
+def _are_whole(fragments: Sequence[AnyFragment], meta: TensorMeta) -> bool:
     """Whether every fragment is all of the tensor and all of its array: nothing is cut, as with experts and norms."""
     return all(
         fragment.box.shape == meta.shape and fragment.array is not None and fragment.array.shape == meta.shape
@@ -121,14 +126,14 @@ def _check_fragments(fragments: Sequence[Fragment], meta: TensorMeta) -> str:
         if array is None:
             continue
         if dtype is not None and array.dtype != dtype:
-            raise CorruptError(f"stored in part as {dtype}, in part as {array.dtype}", key=meta.key, file=_file(array))
+            raise CorruptError(
+                f"stored in part as {dtype}, in part as {array.dtype}", key=meta.key, file=array.extent.file
+            )
         dtype = array.dtype
-        if array.extent is None:
-            raise CorruptError(f"array {array.name!r} of the source lies nowhere", key=meta.key)
     return meta.dtype if dtype is None else dtype
 
 
-def _check_targets(targets: Sequence[Fragment], meta: TensorMeta) -> None:
+def _check_targets(targets: Sequence[TargetFragment], meta: TensorMeta) -> None:
     for fragment in targets:
         _check_bounds(fragment, meta)
         if fragment.array is None:
@@ -139,7 +144,7 @@ def _check_targets(targets: Sequence[Fragment], meta: TensorMeta) -> None:
             )
 
 
-def _check_bounds(fragment: Fragment, meta: TensorMeta) -> None:
+def _check_bounds(fragment: AnyFragment, meta: TensorMeta) -> None:
     box, array = fragment.box, fragment.array
     if array is not None and is_all(fragment, array, meta):
         return
@@ -198,7 +203,7 @@ def _primaries(
     return pieces, copies
 
 
-def _pairs(key: str, boxes: list[Box], targets: list[Fragment], meta: TensorMeta) -> list[tuple[int, int, Box]]:
+def _pairs(key: str, boxes: list[Box], targets: list[TargetFragment], meta: TensorMeta) -> list[tuple[int, int, Box]]:
     """Every piece with every target it meets; each target is filled."""
     number_of = {box: number for number, box in enumerate(boxes)}
     index: BoxIndex | None = None
@@ -231,5 +236,5 @@ def _is_covered(meta: TensorMeta, boxes: list[Box]) -> bool:
     return distinct == [region] or is_tiled(region, distinct) or first_hole(region, distinct) is None
 
 
-def _file(array: StoredArray) -> str | None:
-    return None if array.extent is None else array.extent.file
+def _file(array: AnyArray) -> str | None:
+    return array.extent.file if isinstance(array, StoredArray) else None

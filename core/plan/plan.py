@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray
@@ -75,7 +75,7 @@ class Plan:
     """
 
     source: Catalog
-    target: Catalog
+    target: TargetCatalog
     places: Places
     zeros: Mapping[str, Sequence[Box]]
     threads: int
@@ -134,7 +134,7 @@ class _Totals:
 
 def make_plan(
     source: Catalog,
-    target: Catalog,
+    target: TargetCatalog,
     images: Sequence[FileImage],
     *,
     zeros: Mapping[str, Sequence[Box]] | None = None,
@@ -205,7 +205,7 @@ def make_plan(
     )
 
 
-def _keys(target: Catalog, places: Places) -> Iterator[str]:
+def _keys(target: TargetCatalog, places: Places) -> Iterator[str]:
     for keys in (target.tensors, target.hidden):
         for key in keys:
             if key in target.aliases and all(

@@ -8,9 +8,9 @@ from math import prod
 
 from core.arrays.box import Box, Shape, whole
 from core.arrays.coverage import first_hole, first_overlap
-from core.catalog.catalog import Fragment
+from core.catalog.catalog import TargetFragment
 from core.catalog.file_image import FileImage
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray
 from core.errors import CorruptError
 from core.files.store import checked_name
 
@@ -120,7 +120,7 @@ class ArrayCoverage:
         self._parts: dict[int, list[tuple[Box, str]]] = {}
         self._n_filled: dict[int, int] = {}
 
-    def add(self, fragments: Sequence[Fragment]) -> None:
+    def add(self, fragments: Sequence[TargetFragment]) -> None:
         """Takes the target fragments of one key; an array is proven as soon as its volume is reached."""
         for fragment in fragments:
             array = fragment.array
@@ -167,7 +167,7 @@ class ArrayCoverage:
                 )
 
 
-def _refuse_double_writes(array: StoredArray, parts: list[tuple[Box, str]]) -> None:
+def _refuse_double_writes(array: PlannedArray, parts: list[tuple[Box, str]]) -> None:
     boxes = [box for box, _ in parts]
     twice = first_overlap(boxes)
     if twice is not None:

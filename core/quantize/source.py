@@ -46,15 +46,15 @@ class SourceTensor:
     def file(self) -> str:
         """A file that holds some of it."""
         for fragment in self.fragments:
-            if fragment.array is not None and fragment.array.extent is not None:
+            if fragment.array is not None:
                 return fragment.array.extent.file
         return ""
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files that hold it, sorted."""
-        extents = (fragment.array.extent for fragment in self.fragments if fragment.array is not None)
-        return tuple(sorted({extent.file for extent in extents if extent is not None}))
+        arrays = (fragment.array for fragment in self.fragments)
+        return tuple(sorted({array.extent.file for array in arrays if array is not None}))
 
     @property
     def working_bytes(self) -> int:
@@ -99,7 +99,7 @@ class SourceTensor:
             array = fragment.array
             raise ReplicaMismatchError(
                 f"two copies of the box at {common.offset} differ",
-                file=None if array is None or array.extent is None else array.extent.file,
+                file=None if array is None else array.extent.file,
                 key=self.key,
                 hint="the ranks disagree; the checkpoint is damaged or was saved by diverged ranks",
             )
@@ -109,12 +109,12 @@ class SourceTensor:
         if fragment.array is None:
             return
         array = fragment.array
-        if array.extent is not None and array.extent.is_late:
+        if array.extent.is_late:
             array = self.bind(store, array)
         served = store if isinstance(store, DecodedStore) else DecodedStore(store)
         array = served.placed(array)
         extent = array.extent
-        if extent is None or extent.is_late:
+        if extent.is_late:
             raise CorruptError("the array's place in its file was not found", key=self.key)
         size = itemsize(array.dtype)
         steps = tuple(n * size for n in (extent.strides or c_strides(array.shape)))
@@ -178,7 +178,7 @@ def _check(fragment: Fragment, shape: Shape) -> None:
             for start, n, extent in zip(fragment.at, region, array.shape, strict=True)
         )
     if not fits:
-        file = None if array is None or array.extent is None else array.extent.file
+        file = None if array is None else array.extent.file
         raise CorruptError(
             f"the box at {box.offset} of {box.shape} elements does not fit the tensor of {shape} or its array",
             key=fragment.key,

@@ -130,7 +130,7 @@ def _by_file(arrays: Iterable[StoredArray]) -> dict[str, list[StoredArray]]:
     names: set[str] = set()
     found: dict[str, list[StoredArray]] = {}
     for array in arrays:
-        if array.extent is not None and array.name not in names:
+        if array.name not in names:
             names.add(array.name)
             found.setdefault(array.extent.file, []).append(array)
     return found
@@ -321,7 +321,7 @@ class _Run:
         for array in arrays:
             try:
                 placed = self._bind(array)
-                if placed.extent is None or placed.extent.is_late:
+                if placed.extent.is_late:
                     raise MissingShardError("the array lies nowhere", key=array.name, file=name)
                 bound.append((array, placed))
             except CheckpointingException as err:

@@ -55,11 +55,10 @@ class Budget:
             CapacityError: it will never be.
         """
         if n_bytes > self._n_bytes:
-            extent = array.extent
             raise CapacityError(
                 f"reading this array takes {n_bytes} bytes of memory, {self._n_bytes} are allowed",
                 key=array.name,
-                file=None if extent is None else extent.file,
+                file=array.extent.file,
                 hint="allow more memory",
             )
         with self._changed:
@@ -113,12 +112,11 @@ class ApartReader:
 
     def _pieces(self, array: StoredArray) -> Iterator[memoryview]:
         """The dense bytes of an array, in order; whole elements each."""
-        assert array.extent is not None
         return self._bands(array) if array.extent.encoding is None else self._units(array)
 
     def _units(self, array: StoredArray) -> Iterator[memoryview]:
         extent = array.extent
-        assert extent is not None and extent.encoding is not None
+        assert extent.encoding is not None
         encoding = extent.encoding
         if encoding.unit_bytes < array.n_bytes and encoding.unit_bytes % itemsize(array.dtype):
             raise UnsupportedError(
@@ -140,7 +138,6 @@ class ApartReader:
     def _bands(self, array: StoredArray) -> Iterator[memoryview]:
         """The elements of a strided array, gathered in bands of its C order."""
         extent = array.extent
-        assert extent is not None
         size = itemsize(array.dtype)
         strides = tuple(step * size for step in extent.strides or c_strides(array.shape))
         stored = size + sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
@@ -166,8 +163,8 @@ class ApartReader:
 
 def is_checked(array: StoredArray) -> bool:
     """Whether decoding an array compares its bytes with a checksum."""
-    extent = array.extent
-    return extent is not None and extent.encoding is not None and has_checksum(extent.encoding)
+    encoding = array.extent.encoding
+    return encoding is not None and has_checksum(encoding)
 
 
 def bands_of(shape: Shape, most_elements: int) -> Iterator[tuple[Shape, Shape]]:

@@ -108,8 +108,6 @@ def share_in_a_row(team: Team, sizes: Iterable[tuple[str, int]]) -> Share:
 def _apart_bytes(array: StoredArray) -> int:
     """How many bytes of an array are read beside those of its file, as far as its metadata tell."""
     extent = array.extent
-    if extent is None:
-        return 0
     is_line = extent.strides is None or is_c_contiguous(array.shape, extent.strides)
     return array.n_bytes if extent.encoding is not None or not is_line else 0
 

@@ -143,7 +143,7 @@ def plan_file(
     total = 0
     for array, bound in arrays:
         extent = bound.extent
-        assert extent is not None and not extent.is_late, "bound before"
+        assert not extent.is_late, "bound before"
         if array.n_bytes == 0:
             empty.append(array)
         elif extent.encoding is not None:
@@ -186,7 +186,6 @@ def _clustered(lines: list[Line]) -> tuple[list[Line], list[tuple[int, int]], li
 def _outside(bound: StoredArray, n_bytes: int) -> CorruptError | None:
     """What is wrong with an array that does not lie in its file."""
     extent = bound.extent
-    assert extent is not None
     steps = extent.strides
     if steps is None:
         end = extent.offset + bound.n_bytes
@@ -211,7 +210,6 @@ def _too_many(bound: StoredArray, total_bytes: int, n_bytes: int) -> CapacityErr
     if total_bytes <= MAX_SHARING * n_bytes:
         return None
     extent = bound.extent
-    assert extent is not None
     return CapacityError(
         f"the arrays up to this one have {total_bytes} bytes in a file of {n_bytes}", file=extent.file, key=bound.name
     )

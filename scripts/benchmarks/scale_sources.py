@@ -23,7 +23,7 @@ from math import prod
 from pathlib import Path
 
 from core.catalog.file_image import FileImage, Literal
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray, StoredArray
 from core.convert.job import Job
 from core.convert.prepare import prepare
 from core.files.store import LocalStore
@@ -230,11 +230,11 @@ class Tree:
     """The content of one rank's file, and its arrays."""
 
     def __init__(self) -> None:
-        self.arrays: dict[str, StoredArray] = {}
+        self.arrays: dict[str, PlannedArray] = {}
 
     def leaf(self, dtype: str, *shape: int) -> TensorLeaf:
         name = str(len(self.arrays))
-        self.arrays[name] = StoredArray(name, dtype, shape)
+        self.arrays[name] = PlannedArray(name, dtype, shape)
         return TensorLeaf(name)
 
     def plan(self, root: object, file: str) -> TreePlan:

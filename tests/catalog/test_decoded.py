@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from core.arrays.box import Box, whole
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta
 from core.catalog.decoded import DecodedStore, decoding_bytes
 from core.catalog.file_image import FileImage, PlacedArray
-from core.catalog.stored import Extent, StoredArray
+from core.catalog.stored import Extent, PlannedArray, StoredArray
 from core.copy.run import execute
 from core.errors import CapacityError, CorruptError
 from core.files.store import MemoryStore, ReadStore
@@ -36,7 +36,6 @@ class Deflated:
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes:
         self.counts.append(unit)
-        assert array.extent is not None
         return zlib.decompress(store.read(array.extent.file, *self.spans[unit]))
 
 
@@ -61,7 +60,6 @@ def test_any_range_of_an_encoded_array_can_be_read() -> None:
     array, data, encoding = array_of("w", VALUES, rows=7)
     store = DecodedStore(MemoryStore({"w.z": data}))
     placed = store.placed(array)
-    assert placed.extent is not None
     name = placed.extent.file
     dense = VALUES.tobytes()
     assert store.size(name) == len(dense)
@@ -90,7 +88,6 @@ def test_the_cache_forgets_the_oldest_units_and_decodes_them_again() -> None:
     array, data, encoding = array_of("w", VALUES, rows=10)
     store = DecodedStore(MemoryStore({"w.z": data}), cache_bytes=2 * encoding.unit_bytes)
     placed = store.placed(array)
-    assert placed.extent is not None
     for unit in (0, 1, 0, 2, 0, 1):
         store.read(placed.extent.file, unit * encoding.unit_bytes, 4)
     assert encoding.counts == [0, 1, 2, 1]
@@ -100,7 +97,6 @@ def test_two_threads_that_want_one_unit_decode_it_once() -> None:
     array, data, encoding = array_of("w", VALUES, rows=100)
     store = DecodedStore(MemoryStore({"w.z": data}))
     placed = store.placed(array)
-    assert placed.extent is not None
     name = placed.extent.file
     threads = [threading.Thread(target=store.read, args=(name, 4 * n, 4)) for n in range(8)]
     for thread in threads:
@@ -112,13 +108,11 @@ def test_two_threads_that_want_one_unit_decode_it_once() -> None:
 
 def test_a_unit_of_the_wrong_length_is_reported_with_its_file() -> None:
     array, data, encoding = array_of("w", VALUES, rows=10)
-    assert array.extent is not None
     wrong = replace(array, shape=(101, 24))
     store = DecodedStore(MemoryStore({"w.z": data + zlib.compress(b"1234")}))
     spans = (*encoding.spans, (len(data), len(zlib.compress(b"1234"))))
     wrong = replace(wrong, extent=replace(array.extent, encoding=replace(encoding, spans=spans)))
     placed = store.placed(wrong)
-    assert placed.extent is not None
     with pytest.raises(CorruptError, match="zlib data of array 'w' have 4 bytes, not 96") as caught:
         store.read(placed.extent.file, 9600, 96)
     assert caught.value.file == "w.z"
@@ -127,12 +121,11 @@ def test_a_unit_of_the_wrong_length_is_reported_with_its_file() -> None:
 def test_arrays_of_one_name_in_one_file_are_told_apart() -> None:
     one, data, _ = array_of("w", VALUES, rows=7)
     more, other = encoded(VALUES + 1, rows=7)
-    assert one.extent is not None
     spans = tuple((start + len(data), n) for start, n in other.spans)
     replica = replace(one, extent=Extent("w.z", len(data), encoding=replace(other, spans=spans)))
     computed = replace(one, extent=replace(one.extent, encoding=Doubled(one)))
     store = DecodedStore(MemoryStore({"w.z": data + more}))
-    names = [placed.extent.file for array in (one, replica, computed) if (placed := store.placed(array)).extent]
+    names = [store.placed(array).extent.file for array in (one, replica, computed)]
     wanted = [VALUES, VALUES + 1, VALUES * 2]
     assert [store.read(name, 0, VALUES.nbytes) for name in names] == [values.tobytes() for values in wanted]
 
@@ -149,19 +142,16 @@ class Doubled:
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes:
         assert isinstance(store, DecodedStore)
         placed = store.placed(self.array)
-        assert placed.extent is not None
         values: np.ndarray = np.frombuffer(store.read(placed.extent.file, 0, VALUES.nbytes), "<i4")
         return bytes((values * 2).tobytes())
 
 
 def test_what_is_computed_from_encoded_arrays_shares_their_cache() -> None:
     one, data, encoding = array_of("w", VALUES, rows=7)
-    assert one.extent is not None
     store = DecodedStore(MemoryStore({"w.z": data}))
     for number in range(5):
         computed = replace(one, name=f"double {number}", extent=replace(one.extent, encoding=Doubled(one)))
         placed = store.placed(computed)
-        assert placed.extent is not None
         assert store.read(placed.extent.file, 0, VALUES.nbytes) == (VALUES * 2).tobytes()
     assert len(encoding.counts) == 15, "every unit was decoded once"
 
@@ -170,7 +160,6 @@ def test_an_array_that_nobody_copies_any_more_is_forgotten() -> None:
     array, data, encoding = array_of("w", VALUES, rows=7)
     store = DecodedStore(MemoryStore({"w.z": data}), cache_bytes=0)
     placed = store.placed(array)
-    assert placed.extent is not None
     store.read(placed.extent.file, 0, VALUES.nbytes)
     held = weakref.ref(encoding)
     del array, encoding, placed
@@ -189,8 +178,8 @@ def split(n_columns: int) -> tuple[Catalog, MemoryStore]:
     return catalog, MemoryStore({f"w{i}.z": data for i, (_, data, _) in enumerate(made)})
 
 
-def merged() -> tuple[Catalog, list[FileImage]]:
-    array = StoredArray("w", "int32", VALUES.shape)
+def merged() -> tuple[TargetCatalog, list[FileImage]]:
+    array = PlannedArray("w", "int32", VALUES.shape)
     target = Catalog(
         "fake",
         None,
@@ -218,7 +207,7 @@ def test_decoding_counts_towards_the_memory_and_takes_threads_away_before_it_is_
     def heavy(key: str) -> list[Fragment]:
         found = []
         for fragment in source.fragments(key):
-            assert fragment.array is not None and fragment.array.extent is not None
+            assert fragment.array is not None
             encoding = replace(fragment.array.extent.encoding, working_bytes=100 * MIB)  # type: ignore[type-var]
             extent = replace(fragment.array.extent, encoding=encoding)
             found.append(replace(fragment, array=replace(fragment.array, extent=extent)))

@@ -70,7 +70,6 @@ def content(catalog: Catalog, store: MemoryStore, key: str) -> bytes:
     assert (fragment.array.dtype, fragment.array.shape) == (catalog.tensors[key].dtype, catalog.tensors[key].shape)
     decoded = DecodedStore(store)
     array = decoded.placed(catalog.bind(store, fragment.array))
-    assert array.extent is not None
     return decoded.read(array.extent.file, array.extent.offset, array.n_bytes)
 
 
@@ -320,10 +319,10 @@ DEEPSEEK = [
 
 
 def test_by_default_what_deepseek_quantises_is_quantised() -> None:
-    arrays = {key: StoredArray(key, "bfloat16", (2, 2)) for key, _ in DEEPSEEK}
-    arrays["model.layers.0.mlp.up_proj.bias"] = StoredArray("b", "bfloat16", (2,))
-    arrays["model.norm.weight"] = StoredArray("n", "bfloat16", (2,))
-    arrays["ids.weight"] = StoredArray("i", "int64", (2, 2))
+    arrays = {key: StoredArray(key, "bfloat16", (2, 2), Extent("f", 0)) for key, _ in DEEPSEEK}
+    arrays["model.layers.0.mlp.up_proj.bias"] = StoredArray("b", "bfloat16", (2,), Extent("f", 0))
+    arrays["model.norm.weight"] = StoredArray("n", "bfloat16", (2,), Extent("f", 0))
+    arrays["ids.weight"] = StoredArray("i", "int64", (2, 2), Extent("f", 0))
     made = quantized(catalog_of_arrays(format="test", arrays=arrays), [(None, "block")])
     assert made.keys == tuple(key for key, is_quantized in DEEPSEEK if is_quantized)
     assert "model.layers.3.mlp.gate.weight" in made.left
@@ -331,7 +330,7 @@ def test_by_default_what_deepseek_quantises_is_quantised() -> None:
 
 
 def test_later_rules_win_and_none_takes_out() -> None:
-    arrays = {f"l.{n}.weight": StoredArray(f"{n}", "bfloat16", (2, 2)) for n in range(4)}
+    arrays = {f"l.{n}.weight": StoredArray(f"{n}", "bfloat16", (2, 2), Extent("f", 0)) for n in range(4)}
     catalog = catalog_of_arrays(format="test", arrays=arrays)
     made = quantized(catalog, [(None, "block"), ("l.[1-2]*", "tensor"), ("l.2.*", "none")]).catalog
     shapes = {key: meta.shape for key, meta in made.tensors.items() if key.endswith("_scale_inv")}
@@ -524,7 +523,7 @@ def test_an_encoding_is_a_value_that_compares_by_what_it_holds() -> None:
     assert first.fragments("a.weight") == again.fragments("a.weight")
     assert first.fragments("a.weight") != first.fragments("b.weight")
     (fragment,) = first.fragments("a.weight")
-    assert fragment.array is not None and fragment.array.extent is not None
+    assert fragment.array is not None
     encoding = fragment.array.extent.encoding
     assert encoding is not None
     assert (encoding.name, encoding.unit_bytes % 128) == ("float8 blocks", 0)
@@ -537,7 +536,7 @@ def test_memory_stays_bounded_for_large_tensors(shape: tuple[int, ...]) -> None:
     made = quantized(catalog_of_arrays(format="test", arrays=arrays), [(None, "block")]).catalog
     for key in made.tensors:
         (fragment,) = made.fragments(key)
-        assert fragment.array is not None and fragment.array.extent is not None
+        assert fragment.array is not None
         encoding = fragment.array.extent.encoding
         assert encoding is not None
         assert encoding.unit_bytes <= 128 << 18

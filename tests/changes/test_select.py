@@ -23,7 +23,7 @@ def _catalog() -> Catalog:
     keys = ["model.a.weight", "model.b.bias", "optim.state.0.exp_avg"]
     return catalog_of_arrays(
         format="torch",
-        arrays={key: StoredArray(key, "float32", (2, 3)) for key in keys},
+        arrays={key: StoredArray(key, "float32", (2, 3), Extent("f", 0)) for key in keys},
         objects={"optim.lr": StoredObject("optim.lr", value=0.1), "note": StoredObject("note", value="x")},
         skeleton={
             "model": {"a.weight": TensorLeaf(keys[0]), "b.bias": TensorLeaf(keys[1])},
@@ -106,7 +106,7 @@ def _prefixed() -> Catalog:
     keys = ["model.a.weight", "b", "optimizer.state.model.a.weight.exp_avg", "optimizer.state.other.exp_avg"]
     catalog = catalog_of_arrays(
         format="torch",
-        arrays={key: StoredArray(key, "float32", (2, 3)) for key in keys},
+        arrays={key: StoredArray(key, "float32", (2, 3), Extent("f", 0)) for key in keys},
         objects={
             "model.a._extra_state": StoredObject("model.a._extra_state", value=None),
             "optimizer.lr": StoredObject("optimizer.lr", value=0.1),
@@ -168,7 +168,7 @@ def test_a_prefix_comes_before_the_models_keys_only() -> None:
 
 
 def test_prefixes_go_one_after_the_other() -> None:
-    arrays = {key: StoredArray(key, "float32", (1,)) for key in ("module.model.a", "module.b", "c")}
+    arrays = {key: StoredArray(key, "float32", (1,), Extent("f", 0)) for key in ("module.model.a", "module.b", "c")}
     made, _ = strip_prefix(catalog_of_arrays(format="torch", arrays=arrays), ["module.", "model."])
     assert list(made.tensors) == ["a", "b", "c"]
 
@@ -188,7 +188,7 @@ def test_prefixes_that_nothing_has_are_usage_errors(prefixes: list[str], text: s
 
 
 def test_two_keys_that_would_become_one_are_named() -> None:
-    arrays = {key: StoredArray(key, "float32", (1,)) for key in ("model.a", "a")}
+    arrays = {key: StoredArray(key, "float32", (1,), Extent("f", 0)) for key in ("model.a", "a")}
     with pytest.raises(UsageError, match="'model.a' and 'a'"):
         strip_prefix(catalog_of_arrays(format="torch", arrays=arrays), ["model."])
     with pytest.raises(UsageError, match="empty"):
@@ -196,7 +196,7 @@ def test_two_keys_that_would_become_one_are_named() -> None:
 
 
 def test_names_that_the_containers_cannot_hold_are_usage_errors() -> None:
-    arrays = {key: StoredArray(key, "float32", (1,)) for key in ("l.0", "l.1")}
+    arrays = {key: StoredArray(key, "float32", (1,), Extent("f", 0)) for key in ("l.0", "l.1")}
     catalog = catalog_of_arrays(format="torch", arrays=arrays, skeleton={"l": [TensorLeaf("l.0"), TensorLeaf("l.1")]})
     with pytest.raises(UsageError, match="containers"):
         rename(catalog, [(r"l\.1", "l.x")])
@@ -276,9 +276,9 @@ def test_an_alias_that_is_untied_gets_bytes_of_its_own_and_others_keep_theirs() 
 )
 def test_ties_that_cannot_be_are_usage_errors(pair: tuple[str, str], text: str) -> None:
     arrays = {
-        EMBED: StoredArray("e", "int8", (2, 3)),
-        "wide": StoredArray("w", "float32", (2, 3)),
-        "norm": StoredArray("n", "int8", (3,)),
+        EMBED: StoredArray("e", "int8", (2, 3), Extent("f", 0)),
+        "wide": StoredArray("w", "float32", (2, 3), Extent("f", 0)),
+        "norm": StoredArray("n", "int8", (3,), Extent("f", 0)),
     }
     with pytest.raises(UsageError, match=text):
         tie(catalog_of_arrays(format="torch", arrays=arrays), [pair])
@@ -314,7 +314,7 @@ def test_parameter_groups_list_the_new_names() -> None:
         }
         return catalog_of_arrays(
             format="dcp",
-            arrays={key: StoredArray(key, "float32", (2,)) for key in keys},
+            arrays={key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys},
             objects={key: StoredObject(key, value=value) for key, value in values.items()},
         )
 
@@ -343,7 +343,7 @@ def test_parameters_that_are_named_inside_their_container_are_followed(
     group = "optimizer.param_groups.0.params"
     catalog = catalog_of_arrays(
         format="dcp",
-        arrays={key: StoredArray(key, "float32", (2,)) for key in keys},
+        arrays={key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys},
         objects={group: StoredObject(group, value=["module.a.w", "module.b.w"])},
     )
     made, _ = change(catalog)
@@ -353,13 +353,13 @@ def test_parameters_that_are_named_inside_their_container_are_followed(
 
 def test_numbers_of_parameters_are_no_names() -> None:
     keys = ["model.list.0", "model.list.1", "optimizer.state.0.exp_avg", "optimizer.state.1.exp_avg"]
-    arrays = {key: StoredArray(key, "float32", (2,)) for key in keys}
+    arrays = {key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys}
     made, _ = strip_prefix(catalog_of_arrays(format="dcp", arrays=arrays), ["model."])
     assert list(made.tensors) == ["list.0", "list.1", *keys[2:]]
 
 
 def test_a_prefix_that_stands_inside_is_told() -> None:
-    arrays = {"model.module.a": StoredArray("a", "float32", (1,))}
+    arrays = {"model.module.a": StoredArray("a", "float32", (1,), Extent("f", 0))}
     with pytest.raises(UsageError, match="no key begins with") as refusal:
         strip_prefix(catalog_of_arrays(format="torch", arrays=arrays), ["module."])
     assert refusal.value.hint == r"'model.module.a' has it inside: --rename 'module\.='"
@@ -370,7 +370,7 @@ def test_entries_of_parameter_groups_follow_as_states_do() -> None:
     objects = {"optimizer.param_groups.model.w.lr": 0.1, "optimizer.param_groups.0.params": ["model.w"]}
     catalog = catalog_of_arrays(
         format="dcp",
-        arrays={key: StoredArray(key, "float32", (2,)) for key in keys},
+        arrays={key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys},
         objects={key: StoredObject(key, value=value) for key, value in objects.items()},
     )
     made, _ = strip_prefix(catalog, ["model."])

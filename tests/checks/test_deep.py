@@ -266,7 +266,7 @@ def put(path: Path, key: str, index: tuple[int, ...], data: bytes, *, is_stored:
 
 def place_of(catalog: Catalog, opened: Checkpoint, array: StoredArray, index: list[int]) -> tuple[Path, int]:
     bound = catalog.bind(opened.store, array)
-    assert bound.extent is not None and bound.extent.strides is None
+    assert bound.extent.strides is None
     flat = 0
     for i, n in zip(index, array.shape, strict=True):
         flat = flat * n + i

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray
 from core.convert.run import Job, TopologyChange, run
 from core.errors import CapacityError, CorruptError
@@ -55,10 +55,12 @@ def test_a_bit_that_flips_on_the_disk_is_found_and_nothing_becomes_visible(
     assert not list(tmp_path.iterdir())
 
 
-def _with_two_swapped(lay_out: Callable[[Catalog], list[FileImage]]) -> Callable[[Catalog], list[FileImage]]:
+def _with_two_swapped(
+    lay_out: Callable[[TargetCatalog], list[FileImage]],
+) -> Callable[[TargetCatalog], list[FileImage]]:
     """A layout that puts the input norms of layers 0 and 1 into each other's places."""
 
-    def made(target: Catalog) -> list[FileImage]:
+    def made(target: TargetCatalog) -> list[FileImage]:
         images = []
         for image in lay_out(target):
             names = [placed.array.name for placed in image.arrays]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from core.arrays.box import Box, whole
 from core.arrays.checksum import digest_of
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
 from core.copy.options import CopyOptions
@@ -31,7 +31,7 @@ SHAPE = (24, 36)
 def moved(
     source: Catalog,
     store: MemoryStore,
-    target: Catalog,
+    target: TargetCatalog,
     images: list[FileImage],
     *,
     threads: int = 2,
@@ -226,7 +226,7 @@ def test_late_bound_arrays_are_bound_when_they_are_copied() -> None:
         return [
             replace(f, array=replace(f.array, extent=Extent(f.array.extent.file, 0, item_bytes=999)))
             for f in source.fragments(key)
-            if f.array is not None and f.array.extent is not None
+            if f.array is not None
         ]
 
     bound = []
@@ -264,7 +264,7 @@ def with_crcs(source: Catalog, store: MemoryStore, *, damage: int = 0) -> Catalo
     def fragments_of(key: str) -> Iterable[Fragment]:
         for fragment in source.fragments(key):
             array = fragment.array
-            assert array is not None and array.extent is not None
+            assert array is not None
             data = store.read(array.extent.file, array.extent.offset, array.n_bytes)
             extent = replace(array.extent, crc=zlib.crc32(data) ^ damage)
             yield replace(fragment, array=replace(array, extent=extent))
@@ -291,7 +291,7 @@ def test_replicas_that_differ_name_both_files_and_the_element(axis: int) -> None
     model = Model({"w": SHAPE}, {"w": pieces("w", SHAPE, axis, 3, copies=2)})
     source = model.source(files=2)
     last = source.fragments("w")[-1].array
-    assert last is not None and last.extent is not None
+    assert last is not None
     model.store.contents[last.extent.file][last.extent.offset + last.n_bytes - 1] ^= 0x40
     target, images = Model({"w": SHAPE}, {"w": one("w", SHAPE)}).target()
     with pytest.raises(ReplicaMismatchError, match=r"\(23, 35\)") as caught:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
@@ -20,7 +19,7 @@ from core.arrays.cast import cast_of, check_cast
 from core.arrays.dtypes import DTYPES, itemsize
 from core.calibration.choice import decisions, settled
 from core.calibration.trials import patterns, trial_of, typical_numbers
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
+from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta, catalog_of_arrays
 from core.catalog.decoded import DecodedStore
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, StoredArray
@@ -152,7 +151,7 @@ def test_fingerprint_products_of_odd_and_cut_rows(place: str) -> None:
 
 def planned(
     tensors: dict[str, tuple[str, str, tuple[int, ...]]], *, copies: Iterable[str] = ()
-) -> tuple[Catalog, MemoryStore, Catalog, list[FileImage]]:
+) -> tuple[Catalog, MemoryStore, TargetCatalog, list[FileImage]]:
     """(source, its files, target, images) of tensors given as (dtype, target dtype, shape); some are stored twice."""
     files: dict[str, bytes] = {}
     found: dict[str, list[Fragment]] = {}
@@ -168,12 +167,12 @@ def planned(
     return source, MemoryStore(files), *laid_out(wanted)
 
 
-def laid_out(metas: Iterable[TensorMeta]) -> tuple[Catalog, list[FileImage]]:
+def laid_out(metas: Iterable[TensorMeta]) -> tuple[TargetCatalog, list[FileImage]]:
     metas = list(metas)
     target = dense_target(metas)
     images = []
     for meta in metas:
-        array = replace(target.whole_array(meta.key), extent=None)
+        array = target.whole_array(meta.key)
         images.append(FileImage(meta.key, array.n_bytes, (PlacedArray(0, array),)))
     return target, images
 
@@ -224,7 +223,6 @@ def test_scales_are_made_and_multiplied_in_on_a_device(kind: str, place: str) ->
             array = catalog.fragments(key)[0].array
             assert array is not None
             placed = decoded.placed(array)
-            assert placed.extent is not None
             found[key] = decoded.read(placed.extent.file, placed.extent.offset, array.n_bytes)
         return found
 
@@ -253,7 +251,7 @@ def test_a_number_that_is_not_finite_has_no_scale_on_a_device_either() -> None:
     )
     made = quantized(source, [("*", "block")]).catalog
     array = made.fragments("w.weight")[0].array
-    assert array is not None and array.extent is not None and array.extent.encoding is not None
+    assert array is not None and array.extent.encoding is not None
     store = DecodedStore(MemoryStore({"w": data.tobytes()}), device=able("cpu", QUANTIZE))
     with pytest.raises(UnsupportedError, match="is not finite in float32"):
         array.extent.encoding.decode(store, array, 0)

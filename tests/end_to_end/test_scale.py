@@ -15,7 +15,7 @@ import pytest
 
 from core.arrays.dtypes import itemsize
 from core.catalog.facets import RankFacts
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray
 from core.convert.job import Job, TopologyChange
 from core.convert.prepare import prepare
 from core.files.store import LocalStore
@@ -135,8 +135,8 @@ def test_a_deep_tree_is_planned_as_others_are() -> None:
     assert plans[0].payloads == plans[1].payloads
 
 
-def _array(key: str) -> StoredArray:
-    return StoredArray(key, "float32", (3,))
+def _array(key: str) -> PlannedArray:
+    return PlannedArray(key, "float32", (3,))
 
 
 def _peak_bytes(work: Callable[[], int]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import json
 from math import prod
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, catalog_of_arrays
+from core.catalog.catalog import Catalog, TargetCatalog, catalog_of_arrays
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
@@ -83,7 +83,7 @@ def _array(store: ReadStore, key: str, name: str) -> StoredArray:
     return array
 
 
-def lay_out(target: Catalog) -> list[FileImage]:
+def lay_out(target: TargetCatalog) -> list[FileImage]:
     """One file per tensor, the index last.
 
     Raises:

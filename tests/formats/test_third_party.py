@@ -63,7 +63,7 @@ def test_the_contract_finds_lost_and_shifted_bytes(tmp_path: Path) -> None:
         def fragments_of(key: str) -> list[object]:
             found = []
             for fragment in catalog.fragments(key):
-                assert fragment.array is not None and fragment.array.extent is not None
+                assert fragment.array is not None
                 extent = replace(fragment.array.extent, offset=fragment.array.extent.offset - 1)
                 found.append(replace(fragment, array=replace(fragment.array, extent=extent)))
             return found  # type: ignore[return-value]

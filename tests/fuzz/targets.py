@@ -116,7 +116,6 @@ def _item(data: bytes) -> None:
         late = StoredArray("w", dtype, shape, Extent("__0_0.distcp", 0, item_bytes=len(data)))
         with suppress(CheckpointingException):
             bound = torch_file.item_location(store, late)
-            assert bound.extent is not None
             if bound.extent.strides is None:
                 store.read("__0_0.distcp", bound.extent.offset, bound.n_bytes)
 
@@ -260,7 +259,7 @@ def _explored_tensor(catalog: Catalog, store: MemoryStore, key: str) -> None:
             continue
         array = catalog.bind(store, piece.array)
         extent = array.extent
-        assert extent is not None and extent.item_bytes is None
+        assert extent.item_bytes is None
         if extent.encoding is None and extent.strides is None and array.n_bytes < _SMALL:
             store.read(extent.file, extent.offset, array.n_bytes)
         elif extent.encoding is not None and extent.encoding.unit_bytes < _SMALL:

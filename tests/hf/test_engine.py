@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.errors import ReplicaMismatchError
@@ -29,7 +29,7 @@ from tests.megatron.support.megatron_gold import RULES
 NAMES = ("llama_tied", "llama_biased", "qwen2", "qwen3", "mixtral", "qwen3_moe_mixed", "deepseek_v3")
 
 
-def copied(format: Format, source: Catalog, target: Catalog, store: LocalStore, dst: Path) -> Path:
+def copied(format: Format, source: Catalog, target: TargetCatalog, store: LocalStore, dst: Path) -> Path:
     """The files of a target catalog, made by the engine."""
     assert format.lay_out is not None
     plan = make_plan(source, target, format.lay_out(target), threads=1)

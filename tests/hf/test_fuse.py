@@ -42,7 +42,7 @@ def _filled(pieces: list[Fragment], data: dict[str, np.ndarray], shape: tuple[in
     made = np.zeros(shape, np.int64)
     count = np.zeros(shape, int)
     for piece in pieces:
-        assert piece.array is not None and piece.array.extent is not None
+        assert piece.array is not None
         stored = data[piece.array.extent.file]  # the whole tensor that the array is cut from
         first = piece.array.extent.offset + piece.at[-2] - 1
         region = tuple(slice(o, e) for o, e in zip(piece.box.offset, piece.box.end, strict=True))

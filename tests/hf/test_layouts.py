@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import TargetCatalog
 from core.catalog.facets import HuggingFaceModel
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
@@ -64,7 +64,7 @@ def test_a_torch_dist_checkpoint_of_a_model_makes_the_same_model(name: str, tmp_
     assert_same(contents(made, ours_store), tensors(folder))
 
 
-def _written(target: Catalog, arrays: Mapping[str, Bytes], folder: Path) -> Path:
+def _written(target: TargetCatalog, arrays: Mapping[str, Bytes], folder: Path) -> Path:
     """The files of a target catalog, put together without the engine."""
     lay_out = (torch_dist if target.format == "torch_dist" else megatron).FORMAT.lay_out
     assert lay_out is not None

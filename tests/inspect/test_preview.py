@@ -130,7 +130,6 @@ class Deflated:
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes:
         assert unit == 0
-        assert array.extent is not None
         return zlib.decompress(store.read(array.extent.file, array.extent.offset, self.stored_bytes))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.stored import StoredArray
+from core.catalog.stored import Extent, StoredArray
 from core.numbers.facts import Facts, ValueObserver
 from core.numbers.kinds import KINDS
 
@@ -21,7 +21,7 @@ HUGE = 2.0**100
 def facts_of(data: bytes, dtype: str, *, cuts: list[int] | None = None, seed: int = 0) -> Facts:
     """Fed in runs that end at ``cuts`` (elements), in any order."""
     size = DTYPES[dtype].itemsize
-    array = StoredArray("x", dtype, (len(data) // size,))
+    array = StoredArray("x", dtype, (len(data) // size,), Extent("f", 0))
     observer = ValueObserver()
     assert observer.sees(array)
     borders = [0, *(cuts or []), array.shape[0]]
@@ -124,5 +124,7 @@ def test_one_value_everywhere_is_told_and_one_exception_ends_it(dtype: str, shap
 def test_other_types_are_not_looked_at() -> None:
     observer = ValueObserver()
     assert not any(
-        observer.sees(StoredArray("x", dtype, (3,))) for dtype in DTYPES if DTYPES[dtype].kind in ("int", "bool")
+        observer.sees(StoredArray("x", dtype, (3,), Extent("f", 0)))
+        for dtype in DTYPES
+        if DTYPES[dtype].kind in ("int", "bool")
     )

@@ -58,7 +58,7 @@ def passed_over(prepared: Prepared) -> set[str]:
     names = set(files_below(source.store))
     used = set(source.store.opened)
     for fragment in source.catalog.all_fragments():
-        if fragment.array is not None and fragment.array.extent is not None:
+        if fragment.array is not None:
             used.add(fragment.array.extent.file)
     return {name for name in names - used - listed(prepared) if NOT_LISTED.fullmatch(name) is None}
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from core.arrays.box import Box, whole
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, whole_fragment
+from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta, whole_fragment
 from core.catalog.file_image import FileImage, PlacedArray
-from core.catalog.stored import Extent, StoredArray
+from core.catalog.stored import ArrayT, Extent, PlannedArray, StoredArray
 from core.errors import (
     CapacityError,
     CheckpointingException,
@@ -27,13 +27,13 @@ SHAPE = (12, 8)
 MIB = 1 << 20
 
 
-def catalogs(source_cut: Cut, target_cut: Cut) -> tuple[Catalog, Catalog, list[FileImage]]:
+def catalogs(source_cut: Cut, target_cut: Cut) -> tuple[Catalog, TargetCatalog, list[FileImage]]:
     source = Model({"w": SHAPE}, {"w": source_cut}).source()
     target, images = Model({"w": SHAPE}, {"w": target_cut}).target()
     return source, target, images
 
 
-def without(catalog: Catalog, *numbers: int) -> Catalog:
+def without(catalog: Catalog[ArrayT], *numbers: int) -> Catalog[ArrayT]:
     """The catalog with some fragments of every tensor missing."""
     return replace(
         catalog,
@@ -41,13 +41,13 @@ def without(catalog: Catalog, *numbers: int) -> Catalog:
     )
 
 
-def with_fragment(catalog: Catalog, change: Callable[[Fragment], Fragment]) -> Catalog:
+def with_fragment(catalog: Catalog[ArrayT], change: Callable[[Fragment[ArrayT]], Fragment[ArrayT]]) -> Catalog[ArrayT]:
     """The catalog with the last fragment of every tensor changed."""
     return replace(catalog, fragments_of=lambda key: [*catalog.fragments(key)[:-1], change(catalog.fragments(key)[-1])])
 
 
 def refused(
-    error: type[CheckpointingException], text: str, source: Catalog, target: Catalog, images: list[FileImage]
+    error: type[CheckpointingException], text: str, source: Catalog, target: TargetCatalog, images: list[FileImage]
 ) -> CheckpointingException:
     with pytest.raises(error, match=text) as caught:
         make_plan(source, target, images)
@@ -119,7 +119,7 @@ def test_a_hole_in_a_target_array_is_refused() -> None:
 
 def test_an_array_that_nothing_fills_is_refused() -> None:
     source, target, images = catalogs(one("w", SHAPE), one("w", SHAPE))
-    images.append(FileImage("more", 64, [PlacedArray(0, StoredArray("lonely", "int32", (4,)))]))
+    images.append(FileImage("more", 64, [PlacedArray(0, PlannedArray("lonely", "int32", (4,)))]))
     refused(CorruptError, "nothing fills", source, target, images)
 
 
@@ -147,7 +147,7 @@ def test_arrays_must_be_placed_once_and_inside_their_file() -> None:
     refused(CorruptError, "are free", source, target, [FileImage("out", 383, [PlacedArray(0, array)])])
     twice = [FileImage("a", 384, [PlacedArray(0, array)]), FileImage("b", 384, [PlacedArray(0, array)])]
     refused(CorruptError, "placed twice", source, target, twice)
-    near = [PlacedArray(0, array), PlacedArray(383, StoredArray("x", "int32", (1,)))]
+    near = [PlacedArray(0, array), PlacedArray(383, PlannedArray("x", "int32", (1,)))]
     refused(CorruptError, "are free", source, target, [FileImage("out", 999, near)])
     refused(UnsafeError, "path inside", source, target, [FileImage("../out", 384, [PlacedArray(0, array)])])
     refused(CorruptError, "one path", source, target, [FileImage("a", 0), FileImage("a", 0)])
@@ -193,7 +193,7 @@ def test_the_memory_of_many_small_pieces_is_counted() -> None:
     pieces = [Fragment("w", Box((i,), (1,)), replace(array, name=f"w@{i}"), (0,)) for i in range(n_pieces)]
     tensors = {"w": TensorMeta("w", "int32", (n_pieces,))}
     source = Catalog("fake", None, tensors, lambda key: pieces)
-    one_array = StoredArray("w", "int32", (n_pieces,))
+    one_array = PlannedArray("w", "int32", (n_pieces,))
     target = Catalog("fake", None, tensors, lambda key: (whole_fragment("w", one_array),))
     images = [FileImage("out", one_array.n_bytes, (PlacedArray(0, one_array),))]
     few = make_plan(*catalogs(one("w", SHAPE), one("w", SHAPE)), threads=1)

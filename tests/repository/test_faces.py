@@ -15,7 +15,8 @@ FACES = {
     },
     "core.catalog": {
         *("Catalog", "Encoding", "Extent", "FileImage", "Fragment", "JoinedArray", "Literal", "PlacedArray"),
-        *("StoredArray", "StoredObject", "TensorMeta", "catalog_of_arrays", "literal_file", "whole_fragment"),
+        *("PlannedArray", "StoredArray", "StoredObject", "TargetCatalog", "TargetFragment", "TensorMeta"),
+        *("catalog_of_arrays", "literal_file", "whole_fragment"),
     },
     "core.formats": {"Format", "format_called", "formats", "sniffed"},
 }

@@ -65,7 +65,6 @@ def dense_bytes(store: ReadStore, catalog: Catalog, array: StoredArray) -> bytes
     """Brute force: element by element."""
     decoded = DecodedStore(store)
     bound = decoded.placed(catalog.bind(decoded, array))
-    assert bound.extent is not None
     size = itemsize(array.dtype)
     strides = bound.extent.strides
     if strides is None:

@@ -10,9 +10,9 @@ import numpy as np
 
 from core.arrays.box import Box, c_strides, whole
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray
-from core.catalog.stored import Extent, StoredArray
+from core.catalog.stored import ArrayT, Extent, PlannedArray, StoredArray
 from core.files.store import MemoryStore
 
 DTYPE = "int32"
@@ -34,9 +34,9 @@ class Cut:
 
     parts: Sequence[tuple[str, tuple[int, ...], Sequence[tuple[Box, tuple[int, ...]]]]]
 
-    def arrays(self) -> Iterable[StoredArray]:
-        """The arrays, without extents."""
-        return [StoredArray(name, DTYPE, shape) for name, shape, _ in self.parts]
+    def arrays(self) -> Iterable[PlannedArray]:
+        """The arrays, without places."""
+        return [PlannedArray(name, DTYPE, shape) for name, shape, _ in self.parts]
 
 
 def pieces(key: str, shape: tuple[int, ...], axis: int, n: int, *, segments: int = 1, copies: int = 1) -> Cut:
@@ -118,9 +118,9 @@ class Model:
             self.store.contents[f"source{number}"] = buffer
         return self.catalog(arrays, dtype=dtype)
 
-    def target(self, *, dtype: str = DTYPE, gap: int = 7) -> tuple[Catalog, list[FileImage]]:
+    def target(self, *, dtype: str = DTYPE, gap: int = 7) -> tuple[TargetCatalog, list[FileImage]]:
         """The target catalog, and one file image per two arrays."""
-        arrays = {name: StoredArray(name, dtype, shape) for cut in self.cuts.values() for name, shape, _ in cut.parts}
+        arrays = {name: PlannedArray(name, dtype, shape) for cut in self.cuts.values() for name, shape, _ in cut.parts}
         images = []
         names = list(arrays)
         for number in range(0, len(names), 2):
@@ -132,10 +132,10 @@ class Model:
             images.append(FileImage(f"out{number // 2}", end, placed))
         return self.catalog(arrays, dtype=dtype), images
 
-    def catalog(self, arrays: Mapping[str, StoredArray], *, dtype: str = DTYPE) -> Catalog:
+    def catalog(self, arrays: Mapping[str, ArrayT], *, dtype: str = DTYPE) -> Catalog[ArrayT]:
         """The catalog of given arrays."""
 
-        def fragments_of(key: str) -> list[Fragment]:
+        def fragments_of(key: str) -> list[Fragment[ArrayT]]:
             return [Fragment(key, box, arrays[name], at) for name, _, held in self.cuts[key].parts for box, at in held]
 
         tensors = {key: TensorMeta(key, dtype, shape) for key, shape in self.tensors.items()}

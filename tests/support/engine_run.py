@@ -18,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from core.arrays.box import Box, whole
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
-from core.catalog.stored import Extent, StoredArray
+from core.catalog.stored import Extent, PlannedArray, StoredArray
 from core.convert.stored_plan.file import identity_of
 from core.copy.options import CopyOptions
 from core.copy.run import execute
@@ -54,11 +54,11 @@ def source_catalog() -> Catalog:
     return Catalog("fake", None, tensors, fragments_of)
 
 
-def target_catalog(*, is_file: bool) -> tuple[Catalog, list[FileImage]]:
+def target_catalog(*, is_file: bool) -> tuple[TargetCatalog, list[FileImage]]:
     """Whole tensors in three files (or one), and a metadata file."""
-    arrays = {f"t{n}": StoredArray(f"t{n}", "bfloat16", (ROWS, COLUMNS)) for n in range(TENSORS)}
+    arrays = {f"t{n}": PlannedArray(f"t{n}", "bfloat16", (ROWS, COLUMNS)) for n in range(TENSORS)}
 
-    def fragments_of(key: str) -> list[Fragment]:
+    def fragments_of(key: str) -> list[TargetFragment]:
         return [Fragment(key, whole((ROWS, COLUMNS)), arrays[key], (0, 0))]
 
     images = []
@@ -74,10 +74,10 @@ def target_catalog(*, is_file: bool) -> tuple[Catalog, list[FileImage]]:
         images.append(FileImage(path, end, placed, lambda crc_of, name=names[first]: [(4, b"%08x" % crc_of(name))]))
     if not is_file:
         images.append(literal_file("index", b"here", is_metadata=True))
-    return source_catalog_like(fragments_of), images
+    return target_catalog_like(fragments_of), images
 
 
-def source_catalog_like(fragments_of: object) -> Catalog:
+def target_catalog_like(fragments_of: object) -> TargetCatalog:
     """A catalog of the same tensors with other fragments."""
     tensors = {f"t{n}": TensorMeta(f"t{n}", "bfloat16", (ROWS, COLUMNS)) for n in range(TENSORS)}
     return Catalog("fake", None, tensors, fragments_of)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.decoded import DecodedStore
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.catalog.catalog import Catalog, TargetCatalog
     from core.catalog.file_image import FileImage
     from core.catalog.stored import StoredArray
     from core.files.store import ReadStore
@@ -31,7 +31,7 @@ def array_bytes(catalog: Catalog, store: ReadStore, array: StoredArray) -> Bytes
     store = DecodedStore(store)
     bound = store.placed(catalog.bind(store, array))
     extent = bound.extent
-    assert extent is not None and not extent.is_late and extent.encoding is None
+    assert not extent.is_late and extent.encoding is None
     shape = array.shape
     if 0 in shape:
         return np.zeros((*shape, size), np.uint8)
@@ -69,7 +69,7 @@ def _region(stored: Bytes, at: tuple[int, ...], shape: tuple[int, ...]) -> Bytes
 
 
 def materialized(
-    images: Sequence[FileImage], *, target: Catalog, source: Catalog, store: ReadStore
+    images: Sequence[FileImage], *, target: TargetCatalog, source: Catalog, store: ReadStore
 ) -> Mapping[str, bytes]:
     """The finished files.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from core.arrays.box import Box
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TargetCatalog, TensorMeta
 from core.catalog.facets import WriteOptions
 from core.catalog.stored import Extent, StoredArray
 from core.copy.run import execute
@@ -78,7 +78,7 @@ def written(catalog: Catalog, store: ReadStore, format: Format, folder: Path, **
     return filled(source, store, replace(target, write=WriteOptions(**options)), format, folder)
 
 
-def filled(source: Catalog, store: ReadStore, target: Catalog, format: Format, folder: Path) -> Path:
+def filled(source: Catalog, store: ReadStore, target: TargetCatalog, format: Format, folder: Path) -> Path:
     """The checkpoint of a target catalog."""
     assert format.lay_out is not None
     plan = make_plan(source, target, tuple(format.lay_out(target)))

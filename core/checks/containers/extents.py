@@ -52,7 +52,7 @@ def _ends(catalog: Catalog, key: str) -> Iterator[tuple[str, int]]:
     """(file, byte behind the last one in it that is known) of every array of a tensor."""
     for fragment in catalog.fragments(key):
         array = fragment.array
-        if array is not None and array.extent is not None:
+        if array is not None:
             yield array.extent.file, array.extent.offset + n_stored_bytes(array)
 
 

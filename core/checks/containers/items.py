@@ -57,13 +57,13 @@ def as_stated(subject: Subject) -> Iterator[Finding]:
     for key in catalog.tensors:
         for fragment in catalog.fragments(key):
             array = fragment.array
-            if array is not None and array.extent is not None and array.extent.is_late:
+            if array is not None and array.extent.is_late:
                 yield from _of_item(subject, key, array)
 
 
 def _of_item(subject: Subject, key: str, array: StoredArray) -> Iterator[Finding]:
     extent = array.extent
-    assert extent is not None and extent.item_bytes is not None
+    assert extent.item_bytes is not None
     span = (extent.offset, extent.offset + extent.item_bytes)
     if subject.files.get(extent.file, 0) < span[1]:
         return  # the file is absent or too short, which is found where files are looked at
@@ -93,7 +93,7 @@ def objects(subject: Subject) -> Iterator[Finding]:
         return
     for key, item in catalog.objects.items():
         array = None if item.raw_key is None else catalog.fragments(item.raw_key)[0].array
-        if array is None or array.extent is None:
+        if array is None:
             continue
         file, span = array.extent.file, (array.extent.offset, array.extent.offset + array.n_bytes)
         if subject.files.get(file, 0) < span[1]:

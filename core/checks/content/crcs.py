@@ -83,7 +83,7 @@ def _unread(subject: Subject, problem: Problem, file: str) -> Finding:
     error, array = problem.error, problem.array
     code = UNDECODED if array is not None and _is_encoded(array) and not isinstance(error, TruncatedError) else UNREAD
     span = error.span
-    if array is not None and array.extent is not None:
+    if array is not None:
         span = array.extent.offset, array.extent.offset + max(n_stored_bytes(array), 1)
     keys = subject.tensor_names.at(file, *span) if span is not None else ()
     return code.finding(
@@ -96,7 +96,7 @@ def _unread(subject: Subject, problem: Problem, file: str) -> Finding:
 
 
 def _is_encoded(array: StoredArray) -> bool:
-    return array.extent is not None and array.extent.encoding is not None
+    return array.extent.encoding is not None
 
 
 def unproven(subject: Subject) -> Iterator[Finding]:
@@ -105,8 +105,8 @@ def unproven(subject: Subject) -> Iterator[Finding]:
     if catalog is None or any(finding.severity == Severity.ERROR for finding in subject.findings):
         return
     pieces = (piece.array for key in catalog.tensors for piece in catalog.fragments(key))
-    extents = (array.extent for array in pieces if array is not None and fill_of(array) is None)
-    files = {extent.file for extent in extents if extent is not None} - scanned.covered - _recorded(subject)
+    stored = {array.extent.file for array in pieces if array is not None and fill_of(array) is None}
+    files = stored - scanned.covered - _recorded(subject)
     left = {file: scanned.files[file].n_bytes for file in files if file in scanned.files}
     if any(left.values()):
         first = max(sorted(left), key=left.__getitem__)

@@ -118,7 +118,7 @@ def _scanned_arrays(subject: Subject) -> Places:
             extent = catalog.bind(subject.store, array).extent
         except CheckpointingException:
             continue
-        if extent is not None and extent.encoding is None and is_dense_in_file(array):
+        if extent.encoding is None and is_dense_in_file(array):
             found[extent.file, extent.offset, known.n_bytes] = known
     return found
 

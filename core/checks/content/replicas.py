@@ -141,7 +141,7 @@ def _is_said(subject: Subject, file: str | None) -> bool:
 
 
 def _file(piece: Fragment) -> str | None:
-    return None if piece.array is None or piece.array.extent is None else piece.array.extent.file
+    return None if piece.array is None else piece.array.extent.file
 
 
 def _rank(piece: Fragment) -> str | None:

@@ -205,8 +205,10 @@ def _counted(subject: Subject, tensor: _Tensor) -> Iterator[Finding]:
 
 def _named_in(subject: Subject, array: StoredArray | None, number: int) -> str | None:
     """Return the tensor that an element of an array belongs to, where the array is a flat buffer of many."""
-    extent = None if array is None else array.extent
-    if array is None or extent is None or extent.strides is not None or extent.encoding is not None or extent.is_late:
+    if array is None:
+        return None
+    extent = array.extent
+    if extent.strides is not None or extent.encoding is not None or extent.is_late:
         return None
     at = extent.offset + number * itemsize(array.dtype)
     return next(iter(subject.tensor_names.at(extent.file, at, at + 1)), None)
@@ -245,7 +247,7 @@ def _is_matrix(shape: Sequence[int]) -> bool:
 
 
 def _file(array: StoredArray | None) -> str | None:
-    return None if array is None or array.extent is None else array.extent.file
+    return None if array is None else array.extent.file
 
 
 def _rank(array: StoredArray | None) -> str | None:

@@ -118,7 +118,7 @@ def _of_tensor(meta: TensorMeta, fragments: Sequence[Fragment], *, lists_chunks:
 
 def _file_of(fragments: Sequence[Fragment], box: Box) -> str | None:
     for fragment in fragments:
-        if fragment.box == box and fragment.array is not None and fragment.array.extent is not None:
+        if fragment.box == box and fragment.array is not None:
             return fragment.array.extent.file
     return None
 

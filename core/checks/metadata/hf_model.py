@@ -124,7 +124,7 @@ def tied_tensors(subject: Subject) -> Iterator[Finding]:
         embedding, head = arrays
         yield UNTIED.finding(
             f"{CONFIG} ties it to {embedding.name}, but the numbers are others",
-            file=None if head.extent is None else head.extent.file,
+            file=head.extent.file,
             key=head.name,
             expected=f"the same as {embedding.name}",
             found="other numbers",
@@ -164,7 +164,7 @@ def _weight_files(subject: Subject) -> set[str]:
     """Return the names of the files in which the tensors lie."""
     assert subject.catalog is not None
     arrays = (fragment.array for key in subject.catalog.tensors for fragment in subject.catalog.fragments(key))
-    return {array.extent.file for array in arrays if array is not None and array.extent is not None}
+    return {array.extent.file for array in arrays if array is not None}
 
 
 def _kind_of(problem: Problem) -> Kind:

@@ -159,7 +159,7 @@ def _shapes(
 def _file_of(catalog: Catalog, key: str) -> str | None:
     """A file that holds something of a tensor."""
     arrays = (piece.array for piece in catalog.fragments(key))
-    return next((array.extent.file for array in arrays if array is not None and array.extent is not None), None)
+    return next((array.extent.file for array in arrays if array is not None), None)
 
 
 CHECKS = (Check(belonging),)

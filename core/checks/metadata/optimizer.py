@@ -163,7 +163,7 @@ def _compared(
         return  # of a dtype that is not rounded to, or damaged, which is found elsewhere
     yield MASTERS.finding(
         "the master in fp32 does not round to the weight, on a sample of both",
-        file=None if weight.extent is None else weight.extent.file,
+        file=weight.extent.file,
         key=key,
         rank=rank,
         expected=f"the {weight.dtype} weight",

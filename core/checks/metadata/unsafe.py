@@ -148,7 +148,7 @@ def _streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:
             stream = catalog.fragments(item.raw_key)[0].array
         except CheckpointingException:
             continue
-        if stream is not None and stream.extent is not None and stream.extent.encoding is None:
+        if stream is not None and stream.extent.encoding is None:
             yield stream.extent.file, stream.extent.offset, stream.n_bytes, item.key
 
 

@@ -13,8 +13,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from core.arrays.box import Box, whole
-from core.catalog.catalog import Fragment, TensorMeta, bind_nothing
-from core.catalog.stored import Extent, StoredArray
+from core.catalog.catalog import AnyFragment, Fragment, TargetFragment, TensorMeta, bind_nothing
+from core.catalog.stored import AnyArray, ArrayT, Extent, PlannedArray, StoredArray
 from core.errors import UnsupportedError
 from core.formats.dcp.zstd_streams import StreamItem
 from core.formats.deepspeed.widened import Widened
@@ -120,7 +120,7 @@ class Encoder:
         self.files: dict[str, int] = {}
         self._unknown = unknown
 
-    def fragments(self, meta: TensorMeta, fragments: Sequence[Fragment]) -> list[object]:
+    def fragments(self, meta: TensorMeta, fragments: Sequence[AnyFragment]) -> list[object]:
         """Fragments of a tensor: arrays, encodings, and (box, place in an array) of each."""
         arrays: list[object] = []
         encodings: list[object] = []
@@ -141,18 +141,16 @@ class Encoder:
             rows.append((number, fragment.box.offset, fragment.box.shape, fragment.at))
         return [arrays, encodings, rows]
 
-    def _array(
-        self, meta: TensorMeta, array: StoredArray, encodings: list[object], known: dict[int, int]
-    ) -> list[object]:
-        extent = array.extent
+    def _array(self, meta: TensorMeta, array: AnyArray, encodings: list[object], known: dict[int, int]) -> list[object]:
         row: list[object] = [
             0 if array.name == meta.key else array.name,
             0 if array.dtype == meta.dtype else array.dtype,
             0 if array.shape == meta.shape else array.shape,
             array.coords,
         ]
-        if extent is None:
+        if isinstance(array, PlannedArray):
             return row
+        extent = array.extent
         encoding = extent.encoding
         number = -1
         if encoding is not None:
@@ -177,49 +175,63 @@ class Decoder:
         self._files = files
 
     def fragments(self, meta: TensorMeta, data: Sequence[list[object]]) -> tuple[Fragment, ...]:
-        """Fragments of a tensor.
+        """Return the fragments of a tensor of the source.
 
         Raises:
             ValueError, KeyError, TypeError, IndexError: nothing that ``Encoder`` writes.
         """
         arrays, encodings, rows = data
-        every = [made(encoding) for encoding in encodings]
-        stored = [self._array(meta, row, every) for row in arrays]
-        found = []
-        for row in rows:
-            if isinstance(row, int):
-                found.append(Fragment(meta.key, whole(meta.shape), stored[row], (0,) * len(meta.shape)))
-            else:
-                number, offset, shape, at = _row(row)
-                piece = stored[number] if number >= 0 else None
-                found.append(Fragment(meta.key, Box(tuple(offset), tuple(shape)), piece, tuple(at)))
-        return tuple(found)
+        values = [made(encoding) for encoding in encodings]
+        return _fragments(meta, [self._stored(meta, row, values) for row in arrays], rows)
 
-    def _array(self, meta: TensorMeta, row: object, encodings: Sequence[Any]) -> StoredArray:
-        name, dtype, shape, coords, *rest = _row(row)
-        extent = None
-        if rest:
-            file, offset, *more = rest
-            extent = Extent(self._files[file], offset)
-            if more:
-                strides, item_bytes, number, crc, part_of, is_swapped = more
-                extent = Extent(
-                    self._files[file],
-                    offset,
-                    None if strides is None else tuple(strides),
-                    item_bytes,
-                    encodings[number] if number >= 0 else None,
-                    crc,
-                    None if part_of is None else (tuple(part_of[0]), part_of[1]),
-                    is_swapped,
-                )
-        return StoredArray(
-            meta.key if name == 0 else name,
-            meta.dtype if dtype == 0 else dtype,
-            meta.shape if shape == 0 else tuple(shape),
-            extent,
-            tuple((which, rank) for which, rank in coords),
-        )
+    def targets(self, meta: TensorMeta, data: Sequence[list[object]]) -> tuple[TargetFragment, ...]:
+        """Return the fragments of a tensor of the target.
+
+        Raises:
+            ValueError, KeyError, TypeError, IndexError: nothing that ``Encoder`` writes.
+        """
+        arrays, _, rows = data
+        return _fragments(meta, [_planned(meta, _row(row)) for row in arrays], rows)
+
+    def _stored(self, meta: TensorMeta, row: object, encodings: Sequence[Any]) -> StoredArray:
+        *array, file, offset = _row(row)[:6]
+        more = _row(row)[6:]
+        extent = Extent(self._files[file], offset)
+        if more:
+            strides, item_bytes, number, crc, part_of, is_swapped = more
+            extent = Extent(
+                self._files[file],
+                offset,
+                None if strides is None else tuple(strides),
+                item_bytes,
+                encodings[number] if number >= 0 else None,
+                crc,
+                None if part_of is None else (tuple(part_of[0]), part_of[1]),
+                is_swapped,
+            )
+        return _planned(meta, array).at(extent)
+
+
+def _planned(meta: TensorMeta, row: Sequence[Any]) -> PlannedArray:
+    name, dtype, shape, coords = row
+    return PlannedArray(
+        meta.key if name == 0 else name,
+        meta.dtype if dtype == 0 else dtype,
+        meta.shape if shape == 0 else tuple(shape),
+        tuple((which, rank) for which, rank in coords),
+    )
+
+
+def _fragments(meta: TensorMeta, arrays: Sequence[ArrayT], rows: Sequence[object]) -> tuple[Fragment[ArrayT], ...]:
+    found = []
+    for row in rows:
+        if isinstance(row, int):
+            found.append(Fragment(meta.key, whole(meta.shape), arrays[row], (0,) * len(meta.shape)))
+        else:
+            number, offset, shape, at = _row(row)
+            piece = arrays[number] if number >= 0 else None
+            found.append(Fragment(meta.key, Box(tuple(offset), tuple(shape)), piece, tuple(at)))
+    return tuple(found)
 
 
 def _row(row: object) -> list[Any]:

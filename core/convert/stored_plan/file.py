@@ -29,9 +29,9 @@ from typing import IO, Any
 
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, TargetFragment, TensorMeta
 from core.catalog.file_image import FileImage
-from core.catalog.stored import StoredArray, files_read
+from core.catalog.stored import PlannedArray, StoredArray, files_read
 from core.convert.stored_plan.codec import BINDERS, Decoder, Encoder, binder_name, refused
 from core.convert.stored_plan.division import Division, KeyWork
 from core.errors import CorruptError
@@ -188,9 +188,10 @@ def _line(plan: Plan, key: str, encoder: Encoder, others: set[str], plain_lines:
             continue
         dtype = piece.array.dtype
         boxes[piece.box] = boxes.get(piece.box, 0) + 1
-        if piece.array.extent is not None and piece.array.extent.encoding is not None:
-            others.update(files_read(piece.array.extent.encoding))
-            unit = max(unit, min(piece.array.extent.encoding.unit_bytes, piece.array.n_bytes))
+        encoding = piece.array.extent.encoding
+        if encoding is not None:
+            others.update(files_read(encoding))
+            unit = max(unit, min(encoding.unit_bytes, piece.array.n_bytes))
     once = sum(box.n_elements for box in boxes)
     compared = sum(n * box.n_elements for box, n in boxes.items() if n > 1) if plan.compares else 0
     written = sum(piece.box.n_elements for piece in targets) * itemsize(want.dtype)
@@ -217,13 +218,13 @@ class _PlainLines:
         self._end = f"],[],[0]],[],{_encoded(plan.is_share)}]\n"
         self._known: dict[object, tuple[str, str, str, KeyWork, int, tuple[int, ...]]] = {}
 
-    def line(self, have: TensorMeta, want: TensorMeta, one: Fragment, wanted: Fragment) -> _Line | None:
+    def line(self, have: TensorMeta, want: TensorMeta, one: Fragment, wanted: TargetFragment) -> _Line | None:
         """What ``_line`` gives; None for a tensor of another kind."""
         array, place = one.array, wanted.array
         if array is None or place is None or not (is_all(one, array, have) and is_all(wanted, place, want)):
             return None
         extent, number = array.extent, self._places.number_of(place.name)
-        if extent is None or number is None:
+        if number is None:
             return None
         if any(part is not None for part in (extent.encoding, extent.strides, extent.item_bytes, extent.part_of)):
             return None
@@ -247,7 +248,7 @@ class _PlainLines:
 
 
 def _plain_kind(
-    have: TensorMeta, want: TensorMeta, array: StoredArray, place: StoredArray, image: int
+    have: TensorMeta, want: TensorMeta, array: StoredArray, place: PlannedArray, image: int
 ) -> tuple[str, str, str, KeyWork, int, tuple[int, ...]]:
     """What lines of ``_PlainLines`` have in common: three texts, and what ``_line`` gives beside the line."""
     sides = [(side.dtype, side.shape, side.flexible) for side in (have, want)]
@@ -259,10 +260,10 @@ def _plain_kind(
     return texts[0], f",{texts[1]}", f",{texts[2]}", work, n_written, (image,)
 
 
-def _numbered(piece: Fragment, array: StoredArray, places: Places) -> Fragment:
+def _numbered(piece: TargetFragment, array: PlannedArray, places: Places) -> TargetFragment:
     """A fragment of the target whose array has its number for a name; where it lies is told by the columns."""
     name = str(places.number_of(array.name))
-    return Fragment(piece.key, piece.box, StoredArray(name, array.dtype, array.shape), piece.at)
+    return Fragment(piece.key, piece.box, PlannedArray(name, array.dtype, array.shape), piece.at)
 
 
 def _files(encoder: Encoder, others: set[str], store: ReadStore) -> list[str]:
@@ -418,7 +419,7 @@ class StoredPlan:
         key, have, want, sources, targets, zeros, is_share = json.loads(self._read(begin, end - begin))
         source, target = (TensorMeta(key, dtype, tuple(shape), flexible) for dtype, shape, flexible in (have, want))
         pieces = self._decoder.fragments(source, sources)
-        aims = self._decoder.fragments(target, targets)
+        aims = self._decoder.targets(target, targets)
         work = match(
             Catalog("plan", None, {key: source}, lambda _: pieces),
             Catalog("plan", None, {key: target}, lambda _: aims),

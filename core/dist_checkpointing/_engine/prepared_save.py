@@ -32,7 +32,7 @@ from core.live.save import Held, LiveSave
 from core.plan.plan import DEFAULT_THREADS
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.catalog.catalog import TargetCatalog
     from core.catalog.file_image import FileImage
     from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from core.live.tensors import Chunk
@@ -51,7 +51,7 @@ class Agreement:
     format: Format
     options: WriteOptions
     held: Sequence[Held]
-    made: tuple[Catalog, tuple[FileImage, ...]]
+    made: tuple[TargetCatalog, tuple[FileImage, ...]]
 
     def fits(self, format: Format, options: WriteOptions, held: Held, *, number: int, n_ranks: int) -> bool:
         """Whether rank ``number`` of ``n_ranks`` contributes the same to the same target."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, is_stored
 from core.dist_checkpointing._values.stand_in import inert_again, stood_in
 from core.errors import CheckpointingException, UnsupportedError
@@ -42,9 +42,9 @@ class LivePickle:
     """
 
     def __init__(self, value: object) -> None:
-        self.arrays: dict[str, StoredArray] = {}
+        self.arrays: dict[str, PlannedArray] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self._by_place: dict[tuple[object, ...], StoredArray] = {}
+        self._by_place: dict[tuple[object, ...], PlannedArray] = {}
         self._found: list[torch.Tensor] = []
         buffer = io.BytesIO()
         try:
@@ -70,7 +70,7 @@ class LivePickle:
         place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         array = self._by_place.get(place) if tensor.numel() else None
         if array is None:
-            array = StoredArray(key, dtype_name(tensor.dtype), tuple(tensor.shape))
+            array = PlannedArray(key, dtype_name(tensor.dtype), tuple(tensor.shape))
             self._by_place[place] = array
             self.tensors[key] = tensor
         self.arrays[key] = array

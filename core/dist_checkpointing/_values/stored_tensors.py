@@ -52,7 +52,6 @@ class StoredTensors:
         data = self._storages.get(run)
         if data is None:
             data = self._storages[run] = self._bytes(run, key)
-        assert array.extent is not None
         first, odd = divmod(array.extent.offset - run[1], itemsize(array.dtype))
         if odd:  # views of several element types into one storage
             data, first = data[array.extent.offset - run[1] :].clone(), 0
@@ -66,7 +65,6 @@ class StoredTensors:
         view = _view(data)
         self._store.read_into(file, start, view)
         array = self._arrays[key]
-        assert array.extent is not None
         stated = array.extent.crc
         if stated is not None and (array.extent.offset, array.n_bytes) == (start, len(view)):
             found = crc32(view)
@@ -89,7 +87,6 @@ def _runs(arrays: Mapping[str, StoredArray]) -> dict[str, _Run]:
     spans = []
     for key, array in arrays.items():
         if array.n_bytes:
-            assert array.extent is not None
             size, start = itemsize(array.dtype), array.extent.offset
             last = sum((n - 1) * step for n, step in zip(array.shape, _strides(array), strict=True))
             spans.append((array.extent.file, start, start + (last + 1) * size, key))
@@ -105,7 +102,6 @@ def _runs(arrays: Mapping[str, StoredArray]) -> dict[str, _Run]:
 
 
 def _strides(array: StoredArray) -> Shape:
-    assert array.extent is not None
     return c_strides(array.shape) if array.extent.strides is None else array.extent.strides
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from core.arrays.box import Box, whole
-from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.catalog import StoredObject, TargetCatalog
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
 from core.copy.options import CopyOptions
@@ -82,7 +82,12 @@ def write_part(
 
 
 def _write(
-    tensors: Sequence[LiveTensor], target: Catalog, images: Sequence[FileImage], store: StageStore, *, threads: int
+    tensors: Sequence[LiveTensor],
+    target: TargetCatalog,
+    images: Sequence[FileImage],
+    store: StageStore,
+    *,
+    threads: int,
 ) -> dict[str, int]:
     """Writes some tensors; returns the CRC-32 of every array that has been filled by them."""
     mine = [one for one in tensors if one.chunk.key in target.tensors and not one.chunk.box.is_empty]

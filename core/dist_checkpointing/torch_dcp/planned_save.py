@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from core.arrays.box import Box, whole
 from core.arrays.coverage import first_hole, first_overlap, is_tiled
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TargetCatalog, TargetFragment, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray, no_literals
-from core.catalog.stored import Extent, StoredArray, array_name
+from core.catalog.stored import Extent, PlannedArray, StoredArray, array_name
 from core.convert.prepare import is_file_of
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name
 from core.errors import MissingShardError, UnsupportedError, UsageError
@@ -153,7 +153,7 @@ class Layout:
     """
 
     source: Catalog
-    target: Catalog
+    target: TargetCatalog
     images: tuple[FileImage, ...]
 
     def places(self) -> dict[str, tuple[str, int]]:
@@ -203,17 +203,17 @@ def lay_out(
     return Layout(source, target, images)
 
 
-def _by_writer(target: Catalog, save: Planned) -> Catalog:
+def _by_writer(target: TargetCatalog, save: Planned) -> TargetCatalog:
     """The target with an array for every piece, in a file of the rank that writes it."""
     before = target.fragments_of
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
+    def fragments_of(key: str) -> Sequence[TargetFragment]:
         if key not in save.pieces:
             return before(key)
         dtype = save.tensors[key].dtype
         return tuple(
             Fragment(
-                key, box, StoredArray(array_name(key, box), dtype, box.shape, coords=((HOLDER, rank),)), _zeros(box)
+                key, box, PlannedArray(array_name(key, box), dtype, box.shape, coords=((HOLDER, rank),)), _zeros(box)
             )
             for box, rank in save.pieces[key].items()
         )
@@ -234,12 +234,12 @@ class Part:
     """
 
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
-    fragments: dict[str, tuple[Fragment, ...]] = field(default_factory=dict)
+    fragments: dict[str, tuple[TargetFragment, ...]] = field(default_factory=dict)
     images: tuple[FileImage, ...] = ()
     token: str = ""
     is_converted: bool = False
 
-    def catalog(self) -> Catalog:
+    def catalog(self) -> TargetCatalog:
         """The target catalog of this rank."""
         return Catalog("live", None, self.tensors, lambda key: self.fragments[key])
 

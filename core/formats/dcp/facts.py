@@ -70,7 +70,6 @@ def _integer(catalog: Catalog, store: ReadStore, key: str) -> int | None:
     array = fragments[0].array
     assert array is not None
     extent = catalog.bind(store, array).extent
-    assert extent is not None
     if extent.encoding is not None:
         data = bytes(extent.encoding.decode(store, array, 0))
     else:

@@ -42,9 +42,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, metas_of, whole_fragment
+from core.arrays.dtypes import itemsize
+from core.catalog.catalog import (
+    AnyCatalog,
+    Catalog,
+    Fragment,
+    StoredObject,
+    TargetCatalog,
+    TensorMeta,
+    metas_of,
+    whole_fragment,
+)
 from core.catalog.facets import TorchDistFacts
 from core.catalog.file_image import literal_file
 from core.catalog.stored import Extent, StoredArray, array_name
@@ -336,15 +347,16 @@ def _chunks(metadata: DcpMetadata, key: str) -> list[Fragment]:
     origin = (0,) * len(tensor.shape)
     made = []
     for row, (box, item) in enumerate(metadata.chunks(key), tensor.first):
-        array = StoredArray(array_name(key, box), tensor.dtype, box.shape)
         transforms = metadata.descriptors.get(row)
         if transforms:
-            place = Extent(item.file, item.offset, encoding=StreamItem(transforms, item.n_bytes, array.n_bytes))
+            n_bytes = prod(box.shape) * itemsize(tensor.dtype)
+            place = Extent(item.file, item.offset, encoding=StreamItem(transforms, item.n_bytes, n_bytes))
         elif metadata.raw_files and metadata.file_index[row] in metadata.raw_files:
             place = Extent(item.file, item.offset)
         else:
             place = Extent(item.file, item.offset, item_bytes=item.n_bytes)
-        made.append(Fragment(key, box, replace(array, extent=place), origin))
+        array = StoredArray(array_name(key, box), tensor.dtype, box.shape, place)
+        made.append(Fragment(key, box, array, origin))
     return made
 
 
@@ -368,7 +380,7 @@ def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> obj
     return nested(leaves)
 
 
-def lay_out(target: Catalog) -> Sequence[FileImage]:
+def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """The images of a plain DCP directory: ``__<n>_0.distcp`` …, ``meta.pt`` if there was one, then ``.metadata``.
 
     Args:
@@ -386,7 +398,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     return (*layout.files, *beside, metadata_image(target, layout, planner_data=paths_of(target)))
 
 
-def paths_of(catalog: Catalog) -> dict[str, tuple[str | int, ...]]:
+def paths_of(catalog: AnyCatalog) -> dict[str, tuple[str | int, ...]]:
     """Key → path, for every tensor and object; a key that is not its path, dot-joined, stands at the root."""
     paths: dict[str, tuple[str | int, ...]] = {}
     if catalog.skeleton is not None:
@@ -400,7 +412,7 @@ def paths_of(catalog: Catalog) -> dict[str, tuple[str | int, ...]]:
 
 
 def metadata_image(
-    target: Catalog,
+    target: TargetCatalog,
     layout: ItemLayout,
     *,
     planner_data: Mapping[str, tuple[str | int, ...]] | None,
@@ -447,20 +459,20 @@ def _linked_row(catalog: Catalog, key: str) -> TensorRow | ObjectRow:
     if meta is None:
         raw_key = catalog.objects[key].raw_key
         array = None if raw_key is None else catalog.fragments(raw_key)[0].array
-        if array is None or array.extent is None or array.extent.encoding is not None:
+        if array is None or array.extent.encoding is not None:
             raise refused()
         return ObjectRow(key, array.extent.file, array.extent.offset, array.n_bytes)
     rows = []
     for piece in catalog.fragments(key):
         array = piece.array
-        extent = None if array is None else array.extent
-        if array is None or extent is None or extent.item_bytes is None or array.shape != piece.box.shape:
+        item_bytes = None if array is None else array.extent.item_bytes
+        if array is None or item_bytes is None or array.shape != piece.box.shape:
             raise refused()
-        rows.append(ChunkRow(piece.box.offset, piece.box.shape, extent.file, extent.offset, extent.item_bytes))
+        rows.append(ChunkRow(piece.box.offset, piece.box.shape, array.extent.file, array.extent.offset, item_bytes))
     return TensorRow(key, meta.dtype, meta.shape, rows)
 
 
-def _rows(target: Catalog, layout: ItemLayout, keys: Iterable[str]) -> Iterator[TensorRow | ObjectRow]:
+def _rows(target: TargetCatalog, layout: ItemLayout, keys: Iterable[str]) -> Iterator[TensorRow | ObjectRow]:
     names = [image.path for image in layout.files]
     for key in keys:
         meta = target.tensors.get(key)

@@ -26,15 +26,15 @@ from itertools import chain
 from typing import TYPE_CHECKING, overload
 
 from core.arrays.box import Box, Shape
-from core.catalog.catalog import held_boxes
+from core.catalog.catalog import TargetCatalog, held_boxes
 from core.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
-from core.catalog.stored import Coords, StoredArray
+from core.catalog.stored import Coords, PlannedArray
 from core.errors import UnsupportedError
 from core.formats.torch.format import TreePlan, plan_tree
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog, StoredObject
+    from core.catalog.catalog import StoredObject
 
 ALIGNMENT = 64
 PREFIX = "archive"
@@ -77,7 +77,7 @@ def plan_chunk(dtype: str, shape: Shape) -> ChunkPlan:
 
     Where the zip states the CRC is found by planning it for two CRCs and comparing.
     """
-    stand_in = StoredArray("chunk", dtype, shape)
+    stand_in = PlannedArray("chunk", dtype, shape)
     plan = plan_tree(TensorLeaf("chunk"), array_of=lambda key: stand_in, prefix=PREFIX)
     (placed,) = plan.arrays
     head, tail_offset, tail = _around(plan, placed, 0)
@@ -117,7 +117,7 @@ class Item:
     box: Box | None
     coords: Coords
     plan: ChunkPlan | TreePlan | None
-    array: StoredArray | None
+    array: PlannedArray | None
     file: int = -1
     offset: int = -1
 
@@ -147,7 +147,11 @@ class ItemLayout:
 
 
 def lay_out_items(
-    target: Catalog, objects: Iterable[StoredObject], *, max_file_bytes: int | None = None, apart: str | None = None
+    target: TargetCatalog,
+    objects: Iterable[StoredObject],
+    *,
+    max_file_bytes: int | None = None,
+    apart: str | None = None,
 ) -> ItemLayout:
     """Places every tensor of a target catalog and the given objects in ``.distcp`` files.
 
@@ -180,7 +184,7 @@ def lay_out_items(
     return ItemLayout(tuple(files), of_tensors, of_objects)
 
 
-def _object_items(target: Catalog, objects: Iterable[StoredObject]) -> Iterator[Item]:
+def _object_items(target: TargetCatalog, objects: Iterable[StoredObject]) -> Iterator[Item]:
     plans: dict[object, TreePlan] = {}
     for stored in objects:
         if stored.raw_key is not None:
@@ -204,7 +208,7 @@ def _spelling(value: object) -> object:
     return (type(value), repr(value)) if value is None or type(value) in (bool, int, float, str) else None
 
 
-def _chunk_items(target: Catalog) -> dict[str, list[Item]]:
+def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
     """Tensor key → its chunks."""
     plans: dict[tuple[str, Shape], ChunkPlan] = {}
     made: dict[str, list[Item]] = {}
@@ -289,7 +293,7 @@ class _Arrays(Sequence[PlacedArray]):
     """The arrays of a file as columns: with 10⁵ chunks, what is asked for is made."""
 
     offsets: array[int]
-    arrays: list[StoredArray]
+    arrays: list[PlannedArray]
 
     def __len__(self) -> int:
         return len(self.arrays)
@@ -316,7 +320,7 @@ class _Literals:
 
     begins: array[int]
     plans: list[ChunkPlan | TreePlan | None]
-    arrays: list[StoredArray]
+    arrays: list[PlannedArray]
 
     def __call__(self, crc_of: CrcOf) -> Iterator[Literal]:
         return _joined(self._pieces(crc_of))

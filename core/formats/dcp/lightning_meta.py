@@ -23,7 +23,7 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, metas_of
+from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog, metas_of
 from core.formats.dcp.facets import DcpFacts
 from core.formats.torch import format as torch_file
 from core.formats.torch.tree import parse, stream_kind
@@ -73,7 +73,7 @@ def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
     return joined.with_facet(replace(_facts(catalog), meta_entries=tuple(names)))
 
 
-def _facts(catalog: Catalog) -> DcpFacts:
+def _facts(catalog: AnyCatalog) -> DcpFacts:
     return catalog.facet(DcpFacts) or DcpFacts()
 
 
@@ -82,19 +82,19 @@ def _left_alone(catalog: Catalog, why: str) -> Catalog:
     return catalog.noted([f"{META} {why}, so it was not read"]).with_facet(facts)
 
 
-def _meta_part(catalog: Catalog) -> dict[object, object]:
+def _meta_part(catalog: AnyCatalog) -> dict[object, object]:
     """Return the entries of the root that belong into ``meta.pt``, by name."""
     names = _facts(catalog).meta_entries
     root = as_mapping(catalog.skeleton) or {}
     return {name: node for name, node in root.items() if name in names}
 
 
-def meta_keys(catalog: Catalog) -> Set[str]:
+def meta_keys(catalog: AnyCatalog) -> Set[str]:
     """Return the keys of a catalog's tensors and objects that belong into ``meta.pt``."""
     return {entry.key for entry in entries(_meta_part(catalog))}
 
 
-def parted(target: Catalog) -> tuple[Catalog, FileImage | None]:
+def parted(target: TargetCatalog) -> tuple[TargetCatalog, FileImage | None]:
     """Part a catalog into what DCP holds and the image of ``meta.pt``; None if nothing belongs there.
 
     Raises:

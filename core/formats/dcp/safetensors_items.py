@@ -102,7 +102,6 @@ class _Part:
                 file=file,
                 key=key,
             )
-        assert found.extent is not None
         return found.extent.offset
 
 

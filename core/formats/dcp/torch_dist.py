@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import TorchDistFacts
 from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray
@@ -132,7 +132,7 @@ def _common_of_object(store: ReadStore, catalog: Catalog) -> tuple[object, Mappi
     return value[0], arrays
 
 
-def lay_out(target: Catalog) -> Sequence[FileImage]:
+def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """The images of one iteration's directory: ``.distcp`` files, metadata.json, common.pt, then ``.metadata``.
 
     Args:

@@ -84,7 +84,7 @@ class StreamItem:
             UnsupportedError: the item holds what is not handled.
         """
         extent = array.extent
-        assert extent is not None and unit == 0
+        assert unit == 0
         span = (extent.offset, extent.offset + self.stored_bytes)
         try:
             data = inflated(store, extent.file, span, self.transforms, limit=self._limit)
@@ -125,7 +125,6 @@ def inflated_object(
 
 def _encoded(array: StoredArray, item: DcpItem, transforms: tuple[str, ...], inflated_bytes: int) -> StoredArray:
     """An array inside an inflated object, as an array of the checkpoint."""
-    assert array.extent is not None
     place = array.extent.offset, array.extent.strides
     encoding = StreamItem(transforms, item.n_bytes, array.n_bytes, place, inflated_bytes)
     return replace(array, extent=Extent(item.file, item.offset, encoding=encoding))

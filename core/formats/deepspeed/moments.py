@@ -88,7 +88,7 @@ def _kind(store: ReadStore, optim: Sequence[OptimStates], group: int, state: str
     if all(array.shape == () or (state == STEP and array.shape == (1,)) for array in arrays):
         _check_equal(store, arrays, state)
         return held_whole(arrays[0])
-    if any(len(array.shape) != 1 or array.extent is None or array.extent.strides is not None for array in arrays):
+    if any(len(array.shape) != 1 or array.extent.strides is not None for array in arrays):
         return None
     for rank, array in zip(optim, arrays, strict=True):
         n = rank.fp32[group].shape[0]
@@ -114,7 +114,6 @@ def _check_equal(store: ReadStore, arrays: Sequence[StoredArray], state: str) ->
     """A scalar is the same on every rank."""
     first = None
     for rank, array in enumerate(arrays):
-        assert array.extent is not None
         data = store.read(array.extent.file, array.extent.offset, array.n_bytes)
         first = data if first is None else first
         if data != first:

@@ -85,7 +85,7 @@ def held_in_groups(partition: Partition, name: str, shape: Shape, flat: Sequence
 def fragments_of_piece(key: str, shape: Shape, piece: Piece) -> list[Fragment]:
     """The fragments of one range of flat elements, in C order."""
     extent = piece.array.extent
-    assert extent is not None and extent.strides is None and len(piece.array.shape) == 1
+    assert extent.strides is None and len(piece.array.shape) == 1
     size = itemsize(piece.array.dtype)
     at = piece.at
     found = []
@@ -101,5 +101,5 @@ def fragments_of_piece(key: str, shape: Shape, piece: Piece) -> list[Fragment]:
 
 def reshaped(array: StoredArray, shape: Shape) -> StoredArray:
     """The same elements under another shape; the array has no gaps and as many elements."""
-    assert array.extent is not None and array.extent.strides is None and prod(shape) == prod(array.shape)
+    assert array.extent.strides is None and prod(shape) == prod(array.shape)
     return replace(array, shape=shape)

@@ -78,7 +78,7 @@ class StateFile:
     def flat(self, value: object, path: str) -> StoredArray:
         """The value as a tensor with one axis and no gaps."""
         array = self.tensor(value, path)
-        if len(array.shape) != 1 or array.extent is None or array.extent.strides is not None:
+        if len(array.shape) != 1 or array.extent.strides is not None:
             raise self.corrupt(f"{path} is a tensor of shape {array.shape}, not a flat one")
         return array
 

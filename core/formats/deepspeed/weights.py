@@ -42,7 +42,7 @@ def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, Held]:
 def _frozen_2(model: ModelStates, name: str, shape: Shape, array: StoredArray) -> Held:
     if array.shape == shape:
         return held_whole(array)
-    if prod(array.shape) != prod(shape) or array.extent is None or array.extent.strides is not None:
+    if prod(array.shape) != prod(shape) or array.extent.strides is not None:
         raise model.state.corrupt(f"the frozen parameter has shape {array.shape}, not {shape}", key=name)
     return held_whole(reshaped(array, shape))
 
@@ -52,7 +52,7 @@ def _frozen_3(models: Sequence[ModelStates], name: str, shape: Shape, arrays: Se
     part = -(-n // len(models))
     flat = []
     for model, array in zip(models, arrays, strict=True):
-        if prod(array.shape) != part or array.extent is None or array.extent.strides is not None:
+        if prod(array.shape) != part or array.extent.strides is not None:
             raise model.state.corrupt(
                 f"this rank's part of the frozen parameter has shape {array.shape}, not {part} elements", key=name
             )

@@ -43,7 +43,6 @@ class Widened:
         """See Encoding."""
         import numpy as np
 
-        assert array.extent is not None
         first = unit * _UNIT_ELEMENTS
         n = min(_UNIT_ELEMENTS, array.n_bytes // 4 - first)
         data = store.read(array.extent.file, array.extent.offset + 2 * first, 2 * n)
@@ -57,6 +56,6 @@ class Widened:
 def as_float32(array: StoredArray) -> StoredArray:
     """The array as float32, if it is of a 16-bit floating dtype and has no gaps; else as it is."""
     extent = array.extent
-    if array.dtype not in ("bfloat16", "float16") or extent is None or extent.strides is not None:
+    if array.dtype not in ("bfloat16", "float16") or extent.strides is not None:
         return array
     return replace(array, dtype="float32", extent=replace(extent, encoding=Widened(array.dtype), crc=None))

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.catalog.files_beside import carried_of
 from core.catalog.stored import Extent, StoredArray
@@ -71,7 +71,7 @@ def with_carried(catalog: Catalog, store: ReadStore) -> Catalog:
     return replace(catalog.with_hidden(arrays), carried={**carried_of(catalog), **carried})
 
 
-def file_images(target: Catalog) -> list[FileImage]:
+def file_images(target: TargetCatalog) -> list[FileImage]:
     """The images of the carried files and the documents of a target catalog.
 
     Raises:

@@ -24,7 +24,7 @@ from core.pickle.inert import as_mapping
 from core.pickle.nesting import REMOVED, Entry, mapped
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.catalog.catalog import Catalog, TargetCatalog
     from core.files.store import ReadStore
 
 COMMON_FILE = "common.pt"
@@ -63,7 +63,7 @@ def with_common_state(catalog: Catalog, value: object, *, file: str) -> Catalog:
     )
 
 
-def common_state(target: Catalog) -> dict[object, object]:
+def common_state(target: TargetCatalog) -> dict[object, object]:
     """Return a target's ``common`` and the values of its objects, nested as the skeleton says; without ShardedObjects.
 
     Raises:
@@ -89,7 +89,7 @@ def common_state(target: Catalog) -> dict[object, object]:
     return {**found, **(target.common or {})}
 
 
-def common_image(target: Catalog, common: Mapping[object, object]) -> FileImage:
+def common_image(target: TargetCatalog, common: Mapping[object, object]) -> FileImage:
     """The image of ``common.pt``.
 
     Raises:

@@ -34,7 +34,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog, catalog_of_arrays
 from core.catalog.facets import RankFacts
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.stored import Coords, StoredArray
@@ -266,7 +266,7 @@ def _catalog(
     return catalog if sizes is None else catalog.with_facet(sizes)
 
 
-def lay_out(target: Catalog) -> Sequence[FileImage]:
+def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """The images of a root: rank files under ``iter_N``, and the tracker.
 
     Args:

@@ -152,7 +152,6 @@ def _form(
 def _record_of(array: StoredArray, record_at: Mapping[int, str], records: Mapping[str, Record]) -> str | None:
     """The record that is all of an array, as it lies in the file."""
     extent = array.extent
-    assert extent is not None
     name = record_at.get(extent.offset)
     if name is None or extent.encoding is not None or extent.strides is not None:
         return None
@@ -223,7 +222,6 @@ def _content(form: _Form, alike: Alike, prefix: str, coords: Coords) -> RankCont
         made = {}
         for key, array, record in found:
             extent = array.extent
-            assert extent is not None
             if file != form.file:
                 crc = None if record is None else crcs.get(record) or None
                 extent = Extent(file, extent.offset, extent.strides, None, extent.encoding, crc)

@@ -57,7 +57,7 @@ class InlineValue:
 
     def decode(self, store: ReadStore, array: StoredArray, unit: int) -> bytes | memoryview:
         """See Encoding."""
-        assert array.extent is not None and unit == 0
+        assert unit == 0
         file = array.extent.file
         memory = MemoryStore({file: self.value})
         if self.inner is not None:
@@ -182,7 +182,7 @@ class Database:
             coding: how the array's chunks are stored.
         """
         array = fragment.array
-        if array is None or array.extent is None or not array.extent.file.startswith(self._prefix):
+        if array is None or not array.extent.file.startswith(self._prefix):
             return fragment
         extent = array.extent
         if fill_of(array) is not None:

@@ -202,7 +202,7 @@ def _iteration(catalog: Catalog, store: ReadStore, notes: list[str]) -> int | No
             continue
         try:
             array = catalog.fragments(key)[0].array
-            assert array is not None and array.extent is not None
+            assert array is not None
             extent = array.extent
             if extent.encoding is None:
                 data = store.read(extent.file, extent.offset, array.n_bytes)

@@ -151,7 +151,7 @@ def _of_headers(headers: Sequence[Header], *, stem: str | None = None) -> Catalo
         for key, array in header.arrays.items():
             if key in arrays:
                 raise CorruptError(
-                    f"the tensor is also in {_file(arrays[key])}",
+                    f"the tensor is also in {arrays[key].extent.file}",
                     file=header.file,
                     key=key,
                     hint="point at one of the files, or at an index that names the right one",
@@ -171,11 +171,6 @@ def _of_pieces(headers: Sequence[Header], *, stem: str | None = None) -> Catalog
     metadata, notes = _metadata(headers, {})
     catalog = Catalog("safetensors", None, pieces.tensors, pieces.fragments.__getitem__, notes=notes)
     return catalog.with_facet(WeightFileFacts(metadata, stem))
-
-
-def _file(array: StoredArray) -> str:
-    assert array.extent is not None
-    return array.extent.file
 
 
 def _aliases(headers: Iterable[Header], arrays: Mapping[str, StoredArray]) -> dict[str, str]:

@@ -35,7 +35,7 @@ from core.arrays.dtypes import DTYPES, DType
 from core.arrays.fast_value import value
 from core.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
 from core.catalog.key_patterns import rename_hint
-from core.catalog.stored import Extent, StoredArray
+from core.catalog.stored import Extent, PlannedArray, StoredArray
 from core.errors import CheckpointingException, CorruptError, Report, TruncatedError, UnsupportedError, raising
 from core.files.substitute import substitute_in
 from core.formats.safetensors.json_text import METADATA, Fields, scanned
@@ -252,7 +252,7 @@ def _placed(
     return arrays
 
 
-def file_image(path: str, arrays: Mapping[str, StoredArray], metadata: Mapping[str, str]) -> FileImage:
+def file_image(path: str, arrays: Mapping[str, PlannedArray], metadata: Mapping[str, str]) -> FileImage:
     """The image of a safetensors file.
 
     Args:
@@ -301,7 +301,7 @@ def _dumped(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _spelling(name: str, array: StoredArray) -> str:
+def _spelling(name: str, array: PlannedArray) -> str:
     """The dtype as the format spells it."""
     found = DTYPES[array.dtype].safetensors
     if found is None:
@@ -313,7 +313,7 @@ def _spelling(name: str, array: StoredArray) -> str:
     return found
 
 
-def _logical(name: str, array: StoredArray) -> Shape:
+def _logical(name: str, array: PlannedArray) -> Shape:
     """The shape in elements."""
     if DTYPES[array.dtype].kind != "packed":
         return array.shape

@@ -14,10 +14,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import TargetCatalog
 from core.catalog.facets import WeightFileFacts
 from core.catalog.file_image import FileImage, literal_file
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray
 from core.errors import UnsupportedError
 from core.formats.huggingface.files import file_images
 from core.formats.safetensors.files import INDEX_SUFFIX, STEMS, SUFFIX
@@ -30,7 +30,7 @@ DEFAULT_METADATA = {"format": "pt"}
 """What transformers and safetensors.torch write; transformers before 5 refused files without it."""
 
 
-def lay_out(target: Catalog) -> Sequence[FileImage]:
+def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """The images of a directory: weights, the small files around them, objects, and the index last.
 
     Args:
@@ -71,7 +71,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     return tuple(images)
 
 
-def _max_bytes(target: Catalog) -> int | None:
+def _max_bytes(target: TargetCatalog) -> int | None:
     """Most bytes of tensors in one file; None for no limit."""
     if target.write.is_file:
         return None
@@ -79,7 +79,7 @@ def _max_bytes(target: Catalog) -> int | None:
     return DEFAULT_FILE_BYTES if limit is None else limit
 
 
-def _shards(arrays: Mapping[str, StoredArray], max_bytes: int | None) -> list[list[str]]:
+def _shards(arrays: Mapping[str, PlannedArray], max_bytes: int | None) -> list[list[str]]:
     """Keys of each file: filled in order, begun anew when the next tensor does not fit; at least one file."""
     shards: list[list[str]] = [[]]
     n_bytes = 0
@@ -92,13 +92,13 @@ def _shards(arrays: Mapping[str, StoredArray], max_bytes: int | None) -> list[li
     return shards
 
 
-def _written_metadata(target: Catalog) -> dict[str, str]:
+def _written_metadata(target: TargetCatalog) -> dict[str, str]:
     """``__metadata__`` without aliases: what the source had, and the ``format`` that transformers asks for."""
     facts = target.facet(WeightFileFacts)
     return {**DEFAULT_METADATA, **({} if facts is None else facts.metadata)}
 
 
-def _kept_aliases(target: Catalog) -> dict[str, str]:
+def _kept_aliases(target: TargetCatalog) -> dict[str, str]:
     """Key → key whose bytes serve for it, where both are still alike and the name can be recorded."""
     stated = target.aliases
     taken = _written_metadata(target)

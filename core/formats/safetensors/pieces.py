@@ -117,7 +117,7 @@ def _meta(key: str, pieces: list[tuple[Box, StoredArray]]) -> TensorMeta:
         if array.dtype != first.dtype or other.rank != box.rank:
             raise CorruptError(
                 f"a piece is {array.dtype} with {other.rank} axes, another {first.dtype} with {box.rank}",
-                file=_file(array),
+                file=array.extent.file,
                 key=key,
             )
     ends = zip(*(box.end for box, _ in pieces), strict=True)
@@ -136,9 +136,9 @@ def _fragments(meta: TensorMeta, pieces: list[tuple[Box, StoredArray]]) -> tuple
     if overlap is not None:
         one, other = boxes[overlap[0]], boxes[overlap[1]]
         raise CorruptError(
-            f"two pieces overlap: offset {list(one.offset)} shape {list(one.shape)} in {_file(array_of[one])}, and "
-            f"offset {list(other.offset)} shape {list(other.shape)}",
-            file=_file(array_of[other]),
+            f"two pieces overlap: offset {list(one.offset)} shape {list(one.shape)} in {array_of[one].extent.file}, "
+            f"and offset {list(other.offset)} shape {list(other.shape)}",
+            file=array_of[other].extent.file,
             key=meta.key,
         )
     if sum(box.n_elements for box in boxes) != meta.n_elements:
@@ -151,14 +151,9 @@ def _fragments(meta: TensorMeta, pieces: list[tuple[Box, StoredArray]]) -> tuple
             hint="copy the checkpoint again, with the files of all ranks",
         )
     return tuple(
-        Fragment(meta.key, box, replace(array, name=f"{meta.key}@{_file(array)}"), (0,) * box.rank)
+        Fragment(meta.key, box, replace(array, name=f"{meta.key}@{array.extent.file}"), (0,) * box.rank)
         for box, array in pieces
     )
-
-
-def _file(array: StoredArray) -> str:
-    assert array.extent is not None
-    return array.extent.file
 
 
 def check_sizes(tensors: Mapping[str, TensorMeta], config: Mapping[str, object]) -> None:

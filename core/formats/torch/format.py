@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import catalog_of_arrays
+from core.catalog.catalog import AnyCatalog, TargetCatalog, catalog_of_arrays
 from core.catalog.facets import TorchFileFacts
 from core.catalog.file_image import FileImage
 from core.errors import UnsupportedError
@@ -122,7 +122,7 @@ def catalog_of(store: ReadStore, name: str) -> Catalog:
     ).with_facet(TorchFileFacts(is_set_aside=tree.is_set_aside, shared=tree.shared))
 
 
-def lay_out(target: Catalog) -> Sequence[FileImage]:
+def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """The image of one file, ``checkpoint.pt``.
 
     Args:
@@ -143,7 +143,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     return (FileImage(FILE_NAME, plan.size, plan.arrays, plan.literals),)
 
 
-def refuse_unsupported(catalog: Catalog) -> None:
+def refuse_unsupported(catalog: AnyCatalog) -> None:
     """Returns if every tensor of the catalog can be copied.
 
     Raises:
@@ -167,7 +167,7 @@ def refuse_unsupported(catalog: Catalog) -> None:
             )
 
 
-def _aliases(target: Catalog) -> dict[str, str]:
+def _aliases(target: TargetCatalog) -> dict[str, str]:
     """Key → the key whose array serves for it, where both are still alike."""
 
     def looks(key: str) -> tuple[str, Shape] | None:
@@ -179,7 +179,7 @@ def _aliases(target: Catalog) -> dict[str, str]:
     }
 
 
-def _root(target: Catalog) -> object:
+def _root(target: TargetCatalog) -> object:
     """What is to be saved, every object in its place."""
     if target.skeleton is None:
         flat: dict[object, object] = {key: TensorLeaf(key) for key in target.tensors}

@@ -98,7 +98,7 @@ def item_location(store: ReadStore, array: StoredArray) -> StoredArray:
         UnsupportedError: the item holds a tensor that is not handled.
     """
     extent = array.extent
-    if extent is None or extent.item_bytes is None:
+    if extent.item_bytes is None:
         return array
     start, n_bytes = extent.offset, extent.item_bytes
     try:
@@ -141,7 +141,7 @@ def stored_tensor(store: ReadStore, array: StoredArray) -> tuple[str, Shape]:
         CorruptError, TruncatedError, UnsupportedError: as ``item_location``.
     """
     extent = array.extent
-    assert extent is not None and extent.item_bytes is not None, "an item"
+    assert extent.item_bytes is not None, "an item"
     found = _located(store, extent.file, extent.offset, extent.item_bytes)[0].location
     return found.dtype, found.shape
 

@@ -18,7 +18,7 @@ from core.pickle.nesting import joined
 from core.pickle.reader import globals_of
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.catalog.catalog import TargetCatalog
 
 _MAX_SHOWN = 20
 _IMPORTABLE = sys.stdlib_module_names | {"torch", "numpy"}
@@ -30,7 +30,7 @@ _NUMPY = {
 """What numpy's pickles call → what people know it as."""
 
 
-def refusal_notes(target: Catalog) -> list[str]:
+def refusal_notes(target: TargetCatalog) -> list[str]:
     """Return a note that names the objects of a torch file that weights_only refuses."""
     objects = {joined(path) or "the root": value for path, value in refused(target.skeleton)}
     if not objects:
@@ -60,7 +60,7 @@ def loadable(value: object, *, key: str | None = None, packages: Set[str] = froz
         raise
 
 
-def aside_notes(target: Catalog, *, packages: Set[str] = frozenset()) -> list[str]:
+def aside_notes(target: TargetCatalog, *, packages: Set[str] = frozenset()) -> list[str]:
     """Return a note that names the objects that ``loadable`` sets aside."""
     values = {key: item.value for key, item in target.objects.items()}
     objects = {key: value for key, value in values.items() if not names_importable(value, packages=packages)}

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog, TensorMeta
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
@@ -64,7 +64,7 @@ class ObjectsBeside:
     hidden: dict[str, StoredArray]
 
 
-def objects_image(target: Catalog) -> FileImage | None:
+def objects_image(target: TargetCatalog) -> FileImage | None:
     """The image of the file that holds a target catalog's objects, or None if it has none.
 
     Args:
@@ -101,7 +101,7 @@ def objects_image(target: Catalog) -> FileImage | None:
     return FileImage(OBJECTS_FILE, plan.size, plan.arrays, plan.literals)
 
 
-def _is_flat(target: Catalog) -> bool:
+def _is_flat(target: TargetCatalog) -> bool:
     """Whether the skeleton is that of a flat state dict: every tensor and object under its key."""
     if target.skeleton is None:
         return True
@@ -115,7 +115,7 @@ def _is_flat(target: Catalog) -> bool:
     return True
 
 
-def _marked(target: Catalog) -> object:
+def _marked(target: TargetCatalog) -> object:
     """The skeleton with a mark in the place of every tensor and object; other values stay in it."""
 
     kind_of = {facts: kind for kind, facts in _KINDS.items()}

@@ -146,7 +146,7 @@ def load_object(store: ReadStore, array: StoredArray, *, key: str) -> tuple[obje
         CorruptError, UnsupportedError, UnsafeError: as ``parse``; they name the object.
     """
     extent = array.extent
-    assert extent is not None and extent.encoding is None and len(array.shape) == 1
+    assert extent.encoding is None and len(array.shape) == 1
     start, n_bytes = extent.offset, array.shape[0]
     try:
         if stream_kind(store, extent.file, start, n_bytes) == "pickle":
@@ -180,7 +180,7 @@ def load_shared(
         CorruptError, UnsupportedError, UnsafeError: as ``load_object``.
     """
     extent = array.extent
-    assert extent is not None and extent.encoding is None and len(array.shape) == 1
+    assert extent.encoding is None and len(array.shape) == 1
     file, start, n_bytes = extent.file, extent.offset, array.shape[0]
     reader = TensorReader(f"{key}:#", hooks)
     try:
@@ -391,7 +391,7 @@ def _aliases(arrays: dict[str, StoredArray]) -> dict[str, str]:
     first: dict[tuple[object, ...], str] = {}
     aliases = {}
     for key, array in arrays.items():
-        if array.n_bytes and array.extent is not None:
+        if array.n_bytes:
             extent = array.extent
             place = (extent.offset, extent.strides, extent.encoding, array.shape, array.dtype)
             same = first.setdefault(place, key)

@@ -129,7 +129,7 @@ class EncodedChunk:
             UnsupportedError: a codec is not known.
         """
         extent = array.extent
-        assert extent is not None and unit == 0
+        assert unit == 0
         coding = self.coding
         span = (extent.offset, extent.offset + self.stored_bytes)
         data: Any = store.read(extent.file, extent.offset, self.stored_bytes)

@@ -242,5 +242,5 @@ def missing_chunk(tensor: Unstored) -> MissingShardError:
 
 def fill_of(array: StoredArray) -> FillValue | None:
     """Return the fill value that an array is made of; None for an array that is stored."""
-    encoding = None if array.extent is None else array.extent.encoding
+    encoding = array.extent.encoding
     return encoding if isinstance(encoding, FillValue) else None

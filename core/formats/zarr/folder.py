@@ -18,7 +18,7 @@ from core.pickle.inert import Global, Inert
 if TYPE_CHECKING:
     from core.arrays.box import Shape
     from core.catalog.catalog import Fragment
-    from core.catalog.stored import StoredArray
+    from core.catalog.stored import PlannedArray
     from core.files.store import ReadStore
     from core.formats.zarr.array import ZarrArray
     from core.formats.zarr.grid import ChunkGrid, ChunkNames
@@ -105,7 +105,7 @@ def without_unread(catalog: Catalog, unread: Mapping[str, UnsupportedError | Uns
 _READS_PICKLES = Global("numcodecs.pickles", "Pickle.decode")
 
 
-def metadata_image(path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shape, StoredArray]) -> FileImage:
+def metadata_image(path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shape, PlannedArray]) -> FileImage:
     """The image of an array's metadata file, in which an array without elements lies, as it has no chunk."""
     image = literal_file(path, text)
     if grid.n_chunks:
@@ -114,8 +114,8 @@ def metadata_image(path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shap
 
 
 def chunk_files(
-    folder: str, names: ChunkNames, grid: ChunkGrid, arrays: Mapping[Shape, StoredArray]
-) -> Iterator[tuple[str, StoredArray]]:
+    folder: str, names: ChunkNames, grid: ChunkGrid, arrays: Mapping[Shape, PlannedArray]
+) -> Iterator[tuple[str, PlannedArray]]:
     """(path, array) of every chunk that is to be written."""
     if grid.n_chunks:
         for index, array in arrays.items():

@@ -37,7 +37,7 @@ from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
@@ -193,7 +193,7 @@ def _objects(
             yield StoredObject(key, value=[value]), inside
 
 
-def lay_out(target: Catalog) -> Sequence[FileImage]:
+def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """The images of one iteration's directory: chunks and ``.zarray`` files, objects, common.pt, then metadata.json.
 
     Args:
@@ -217,7 +217,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     return images
 
 
-def _array_images(target: Catalog, key: str) -> Iterator[FileImage]:
+def _array_images(target: TargetCatalog, key: str) -> Iterator[FileImage]:
     """``.zarray`` and the chunks of one tensor."""
     meta = target.tensors[key]
     grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
@@ -226,7 +226,7 @@ def _array_images(target: Catalog, key: str) -> Iterator[FileImage]:
         yield FileImage(path, array.n_bytes, (PlacedArray(0, array),))
 
 
-def _object_image(target: Catalog, item: StoredObject) -> FileImage:
+def _object_image(target: TargetCatalog, item: StoredObject) -> FileImage:
     """The file of a ShardedObject."""
     if item.raw_key is not None or not isinstance(item.value, list) or len(item.value) != 1:
         raise UnsupportedError("the object is no list of one value, as that of a ShardedObject is", key=item.key)

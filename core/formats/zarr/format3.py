@@ -38,7 +38,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, Literal, PlacedArray, literal_file
 from core.catalog.key_patterns import some_of
 from core.errors import MissingShardError, UnsafeError, UnsupportedError
@@ -57,7 +57,7 @@ from core.formats.zarr.tree import ROOT_KEY, Listing, check_keys, folders_of, ha
 if TYPE_CHECKING:
     from core.arrays.box import Shape
     from core.catalog.file_image import CrcOf
-    from core.catalog.stored import StoredArray
+    from core.catalog.stored import PlannedArray
     from core.files.store import ReadStore
 
 DEFAULT_SHARD_BYTES = 64 << 20
@@ -165,7 +165,7 @@ def _check_no_array(folder: str, listing: Listing) -> None:
         )
 
 
-def lay_out(target: Catalog) -> Sequence[FileImage]:
+def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """The images of a group: chunks and ``zarr.json`` files, the objects, then the group's own ``zarr.json``.
 
     Args:
@@ -195,7 +195,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     return images
 
 
-def _array_images(target: Catalog, key: str, *, shard_bytes: int) -> Iterator[FileImage]:
+def _array_images(target: TargetCatalog, key: str, *, shard_bytes: int) -> Iterator[FileImage]:
     """``zarr.json`` and the chunks of one tensor."""
     meta = target.tensors[key]
     grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
@@ -214,7 +214,7 @@ def _inner_shape(grid: ChunkGrid, dtype: str, *, shard_bytes: int) -> Shape | No
     return found if ChunkGrid(grid.chunk_shape, found).n_chunks <= _MAX_INNER else None
 
 
-def _chunk_image(path: str, array: StoredArray, inner_shape: Shape | None) -> FileImage:
+def _chunk_image(path: str, array: PlannedArray, inner_shape: Shape | None) -> FileImage:
     """A chunk's file: its dense bytes and, of a shard, the index behind them."""
     placed = (PlacedArray(0, array),)
     if inner_shape is None:
@@ -227,7 +227,7 @@ def _chunk_image(path: str, array: StoredArray, inner_shape: Shape | None) -> Fi
     return FileImage(path, array.n_bytes + index_bytes(n_inner, has_crc=True), placed, literals)
 
 
-def notes_of(target: Catalog) -> Sequence[str]:
+def notes_of(target: TargetCatalog) -> Sequence[str]:
     """A note on tensors of which other software than tensorstore knows no element type."""
     keys = [key for key, meta in target.tensors.items() if meta.dtype in TENSORSTORE_ONLY]
     if not keys:

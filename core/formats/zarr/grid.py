@@ -13,8 +13,8 @@ from itertools import product
 from math import isqrt, prod
 
 from core.arrays.box import Box, Shape
-from core.catalog.catalog import Fragment, held_boxes
-from core.catalog.stored import StoredArray
+from core.catalog.catalog import TargetFragment, held_boxes
+from core.catalog.stored import PlannedArray
 from core.errors import UnsupportedError
 
 
@@ -70,7 +70,9 @@ class ChunkGrid:
         return Box(offset, tuple(extent))
 
 
-def grid_of_pieces(key: str, shape: Shape, fragments: Sequence[Fragment]) -> tuple[ChunkGrid, dict[Shape, StoredArray]]:
+def grid_of_pieces(
+    key: str, shape: Shape, fragments: Sequence[TargetFragment]
+) -> tuple[ChunkGrid, dict[Shape, PlannedArray]]:
     """The exact grid that the arrays of a target tensor form, and the array of every chunk's index.
 
     Args:
@@ -84,7 +86,7 @@ def grid_of_pieces(key: str, shape: Shape, fragments: Sequence[Fragment]) -> tup
     Raises:
         UnsupportedError: the arrays are no equal boxes at multiples of their shape.
     """
-    pieces: list[tuple[StoredArray, Box]] = []
+    pieces: list[tuple[PlannedArray, Box]] = []
     for array, box in held_boxes(shape, fragments):
         if box is None:
             raise _irregular(key)
@@ -95,7 +97,7 @@ def grid_of_pieces(key: str, shape: Shape, fragments: Sequence[Fragment]) -> tup
     if len(chunk_shapes) != 1 or 0 in (chunk_shape := chunk_shapes.pop()):
         raise _irregular(key)
     grid = ChunkGrid(shape, chunk_shape)
-    found: dict[Shape, StoredArray] = {}
+    found: dict[Shape, PlannedArray] = {}
     for array, box in pieces:
         if any(start % step for start, step in zip(box.offset, chunk_shape, strict=True)):
             raise _irregular(key)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.stored import Coords, StoredArray
+from core.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.topology import Rank, Topology
 from core.pickle.inert import NO_STATE, Global, Inert, TensorLeaf, Weights, as_mapping, attributes, walk
@@ -168,7 +168,7 @@ def with_arrays(
     value: object,
     name: str,
     coords: Coords,
-    beside: dict[str, list[StoredArray]],
+    beside: dict[str, list[PlannedArray]],
     *,
     weights: Weights | None = None,
 ) -> object:
@@ -189,7 +189,7 @@ def with_arrays(
     def new_key(path: str, old: str) -> str:
         made = f"{name}.{path}" if path else name
         meta = catalog.meta(old)
-        beside.setdefault(old, []).append(StoredArray(made, meta.dtype, meta.shape, coords=coords))
+        beside.setdefault(old, []).append(PlannedArray(made, meta.dtype, meta.shape, coords=coords))
         return made
 
     return _renamed(value, (), {}, new_key, weights)

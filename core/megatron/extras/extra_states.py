@@ -66,7 +66,7 @@ def _are_same(arrays: Sequence[StoredArray], store: ReadStore | None) -> bool:
     first = arrays[0]
     if any((array.dtype, array.shape) != (first.dtype, first.shape) for array in arrays):
         return False
-    crcs = {None if array.extent is None else array.extent.crc for array in arrays}
+    crcs = {array.extent.crc for array in arrays}
     if first.n_bytes == 0 or (len(crcs) == 1 and None not in crcs):
         return True
     if None not in crcs:
@@ -78,7 +78,7 @@ def _are_same(arrays: Sequence[StoredArray], store: ReadStore | None) -> bool:
 def _read(array: StoredArray, store: ReadStore | None) -> bytes | None:
     """The bytes of a small dense array; None if they are not at hand."""
     extent = array.extent
-    if store is None or extent is None or extent.is_late or extent.encoding is not None:
+    if store is None or extent.is_late or extent.encoding is not None:
         return None
     if len(array.shape) != 1 or extent.strides not in (None, (1,)) or array.n_bytes > MAX_READ:
         return None

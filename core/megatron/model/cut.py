@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from core.arrays.box import Box, Shape
 from core.arrays.sharding import Piece, check_divides, check_heads, divisors, listed, replicated, shard_shape, split
-from core.catalog.catalog import Catalog, Fragment, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, TargetFragment, TensorMeta
 from core.catalog.facets import MegatronModel
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of
-from core.catalog.stored import Coords, StoredArray
+from core.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.facts import Facts
 from core.megatron.model.parts import check_units, parts_of, with_sizes
@@ -62,7 +62,7 @@ class Cut:
             return replicated(self.shape)
         return split(self.shape, self.axis, parts=self.parts, rank=rank.within(self.group), n=self.n)
 
-    def fragments(self, key: str, rank: Rank, array: StoredArray) -> list[Fragment]:
+    def fragments(self, key: str, rank: Rank, array: PlannedArray) -> list[TargetFragment]:
         """The fragments of a tensor that lie in an array, which is one rank's shard."""
         pieces = replicated(self.shape) if self.n == 1 else self.pieces(rank)  # parts follow each other on both sides
         if self.is_transposed:
@@ -132,7 +132,7 @@ def param_array(
     rules: Rules,
     *,
     coords: Coords,
-) -> StoredArray | JoinedArray:
+) -> PlannedArray | JoinedArray:
     """Return the array of a rank's parameter, or of one of its states, before it has a place.
 
     Args:
@@ -145,9 +145,9 @@ def param_array(
     """
     if not cuts[keys[0]].is_transposed:
         (key,) = keys
-        return StoredArray(name, tensors[key].dtype, cuts[key].array_shape, coords=coords)
+        return PlannedArray(name, tensors[key].dtype, cuts[key].array_shape, coords=coords)
     parts = [
-        StoredArray(f"{name}[{number}]", tensors[key].dtype, cuts[key].array_shape, coords=coords)
+        PlannedArray(f"{name}[{number}]", tensors[key].dtype, cuts[key].array_shape, coords=coords)
         for number, key in enumerate(keys)
     ]
     expert = rules.expert_of(param_of(keys[0]))

@@ -20,7 +20,6 @@ from core.catalog.catalog import Catalog, bind_nothing
 from core.catalog.decoded import DecodedStore
 from core.catalog.optimizer_keys import MASTER, state_key
 from core.catalog.stored import StoredArray
-from core.errors import MissingShardError
 from core.files.store import ReadStore
 
 RUN = 16
@@ -44,7 +43,6 @@ def is_master(
 
     Raises:
         UnsupportedError: the weight's dtype is not one that masters are rounded to.
-        MissingShardError: an array lies nowhere.
     """
     if prod(master.shape) != prod(weight.shape):
         return False
@@ -84,7 +82,7 @@ def _samples(
     places: dict[str, list[int]] = {}
     for number, array in enumerate(arrays):
         extent = array.extent
-        if extent is None or extent.is_late or extent.encoding is not None or extent.strides is not None:
+        if extent.is_late or extent.encoding is not None or extent.strides is not None:
             found[number] = sample(store, array, bind=bind)
             continue
         size, offset = itemsize(array.dtype), extent.offset
@@ -103,19 +101,13 @@ def sample(
     *,
     bind: Callable[[ReadStore, StoredArray], StoredArray] = bind_nothing,
 ) -> bytes:
-    """Some elements of an array, dense: the same ones for arrays of one size.
-
-    Raises:
-        MissingShardError: the array lies nowhere.
-    """
-    if array.extent is not None and array.extent.is_late:
+    """Some elements of an array, dense: the same ones for arrays of one size."""
+    if array.extent.is_late:
         array = bind(store, array)
-    decoded = DecodedStore(store) if array.extent is not None and array.extent.encoding is not None else None
+    decoded = DecodedStore(store) if array.extent.encoding is not None else None
     if decoded is not None:
         array, store = decoded.placed(array), decoded
     extent, size = array.extent, itemsize(array.dtype)
-    if extent is None:
-        raise MissingShardError("the array lies nowhere", key=array.name)
     runs = _runs(prod(array.shape))
     if extent.strides is None:
         return b"".join(store.read(extent.file, extent.offset + start * size, n * size) for start, n in runs)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.arrays.fast_value import value
-from core.catalog.catalog import Fragment
+from core.catalog.catalog import TargetFragment
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import Optimizer
-from core.catalog.stored import Coords, StoredArray
+from core.catalog.stored import Coords, PlannedArray, StoredArray
 from core.megatron.model.topology import Rank
 from core.megatron.placement.chunk import Chunk
 
@@ -103,13 +103,13 @@ class OptimizerFiles(Protocol):
     """
 
     files: dict[Coords, object]
-    arrays: dict[str, StoredArray | JoinedArray]
-    beside: dict[str, list[StoredArray]]
+    arrays: dict[str, PlannedArray | JoinedArray]
+    beside: dict[str, list[PlannedArray]]
     notes: list[str]
     dropped: list[str]
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
         """Takes the tensors that a rank's file holds, in order; returns its entry ``optimizer``."""
 
-    def fragments(self, key: str) -> Sequence[Fragment]:
+    def fragments(self, key: str) -> Sequence[TargetFragment]:
         """The target's fragments of one state, when all ranks have been added."""

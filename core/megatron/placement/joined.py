@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from core.arrays.box import Box, Shape
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.optimizer_keys import param_of
-from core.catalog.stored import array_name
+from core.catalog.stored import ArrayT, array_name
 from core.errors import CorruptError, MissingShardError
 from core.megatron.model.facts import Facts
 from core.megatron.model.parts import parts_of
@@ -96,7 +96,7 @@ def _runs(whole: str, axis: int, parts: Mapping[str, TensorMeta], names: Sequenc
     return runs
 
 
-def parted(catalog: Catalog, facts: Facts, rules: Rules, *, is_target: bool) -> Catalog:
+def parted(catalog: Catalog[ArrayT], facts: Facts, rules: Rules, *, is_target: bool) -> Catalog[ArrayT]:
     """A catalog in which every part of such a parameter is a tensor of its own.
 
     Args:
@@ -123,7 +123,7 @@ def parted(catalog: Catalog, facts: Facts, rules: Rules, *, is_target: bool) -> 
     if not runs:
         return catalog
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
+    def fragments_of(key: str) -> Sequence[Fragment[ArrayT]]:
         if key not in runs:
             return catalog.fragments(key)
         axis, whole, run = runs[key]
@@ -145,7 +145,7 @@ def _part_key(key: str, name: str) -> str:
     return f"{key}.{name}" if len(words) == 1 else ".".join([*key.split(".")[: -len(words)], name])
 
 
-def _within(piece: Fragment, axis: int, run: _Run) -> Fragment | None:
+def _within(piece: Fragment[ArrayT], axis: int, run: _Run) -> Fragment[ArrayT] | None:
     """What of a fragment lies in a part, in the part's coordinates."""
     box = piece.box
     start = max(box.offset[axis], run.start)
@@ -160,7 +160,7 @@ def _within(piece: Fragment, axis: int, run: _Run) -> Fragment | None:
     return replace(piece, key=run.key, box=inside, at=at)
 
 
-def _renamed(piece: Fragment) -> Fragment:
+def _renamed(piece: Fragment[ArrayT]) -> Fragment[ArrayT]:
     """A chunk of its own for what a part has of a chunk."""
     assert piece.array is not None, "chunks that are to be written are arrays"
     name = array_name(piece.key, piece.box)

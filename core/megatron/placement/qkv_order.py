@@ -66,7 +66,7 @@ class OldRows:
     def _view(self, array: StoredArray, head: int, part: int) -> StoredArray:
         """The rows of one part of a head, which lie ``n_parts`` rows apart."""
         extent = array.extent
-        assert extent is not None and not extent.is_late, "rank files know where their arrays are"
+        assert not extent.is_late, "rank files know where their arrays are"
         step, *rest = extent.strides or c_strides(array.shape)
         first = head * self.channels * self.n_parts + part
         return replace(

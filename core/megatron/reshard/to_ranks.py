@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from core.arrays.box import Shape, whole
-from core.catalog.catalog import Catalog, Fragment, TensorMeta, bind_nothing
+from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, TensorMeta, bind_nothing
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import param_of, state_of
-from core.catalog.stored import Coords, StoredArray
+from core.catalog.stored import Coords, PlannedArray
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import (
     CONTENT,
@@ -61,7 +61,7 @@ def shard(
     rng: str | None = None,
     version: MegatronVersion | None = None,
     experts: str | None = None,
-) -> Catalog:
+) -> TargetCatalog:
     """The target catalog of rank files; see the module's docstring.
 
     Args:
@@ -147,7 +147,7 @@ def shard(
         (version, home) for module, version in model.module_versions.items() for home in places.module(module)
     )
     ranks: dict[Coords, tuple[str, object]] = {}
-    beside: dict[str, list[StoredArray]] = {}
+    beside: dict[str, list[PlannedArray]] = {}
     weights = Weights()
     for rank in topology.ranks():
         coords = topology.coords(rank)
@@ -179,7 +179,7 @@ def shard(
         files.arrays |= optim.arrays
     arrays = files.arrays | {one.name: one for many in beside.values() for one in many}
 
-    def fragments_of(key: str) -> Sequence[Fragment]:
+    def fragments_of(key: str) -> Sequence[TargetFragment]:
         if key in states:
             return optim.fragments(key) if optim is not None else ()
         if key in cuts:
@@ -241,26 +241,26 @@ class _Files:
         self._cuts = cuts
         self._homes = homes
         self._objects = objects
-        self.arrays: dict[str, StoredArray | JoinedArray] = {}
+        self.arrays: dict[str, PlannedArray | JoinedArray] = {}
         """What leaves stand for, by name; made with the entries."""
-        self._pieces: dict[tuple[str, str], StoredArray] = {}
+        self._pieces: dict[tuple[str, str], PlannedArray] = {}
         """(name of a joined array, global name) → what holds the tensor in it."""
         self._ranks: dict[tuple[int, int | None], list[tuple[Rank, str]]] = {}
         for rank in topology.ranks():
             for ep_rank in (None, rank.ep):
                 self._ranks.setdefault((rank.pp, ep_rank), []).append((rank, rank_dir(topology, rank)))
 
-    def fragments(self, key: str) -> Sequence[Fragment]:
+    def fragments(self, key: str) -> Sequence[TargetFragment]:
         """The fragments of one tensor: every piece of every copy."""
         cut = self._cuts[key]
-        found = []
+        found: list[TargetFragment] = []
         for home in self._homes[key]:
             chunk = _chunk_name(self._topology, home.vp)
             for rank, folder in self._ranks[home.pp, home.ep]:
                 name = _array_name(folder, chunk, home.name)
                 array = self.arrays[name]
-                array = self._pieces[name, key] if isinstance(array, JoinedArray) else array
-                found += cut.fragments(key, rank, array)
+                part = self._pieces[name, key] if isinstance(array, JoinedArray) else array
+                found += cut.fragments(key, rank, part)
         return tuple(found)
 
     def entries(

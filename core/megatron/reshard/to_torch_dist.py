@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from core.arrays.box import Box, whole
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
+from core.catalog.catalog import Catalog, Fragment, StoredObject, TargetCatalog, TargetFragment, TensorMeta
 from core.catalog.facets import TorchDistFacts
 from core.catalog.optimizer_keys import param_of
-from core.catalog.stored import Coords, StoredArray, array_name
+from core.catalog.stored import Coords, PlannedArray, array_name
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object
 from core.megatron.model.args import facts_of, replaced
@@ -53,7 +53,7 @@ class Stacked:
     """
 
     source: Catalog
-    target: Catalog
+    target: TargetCatalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,11 @@ def stack(
             for piece in catalog.fragments(member.key)
         )
 
-    def target_fragments(key: str) -> Sequence[Fragment]:
+    def target_fragments(key: str) -> Sequence[TargetFragment]:
         if key in members:
             return tuple(_chunks(key, members[key], cuts, catalog, topology))
         meta = catalog.meta(key)
-        return (Fragment(key, whole(meta.shape), StoredArray(key, meta.dtype, meta.shape), (0,) * len(meta.shape)),)
+        return (Fragment(key, whole(meta.shape), PlannedArray(key, meta.dtype, meta.shape), (0,) * len(meta.shape)),)
 
     objects = _objects(catalog, states, places)
     notes = list(catalog.notes)
@@ -283,9 +283,9 @@ def _check_whole(name: str, group: Sequence[_Member]) -> None:
 
 def _chunks(
     key: str, group: Sequence[_Member], cuts: Mapping[str, Cut], catalog: Catalog, topology: Topology
-) -> list[Fragment]:
+) -> list[TargetFragment]:
     """The chunks of one key, in the order of the ranks that write them: the first that holds each."""
-    found: dict[Box, Fragment] = {}
+    found: dict[Box, TargetFragment] = {}
     held: dict[tuple[int, int | None], list[_Member]] = {}
     for member in group:
         held.setdefault((member.stage, member.ep), []).append(member)
@@ -296,7 +296,7 @@ def _chunks(
                 if box not in found:
                     name = array_name(key, box)
                     dtype = catalog.tensors[member.key].dtype
-                    array = StoredArray(name, dtype, box.shape, coords=_file(number))
+                    array = PlannedArray(name, dtype, box.shape, coords=_file(number))
                     found[box] = Fragment(key, box, array, (0,) * len(box.shape))
     return list(found.values())
 

@@ -32,7 +32,7 @@ from core.arrays.dtypes import itemsize
 from core.arrays.fast_value import value
 from core.catalog.catalog import Catalog, Fragment, swapped
 from core.catalog.file_image import JoinedArray
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray, StoredArray
 from core.errors import CorruptError, UnsupportedError
 
 OPTION = "--moe-experts"
@@ -126,7 +126,7 @@ def unpacked(array: StoredArray, rest: str, *, n: int, key: str, rank: str) -> I
         CorruptError: the shape or the strides are not those of such a parameter.
     """
     extent = array.extent
-    assert extent is not None and not extent.is_late, "rank files know where their arrays are"
+    assert not extent.is_late, "rank files know where their arrays are"
     packed = 1 if rest.startswith("linear_fc1") else 0
     if len(array.shape) != 2 or array.shape[packed] % n:
         raise CorruptError(f"a parameter of {n} grouped experts has the shape {array.shape}", key=key, rank=rank)
@@ -140,7 +140,7 @@ def unpacked(array: StoredArray, rest: str, *, n: int, key: str, rank: str) -> I
         yield replace(array, name=f"{array.name}[{number}]", shape=(columns, rows), extent=view)
 
 
-def packed(name: str, experts: Sequence[StoredArray], rest: str) -> JoinedArray:
+def packed(name: str, experts: Sequence[PlannedArray], rest: str) -> JoinedArray:
     """Return the parameter of legacy grouped experts that their transposed weights make.
 
     Args:
@@ -179,7 +179,7 @@ def _transposed(fragment: Fragment) -> Fragment:
     if array is None:
         return replace(fragment, box=box)
     extent = array.extent
-    if extent is None or extent.encoding is not None or len(array.shape) < 2:
+    if extent.encoding is not None or len(array.shape) < 2:
         raise UnsupportedError(
             "compressed experts cannot be written as one parameter (the old GroupedMLP)",
             key=fragment.key,

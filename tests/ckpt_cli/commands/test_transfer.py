@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt_cli.app import main
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray
 from core.formats.torch.zip.tree_layout import plan_tree
 from core.pickle.inert import TensorLeaf
 
@@ -204,7 +204,7 @@ def test_switching_checks_off_changes_no_tensor(golden: Path, tmp_path: Path, ru
 
 def big_sparse_file(path: Path, n_bytes: int) -> None:
     """A torch file with one tensor of ``n_bytes`` zeros that takes no room on the disk."""
-    array = StoredArray("w", "uint8", (n_bytes,))
+    array = PlannedArray("w", "uint8", (n_bytes,))
     plan = plan_tree({"w": TensorLeaf("w")}, lambda key: array, prefix="big")
     with path.open("wb") as file:
         file.truncate(plan.size)

@@ -94,7 +94,7 @@ def test_nothing_compressed_is_read_with_the_metadata_but_objects(compressed: Pa
         (fragment,) = catalog.fragments(key)
         assert fragment.array is not None
         extent = fragment.array.extent
-        assert extent is not None and not extent.is_late
+        assert not extent.is_late
         assert extent.encoding is not None
         assert extent.encoding.name == "zstd"
 
@@ -376,7 +376,7 @@ def test_safetensors_files_are_read_bit_for_bit(tmp_path: Path, objects: dict[st
         (fragment,) = catalog.fragments(key)
         assert fragment.array is not None
         extent = fragment.array.extent
-        assert extent is not None and not extent.is_late and extent.encoding is None
+        assert not extent.is_late and extent.encoding is None
         assert tensor_bytes(catalog, store, key).tobytes() == plain_bytes(tensor), key  # type: ignore[arg-type]
     assert catalog.iteration == objects.get("step")
     assert len(catalog.objects) == len(objects)

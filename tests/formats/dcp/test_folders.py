@@ -129,7 +129,6 @@ def test_a_flipped_byte_in_either_directory_is_found(golden: Path, tmp_path: Pat
         array = opened.catalog.fragments(key)[1].array
         assert array is not None
         extent = opened.catalog.bind(opened.store, array).extent
-        assert extent is not None
         patched(path / extent.file, flipped(extent.offset + 5))
         errors = [found for found in validate(path, level=Level.DEEP).findings if found.severity == Severity.ERROR]
         assert [(found.code, found.file) for found in errors] == [("CK701", extent.file)]

@@ -20,10 +20,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
+from core.catalog.catalog import (
+    Catalog,
+    Fragment,
+    StoredObject,
+    TargetCatalog,
+    TargetFragment,
+    TensorMeta,
+    catalog_of_arrays,
+)
 from core.catalog.facets import WriteOptions
 from core.catalog.file_image import FileImage
-from core.catalog.stored import Extent, StoredArray
+from core.catalog.stored import Extent, PlannedArray, StoredArray
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -110,7 +118,7 @@ def read_whole(folder: Path) -> tuple[Catalog, LocalStore]:
     return loaded(catalog, store, lambda s, array, key: load_object(s, array, key=key)), store
 
 
-def laid_out(target: Catalog) -> list[FileImage]:
+def laid_out(target: TargetCatalog) -> list[FileImage]:
     assert dcp.FORMAT.lay_out is not None
     return list(dcp.FORMAT.lay_out(target))
 
@@ -184,7 +192,6 @@ def test_a_tensor_saved_with_its_strides_is_read_by_them(written: Path) -> None:
     for key in ("transposed", "channels_last", "permuted"):
         array = catalog.fragments(f"strided.{key}")[0].array
         assert array is not None
-        assert array.extent is not None
         assert array.extent.is_late
         bound = catalog.bind(store, array).extent
         assert bound is not None
@@ -205,7 +212,7 @@ def test_several_writers_files_give_one_tensor(golden: Path) -> None:
     catalog, _ = read(golden / "torch_dcp" / "fsdp2_dp4")
     fragments = catalog.fragments("app.model.model.embed_tokens.weight")
     assert [fragment.box.shape[0] for fragment in fragments] == [33, 33, 33, 31]
-    files = {fragment.array.extent.file for fragment in fragments if fragment.array and fragment.array.extent}
+    files = {fragment.array.extent.file for fragment in fragments if fragment.array}
     assert files == {f"__{rank}_0.distcp" for rank in range(4)}
     names = [fragment.array.name for fragment in fragments if fragment.array]
     assert len(set(names)) == 4
@@ -372,11 +379,11 @@ def pickle_ops(data: bytes) -> list[tuple[str, object]]:
 
 
 def made_catalog(
-    arrays: dict[str, list[StoredArray]], shape: tuple[int, ...], *, objects: dict[str, StoredObject] | None = None
-) -> Catalog:
+    arrays: dict[str, list[PlannedArray]], shape: tuple[int, ...], *, objects: dict[str, StoredObject] | None = None
+) -> TargetCatalog:
     """A target in which every tensor has the given arrays, stacked along axis 0."""
 
-    def fragments_of(key: str) -> list[Fragment]:
+    def fragments_of(key: str) -> list[TargetFragment]:
         made, row = [], 0
         for array in arrays[key]:
             made.append(Fragment(key, Box((row, 0), array.shape), array, (0, 0)))
@@ -396,7 +403,7 @@ def literal_bytes(image: FileImage) -> bytes:
 
 
 def test_file_numbers_come_from_the_arrays() -> None:
-    parts = [StoredArray(f"p{n}", "float32", (2, 3), coords=(("file", n),)) for n in (4, 1)]
+    parts = [PlannedArray(f"p{n}", "float32", (2, 3), coords=(("file", n),)) for n in (4, 1)]
     images = laid_out(made_catalog({"a": parts}, (4, 3), objects={"o": StoredObject("o", value=1)}))
     assert [image.path for image in images] == ["__1_0.distcp", "__4_0.distcp", ".metadata"]
     assert [[placed.array.name for placed in image.arrays] for image in images] == [["p1"], ["p4"], []]
@@ -406,7 +413,7 @@ def test_file_numbers_come_from_the_arrays() -> None:
 def test_each_rank_gets_a_file_in_order_of_first_appearance() -> None:
     ranks = [(("tp", 1), ("pp", 0)), (("tp", 0), ("pp", 0))]
     arrays = {
-        key: [StoredArray(f"{key}{n}", "float32", (2, 3), coords=coords) for n, coords in enumerate(ranks)]
+        key: [PlannedArray(f"{key}{n}", "float32", (2, 3), coords=coords) for n, coords in enumerate(ranks)]
         for key in "ab"
     }
     images = laid_out(made_catalog(arrays, (4, 3)))
@@ -416,7 +423,7 @@ def test_each_rank_gets_a_file_in_order_of_first_appearance() -> None:
 
 
 def test_files_end_at_the_given_size_but_no_item_is_cut() -> None:
-    arrays = {f"k{n}": [StoredArray(f"k{n}", "float32", (100, 10))] for n in range(6)}
+    arrays = {f"k{n}": [PlannedArray(f"k{n}", "float32", (100, 10))] for n in range(6)}
     target = replace(made_catalog(arrays, (100, 10)), write=WriteOptions(max_file_bytes=12_000))
     images = laid_out(target)
     assert [[placed.array.name for placed in image.arrays] for image in images[:-1]] == [
@@ -430,7 +437,7 @@ def test_files_end_at_the_given_size_but_no_item_is_cut() -> None:
 
 
 def test_objects_lie_before_chunks() -> None:
-    arrays = {"a": [StoredArray("a", "float32", (2, 3))]}
+    arrays = {"a": [PlannedArray("a", "float32", (2, 3))]}
     target = made_catalog(arrays, (2, 3), objects={"o": StoredObject("o", value={"lr": 0.1})})
     image, metadata = laid_out(target)
     first = next(iter(image.literals(lambda name: 0)))
@@ -440,8 +447,8 @@ def test_objects_lie_before_chunks() -> None:
 
 
 def test_a_value_with_tensors_inside_is_written_with_them(tmp_path: Path) -> None:
-    inside = StoredArray("hidden", "int32", (3,))
-    base = catalog_of_arrays(format="dcp", arrays={"w": StoredArray("w", "float32", (2,)), "hidden": inside})
+    inside = PlannedArray("hidden", "int32", (3,))
+    base = catalog_of_arrays(format="dcp", arrays={"w": PlannedArray("w", "float32", (2,)), "hidden": inside})
     hidden = {"hidden": base.tensors["hidden"]}
     target = Catalog(
         "dcp",
@@ -468,7 +475,7 @@ def test_a_value_with_tensors_inside_is_written_with_them(tmp_path: Path) -> Non
 def test_an_object_of_foreign_classes_stops_no_tool_of_torch(tmp_path: Path) -> None:
     enum = Inert("reduce", Global("megatron.core.enums", "ModelType"), (1,))
     value = namespace({"model_type": enum, "lr": 0.1})
-    arrays = {"w": StoredArray("w", "float32", (2,))}
+    arrays = {"w": PlannedArray("w", "float32", (2,))}
     objects = {"args": StoredObject("args", value=value), "lr": StoredObject("lr", value=namespace({"lr": 0.1}))}
     target = catalog_of_arrays(format="dcp", arrays=arrays, objects=objects)
     source = catalog_of_arrays(format="x", arrays={"w": StoredArray("w", "float32", (2,), Extent("w", 0))})
@@ -488,7 +495,7 @@ def test_an_object_of_foreign_classes_stops_no_tool_of_torch(tmp_path: Path) -> 
 
 
 def test_an_array_with_fewer_axes_becomes_a_chunk_of_the_stacked_tensor() -> None:
-    arrays = [StoredArray(f"layer{n}", "float32", (2, 3)) for n in range(4)]
+    arrays = [PlannedArray(f"layer{n}", "float32", (2, 3)) for n in range(4)]
     target = Catalog(
         "dcp",
         None,
@@ -502,9 +509,9 @@ def test_an_array_with_fewer_axes_becomes_a_chunk_of_the_stacked_tensor() -> Non
 
 
 def test_an_array_in_several_fragments_is_one_chunk() -> None:
-    array = StoredArray("whole", "float32", (4, 3))
+    array = PlannedArray("whole", "float32", (4, 3))
     rows = [Fragment("w", Box((2 + n, 0), (1, 3)), array, (n, 0)) for n in range(4)]
-    other = Fragment("w", Box((0, 0), (2, 3)), StoredArray("first", "float32", (2, 3)), (0, 0))
+    other = Fragment("w", Box((0, 0), (2, 3)), PlannedArray("first", "float32", (2, 3)), (0, 0))
     target = Catalog("dcp", None, {"w": TensorMeta("w", "float32", (6, 3))}, lambda key: [*rows, other])
     metadata = read_metadata(literal_bytes(laid_out(target)[-1]), label="made")
     assert [chunk.box for chunk in metadata.chunks("w")] == [Box((2, 0), (4, 3)), Box((0, 0), (2, 3))]
@@ -515,7 +522,7 @@ def test_an_array_in_several_fragments_is_one_chunk() -> None:
 
 
 def test_two_chunks_at_one_element_are_refused() -> None:
-    arrays = [StoredArray("one", "float32", (2, 3)), StoredArray("two", "float32", (2, 3))]
+    arrays = [PlannedArray("one", "float32", (2, 3)), PlannedArray("two", "float32", (2, 3))]
     target = Catalog(
         "dcp",
         None,
@@ -530,7 +537,7 @@ def test_zips_of_equal_chunks_share_their_literals() -> None:
     """10⁴ chunks cost memory for their columns, not for their zips."""
     import tracemalloc
 
-    arrays = {"a": [StoredArray(f"a{n}", "float32", (1, 3)) for n in range(10_000)]}
+    arrays = {"a": [PlannedArray(f"a{n}", "float32", (1, 3)) for n in range(10_000)]}
     target = made_catalog(arrays, (10_000, 3))
     tracemalloc.start()
     images = laid_out(target)

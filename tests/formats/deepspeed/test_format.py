@@ -172,8 +172,7 @@ def test_every_parameter_is_put_together(tmp_path: Path, name: str) -> None:
             assert_holds(store, catalog, f"optimizer.state.{parameter}.step", torch.tensor(4.0))
     assert len(catalog.tensors) == 7 * 4
     assert all(
-        fragment.array is not None and fragment.array.extent is not None and fragment.array.extent.encoding is None
-        for fragment in catalog.all_fragments()
+        fragment.array is not None and fragment.array.extent.encoding is None for fragment in catalog.all_fragments()
     )
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
 from core.catalog.facets import TorchDistFacts
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.dcp import format as dcp
@@ -263,7 +263,7 @@ def test_two_runs_give_the_same_bytes(golden: Path, tmp_path: Path) -> None:
 
 
 def test_metadata_is_the_last_image() -> None:
-    target = catalog_of_arrays(format="torch_dist", arrays={"w": StoredArray("w", "float32", (2, 3))})
+    target = catalog_of_arrays(format="torch_dist", arrays={"w": PlannedArray("w", "float32", (2, 3))})
     images = torch_dist.lay_out(target)
     assert [image.path for image in images] == ["__0_0.distcp", "metadata.json", "common.pt", ".metadata"]
     assert [image.is_metadata for image in images] == [False, False, False, True]
@@ -284,7 +284,7 @@ def test_objects_that_are_no_sharded_objects_join_the_common_state(tmp_path: Pat
     }
     target = catalog_of_arrays(
         format="torch_dist",
-        arrays={"model.w": StoredArray("model.w", "float32", (2, 3))},
+        arrays={"model.w": PlannedArray("model.w", "float32", (2, 3))},
         objects=objects,
         skeleton=skeleton,
     )

@@ -166,10 +166,10 @@ def test_raw_chunks_are_bytes_of_the_data_files(tmp_path: Path) -> None:
         for fragment in catalog.fragments(key):
             assert fragment.array is not None
             extent = fragment.array.extent
-            assert extent is not None and extent.encoding is None
+            assert extent.encoding is None
             assert extent.file.startswith("d/")
     (small,) = catalog.fragments("params.dense.bias")
-    assert small.array is not None and small.array.extent is not None
+    assert small.array is not None
     assert small.array.extent.encoding is not None
     assert small.array.extent.encoding.name == "inline value"
 
@@ -178,7 +178,7 @@ def test_shards_of_raw_chunks_are_bytes_of_the_data_files(tmp_path: Path) -> Non
     folder = save(tmp_path / "db", VALUES, sharded(LITTLE))
     catalog = ocdbt.FORMAT.read(LocalStore(folder))
     for fragment in catalog.fragments("params.stack"):
-        assert fragment.array is not None and fragment.array.extent is not None
+        assert fragment.array is not None
         assert fragment.array.extent.encoding is None
 
 
@@ -231,7 +231,7 @@ def test_merged_databases_of_several_processes_are_read(tmp_path: Path) -> None:
     assert_holds(folder, VALUES)
     catalog = ocdbt.FORMAT.read(LocalStore(folder))
     array = catalog.fragments("params.stack")[0].array
-    assert array is not None and array.extent is not None
+    assert array is not None
     assert array.extent.file.startswith("ocdbt.process_0/d/")
 
 
@@ -490,7 +490,7 @@ def test_metadata_that_does_not_fit_the_chunks_is_an_error(database: Path) -> No
 
 def test_missing_and_cut_data_files_are_named(database: Path) -> None:
     array = ocdbt.FORMAT.read(LocalStore(database)).fragments("params.stack")[0].array
-    assert array is not None and array.extent is not None
+    assert array is not None
     name = array.extent.file
     data = (database / name).read_bytes()
     (database / name).write_bytes(data[:-1000])

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file, save_model
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import WeightFileFacts, WriteOptions
 from core.catalog.files_beside import with_documents
 from core.copy.run import execute
@@ -68,7 +68,7 @@ def assert_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.T
         assert raw(found[key]) == raw(tensor), key
 
 
-def target_of(source: Catalog) -> Catalog:
+def target_of(source: TargetCatalog) -> TargetCatalog:
     return partitioned(source, format="safetensors", by="whole")
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray
 from core.errors import CheckpointingException, CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.files.store import MemoryStore
 from core.formats.safetensors.header import MAX_HEADER_BYTES, ORDER, Header, file_image, looks_like_header, read_header
@@ -57,7 +57,7 @@ def test_a_header_is_read_in_the_order_of_the_bytes() -> None:
         "empty": ("float64", (0, 5)),
         "b": ("uint8", (3,)),
     }
-    offsets = [a.extent.offset for a in found.arrays.values() if a.extent is not None]
+    offsets = [a.extent.offset for a in found.arrays.values()]
     assert [offset - offsets[0] for offset in offsets] == [0, 8, 12, 12]
     assert found.metadata == {"format": "pt", 'ü"\\': "\n"} and found.n_bytes == 15
 
@@ -267,7 +267,6 @@ def test_a_header_with_changed_bytes_is_read_as_safetensors_reads_it_or_refused(
     real = dict(safetensors.deserialize(bytes(whole)))
     assert real.keys() == found.arrays.keys()
     for name, array in found.arrays.items():
-        assert array.extent is not None
         assert tuple(real[name]["shape"]) == array.shape and real[name]["dtype"] == DTYPES[array.dtype].safetensors
         assert bytes(real[name]["data"]) == bytes(whole[array.extent.offset : array.extent.offset + array.n_bytes])
 
@@ -281,13 +280,13 @@ def test_a_laid_out_file_equals_the_one_that_safetensors_writes(
     tensors: dict[str, tuple[str, list[int]]], name: str, text: str
 ) -> None:
     by_name = {dtype.safetensors: dtype for dtype in DTYPES.values()}
-    arrays: dict[str, StoredArray] = {}
+    arrays: dict[str, PlannedArray] = {}
     real: dict[str, object] = {}
     for number, (key, (spelling, shape)) in enumerate(tensors.items()):
         if spelling == "F4" and not shape:
             shape = [2]
         dtype = by_name[spelling]
-        arrays[key] = StoredArray(key, dtype.name, tuple(shape))
+        arrays[key] = PlannedArray(key, dtype.name, tuple(shape))
         n_bytes = math.prod(shape) * dtype.itemsize
         flat = torch.arange(number, number + n_bytes, dtype=torch.uint8)
         kind = getattr(torch, dtype.name)
@@ -300,7 +299,7 @@ def test_a_laid_out_file_equals_the_one_that_safetensors_writes(
     store = MemoryStore({"f": wanted})
     found = read_header(store, "f")
     assert [(a.name, p.offset) for p in image.arrays for a in [p.array]] == [
-        (a.name, a.extent.offset) for a in found.arrays.values() if a.extent is not None
+        (a.name, a.extent.offset) for a in found.arrays.values()
     ]
     assert {a.name: (a.dtype, a.shape) for a in found.arrays.values()} == {
         a.name: (a.dtype, a.shape) for a in arrays.values()
@@ -315,7 +314,7 @@ def test_every_dtype_of_the_table_has_a_place_in_the_order() -> None:
 @pytest.mark.parametrize("dtype", ["complex128", "complex32"])
 def test_a_dtype_that_the_format_lacks_is_refused_with_a_way_out(dtype: str) -> None:
     with pytest.raises(UnsupportedError, match=f"no dtype {dtype}") as caught:
-        file_image("f", {"w": StoredArray("w", dtype, (2,))}, {})
+        file_image("f", {"w": PlannedArray("w", dtype, (2,))}, {})
     assert caught.value.key == "w" and caught.value.hint is not None and "--exclude" in caught.value.hint
 
 
@@ -325,13 +324,13 @@ def test_a_dtype_that_the_format_lacks_is_refused_with_a_way_out(dtype: str) -> 
 )
 def test_what_cannot_be_written_is_refused_by_name(key: str, dtype: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        file_image("f", {key: StoredArray(key, dtype, shape)}, {})
+        file_image("f", {key: PlannedArray(key, dtype, shape)}, {})
     assert caught.value.key == key and caught.value.hint
 
 
 def test_a_header_of_twenty_thousand_tensors_is_read_and_laid_out() -> None:
     arrays = {
-        f"model.layers.{n // 9}.e{n}": StoredArray(f"model.layers.{n // 9}.e{n}", "bfloat16", (1, 2))
+        f"model.layers.{n // 9}.e{n}": PlannedArray(f"model.layers.{n // 9}.e{n}", "bfloat16", (1, 2))
         for n in range(20_000)
     }
     image = file_image("f", arrays, {"format": "pt"})

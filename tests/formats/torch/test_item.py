@@ -39,7 +39,7 @@ def test_items_are_located_with_their_strides(dtype: torch.dtype) -> None:
         for _ in range(2):
             store, array = located(tensor, before=before)
             extent = array.extent
-            assert extent is not None and not extent.is_late
+            assert not extent.is_late
             strides = extent.strides or c_strides(array.shape)
             if tensor.numel():
                 span = 1 + sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
@@ -123,7 +123,7 @@ def test_items_are_located_from_many_threads() -> None:
     streams = [saved(tensor if n % 3 else tensor.t()) for n, tensor in enumerate(tensors)]
     store = MemoryStore({f"{n}": stream for n, stream in enumerate(streams)})
 
-    def address(n: int) -> Extent | None:
+    def address(n: int) -> Extent:
         shape = tuple(tensors[n].shape) if n % 3 else tuple(tensors[n].t().shape)
         late = Extent(f"{n}", 0, item_bytes=len(streams[n]))
         return item_location(store, StoredArray("t", "float32", shape, late)).extent
@@ -132,7 +132,7 @@ def test_items_are_located_from_many_threads() -> None:
     with ThreadPoolExecutor(8) as pool:
         for _ in range(5):
             assert list(pool.map(address, range(60))) == expected
-    assert {extent is not None and extent.strides for extent in expected} >= {None, (1, 4)}
+    assert {extent.strides for extent in expected} >= {None, (1, 4)}
 
 
 def test_a_truncated_item_names_its_file() -> None:

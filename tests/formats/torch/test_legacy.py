@@ -338,8 +338,7 @@ def test_a_stream_inside_a_bigger_file_is_read_in_place() -> None:
     alone = parse(MemoryStore({"f": REAL}), "f", prefix="p:")
     assert list(tree.arrays) == list(alone.arrays) == ["p:a", "p:l.0"]
     for key, array in tree.arrays.items():
-        assert array.extent is not None and alone.arrays[key].extent is not None
-        assert array.extent.offset == alone.arrays[key].extent.offset + 37  # type: ignore[union-attr]
+        assert array.extent.offset == alone.arrays[key].extent.offset + 37
     with pytest.raises(TruncatedError):
         parse(store, "f", start=37, n_bytes=len(REAL) - 1)
 
@@ -351,7 +350,6 @@ def test_an_object_is_loaded_from_its_stream() -> None:
     assert sorted(array.shape for array in arrays.values()) == [(3,), (20,)]
     assert isinstance(loaded, dict)
     array = arrays[loaded["cpu"].key]
-    assert array.extent is not None
     assert store.read("o", array.extent.offset, 20) == filled(torch.uint8, 20).numpy().tobytes()
 
 

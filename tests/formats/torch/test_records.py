@@ -50,7 +50,7 @@ from tests.formats.torch.torch_samples import (
 
 def encoding_of(catalog: Catalog, key: str) -> RecordEncoding | None:
     array = catalog.fragments(key)[0].array
-    assert array is not None and array.extent is not None
+    assert array is not None
     found = array.extent.encoding
     assert found is None or isinstance(found, RecordEncoding)
     return found
@@ -62,7 +62,7 @@ def big_endian(data: bytes) -> bytes:
     widths: list[tuple[int, int]] = []
     for key, meta in catalog.tensors.items():
         array = catalog.fragments(key)[0].array
-        assert array is not None and array.extent is not None
+        assert array is not None
         widths.append((array.extent.offset, number_bytes(meta.dtype)))
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(stream, "w") as made:

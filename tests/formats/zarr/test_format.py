@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from core.arrays.dtypes import DTYPES
 from core.catalog.catalog import Catalog, catalog_of_arrays
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.run import Job, run
@@ -245,7 +245,7 @@ def test_another_layout_gives_the_chunks_that_megatron_wrote_there(golden: Path,
 
 
 def test_metadata_json_is_the_last_image() -> None:
-    target = catalog_of_arrays(format="zarr", arrays={"w": StoredArray("w", "float32", (2, 3))})
+    target = catalog_of_arrays(format="zarr", arrays={"w": PlannedArray("w", "float32", (2, 3))})
     images = zarr.lay_out(target)
     assert [image.path for image in images] == ["w/.zarray", "w/0.0", "common.pt", "metadata.json"]
     assert [image.is_metadata for image in images] == [False, False, False, True]
@@ -309,14 +309,14 @@ def test_keys_with_slashes_are_nested_directories(tmp_path: Path) -> None:
     "key", ["a//b", "../a", "a/.b", ".hidden", "w.sync", "a\\b", "metadata.json", "x" * 300, "w/x"]
 )
 def test_keys_that_are_no_directory_are_refused(key: str) -> None:
-    arrays = {name: StoredArray(name, "float32", (2,)) for name in ("w", key)}
+    arrays = {name: PlannedArray(name, "float32", (2,)) for name in ("w", key)}
     with pytest.raises(UnsupportedError, match="--rename"):
         zarr.lay_out(catalog_of_arrays(format="zarr", arrays=arrays))
 
 
 @pytest.mark.parametrize("dtype", ["complex32", "float4_e2m1fn_x2"])
 def test_types_that_zarr_has_not_are_refused_with_a_way_out(dtype: str) -> None:
-    target = catalog_of_arrays(format="zarr", arrays={"w": StoredArray("w", dtype, (2,))})
+    target = catalog_of_arrays(format="zarr", arrays={"w": PlannedArray("w", dtype, (2,))})
     with pytest.raises(UnsupportedError, match=dtype) as caught:
         zarr.lay_out(target)
     assert caught.value.key == "w"
@@ -368,7 +368,7 @@ def test_what_tensorstore_writes_is_read(
         assert tensor_bytes(catalog, store, name).tobytes() == expected.tobytes(), name
         is_encoded = compressor is not None or name in ("f4", "c8")
         for fragment in catalog.fragments(name):
-            assert fragment.array is not None and fragment.array.extent is not None
+            assert fragment.array is not None
             assert (fragment.array.extent.encoding is not None) == is_encoded
             assert fragment.array.shape == (3, 5, 4), "chunks are stored in full, also at the edges"
     folder = written(catalog, store, zarr.FORMAT, tmp_path / "ours")

@@ -18,7 +18,7 @@ import zarr as zarr_python
 from core.arrays.checksum import crc32c
 from core.arrays.dtypes import DTYPES
 from core.catalog.catalog import Catalog, catalog_of_arrays
-from core.catalog.stored import StoredArray
+from core.catalog.stored import PlannedArray
 from core.convert.run import Job, run
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
@@ -100,7 +100,7 @@ def test_a_shard_that_we_wrote_is_one_run_of_bytes_again(tmp_path: Path) -> None
         fragments = catalog.fragments(key)
         assert len(fragments) == (2 if key == "rows" else 1)
         for fragment in fragments:
-            assert fragment.array is not None and fragment.array.extent is not None
+            assert fragment.array is not None
             assert (fragment.array.extent.offset, fragment.array.extent.encoding) == (0, None)
         assert tensor_bytes(catalog, ours, key).tobytes() == element_bytes(key, dtype, shape).tobytes()
     again = written(catalog, ours, zarr3.FORMAT, tmp_path / "again", shard_bytes=160)
@@ -108,7 +108,7 @@ def test_a_shard_that_we_wrote_is_one_run_of_bytes_again(tmp_path: Path) -> None
 
 
 def test_the_index_of_a_64_mib_piece_stands_behind_its_data() -> None:
-    array = StoredArray("w", "bfloat16", (8192, 8192))
+    array = PlannedArray("w", "bfloat16", (8192, 8192))
     images = {image.path: image for image in zarr3.lay_out(catalog_of_arrays(format="zarr3", arrays={"w": array}))}
     image = images["w/c/0/0"]
     ((offset, index),) = image.literals(lambda name: 0)
@@ -118,7 +118,7 @@ def test_the_index_of_a_64_mib_piece_stands_behind_its_data() -> None:
 
 
 def test_a_piece_without_few_equal_bands_is_not_sharded() -> None:
-    array = StoredArray("w", "uint8", ((1 << 27) - 39,))  # a prime
+    array = PlannedArray("w", "uint8", ((1 << 27) - 39,))  # a prime
     images = {image.path: image for image in zarr3.lay_out(catalog_of_arrays(format="zarr3", arrays={"w": array}))}
     assert images["w/c/0"].size == array.n_bytes
 
@@ -129,7 +129,7 @@ def test_the_group_comes_last_and_notes_the_iteration(tmp_path: Path) -> None:
     root = json.loads((folder / "zarr.json").read_bytes())
     assert root == {"zarr_format": 3, "node_type": "group", "attributes": {"ckpt": {"iteration": 7}}}
     assert read(folder)[0].iteration == 7
-    images = zarr3.lay_out(catalog_of_arrays(format="zarr3", arrays={"w": StoredArray("w", "float32", (2, 3))}))
+    images = zarr3.lay_out(catalog_of_arrays(format="zarr3", arrays={"w": PlannedArray("w", "float32", (2, 3))}))
     assert [image.path for image in images] == ["w/zarr.json", "w/c/0/0", "zarr.json"]
     assert [image.is_metadata for image in images] == [False, False, True]
 
@@ -164,14 +164,14 @@ def test_tensors_without_elements_are_kept(tmp_path: Path) -> None:
     "key", ["a//b", "../a", ".hidden", "c", "a/c", "zarr.json", "ckpt-objects.pt", "w/x", "x" * 300]
 )
 def test_keys_that_are_no_directory_are_refused(key: str) -> None:
-    arrays = {name: StoredArray(name, "float32", (2,)) for name in ("w", key)}
+    arrays = {name: PlannedArray(name, "float32", (2,)) for name in ("w", key)}
     with pytest.raises(UnsupportedError, match="--rename"):
         zarr3.lay_out(catalog_of_arrays(format="zarr3", arrays=arrays))
 
 
 @pytest.mark.parametrize("dtype", ["complex32", "float4_e2m1fn_x2"])
 def test_types_that_zarr_has_not_are_refused_with_a_way_out(dtype: str) -> None:
-    target = catalog_of_arrays(format="zarr3", arrays={"w": StoredArray("w", dtype, (2,))})
+    target = catalog_of_arrays(format="zarr3", arrays={"w": PlannedArray("w", dtype, (2,))})
     with pytest.raises(UnsupportedError, match=dtype) as caught:
         zarr3.lay_out(target)
     assert "--dtype" in str(caught.value)
@@ -240,7 +240,7 @@ def test_what_tensorstore_writes_is_read(tmp_path: Path, codec: str, order: str,
             assert tensor_bytes(catalog, store, f"{dtype}.{endian}").tobytes() == expected
             encoded = codec != "plain" or (endian == "big" and dtype != "float8_e5m2")
             for fragment in catalog.fragments(f"{dtype}.{endian}"):
-                assert fragment.array is not None and fragment.array.extent is not None
+                assert fragment.array is not None
                 assert (fragment.array.extent.encoding is not None) == encoded
     folder = written(*read(tmp_path), zarr3.FORMAT, tmp_path / "ours")
     for name in ("bfloat16.little", "int32.big"):

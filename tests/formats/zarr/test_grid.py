@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from core.arrays.box import Box
 from core.arrays.coverage import first_hole, first_overlap
-from core.catalog.catalog import Fragment
-from core.catalog.stored import StoredArray
+from core.catalog.catalog import Fragment, TargetFragment
+from core.catalog.stored import PlannedArray
 from core.errors import UnsupportedError
 from core.formats.zarr.grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
 from core.formats.zarr.shards import are_bands
@@ -52,9 +52,9 @@ def test_bands_of_long_axes_are_found_at_once() -> None:
     assert row_bands((2, 1 << 30), 2, most_bytes=1 << 24) == (1, 1 << 23)
 
 
-def fragments(boxes: list[Box]) -> list[Fragment]:
+def fragments(boxes: list[Box]) -> list[TargetFragment]:
     origin = (0,) * len(boxes[0].shape)
-    return [Fragment("w", box, StoredArray(f"w@{n}", "float32", box.shape), origin) for n, box in enumerate(boxes)]
+    return [Fragment("w", box, PlannedArray(f"w@{n}", "float32", box.shape), origin) for n, box in enumerate(boxes)]
 
 
 def test_equal_pieces_are_a_grid_in_any_order() -> None:
@@ -67,14 +67,14 @@ def test_equal_pieces_are_a_grid_in_any_order() -> None:
 
 
 def test_an_array_in_several_fragments_is_one_chunk() -> None:
-    array = StoredArray("w", "float32", (4, 3))
+    array = PlannedArray("w", "float32", (4, 3))
     parts = [Fragment("w", Box((row, 0), (2, 3)), array, (row, 0)) for row in (0, 2)]
     grid, arrays = grid_of_pieces("w", (4, 3), parts)
     assert (grid.chunk_shape, arrays) == ((4, 3), {(0, 0): array})
 
 
 def test_arrays_with_fewer_axes_are_chunks_of_extent_one() -> None:
-    parts = [Fragment("w", Box((n, 0), (1, 3)), StoredArray(f"w{n}", "float32", (3,)), (0,)) for n in range(2)]
+    parts = [Fragment("w", Box((n, 0), (1, 3)), PlannedArray(f"w{n}", "float32", (3,)), (0,)) for n in range(2)]
     grid, arrays = grid_of_pieces("w", (2, 3), parts)
     assert grid.chunk_shape == (1, 3)
     assert [arrays[n, 0].name for n in range(2)] == ["w0", "w1"]

@@ -8,7 +8,6 @@ import torch
 
 from core.arrays.cast import cast_of
 from core.catalog.stored import Extent, StoredArray
-from core.errors import MissingShardError
 from core.files.store import MemoryStore
 from core.megatron.optimizer.proof import is_master, is_nan, rounding_of, rounds_to, sample
 
@@ -58,11 +57,6 @@ def test_nans_equal_each_other_and_zeros_keep_their_sign() -> None:
     assert rounds_to(nan, "float32", other, "bfloat16")
     assert not rounds_to(np.array([1], np.float32).tobytes(), "float32", other, "bfloat16")
     assert not rounds_to(np.array([0.0], np.float32).tobytes(), "float32", b"\x00\x80", "bfloat16")
-
-
-def test_an_array_that_lies_nowhere_is_an_error() -> None:
-    with pytest.raises(MissingShardError):
-        sample(MemoryStore({}), StoredArray("a", "float32", (2,)))
 
 
 def edges() -> bytes:

@@ -165,13 +165,13 @@ def test_a_release_stays_a_release(golden: Path, tmp_path: Path, to: str) -> Non
 
 
 def test_iterations_of_eight_digits_widen_the_name(golden: Path, tmp_path: Path) -> None:
-    from core.catalog.catalog import Catalog
+    from core.catalog.catalog import TargetCatalog
     from core.formats.megatron import format as megatron
     from core.megatron.reshard.reshard import shard
     from tests.megatron.support.megatron_gold import RULES, global_form
 
     _, source = global_form(golden, "dense_gqa", "tp1_pp1")
-    target: Catalog = shard(replace(source, iteration=12345678), Topology(tp=2), rules=RULES)
+    target: TargetCatalog = shard(replace(source, iteration=12345678), Topology(tp=2), rules=RULES)
     assert {image.path.split("/")[0] for image in megatron.lay_out(target)} == {
         "iter_12345678",
         "latest_checkpointed_iteration.txt",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import MegatronModel, RankFacts
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.files.store import MemoryStore
@@ -24,7 +24,7 @@ from tests.support.materialize import tensor_bytes
 TP = [1, 2, 3, 4, 6, 12]
 
 
-def check(model: Model, store: MemoryStore, source: Catalog, target: Topology) -> Catalog:
+def check(model: Model, store: MemoryStore, source: Catalog, target: Topology) -> TargetCatalog:
     """Reshards and compares with the plain cutting; returns the target catalog."""
     made = shard(source, target, rules=RULES)
     arrays = filled(made, source, store)  # type: ignore[arg-type]

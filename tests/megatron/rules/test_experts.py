@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.catalog.catalog import Catalog, StoredObject
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import MegatronModel, RankFacts
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import MemoryStore
@@ -35,7 +35,7 @@ TOPOLOGIES = [
 ]
 
 
-def check(model: Model, store: MemoryStore, source: Catalog, target: Topology) -> Catalog:
+def check(model: Model, store: MemoryStore, source: Catalog, target: Topology) -> TargetCatalog:
     """Reshards and compares with the plain cutting, order included; returns the target catalog."""
     made = shard(source, target, rules=RULES)
     arrays = filled(made, source, store)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from core.catalog.catalog import Catalog
+from core.catalog.catalog import Catalog, TargetCatalog
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron
@@ -98,7 +98,7 @@ def fused(name: str) -> str:
     return whole.replace(".local_experts.", ".")
 
 
-def filled(target: Catalog, source: Catalog, store: LocalStore) -> dict[str, Bytes]:
+def filled(target: TargetCatalog, source: Catalog, store: LocalStore) -> dict[str, Bytes]:
     """The arrays of a target catalog, by the slow way: every region has exactly one source, or is zero by rule."""
     arrays: dict[str, Bytes] = {}
     known: dict[str, np.ndarray] = {}
@@ -116,7 +116,7 @@ def filled(target: Catalog, source: Catalog, store: LocalStore) -> dict[str, Byt
         assert covered.all(), f"{key} has elements without a source"
         for fragment in target.fragments(key):
             array = fragment.array
-            assert array is not None and array.extent is None
+            assert array is not None
             data = arrays.setdefault(array.name, np.zeros((*array.shape, have.shape[-1]), np.uint8))
             mask = known.setdefault(array.name, np.zeros(array.shape, bool))
             box = fragment.box

@@ -18,7 +18,7 @@ from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, PARAMS
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.catalog.catalog import TargetCatalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ParamGroup:
     names: Sequence[str]
 
 
-def param_groups(target: Catalog, names: Sequence[str], trained: Sequence[str]) -> list[ParamGroup]:
+def param_groups(target: TargetCatalog, names: Sequence[str], trained: Sequence[str]) -> list[ParamGroup]:
     """The groups: as the objects say, else one without settings.
 
     Objects are called ``optimizer.param_groups.<number>.<setting>``, one of them ``params``; or, as torch flattens
@@ -80,7 +80,7 @@ def _numbered(settings: dict[str, object], known: set[str]) -> ParamGroup:
     return ParamGroup({name: value for name, value in settings.items() if name != PARAMS}, members)
 
 
-def stored_groups(target: Catalog, groups: Sequence[ParamGroup], trained: Sequence[str]) -> list[object]:
+def stored_groups(target: TargetCatalog, groups: Sequence[ParamGroup], trained: Sequence[str]) -> list[object]:
     """``param_groups`` as the file has it."""
     listed: list[object] = [{**group.settings, PARAMS: [number]} for number, group in enumerate(groups)]
     named = {name for group in groups for name in group.names}

@@ -132,7 +132,7 @@ def _shaped(array: StoredArray, shape: Shape | None, file: str) -> StoredArray:
     """A bare tensor in the shape that the model states give it; scalars stay."""
     if shape is None or array.shape in ((), shape):
         return array
-    if prod(array.shape) != prod(shape) or array.extent is None or array.extent.strides is not None:
+    if prod(array.shape) != prod(shape) or array.extent.strides is not None:
         raise CorruptError(
             f"the tensor has {prod(array.shape)} elements, the model states give it the shape {shape}", file=file
         )

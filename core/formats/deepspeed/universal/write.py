@@ -43,8 +43,8 @@ from core.formats.torch.refused import loadable
 from core.pickle.inert import TensorLeaf, as_mapping, ordered_dict, walk
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog, TensorMeta
-    from core.catalog.stored import StoredArray
+    from core.catalog.catalog import TargetCatalog, TensorMeta
+    from core.catalog.stored import PlannedArray
 
 UCP_VERSION = 0.4
 _RESERVED = frozenset({
@@ -73,7 +73,7 @@ class _Parameter:
         return bool(self.states or self.values)
 
 
-def lay_out(target: Catalog) -> Sequence[FileImage]:
+def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """The images of a root: ``global_stepN_universal`` with its files, and ``latest_universal``.
 
     Args:
@@ -104,7 +104,7 @@ def lay_out(target: Catalog) -> Sequence[FileImage]:
     return (*images, literal_file(LATEST, folder.encode("utf-8"), is_metadata=True))
 
 
-def check(target: Catalog) -> None:
+def check(target: TargetCatalog) -> None:
     """Raises what ``lay_out`` would: about names, dtypes, groups and entries. The files themselves are not made."""
     aliases = _aliases(target)
     parameters = _parameters(target, aliases)
@@ -114,11 +114,11 @@ def check(target: Catalog) -> None:
     _model_root(target, parameters, groups, trained, aliases)
 
 
-def _iteration(target: Catalog) -> int | None:
+def _iteration(target: TargetCatalog) -> int | None:
     return None if target.write.is_release else target.iteration
 
 
-def _aliases(target: Catalog) -> dict[str, str]:
+def _aliases(target: TargetCatalog) -> dict[str, str]:
     """Name → the name of the equal parameter that is written."""
     aliases = {}
     for key, owner in target.aliases.items():
@@ -128,7 +128,7 @@ def _aliases(target: Catalog) -> dict[str, str]:
     return aliases
 
 
-def _parameters(target: Catalog, aliases: Mapping[str, str]) -> dict[str, _Parameter]:
+def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, _Parameter]:
     """The directories to be written, by name."""
     found: dict[str, _Parameter] = {}
     states: list[str] = []
@@ -190,7 +190,7 @@ def _check_weight(meta: TensorMeta) -> None:
         )
 
 
-def _check_state(target: Catalog, key: str, name: str, state: str) -> None:
+def _check_state(target: TargetCatalog, key: str, name: str, state: str) -> None:
     """The tensor can be a state of the parameter."""
     meta, weight = target.tensors[key], target.tensors[name]
     if state == MASTER:
@@ -214,7 +214,7 @@ def _check_state(target: Catalog, key: str, name: str, state: str) -> None:
         )
 
 
-def _parameter_images(target: Catalog, parameter: _Parameter, folder: str) -> Iterable[FileImage]:
+def _parameter_images(target: TargetCatalog, parameter: _Parameter, folder: str) -> Iterable[FileImage]:
     """The files of a parameter."""
     item = target.objects.get(f"{EXTRAS}.{parameter.name}")
     stated = as_mapping(item.value) if item is not None else None
@@ -229,10 +229,10 @@ def _parameter_images(target: Catalog, parameter: _Parameter, folder: str) -> It
         yield _image(target, f"{folder}/{state}.pt", value)
 
 
-def _image(target: Catalog, path: str, value: object) -> FileImage:
+def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
     """A torch file, as ``torch.save`` would name its inside."""
 
-    def array_of(key: str) -> StoredArray:
+    def array_of(key: str) -> PlannedArray:
         array = target.fragments(key)[0].array
         if array is None or array.shape != target.meta(key).shape:
             raise UnsupportedError("a universal checkpoint holds every tensor in one piece", key=key)
@@ -243,7 +243,7 @@ def _image(target: Catalog, path: str, value: object) -> FileImage:
     return FileImage(path, plan.size, plan.arrays, plan.literals)
 
 
-def _optimizer_root(target: Catalog, listed: list[object]) -> dict[object, object]:
+def _optimizer_root(target: TargetCatalog, listed: list[object]) -> dict[object, object]:
     """The content of ``optimizer_state.pt``."""
     prefix = f"{OPTIMIZER}."
     root: dict[object, object] = {}
@@ -262,12 +262,12 @@ def _optimizer_root(target: Catalog, listed: list[object]) -> dict[object, objec
     return root
 
 
-def _version(target: Catalog) -> object:
+def _version(target: TargetCatalog) -> object:
     found = target.objects.get("ds_version")
     return found.value if found is not None and isinstance(found.value, str) else DS_VERSION
 
 
-def _step(target: Catalog) -> object:
+def _step(target: TargetCatalog) -> object:
     """The step that ``optimizer_state.pt`` gets, or None."""
     if STEP_COPY in target.hidden:
         return TensorLeaf(STEP_COPY)
@@ -278,14 +278,14 @@ def _step(target: Catalog) -> object:
     return None
 
 
-def _trained(target: Catalog, parameters: Mapping[str, _Parameter]) -> list[str]:
+def _trained(target: TargetCatalog, parameters: Mapping[str, _Parameter]) -> list[str]:
     """The parameters that an optimizer has: those with a state, else all that could have one."""
     found = [name for name, parameter in parameters.items() if parameter.is_trained]
     return found or [name for name in parameters if DTYPES[target.tensors[name].dtype].kind == "float"]
 
 
 def _model_root(
-    target: Catalog,
+    target: TargetCatalog,
     parameters: Mapping[str, _Parameter],
     groups: Sequence[ParamGroup],
     trained: Sequence[str],

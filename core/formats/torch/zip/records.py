@@ -21,6 +21,7 @@ from __future__ import annotations
 import array as arrays
 import zlib
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
@@ -96,7 +97,6 @@ class RecordEncoding:
             CorruptError: the deflated data are damaged.
             TruncatedError: the file ends too early.
         """
-        assert array.extent is not None
         file, itemsize = array.extent.file, DTYPES[array.dtype].itemsize
         begin = unit * self.unit_bytes
         n_bytes = min(self.unit_bytes, self.n_bytes - begin) if self.strides is None else self.span_bytes
@@ -126,7 +126,7 @@ def encoded(
     turned_bytes = number_bytes(dtype) if is_big else 1
     if record.packed_bytes is None and turned_bytes == 1:
         return None
-    n_bytes = span_bytes = StoredArray("", dtype, shape).n_bytes
+    n_bytes = span_bytes = prod(shape) * DTYPES[dtype].itemsize
     if strides is not None and n_bytes == 0:
         strides = None
     if strides is not None:
@@ -271,7 +271,7 @@ def _gathered(data: bytes | memoryview, shape: Shape, strides: Shape, itemsize: 
 
     source = Layout(0, tuple(step * itemsize for step in strides))
     target = dense(shape, itemsize)
-    made = memoryview(bytearray(StoredArray("", "uint8", shape).n_bytes * itemsize))
+    made = memoryview(bytearray(prod(shape) * itemsize))
     copy_box(memoryview(data), source, made, target, shape=shape, itemsize=itemsize)
     return made
 

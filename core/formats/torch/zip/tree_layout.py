@@ -21,7 +21,7 @@ from core.pickle.reader import gc_paused
 from core.pickle.writer import dumps
 
 if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
+    from core.catalog.stored import PlannedArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class TreePlan:
 
     size: int
     arrays: list[PlacedArray]
-    records: list[StoredArray | JoinedArray]
+    records: list[PlannedArray | JoinedArray]
     archive: ArchivePlan
     payloads: dict[str, bytes]
 
@@ -80,7 +80,7 @@ class _Storage:
     pid: tuple[object, ...]
 
 
-def plan_tree(value: object, array_of: Callable[[str], StoredArray | JoinedArray], *, prefix: str) -> TreePlan:
+def plan_tree(value: object, array_of: Callable[[str], PlannedArray | JoinedArray], *, prefix: str) -> TreePlan:
     """The torch zip of an inert tree.
 
     Args:
@@ -92,7 +92,7 @@ def plan_tree(value: object, array_of: Callable[[str], StoredArray | JoinedArray
     Raises:
         UnsupportedError: the tree refers to a storage of another file.
     """
-    arrays: list[StoredArray | JoinedArray] = []
+    arrays: list[PlannedArray | JoinedArray] = []
     number_of: dict[str, int] = {}
 
     def reduced(leaf: TensorLeaf) -> Inert:
@@ -121,12 +121,12 @@ def plan_tree(value: object, array_of: Callable[[str], StoredArray | JoinedArray
     return TreePlan(archive.size, placed_records(archive, arrays), arrays, archive, payloads)
 
 
-def placed_records(archive: ArchivePlan, records: Sequence[StoredArray | JoinedArray]) -> list[PlacedArray]:
+def placed_records(archive: ArchivePlan, records: Sequence[PlannedArray | JoinedArray]) -> list[PlacedArray]:
     """What the storages of an archive consist of, in file order; the first four records are none."""
     return [one for number, array in enumerate(records) for one in _placed(array, archive.data[4 + number])]
 
 
-def _placed(array: StoredArray | JoinedArray, offset: int) -> Iterator[PlacedArray]:
+def _placed(array: PlannedArray | JoinedArray, offset: int) -> Iterator[PlacedArray]:
     if not isinstance(array, JoinedArray):
         yield PlacedArray(offset, array)
         return
@@ -141,7 +141,7 @@ def _persistent_id(leaf: object) -> object:
     return leaf.pid if isinstance(leaf, _Storage) else None
 
 
-def _rebuild(leaf: TensorLeaf, array: StoredArray | JoinedArray, number: int) -> Inert:
+def _rebuild(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: int) -> Inert:
     """The call that makes a tensor."""
     dtype = DTYPES[array.dtype]
     needs_grad = leaf.requires_grad and dtype.kind in ("float", "complex")

@@ -15,7 +15,7 @@ from core.pickle.inert import NO_STATE, Global, Inert, Size, TensorLeaf, Weights
 
 if TYPE_CHECKING:
     from core.catalog.file_image import JoinedArray
-    from core.catalog.stored import StoredArray
+    from core.catalog.stored import PlannedArray
 
 _PLAIN = frozenset({str, int, bool, bytes, type(None), Global})
 _MAX_PLANS = 256
@@ -38,7 +38,7 @@ class TreePlans:
         self._contents: dict[tuple[object, ...], int] = {}
         self._weights = Weights()
 
-    def plan(self, value: object, array_of: Callable[[str], StoredArray | JoinedArray]) -> TreePlan:
+    def plan(self, value: object, array_of: Callable[[str], PlannedArray | JoinedArray]) -> TreePlan:
         """The torch zip of an inert tree; see ``plan_tree``."""
         signing = _Signing(array_of, self._number_of)
         signature = signing.signature(value)
@@ -68,7 +68,7 @@ class TreePlans:
         return self._contents.setdefault(which, len(self._contents))
 
 
-def _no_array(key: str) -> StoredArray:
+def _no_array(key: str) -> PlannedArray:
     raise AssertionError(f"no tensor is called {key}, as there is none")
 
 
@@ -76,14 +76,14 @@ class _Signing:
     """Describes one tree: two with equal signatures have equal pickles, whose storages are ``records`` in order."""
 
     def __init__(
-        self, array_of: Callable[[str], StoredArray | JoinedArray], number_of: Callable[[object], int | None]
+        self, array_of: Callable[[str], PlannedArray | JoinedArray], number_of: Callable[[object], int | None]
     ) -> None:
         self._array_of = array_of
         self._number_of = number_of
         self._parts: list[object] = []
         self._seen: dict[int, int] = {}
         self._numbers: dict[str, int] = {}
-        self.records: list[StoredArray | JoinedArray] = []
+        self.records: list[PlannedArray | JoinedArray] = []
 
     def signature(self, value: object) -> tuple[object, ...] | None:
         """The signature; None for a tree of a kind that is not described, or nested too deeply."""

@@ -12,10 +12,10 @@ from dataclasses import replace
 from math import lcm, prod
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Fragment
+from core.catalog.catalog import TargetFragment
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import MASTER, state_key, state_of, trained
-from core.catalog.stored import Coords, StoredArray
+from core.catalog.stored import Coords, PlannedArray
 from core.errors import MissingShardError, UnsupportedError
 from core.megatron.extras.common_state import with_arrays
 from core.megatron.model.args import fields_of
@@ -46,8 +46,8 @@ class FlatFiles:
 
     def __init__(self, target: ReshardTarget) -> None:
         self.files: dict[Coords, object] = {}
-        self.arrays: dict[str, StoredArray | JoinedArray] = {}
-        self.beside: dict[str, list[StoredArray]] = {}
+        self.arrays: dict[str, PlannedArray | JoinedArray] = {}
+        self.beside: dict[str, list[PlannedArray]] = {}
         self.notes: list[str] = []
         self.dropped: list[str] = []
         self._target = target
@@ -61,7 +61,7 @@ class FlatFiles:
         self._states = (MASTER, *(state for state in target.optimizer.states if state != MASTER))
         self._check_states()
         self._groups = target_groups(target, self._trained)
-        self._held: dict[str, list[tuple[Rank, StoredArray]]] = {}
+        self._held: dict[str, list[tuple[Rank, PlannedArray]]] = {}
 
     def _check_states(self) -> None:
         """Raise unless every parameter has every state, in fp32."""
@@ -209,7 +209,7 @@ class FlatFiles:
         parts = []
         for param, slot in zip(reversed(held), reversed(layout.slots), strict=True):
             key = state_key(state, param.key)
-            array = StoredArray(f"{name}[{slot.start}]", _FP32, self._target.cuts[key].shard_shape, coords=coords)
+            array = PlannedArray(f"{name}[{slot.start}]", _FP32, self._target.cuts[key].shard_shape, coords=coords)
             self._held.setdefault(key, []).append((rank, array))
             parts.append((slot.start, array))
         return JoinedArray(name, _FP32, layout.n_elements, tuple(parts))
@@ -236,7 +236,7 @@ class FlatFiles:
         assert isinstance(copy, dict)
         return copy
 
-    def fragments(self, key: str) -> Sequence[Fragment]:
+    def fragments(self, key: str) -> Sequence[TargetFragment]:
         """See ``OptimizerFiles``."""
         cut = self._target.cuts[key]
         return tuple(piece for rank, array in self._held.get(key, ()) for piece in cut.fragments(key, rank, array))

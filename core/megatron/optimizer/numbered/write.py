@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from core.catalog.catalog import Catalog, Fragment
+from core.catalog.catalog import Catalog, TargetFragment
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import MASTER, Optimizer, state_key, trained
-from core.catalog.stored import Coords, StoredArray
+from core.catalog.stored import Coords, PlannedArray
 from core.errors import MissingShardError, UnsupportedError
 from core.megatron.extras.common_state import with_arrays
 from core.megatron.model.cut import param_array
@@ -33,8 +33,8 @@ class NumberedFiles:
 
     def __init__(self, target: ReshardTarget) -> None:
         self.files: dict[Coords, object] = {}
-        self.arrays: dict[str, StoredArray | JoinedArray] = {}
-        self.beside: dict[str, list[StoredArray]] = {}
+        self.arrays: dict[str, PlannedArray | JoinedArray] = {}
+        self.beside: dict[str, list[PlannedArray]] = {}
         self.notes: list[str] = []
         self.dropped: list[str] = []
         self._target = target
@@ -43,7 +43,7 @@ class NumberedFiles:
         params = _trained(target.catalog, target.optimizer)
         self._groups = target_groups(target, params)
         self._check_states(params)
-        self._held: dict[str, list[tuple[Rank, StoredArray]]] = {}
+        self._held: dict[str, list[tuple[Rank, PlannedArray]]] = {}
 
     def _check_states(self, params: Mapping[str, int]) -> None:
         """Raise unless every parameter has every state, and a master if it is of 16 bits."""
@@ -136,7 +136,7 @@ class NumberedFiles:
         step = self._target.optimizer.step
         if isinstance(step, TensorLeaf):
             meta = self._target.catalog.meta(step.key)
-            array = StoredArray(f"{place}.{STEP_NAME}", meta.dtype, meta.shape, coords=coords)
+            array = PlannedArray(f"{place}.{STEP_NAME}", meta.dtype, meta.shape, coords=coords)
             self.beside.setdefault(step.key, []).append(array)
             states[STEP_NAME] = TensorLeaf(array.name)
         elif step is not None:
@@ -162,7 +162,7 @@ class NumberedFiles:
         assert isinstance(copy, dict)
         return copy
 
-    def fragments(self, key: str) -> Sequence[Fragment]:
+    def fragments(self, key: str) -> Sequence[TargetFragment]:
         """See ``OptimizerFiles``."""
         cut = self._target.cuts[key]
         return tuple(piece for rank, array in self._held.get(key, ()) for piece in cut.fragments(key, rank, array))

@@ -79,7 +79,7 @@ def _weights(fragments: Sequence[Fragment], box: Box, *, is_end: bool) -> tuple[
         array = fragment.array
         if common is None or array is None:
             continue
-        if array.extent is None or array.extent.encoding is not None:
+        if array.extent.encoding is not None:
             continue
         if array.extent.strides not in (None, c_strides(array.shape)):
             continue

@@ -21,7 +21,7 @@ def _stored(name: str, n: int, offset: int = 0) -> StoredArray:
 
 def _fill(whole: np.ndarray, fragment: Fragment, data: dict[str, np.ndarray]) -> None:
     """Copies a fragment out of its file; an element is copied once."""
-    assert fragment.array is not None and fragment.array.extent is not None
+    assert fragment.array is not None
     start = fragment.array.extent.offset // 4
     dense = data[fragment.array.extent.file][start : start + prod(fragment.array.shape)].reshape(fragment.array.shape)
     box = fragment.box

@@ -29,7 +29,7 @@ from tests.support.facets import facet_of, with_facts, with_facts_of
 from tests.support.materialize import Bytes, tensor_bytes
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.catalog.catalog import AnyCatalog, Catalog
     from core.files.store import LocalStore
 
 PLAIN = (
@@ -122,7 +122,7 @@ def test_written_at_its_own_sizes_it_is_what_megatron_wrote(golden: Path, name: 
             assert (arrays[fragment.array.name] == whole[region]).all(), fragment.array.name
 
 
-def check_like(target: Catalog, wanted: Catalog, *, has_settings: bool = True) -> None:
+def check_like(target: AnyCatalog, wanted: Catalog, *, has_settings: bool = True) -> None:
     """A target has the keys, dtypes, shapes and chunks of a checkpoint of Megatron's, and its optimizer settings."""
     assert {key: (meta.dtype, meta.shape) for key, meta in target.tensors.items()} == {
         key: (meta.dtype, meta.shape) for key, meta in wanted.tensors.items()
