@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from core.arrays.box import Box, Shape
-from core.dist_checkpointing._directory.removal import beginning_so, check_prefix, delete_file
+from core.dist_checkpointing._directory.removal import check_prefix, delete_file, keys_with_prefix
 from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.files.folders import sync_folder
 from core.files.json_object import small_file
@@ -169,7 +169,7 @@ def remove_entries(checkpoint_dir: Path, key_prefix: str) -> list[str]:
         StorageError: the system refuses.
     """
     check_prefix(key_prefix)
-    keys = beginning_so(_entry_keys(checkpoint_dir), key_prefix, checkpoint_dir)
+    keys = keys_with_prefix(_entry_keys(checkpoint_dir), key_prefix, checkpoint_dir)
     if keys:
         delete_file(checkpoint_dir / MANIFEST)
     for key in keys:
