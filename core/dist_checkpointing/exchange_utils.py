@@ -31,15 +31,15 @@ import torch
 
 from core.dist_checkpointing._engine.float8 import is_float8tensor
 from core.dist_checkpointing._ranks import comm
-from core.dist_checkpointing._ranks.parcels import Parcel, in_place, pack, parcels_of, row_bytes, unpack
+from core.dist_checkpointing._ranks.parcels import Parcel, bytes_in_place, make_parcels, pack, row_bytes, unpack
 from core.dist_checkpointing._ranks.shard_bytes import (
-    buffer,
+    allocate_bytes,
     copy_bytes,
-    destination,
     exchange_device,
     n_bytes,
     n_elements,
-    nominal,
+    receive_buffer,
+    with_nominal_dtype,
 )
 from core.dist_checkpointing._ranks.shard_distribution import (
     ShardDistribution,
@@ -90,7 +90,7 @@ def exchange_loaded_tensors_gather_rounds(
         width = max(map(row_bytes, rounds), default=0)
         distribution = _require_distribution(shard_distribution)
         tensors = _prepare_tensors(loaded_tensors, unloaded_shards, distribution, group)
-        return tensors, buffer(width, device), buffer(width * len(by_rank), device)
+        return tensors, allocate_bytes(width, device), allocate_bytes(width * len(by_rank), device)
 
     # Check and allocate everything before the first exchange, so that no rank fails in between.
     tensors, sent, received = comm.together(prepare, group)
@@ -122,8 +122,8 @@ def exchange_loaded_tensors_gather_object(
         # As separate bytes: pickle does not support every dtype, and would send the whole storage of a view.
         copies = {}
         for shard, tensor in loaded_tensors.items():
-            values = nominal(tensor)
-            raw = buffer(values.numel() * values.dtype.itemsize, torch.device("cpu"))
+            values = with_nominal_dtype(tensor)
+            raw = allocate_bytes(values.numel() * values.dtype.itemsize, torch.device("cpu"))
             copy_bytes(values, raw, is_received=False)
             copies[shard] = values.dtype, raw
         return copies
@@ -136,7 +136,7 @@ def exchange_loaded_tensors_gather_object(
             if shard not in tensors:
                 dtype, raw = received[shard]
                 _check_loaded(raw.view(dtype), tensor)
-                tensors[shard] = destination(tensor)
+                tensors[shard] = receive_buffer(tensor)
                 copy_bytes(tensors[shard], raw, is_received=True)
         return tensors
 
@@ -200,14 +200,14 @@ def exchange_loaded_tensors_broadcast(
     def prepare() -> tuple[dict[_ShardId, torch.Tensor], torch.Tensor]:
         distribution = _require_distribution(shard_distribution)
         tensors = _prepare_tensors(loaded_tensors, unloaded_shards, distribution, group)
-        staged = [parcel.n_bytes for parcel in parcels if in_place(parcel, tensors, device) is None]
-        return tensors, buffer(max(staged, default=0), device)
+        staged = [parcel.n_bytes for parcel in parcels if bytes_in_place(parcel, tensors, device) is None]
+        return tensors, allocate_bytes(max(staged, default=0), device)
 
     # Check and allocate everything before the first exchange, so that no rank fails in between.
     tensors, scratch = comm.together(prepare, group)
     for parcel in parcels:
         # A parcel that is one contiguous tensor on the right device is sent without a copy.
-        own = in_place(parcel, tensors, device)
+        own = bytes_in_place(parcel, tensors, device)
         moved = scratch[: parcel.n_bytes] if own is None else own
         is_source = parcel.main_rank == comm.rank(group)
         if own is None and is_source:
@@ -275,7 +275,7 @@ def _shards_to_exchange(distribution: ShardDistribution) -> list[_ShardId]:
 def _parcels(distribution: ShardDistribution) -> list[Parcel]:
     shards = _shards_to_exchange(distribution)
     sizes = {shard: n_bytes(distribution.shard_to_metadata[shard]) for shard in shards}
-    return parcels_of(sizes, distribution.main_rank_for_shard)
+    return make_parcels(sizes, distribution.main_rank_for_shard)
 
 
 def _prepare_tensors(
@@ -290,7 +290,7 @@ def _prepare_tensors(
         CheckpointingException: as :func:`exchange_by_distribution`, but on this rank only.
     """
     rank = comm.rank(group)
-    tensors = {shard: nominal(tensor) for shard, tensor in loaded.items()}
+    tensors = {shard: with_nominal_dtype(tensor) for shard, tensor in loaded.items()}
     for shard in _shards_to_exchange(distribution):
         if distribution.main_rank_for_shard[shard] == rank:
             if shard not in tensors:
@@ -301,7 +301,7 @@ def _prepare_tensors(
         raise _missing_error(missing)
     for shard_id, tensor in unloaded.items():
         if shard_id not in tensors:
-            tensors[shard_id] = destination(tensor)
+            tensors[shard_id] = receive_buffer(tensor)
     return tensors
 
 

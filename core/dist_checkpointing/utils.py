@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from core.dist_checkpointing._engine.float8 import dequantized, is_float8tensor
+from core.dist_checkpointing._engine.float8 import dequantize, is_float8tensor
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, nested_values
 from core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -138,7 +138,7 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
     """
     for leaf in nested_values(sharded_state_dict):
         if isinstance(leaf, ShardedBase) and is_float8tensor(leaf.data):
-            leaf.data = dequantized(leaf.data)
+            leaf.data = dequantize(leaf.data)
 
 
 @contextmanager

@@ -134,7 +134,7 @@ def test_a_strategy_saves_what_ckpt_convert_makes_of_torch_dist(tmp_path: Path) 
     _complete(direct, "zarr")
     _complete(other, "torch_dist")
     run(Job(src=other, dst=converted.parent, to="zarr", fsync=False))
-    with bridge.opened(direct) as (mine, _), bridge.opened(converted) as (theirs, _):
+    with bridge.open_catalog(direct) as (mine, _), bridge.open_catalog(converted) as (theirs, _):
         assert mine.tensors == theirs.tensors
         for key in SHAPES:
             assert sorted(mine.fragments(key), key=str) == sorted(theirs.fragments(key), key=str)

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from core.dist_checkpointing._ranks import comm
-from core.dist_checkpointing._ranks.kept import Kept
+from core.dist_checkpointing._ranks.kept import CachedResult
 from core.dist_checkpointing._ranks.shard_bytes import n_elements
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace, dict_list_map_outplace, nested_values
 from core.dist_checkpointing.exchange_utils import (
@@ -85,7 +85,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         self.base_strategy = strategy
         self.parallelization_group = _group_or_world(parallelization_group)
         self.do_cache_distribution = do_cache_distribution
-        self._cached: Kept[ShardDistribution | None] = Kept(self.parallelization_group)
+        self._cached: CachedResult[ShardDistribution | None] = CachedResult(self.parallelization_group)
         self._is_validated = False
 
     @property
@@ -174,7 +174,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self.parallelization_group = _group_or_world(parallelization_group)
         self.do_cache_distribution = do_cache_distribution
         self.exchange_algo = exchange_algo
-        self._cached: Kept[tuple[ShardDistribution | None, dict[_ShardId, int]]] = Kept(self.parallelization_group)
+        self._cached: CachedResult[tuple[ShardDistribution | None, dict[_ShardId, int]]] = CachedResult(
+            self.parallelization_group
+        )
         self._objects_ranks: dict[_ShardId, int] = {}
 
     @property

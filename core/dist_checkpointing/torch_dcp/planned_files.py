@@ -65,7 +65,7 @@ def write_part(
     # Write the tensors, in batches so that few of them are in host memory at a time.
     for batch in batches(filter(is_tensor, plan.items), lambda item: chunk_of(item).n_bytes):
         tensors = [_resolve_tensor(item, planner) for item in batch]
-        live = [bridge.live(chunk_of(item), data) for item, data in zip(batch, tensors, strict=True)]
+        live = [bridge.live_tensor(chunk_of(item), data) for item, data in zip(batch, tensors, strict=True)]
         crcs |= _write_tensors(live, catalog, part.images, store, threads=threads)
         results += [
             WriteResult(index=item.index, size_in_bytes=tensor.chunk.n_bytes, storage_data=None)
@@ -183,7 +183,7 @@ def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
             f"the planner gives a tensor of shape {tuple(data.shape)}, but planned {chunk.box.shape}", key=chunk.key
         )
     bridge.check_data(chunk, data)
-    return bridge.on_host(chunk, data)
+    return bridge.to_host(chunk, data)
 
 
 def _read_streams(
