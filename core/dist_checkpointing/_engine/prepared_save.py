@@ -40,25 +40,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The outcome of the ranks' exchange of metadata, valid for every save in which only the data differ.
+    """The outcome of the ranks' exchange of metadata, valid while only the data change.
 
     Args:
         format, attrs: of the target.
-        held: contribution of each rank, by rank.
-        made: the target catalog and its file images.
+        contributions: the tensors and objects of each rank, by rank.
+        layout: the target catalog and its file images.
     """
 
     format: Format
     attrs: Mapping[str, object]
-    held: Sequence[Held]
-    made: tuple[Catalog, tuple[FileImage, ...]]
+    contributions: Sequence[Held]
+    layout: tuple[Catalog, tuple[FileImage, ...]]
 
     def fits(self, format: Format, attrs: Mapping[str, object], held: Held, *, number: int, n_ranks: int) -> bool:
         """Return whether rank ``number`` of ``n_ranks`` contributes the same to the same target."""
         return (
-            (format.name, n_ranks) == (self.format.name, len(self.held))
+            (format.name, n_ranks) == (self.format.name, len(self.contributions))
             and attrs == self.attrs
-            and held == self.held[number]
+            and held == self.contributions[number]
         )
 
 
@@ -78,7 +78,7 @@ class PreparedSave:
 
     @property
     def agreement(self) -> Agreement:
-        """The agreement, to be passed as ``previous`` to the next save."""
+        """Return the agreement, to be passed as ``previous`` to the next save."""
         return Agreement(self.work.format, self.work.attrs, self.work.held, self.work.laid_out())
 
     def staged(self) -> PreparedSave:
@@ -89,7 +89,7 @@ class PreparedSave:
         Raises:
             OSError: there is not enough memory.
         """
-        copies = POOL.copied([data for _, data in self.tensors])
+        copies = POOL.copy_tensors([data for _, data in self.tensors])
         return replace(self, tensors=[(chunk, data) for (chunk, _), data in zip(self.tensors, copies, strict=True)])
 
     def write(self) -> int:
@@ -133,8 +133,8 @@ def prepare_save(
         format: name of a writable format.
         attrs: of the target catalog.
         threads: number of copying threads on each rank.
-        previous: agreement of an earlier save; if all ranks give one and it still fits, metadata are
-            neither exchanged nor computed.
+        previous: agreement of an earlier save; if all ranks give one and it still fits, metadata
+            are neither exchanged nor computed.
 
     Raises:
         CheckpointingException: ranks disagree on a tensor, or the format cannot store it; on every
@@ -159,12 +159,12 @@ def prepare_save(
         format=kind,
         root=Path(checkpoint_dir),
         number=comm.rank(),
-        held=agreed.held if agreed is not None else comm.all_gather(mine),
+        held=agreed.contributions if agreed is not None else comm.all_gather(mine),
         streams=streams,
         attrs=attrs or {},
         without=(CONFIG, COMMON_FILE) if kind.is_mcore else (),
         threads=threads,
-        _made=agreed.made if agreed is not None else None,
+        _made=agreed.layout if agreed is not None else None,
     )
     # Lay out the files on all ranks, so that an error is raised on all of them before any byte is written.
     comm.together(work.laid_out)
