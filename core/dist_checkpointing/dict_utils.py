@@ -80,15 +80,9 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], lis
         return _diff_items(x1, x2, prefix)
     if _is_sequence(x1) and _is_sequence(x2) and type(x1) is type(x2):
         return _diff_items(dict(enumerate(x1)), dict(enumerate(x2)), prefix)
-    if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
-        return [], [], _diff_tensors(x1, x2, prefix)
     if hasattr(x1, "replica_id") and type(x1) is type(x2):
         return diff(x1.data, x2.data, (*prefix, type(x1)))
-    try:
-        is_unequal = bool(x1 != x2)
-    except (RuntimeError, TypeError, ValueError):
-        is_unequal = True
-    return [], [], [(prefix, type(x1), type(x2))] if is_unequal else []
+    return [], [], _diff_leaves(x1, x2, prefix)
 
 
 def _is_sequence(x: Any) -> bool:
@@ -108,8 +102,15 @@ def _diff_items(x1: dict[Any, Any], x2: dict[Any, Any], prefix: Path) -> tuple[l
     )
 
 
-def _diff_tensors(x1: torch.Tensor, x2: torch.Tensor, prefix: Path) -> list[Any]:
+def _diff_leaves(x1: Any, x2: Any, prefix: Path) -> list[Any]:
+    """Return the mismatch of two leaves in a list; [] if they are equal."""
     kinds = (prefix, type(x1), type(x2))
+    if not (isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor)):
+        try:
+            is_unequal = bool(x1 != x2)
+        except (RuntimeError, TypeError, ValueError):  # values that cannot be compared count as unequal
+            is_unequal = True
+        return [kinds] if is_unequal else []
     try:
         unequal = (x1 != x2) if x1.device == x2.device else (x1.cpu() != x2.cpu())
         if not bool(unequal.any()):

@@ -80,6 +80,7 @@ def exchange_loaded_tensors_gather_rounds(
     Arguments, result and errors are those of :func:`exchange_by_distribution`.
     """
     group = parallelization_group
+    # Let round n consist of the n-th parcel of each rank.
     by_rank: list[list[Parcel]] = [[] for _ in range(comm.world_size(group))]
     for parcel in _parcels(_require_distribution(shard_distribution)):
         by_rank[parcel.main_rank].append(parcel)

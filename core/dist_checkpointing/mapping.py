@@ -150,14 +150,14 @@ class ShardedTensor(ShardedBase):
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """Shape of ``data``: the local shape, or the length of the flattened range."""
+        """Return the shape of ``data``: the local shape, or the length of the flattened range."""
         if self.flattened_range is None:
             return self.local_shape
         return (self.flattened_range.stop - self.flattened_range.start,)
 
     @property
     def has_regular_grid(self) -> bool:
-        """True if the shards of the global tensor form a regular grid."""
+        """Return whether the shards of the global tensor form a regular grid."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
@@ -267,6 +267,7 @@ class ShardedTensor(ShardedBase):
             raise ValueError("from_rank_offsets takes no flattened_range; use from_rank_offsets_flat")
         extents = (1,) * prepend_axis_num + tuple(data.shape)
         shape, offset, fragmentations = list(extents), [0] * len(extents), [1] * len(extents)
+        # Every cut axis is as many times longer in the global tensor as it has shards.
         for axis, index, n_shards in rank_offsets:
             if not (0 <= axis < len(extents) and 0 <= index < n_shards):
                 raise CheckpointingException(
@@ -468,7 +469,7 @@ class ShardedObject(ShardedBase):
 
     @property
     def unique_key(self) -> str:
-        """Name of this object in a checkpoint: ``<key>/shard_<offset>_<shape>``.
+        """Return the name of this object in a checkpoint: ``<key>/shard_<offset>_<shape>``.
 
         The numbers within offset and shape are joined by dots.
         """
@@ -571,7 +572,8 @@ def _factory_items(x1: Any, x2: Any, key: tuple[Any, ...]) -> list[tuple[Any, An
     """Return the items of ``x2``, by key or index, after checking that ``x1`` has all of them.
 
     Raises:
-        ValueError: an item of ``x2`` is not in ``x1``, lists differ in length, or container types do not match.
+        ValueError: an item of ``x2`` is not in ``x1``, lists differ in length, or container types
+            do not match.
     """
     if isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):

@@ -37,7 +37,7 @@ KEEP_VARS_HINT = (
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
-    """Number the optimizer's parameters by ``id()`` (of the local tensor, for a DTensor).
+    """Map ``id()`` of each parameter (for a DTensor, of its local tensor) to its number.
 
     The number is that of the parameter in the optimizer's state; the first one if a parameter
     occurs twice.

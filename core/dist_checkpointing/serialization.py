@@ -233,14 +233,16 @@ def _require_agreement(begin: Callable[[], tuple[T, U, V]], **arguments: object)
     """Run ``begin`` on every rank and raise unless all ranks chose the same strategies; collective.
 
     Args:
-        begin: return a strategy for shards, one for common states, and a third value, which is not compared.
+        begin: return a strategy for shards, one for common states, and a third value, which is not
+            compared.
         arguments: further arguments that have to be the same on all ranks.
 
     Returns:
         The result of ``begin`` on this rank.
 
     Raises:
-        UsageError: the strategies or arguments of two ranks differ, so that they would wait for each other.
+        UsageError: the strategies or arguments of two ranks differ, so that they would wait for
+            each other.
     """
     chosen: list[tuple[T, U, V]] = []
 

@@ -128,7 +128,7 @@ class CkptStorageReader(StorageReader):
         super().__init__()
         refuse_url(path)
         self.path = Path(path)
-        self.load_id = _new_id()
+        self.load_id = str(uuid.uuid4())
         self._prefix = prefix
         self._root = root
         self._casts = casts
@@ -139,7 +139,7 @@ class CkptStorageReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> CheckpointId:
-        """Path of the checkpoint."""
+        """Return the path of the checkpoint."""
         return self.path
 
     @classmethod
@@ -150,12 +150,12 @@ class CkptStorageReader(StorageReader):
 
     @override
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Close the opened checkpoint and begin a new read, of another checkpoint if an id is given."""
+        """Close the checkpoint and begin a new read, of another checkpoint if an id is given."""
         self._close()
         if checkpoint_id:
             refuse_url(checkpoint_id)
             self.path = Path(checkpoint_id)
-        self.load_id = _new_id()
+        self.load_id = str(uuid.uuid4())
 
     @override
     def read_metadata(self) -> Metadata:
@@ -307,10 +307,6 @@ def _may_be_of_old_torch(planner: DefaultLoadPlanner, stored: Mapping[str, objec
     )
 
 
-def _new_id() -> str:
-    return str(uuid.uuid4())
-
-
 def _names_for_torch(
     catalog: Catalog, *, prefix: str, root: str
 ) -> tuple[dict[str, str], dict[str, tuple[str | int, ...]]]:
@@ -365,7 +361,7 @@ def _key(opened: _OpenedCheckpoint, name: str) -> str:
 
 
 def _missing_error(name: str, stored: Sequence[str], *, n_more: int = 0) -> MissingShardError:
-    """Return the error about a key that the checkpoint lacks, with a hint that names similar keys."""
+    """Return the error about a missing key, with a hint that names similar keys."""
     similar = get_close_matches(name, stored, n=3, cutoff=0.7)
     tail = name.partition(".")[2]
     similar += [key for key in stored if key.endswith(f".{name}") or (tail and key == tail)][:3]
@@ -377,7 +373,7 @@ def _missing_error(name: str, stored: Sequence[str], *, n_more: int = 0) -> Miss
 
 
 def _group_by_dtype(targets: Sequence[tuple[Chunk, torch.Tensor]]) -> Iterator[list[tuple[Chunk, torch.Tensor]]]:
-    """Yield all targets in one group or, if a tensor is read in several dtypes, a group per dtype."""
+    """Yield all targets in one group, or in a group per dtype if a tensor has several."""
     dtypes: dict[str, set[str]] = {}
     for chunk, _ in targets:
         dtypes.setdefault(chunk.key, set()).add(chunk.dtype)

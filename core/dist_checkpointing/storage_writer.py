@@ -83,7 +83,8 @@ class _RunningSave:
         save: the combined plans of all ranks.
         layout: the files, and the positions of tensors in them.
         stage: the hidden directory that the files are written into.
-        end: leaves the stage; called by the garbage collector, or at the exit of the process, if not before.
+        end: leaves the stage; called by the garbage collector, or at the exit of the process, if
+            not before.
         format: the format that ranks write.
         dst: destination of the stage.
         max_file_bytes: maximum size of the files that ranks write.
@@ -133,7 +134,7 @@ class CkptStorageWriter(StorageWriter):
         super().__init__()
         refuse_url(path)
         self.path = Path(path)
-        self.save_id = _new_id()
+        self.save_id = str(uuid.uuid4())
         self._format = format_called(format) if isinstance(format, str) else format
         if self._format.lay_out is None:
             raise UnsupportedError(f"the format {self._format.name} can be read, but not written")
@@ -147,7 +148,7 @@ class CkptStorageWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> CheckpointId:
-        """Path of the destination."""
+        """Return the path of the destination."""
         return self.path
 
     @classmethod
@@ -162,12 +163,12 @@ class CkptStorageWriter(StorageWriter):
 
     @override
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Abandon an unfinished save and begin a new one, to another destination if an id is given."""
+        """Abandon an unfinished save and begin a new one, elsewhere if an id is given."""
         self._abandon()
         if checkpoint_id:
             refuse_url(checkpoint_id)
             self.path = Path(checkpoint_id)
-        self.save_id = _new_id()
+        self.save_id = str(uuid.uuid4())
 
     @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -201,8 +202,10 @@ class CkptStorageWriter(StorageWriter):
         self._check_destination(save)
         # Lay out what the ranks write: the checkpoint itself, or a DCP checkpoint to be converted.
         is_converted = self._is_converted(save)
-        format, dst = (dcp.FORMAT, self._converted_path()) if is_converted else (self._format, self._dst())
-        max_file_bytes = None if is_converted else self._max_file_bytes
+        if is_converted:
+            format, dst, max_file_bytes = dcp.FORMAT, self._converted_path(), None
+        else:
+            format, dst, max_file_bytes = self._format, self._dst(), self._max_file_bytes
         layout = lay_out(save, format, dst, max_file_bytes=max_file_bytes)
         if self._overwrite and not is_converted:
             check_replaceable(dst, [image.path for image in layout.images])
@@ -233,14 +236,17 @@ class CkptStorageWriter(StorageWriter):
         """Write this rank's regions; the returned future is done.
 
         Returns:
-            The size of every item; for an entry that is not a tensor also its stream, which the coordinator writes.
+            The size of every item; for an entry that is not a tensor also its stream, which the
+            coordinator writes.
 
         Raises:
-            StorageError: this rank does not see the coordinator's stage, or a file cannot be written.
+            StorageError: this rank does not see the coordinator's stage, or a file cannot be
+                written.
             UsageError: the planner gives another tensor than it planned.
         """
         part = plan.storage_data
         assert isinstance(part, RankPart), "prepare_global_plan has set it"
+        # The stage must be the coordinator's: on a file system that is not shared, its token is missing.
         stage_dir = stage_dir_of(self._converted_path() if part.is_converted else self._dst())
         if not _token_path(stage_dir, part.token).exists():
             raise StorageError(
@@ -268,7 +274,8 @@ class CkptStorageWriter(StorageWriter):
 
         Raises:
             UsageError: another save to the same destination has replaced this one.
-            CheckpointingException: a file cannot be written, or the conversion fails; nothing is visible then.
+            CheckpointingException: a file cannot be written, or the conversion fails; nothing is
+                visible then.
         """
         running = self._running
         if running is None or _STAGES.get(running.stage.dst) is not running.stage:
@@ -308,7 +315,8 @@ class CkptStorageWriter(StorageWriter):
         """Raise unless the destination is free and can hold all entries.
 
         Raises:
-            UsageError: the destination exists, or is a file that holds only tensors while there are other entries.
+            UsageError: the destination exists, or is a file that holds only tensors while there are
+                other entries.
         """
         dst = self._dst()
         if os.path.lexists(dst) and not self._overwrite and not _is_empty_dir(dst):
@@ -381,10 +389,6 @@ def _token_path(stage_dir: Path, token: str) -> Path:
     machine.
     """
     return stage_dir / f"save-{token}"
-
-
-def _new_id() -> str:
-    return str(uuid.uuid4())
 
 
 def _is_empty_dir(path: Path) -> bool:

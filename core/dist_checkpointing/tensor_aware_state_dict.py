@@ -66,17 +66,17 @@ class TensorAwareStateDict(ABC):
     @property
     @abstractmethod
     def is_hollow(self) -> bool:
-        """True if the tensors have been taken out and not put back."""
+        """Return whether the tensors have been taken out and not put back."""
 
     @property
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Iterator over the tensors, always in the same order."""
+        """Return an iterator over the tensors, always in the same order."""
 
     @property
     @abstractmethod
     def common_state_dict(self) -> StateDict:
-        """State that is not sharded."""
+        """Return the state that is not sharded."""
 
     @abstractmethod
     def pop_tensors(self) -> list[torch.Tensor]:
@@ -166,7 +166,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     @property
     @override
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Iterator over the tensors that this rank keeps, always in the same order.
+        """Return an iterator over the tensors that this rank keeps, always in the same order.
 
         Raises:
             UsageError: the state dict is hollow.

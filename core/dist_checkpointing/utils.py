@@ -24,7 +24,7 @@ from core.dist_checkpointing.mapping import (
 )
 
 _ShardId = tuple[str, tuple[int, ...], tuple[int, ...] | None]
-"""The identity of a shard, shared by its copies: key, global offset and the flattened range, if any."""
+"""The identity of a shard: key, global offset and the flattened range, if any."""
 
 Split = tuple[ShardedStateDict, StateDict]
 """The leaves asked for and all others, each in the original nesting."""

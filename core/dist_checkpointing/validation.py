@@ -207,6 +207,7 @@ def _compare_common_states(common_state_dict: CommonStateDict) -> None:
     if comm.world_size() == 1:
         return
     is_saved = comm.rank() == 0
+    # Send the state of rank 0 to all ranks, which compare it with their own.
     problem, packed = comm.broadcast(_pickle_common_state(common_state_dict) if is_saved else (None, b""))
     if problem is not None:
         raise UsageError(f"the common state of rank 0 cannot be pickled: {problem}", rank="0")

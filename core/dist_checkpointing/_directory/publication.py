@@ -299,7 +299,8 @@ def _is_of_checkpoint(path: Path) -> bool:
 def _end(stage_dir: Path, lock_fd: int, owner: int) -> None:
     """Remove a stage, then unlock it.
 
-    A fork of the owner, which has a copy of the Publication, only closes its lock and removes nothing.
+    A fork of the owner, which has a copy of the Publication, only closes its lock and removes
+    nothing.
     """
     interrupt: KeyboardInterrupt | None = None
     for _ in range(_ATTEMPTS if os.getpid() == owner else 0):

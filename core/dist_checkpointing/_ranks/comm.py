@@ -29,9 +29,9 @@ _MAX_NAMED = 8
 def _wait_for_gloo_threads() -> None:
     """Give the threads of gloo a moment to release the tensors of the last exchange.
 
-    They do so after the call has returned, and need the interpreter for it: if that is gone by then,
-    torch 2.13 aborts the process ("terminate called without an active exception") although all work
-    is done.
+    They do so after the call has returned, and need the interpreter for it: if that is gone by
+    then, torch 2.13 aborts the process ("terminate called without an active exception") although
+    all work is done.
     """
     if _has_exchanged:
         time.sleep(0.1)
@@ -87,7 +87,7 @@ def all_gather(value: T, group: Any = None) -> list[T]:
 
 _VALUE, _OUTCOME, _RESULT = "exchange of values", "exchange of outcomes", "exchange of results"
 _depth = threading.local()
-"""The attribute ``n`` is the number of :func:`together` and :func:`collect` that this thread is inside of."""
+"""Its attribute ``n`` counts the nested :func:`together` and :func:`collect` of this thread."""
 
 
 class _Message(NamedTuple):
@@ -135,7 +135,7 @@ def _exchange(kind: str, value: Any, group: Any, failure: str | None = None) -> 
 
 
 def _out_of_step_error(messages: list[_Message]) -> OutOfStepError:
-    """Return the error for ranks at different steps: the first failure, or the steps if none failed."""
+    """Return the error for ranks at different steps: the first failure, else the steps."""
     depth = min(message.depth for message in messages)
     for number, message in enumerate(messages):
         if message.failure is not None:

@@ -20,7 +20,7 @@ S = TypeVar("S", bound=ShardedBase)
 
 _MAX_NAMED = 8
 _MAX_SEARCHED = 2000
-"""Maximum number of boxes for which an error locates a hole; the search takes more than linear time."""
+"""Maximum number of boxes for which an error locates a hole, which takes more than linear time."""
 
 _DUPLICATE_HINT = "give all but one of the copies a replica_id other than 0, or check the offsets"
 _MISSING_HINT = "let one rank hold it with replica_id 0, or check the offsets and the number of shards"
@@ -47,6 +47,7 @@ def check_sharding(global_metadata: Sequence[Iterable[ShardedBase]]) -> None:
             message names the key, the shard and the ranks.
     """
     for key, shards in _group_by_key(global_metadata).items():
+        # All shards of a key must be of one kind.
         if _are(shards, ShardedTensor):
             _check_tensor(key, shards)
         elif _are(shards, ShardedObject):
@@ -276,7 +277,8 @@ def _check_tiling(key: str, first: ShardedTensor, chunks: dict[_Chunk, list[Rank
         chunks: chunks of main replicas, and their holders.
 
     Raises:
-        UsageError: a chunk is outside of the tensor, two chunks overlap, or elements are in no chunk.
+        UsageError: a chunk is outside of the tensor, two chunks overlap, or elements are in no
+            chunk.
     """
     leading = (1,) * first.prepend_axis_num
     rank_of = {Box(chunk[0], leading + chunk[1]): holders[0].rank for chunk, holders in chunks.items()}
@@ -317,6 +319,7 @@ def _check_object(key: str, shards: list[RankShard[ShardedObject]]) -> None:
     Raises:
         UsageError: a shard has no main replica or several, or ranks disagree on the global shape.
     """
+    # Find the main replicas of every shard.
     holders: dict[str, list[RankShard[ShardedObject]]] = {}
     shape = shards[0].shard.global_shape
     for rank_shard in shards:
@@ -330,6 +333,7 @@ def _check_object(key: str, shards: list[RankShard[ShardedObject]]) -> None:
             )
         if is_main_replica(shard.replica_id):
             holders.setdefault(shard.unique_key, []).append(rank_shard)
+    # Each shard must have exactly one.
     for unique_key, replicas in holders.items():
         if len(replicas) > 1:
             raise UsageError(

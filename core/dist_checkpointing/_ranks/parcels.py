@@ -1,4 +1,4 @@
-"""The unit in which a rank sends shards to others: a large shard, or several small ones together."""
+"""The unit in which a rank sends shards to others: a large shard, or several small ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core.dist_checkpointing._ranks.shard_bytes import copy_bytes, own_bytes
 from core.dist_checkpointing.utils import _ShardId
 
 PARCEL_BYTES = 4 << 20
-"""Shards that fit into this size are sent together: a message has a fixed cost, about that of 1 MiB."""
+"""Maximum size of several shards in one parcel; a message costs as much as about 1 MiB."""
 
 _ALIGNMENT = 16
 
@@ -93,7 +93,7 @@ def pack(parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Te
 
 
 def unpack(parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor) -> None:
-    """Copy a parcel from the beginning of ``raw``, 1-D uint8, into those tensors that it contains."""
+    """Copy a parcel from the beginning of ``raw``, 1-D uint8, into its tensors."""
     for shard, start in parcel.starts.items():
         if shard in tensors:
             copy_bytes(tensors[shard], raw[start:], is_received=True)

@@ -81,7 +81,7 @@ def own_bytes(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor
 
 
 def copy_bytes(tensor: torch.Tensor, raw: torch.Tensor, *, is_received: bool) -> None:
-    """Copy a tensor's elements, in C order, from the beginning of ``raw`` (if received) or to it."""
+    """Copy a tensor's elements, in C order, from the start of ``raw`` (if received) or to it."""
     elements = raw[: tensor.numel() * tensor.dtype.itemsize].view(tensor.dtype).view(tensor.shape)
     if is_received:
         tensor.detach().copy_(elements)

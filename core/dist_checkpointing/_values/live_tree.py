@@ -164,11 +164,13 @@ class LiveTree:
         kind = unsupported_kind(node)
         if kind is not None:
             raise UnsupportedError(f"a {kind} cannot be loaded")
+        # Only a call of a global name with live arguments can be converted.
         args = yield node.args
         fn = node.fn
         if not isinstance(fn, Global):
             raise UnsafeError(f"the object is made by calling {_kind_of(fn)}, which is never done")
         row = _CONSTRUCTORS.get((fn.module, fn.name))
+        # Try the tables, then enumerations, then registered names.
         container: Any = NotImplemented
         constructor = _REGISTERED
         if isinstance(row, ValueConstructor):
@@ -297,7 +299,7 @@ def _kind_of(node: object) -> str:
 
 
 def _require_method(method: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the method of a constructor, or one that raises TypeError if the constructor lacks it."""
+    """Return the method of a constructor, or for None a function that raises TypeError."""
     return _refuse_parts if method is None else method
 
 

@@ -37,7 +37,10 @@ def _dtype(args: Args, state: Any) -> Any:
 
 
 def _dtype_with_state(dtype: Any, state: Any) -> Any:
-    """Apply a state: version, byte order, subarray, field names, fields, size, alignment, flags, unit."""
+    """Apply the state that numpy pickles with a dtype.
+
+    It is (version, byte order, subarray, field names, fields, size, alignment, flags, unit).
+    """
     require(type(state) is tuple and 8 <= len(state) <= 9 and state[1] in _ORDERS)
     _, order, base, names, fields, n_bytes, _, flags, *metadata = state
     if base is not None:

@@ -60,7 +60,7 @@ class Stream:
 
     @property
     def size(self) -> int:
-        """Size of the stream, in bytes."""
+        """Return the size of the stream, in bytes."""
         return self.plan.size
 
     def pieces(self) -> Iterator[bytes | memoryview]:
@@ -97,7 +97,7 @@ def stream(value: object, *, prefix: str = PREFIX) -> Stream:
 
 
 def stream_of(value: object) -> bytes:
-    """Return the bytes of the stream of a live value; arguments and errors are those of ``stream``."""
+    """Return the bytes of the stream of a live value; arguments and errors as ``stream``."""
     return b"".join(stream(value).pieces())
 
 

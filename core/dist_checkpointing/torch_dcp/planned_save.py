@@ -109,11 +109,15 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
     for key, writers in pieces.items():
         _check_pieces(tensors[key], writers)
     objects = dict.fromkeys(item.index.fqn for plan in plans for item in plan.items if not is_tensor(item))
-    paths: dict[str, tuple[str | int, ...]] = {}
-    for plan in plans:
-        paths |= plan.planner_data or {}
-    is_nested = any(plan.planner_data is not None for plan in plans)
-    return PlannedSave(tensors, pieces, tuple(objects), paths if is_nested else None, len(plans))
+    return PlannedSave(tensors, pieces, tuple(objects), _unite_paths(plans), len(plans))
+
+
+def _unite_paths(plans: Sequence[SavePlan]) -> Paths | None:
+    """Return the paths of all ranks' entries; None if the state dict was not nested."""
+    paths_by_rank = [plan.planner_data for plan in plans if plan.planner_data is not None]
+    if not paths_by_rank:
+        return None
+    return {key: path for paths in paths_by_rank for key, path in paths.items()}
 
 
 def _assign_pieces(
@@ -190,7 +194,7 @@ class SaveLayout:
 
     @property
     def n_bytes(self) -> int:
-        """Size of all files together, in bytes."""
+        """Return the size of all files together, in bytes."""
         return sum(image.size for image in self.images)
 
 
@@ -317,7 +321,8 @@ def _images_of_rank(
         position_of: the number of the file and the place in it of every array, by the array's name.
 
     Returns:
-        A file that the rank finishes as it is; others with the rank's arrays only, and without literals.
+        A file that the rank finishes as it is; others with the rank's arrays only, and without
+        literals.
     """
     arrays_of: dict[int, dict[str, PlacedArray]] = {}
     for fragments in part.fragments.values():
