@@ -50,7 +50,7 @@ def torch_metadata(columns: DcpMetadata) -> Metadata:
     """
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     items: dict[MetadataIndex, _StorageInfo] = {}
-    # Number the chunks of every tensor: torch finds an item by key, offset and number.
+    # torch finds the item of a chunk by key and offset; the number is a hint where to look first.
     for key, tensor in columns.tensors.items():
         chunks = []
         for number, (box, item) in enumerate(columns.chunks(key)):
