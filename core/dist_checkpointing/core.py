@@ -1,4 +1,7 @@
-"""``metadata.json``: which backends wrote a checkpoint directory. Its bytes: ``core.formats.mcore.metadata_json``."""
+"""``metadata.json``, which names the backends that wrote a checkpoint directory.
+
+The bytes of the file are described in ``core.formats.mcore.metadata_json``.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ class CheckpointingConfig:
 
     Args:
         sharded_backend: how the tensors are stored: ``torch_dist`` or ``zarr``.
-        sharded_backend_version: version of that.
+        sharded_backend_version: version of the tensor backend's format.
         common_backend: how everything else is stored: ``torch``.
-        common_backend_version: version of that.
+        common_backend_version: version of the common backend's format.
     """
 
     sharded_backend: str
@@ -44,7 +47,7 @@ class CheckpointingConfig:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Whether the directory has a ``metadata.json`` that states the backends."""
+    """Return whether the directory has a valid ``metadata.json`` that names its backends."""
     try:
         return maybe_load_config(checkpoint_dir) is not None
     except CorruptError:
@@ -52,31 +55,35 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
 
 
 def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
-    """What ``metadata.json`` of a directory states; None if there is no such file, or no directory is named.
+    """Read ``metadata.json`` of a checkpoint directory.
+
+    Returns:
+        The backends; None if the file does not exist or ``checkpoint_dir`` is empty.
 
     Raises:
-        UsageError: a URL.
-        CorruptError: the file is no JSON object, or states something that is not known or of another type.
+        UsageError: ``checkpoint_dir`` is a URL.
+        CorruptError: the file is not a JSON object, has an unknown key or a value of the wrong
+            type, or lacks ``sharded_backend``.
     """
     refuse_url(checkpoint_dir)
     if not checkpoint_dir or not (Path(checkpoint_dir) / CONFIG_FNAME).is_file():
         return None
     with closing(LocalStore(Path(checkpoint_dir))) as store:
-        stated = config_of(store)
-    types = {known.name: int if known.name.endswith("_version") else str for known in fields(CheckpointingConfig)}
-    wrong = [name for name, value in stated.items() if name not in types or type(value) is not types[name]]
+        entries = config_of(store)
+    types = {entry.name: int if entry.name.endswith("_version") else str for entry in fields(CheckpointingConfig)}
+    wrong = [name for name, value in entries.items() if name not in types or type(value) is not types[name]]
     if wrong:
-        raise CorruptError(f"{wrong[0]!r} is not known, or not as {stated[wrong[0]]!r}", file=CONFIG_FNAME)
-    if "sharded_backend" not in stated:
-        raise CorruptError("'sharded_backend' is not stated", file=CONFIG_FNAME)
-    return CheckpointingConfig(**stated)  # type: ignore[arg-type]
+        raise CorruptError(f"unexpected key {wrong[0]!r}, or unexpected value {entries[wrong[0]]!r}", file=CONFIG_FNAME)
+    if "sharded_backend" not in entries:
+        raise CorruptError("the key 'sharded_backend' is missing", file=CONFIG_FNAME)
+    return CheckpointingConfig(**entries)  # type: ignore[arg-type]
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Writes ``metadata.json`` into a directory; it is on the disk when this returns.
+    """Write ``metadata.json`` into a directory and wait until it is on the disk.
 
     Raises:
-        UsageError: a URL.
+        UsageError: ``checkpoint_dir`` is a URL.
         StorageError: the directory does not exist or cannot be written.
     """
     refuse_url(checkpoint_dir)

@@ -1,19 +1,24 @@
-"""How ranks exchange what they have loaded, each shard by its main rank (``shard_distribution``, found here, too).
+"""The exchange of loaded shards between ranks, where each shard is loaded by its main rank only.
 
-There are three algorithms. What a rank needs in memory beside the tensors that it keeps:
+The choice of the main ranks is in ``shard_distribution`` and re-exported here. There are three
+algorithms, which differ in the memory that a rank needs besides the tensors that it keeps:
 
-============== =========================================================================================
-broadcast      one parcel: the largest shard that it passes on but does not keep, or 4 MiB of small ones
-gather_rounds  as many parcels as there are ranks, and one, each as large as the largest of the round
+============== ==================================================================================
+broadcast      one parcel: the largest shard that it passes on but does not keep, or 4 MiB of
+               small ones
+gather_rounds  as many parcels as there are ranks, and one, each as large as the largest of the
+               round
 gather_object  everything that the whole group loads, twice (in pickles, and out of them)
-============== =========================================================================================
+============== ==================================================================================
 
-A parcel is a shard, or several small ones together. It travels as bytes, so every dtype does. Tensors received lie in
-the memory that their ShardedTensor has already; without any, on the CPU. Groups whose backend moves only device memory
-(NCCL) are served through the current device.
+A parcel is a shard, or several small ones together. It is sent as bytes, so tensors of every dtype
+can be exchanged. A tensor is received into the memory that its ShardedTensor already has; without
+any, on the CPU. For groups whose backend moves only device memory (NCCL), bytes go through the
+current device.
 
-All functions with a group are collective. They fail on all of its ranks or on none: what can fail on one rank (a shard
-that is not there, no memory) is done before the first exchange, and agreed on.
+All functions with a group are collective. They fail on all of its ranks or on none: everything that
+can fail on one rank (a missing shard, no memory) is done before the first exchange, and its outcome
+is shared with all ranks.
 """
 
 from __future__ import annotations
@@ -26,15 +31,15 @@ import torch
 
 from core.dist_checkpointing._engine.float8 import is_float8tensor
 from core.dist_checkpointing._ranks import comm
-from core.dist_checkpointing._ranks.parcels import Parcel, in_place, pack, parcels_of, row_bytes, unpack
+from core.dist_checkpointing._ranks.parcels import Parcel, bytes_in_place, make_parcels, pack, row_bytes, unpack
 from core.dist_checkpointing._ranks.shard_bytes import (
-    buffer,
+    allocate_bytes,
     copy_bytes,
-    destination,
     exchange_device,
     n_bytes,
     n_elements,
-    nominal,
+    receive_buffer,
+    with_nominal_dtype,
 )
 from core.dist_checkpointing._ranks.shard_distribution import (
     ShardDistribution,
@@ -67,35 +72,39 @@ def exchange_loaded_tensors_gather_rounds(
     shard_distribution: ShardDistribution | None = None,
     parallelization_group: Any = None,
 ) -> dict[_ShardId, torch.Tensor]:
-    """Exchanges tensors in rounds, in each of which every rank gives one parcel to all the others.
+    """Exchange tensors in rounds; in each round every rank sends one parcel to all others.
 
-    The largest of each rank go first, so that the parcels of a round are of similar size: the smaller ones are padded.
+    Each rank sends its largest parcels first, so that the parcels of a round are of similar size:
+    the smaller ones are padded.
 
-    Args, returns, raises: see :func:`exchange_by_distribution`.
+    Arguments, result and errors are those of :func:`exchange_by_distribution`.
     """
     group = parallelization_group
+    # Let round n consist of the n-th parcel of each rank.
     by_rank: list[list[Parcel]] = [[] for _ in range(comm.world_size(group))]
-    for parcel in _parcels(_given(shard_distribution)):
+    for parcel in _parcels(_require_distribution(shard_distribution)):
         by_rank[parcel.main_rank].append(parcel)
     rounds = list(zip_longest(*by_rank))
     device = exchange_device(group)
 
-    def prepared() -> tuple[dict[_ShardId, torch.Tensor], torch.Tensor, torch.Tensor]:
+    def prepare() -> tuple[dict[_ShardId, torch.Tensor], torch.Tensor, torch.Tensor]:
         width = max(map(row_bytes, rounds), default=0)
-        found = _prepared(loaded_tensors, unloaded_shards, _given(shard_distribution), group)
-        return found, buffer(width, device), buffer(width * len(by_rank), device)
+        distribution = _require_distribution(shard_distribution)
+        tensors = _prepare_tensors(loaded_tensors, unloaded_shards, distribution, group)
+        return tensors, allocate_bytes(width, device), allocate_bytes(width * len(by_rank), device)
 
-    found, given, taken = comm.together(prepared, group)
+    # Check and allocate everything before the first exchange, so that no rank fails in between.
+    tensors, sent, received = comm.together(prepare, group)
     rank = comm.rank(group)
     for row in rounds:
         width = row_bytes(row)
         if row[rank] is not None:
-            pack(row[rank], found, given)
-        comm.gather_bytes(taken[: width * len(row)], given[:width], group)
+            pack(row[rank], tensors, sent)
+        comm.gather_bytes(received[: width * len(row)], sent[:width], group)
         for source, parcel in enumerate(row):
             if parcel is not None and source != rank:
-                unpack(parcel, found, taken[source * width :])
-    return found
+                unpack(parcel, tensors, received[source * width :])
+    return tensors
 
 
 def exchange_loaded_tensors_gather_object(
@@ -104,64 +113,75 @@ def exchange_loaded_tensors_gather_object(
     shard_distribution: ShardDistribution | None,
     parallelization_group: Any = None,
 ) -> dict[_ShardId, torch.Tensor]:
-    """Exchanges tensors by pickling all of them to all ranks: simple, slow and hungry, for comparison.
+    """Exchange tensors by pickling all of them to all ranks: simple, slow and memory-hungry.
 
-    Args, returns, raises: see :func:`exchange_by_distribution`; a shard that two ranks loaded is an error, too.
+    It is meant for comparison. Arguments, result and errors are those of
+    :func:`exchange_by_distribution`; a shard that two ranks loaded is an error, too.
     """
 
-    def sent() -> dict[_ShardId, tuple[torch.dtype, torch.Tensor]]:
-        # As bytes of their own: pickle takes not every dtype, and a view would drag its whole storage along.
-        found = {}
+    def copy_loaded() -> dict[_ShardId, tuple[torch.dtype, torch.Tensor]]:
+        # As separate bytes: pickle does not support every dtype, and would send the whole storage of a view.
+        copies = {}
         for shard, tensor in loaded_tensors.items():
-            values = nominal(tensor)
-            raw = buffer(values.numel() * values.dtype.itemsize, torch.device("cpu"))
+            values = with_nominal_dtype(tensor)
+            raw = allocate_bytes(values.numel() * values.dtype.itemsize, torch.device("cpu"))
             copy_bytes(values, raw, is_received=False)
-            found[shard] = values.dtype, raw
-        return found
+            copies[shard] = values.dtype, raw
+        return copies
 
-    def kept() -> dict[_ShardId, torch.Tensor]:
-        found = dict(loaded_tensors)
+    def fill_unloaded() -> dict[_ShardId, torch.Tensor]:
+        tensors = dict(loaded_tensors)
         for shard, tensor in unloaded_shards.items():
-            if shard not in everything:
-                raise _missing([shard])
-            if shard not in found:
-                dtype, raw = everything[shard]
+            if shard not in received:
+                raise _missing_error([shard])
+            if shard not in tensors:
+                dtype, raw = received[shard]
                 _check_loaded(raw.view(dtype), tensor)
-                found[shard] = destination(tensor)
-                copy_bytes(found[shard], raw, is_received=True)
-        return found
+                tensors[shard] = receive_buffer(tensor)
+                copy_bytes(tensors[shard], raw, is_received=True)
+        return tensors
 
-    everything = _united(comm.collect(sent, parallelization_group))
-    return comm.together(kept, parallelization_group)
+    received = _unite(comm.collect(copy_loaded, parallelization_group))
+    return comm.together(fill_unloaded, parallelization_group)
 
 
 def exchange_loaded_objects_gather_object(loaded_objects: dict[_ShardId, Any]) -> dict[_ShardId, Any]:
-    """The objects that any rank of the world loaded, on every rank (its own ones as they are). Collective.
+    """Return the objects that any rank of the world loaded, on every rank; collective.
+
+    This rank's own objects are returned as they are, the others' as unpickled copies.
 
     Raises:
-        CheckpointingException: two ranks loaded an object of one id, or one cannot be pickled; on every rank.
+        CheckpointingException: two ranks loaded an object of one id, or an object cannot be
+            pickled; on every rank.
     """
     return exchange_objects(loaded_objects)
 
 
 def exchange_objects(loaded_objects: dict[_ShardId, Any], group: Any = None) -> dict[_ShardId, Any]:
-    """What :func:`exchange_loaded_objects_gather_object` does, within a group."""
-    return {**_united(comm.collect(lambda: loaded_objects, group)), **loaded_objects}
+    """Return the objects that any rank of a group loaded, on every rank of it; collective.
+
+    Raises:
+        CheckpointingException: two ranks loaded an object of one id, or an object cannot be
+            pickled; on every rank.
+    """
+    return {**_unite(comm.collect(lambda: loaded_objects, group)), **loaded_objects}
 
 
-def _united(by_rank: list[dict[_ShardId, Any]]) -> dict[_ShardId, Any]:
-    """All entries of all ranks.
+def _unite(by_rank: list[dict[_ShardId, Any]]) -> dict[_ShardId, Any]:
+    """Return all entries of all ranks in one dict.
 
     Raises:
         CheckpointingException: two ranks have an entry of one id.
     """
-    found: dict[_ShardId, Any] = {}
+    united: dict[_ShardId, Any] = {}
     for rank, entries in enumerate(by_rank):
-        twice = found.keys() & entries.keys()
-        if twice:
-            raise CheckpointingException(f"two ranks loaded the same shards: {_named(twice)}", rank=str(rank))
-        found.update(entries)
-    return found
+        duplicates = united.keys() & entries.keys()
+        if duplicates:
+            raise CheckpointingException(
+                f"two ranks loaded the same shards: {_format_shards(duplicates)}", rank=str(rank)
+            )
+        united.update(entries)
+    return united
 
 
 def exchange_loaded_tensors_broadcast(
@@ -170,30 +190,33 @@ def exchange_loaded_tensors_broadcast(
     shard_distribution: ShardDistribution | None,
     parallelization_group: Any = None,
 ) -> dict[_ShardId, torch.Tensor]:
-    """Exchanges tensors one after another, each from the rank that loaded it to the whole group.
+    """Exchange tensors one after another, each from the rank that loaded it to the whole group.
 
-    Args, returns, raises: see :func:`exchange_by_distribution`.
+    Arguments, result and errors are those of :func:`exchange_by_distribution`.
     """
     group = parallelization_group
-    parcels = _parcels(_given(shard_distribution))
+    parcels = _parcels(_require_distribution(shard_distribution))
     device = exchange_device(group)
 
-    def prepared() -> tuple[dict[_ShardId, torch.Tensor], torch.Tensor]:
-        found = _prepared(loaded_tensors, unloaded_shards, _given(shard_distribution), group)
-        staged = [parcel.n_bytes for parcel in parcels if in_place(parcel, found, device) is None]
-        return found, buffer(max(staged, default=0), device)
+    def prepare() -> tuple[dict[_ShardId, torch.Tensor], torch.Tensor]:
+        distribution = _require_distribution(shard_distribution)
+        tensors = _prepare_tensors(loaded_tensors, unloaded_shards, distribution, group)
+        staged = [parcel.n_bytes for parcel in parcels if bytes_in_place(parcel, tensors, device) is None]
+        return tensors, allocate_bytes(max(staged, default=0), device)
 
-    found, scratch = comm.together(prepared, group)
+    # Check and allocate everything before the first exchange, so that no rank fails in between.
+    tensors, scratch = comm.together(prepare, group)
     for parcel in parcels:
-        own = in_place(parcel, found, device)
+        # A parcel that is one contiguous tensor on the right device is sent without a copy.
+        own = bytes_in_place(parcel, tensors, device)
         moved = scratch[: parcel.n_bytes] if own is None else own
         is_source = parcel.main_rank == comm.rank(group)
         if own is None and is_source:
-            pack(parcel, found, moved)
+            pack(parcel, tensors, moved)
         comm.broadcast_bytes(moved, parcel.main_rank, group)
         if own is None and not is_source:
-            unpack(parcel, found, moved)
-    return found
+            unpack(parcel, tensors, moved)
+    return tensors
 
 
 def exchange_by_distribution(
@@ -203,23 +226,25 @@ def exchange_by_distribution(
     parallelization_group: Any = None,
     exchange_algo: str = "broadcast",
 ) -> dict[_ShardId, torch.Tensor]:
-    """The tensors that this rank needs, after each was loaded by its main rank. Collective.
+    """Return the tensors that this rank needs, after each was loaded by its main rank; collective.
 
     Args:
-        loaded_tensors: shard → what this rank loaded.
-        unloaded_shards: shard → what this rank needs from others; received into ``data``, which is allocated on the
-            CPU where it is None.
-        shard_distribution: the one by which the tensors were loaded.
-        parallelization_group: its process group, None for all ranks.
-        exchange_algo: "broadcast", "gather_rounds" or "gather_object"; the module's docstring compares their memory.
+        loaded_tensors: the tensors that this rank loaded, by shard.
+        unloaded_shards: the shards that this rank needs from others; received into ``data``, which
+            is allocated on the CPU where it is None.
+        shard_distribution: the distribution by which the tensors were loaded.
+        parallelization_group: process group of the distribution, None for all ranks.
+        exchange_algo: "broadcast", "gather_rounds" or "gather_object"; the module's docstring
+            compares their memory.
 
     Returns:
         ``loaded_tensors`` and one tensor for each of ``unloaded_shards``.
 
     Raises:
-        ValueError: no such algorithm, or no distribution.
-        CheckpointingException: a main rank has not loaded its shard, or not with the dtype and number of elements that
-            the distribution says, or a shard that is needed is not distributed; on every rank.
+        ValueError: the algorithm is unknown, or the distribution is None.
+        CheckpointingException: a main rank has not loaded its shard, or not with the dtype and
+            number of elements that the distribution states, or a shard that is needed is not in the
+            distribution; on every rank.
     """
     exchanges = {
         "broadcast": exchange_loaded_tensors_broadcast,
@@ -229,17 +254,18 @@ def exchange_by_distribution(
     if exchange_algo not in exchanges:
         raise ValueError(f"exchange_algo is one of {', '.join(exchanges)}, not {exchange_algo!r}")
     exchange = exchanges[exchange_algo]
-    return exchange(loaded_tensors, unloaded_shards, _given(shard_distribution), parallelization_group)
+    distribution = _require_distribution(shard_distribution)
+    return exchange(loaded_tensors, unloaded_shards, distribution, parallelization_group)
 
 
-def _given(distribution: ShardDistribution | None) -> ShardDistribution:
+def _require_distribution(distribution: ShardDistribution | None) -> ShardDistribution:
     if distribution is None:
         raise ValueError("an exchange needs the distribution by which the tensors were loaded")
     return distribution
 
 
-def _exchanged(distribution: ShardDistribution) -> list[_ShardId]:
-    """The shards that some rank needs beside the one that loads it."""
+def _shards_to_exchange(distribution: ShardDistribution) -> list[_ShardId]:
+    """Return the shards that are needed by another rank than the one that loads them."""
     return [
         shard
         for shard, rank in distribution.main_rank_for_shard.items()
@@ -248,50 +274,51 @@ def _exchanged(distribution: ShardDistribution) -> list[_ShardId]:
 
 
 def _parcels(distribution: ShardDistribution) -> list[Parcel]:
-    sizes = {shard: n_bytes(distribution.shard_to_metadata[shard]) for shard in _exchanged(distribution)}
-    return parcels_of(sizes, distribution.main_rank_for_shard)
+    shards = _shards_to_exchange(distribution)
+    sizes = {shard: n_bytes(distribution.shard_to_metadata[shard]) for shard in shards}
+    return make_parcels(sizes, distribution.main_rank_for_shard)
 
 
-def _prepared(
+def _prepare_tensors(
     loaded: dict[_ShardId, torch.Tensor],
     unloaded: dict[_ShardId, ShardedTensor],
     distribution: ShardDistribution,
     group: Any,
 ) -> dict[_ShardId, torch.Tensor]:
-    """The tensors to send and the memory to receive into, after all checks that an exchange needs.
+    """Return the tensors to send and the memory to receive into, after all checks of an exchange.
 
     Raises:
-        CheckpointingException: as :func:`exchange_by_distribution` says; on this rank only.
+        CheckpointingException: as :func:`exchange_by_distribution`, but on this rank only.
     """
     rank = comm.rank(group)
-    found = {shard: nominal(tensor) for shard, tensor in loaded.items()}
-    for shard in _exchanged(distribution):
+    tensors = {shard: with_nominal_dtype(tensor) for shard, tensor in loaded.items()}
+    for shard in _shards_to_exchange(distribution):
         if distribution.main_rank_for_shard[shard] == rank:
-            if shard not in found:
-                raise _missing([shard])
-            _check_loaded(found[shard], distribution.shard_to_metadata[shard])
+            if shard not in tensors:
+                raise _missing_error([shard])
+            _check_loaded(tensors[shard], distribution.shard_to_metadata[shard])
     missing = [shard for shard in unloaded if rank not in distribution.all_ranks_for_shard.get(shard, ())]
     if missing:
-        raise _missing(missing)
+        raise _missing_error(missing)
     for shard_id, tensor in unloaded.items():
-        if shard_id not in found:
-            found[shard_id] = destination(tensor)
-    return found
+        if shard_id not in tensors:
+            tensors[shard_id] = receive_buffer(tensor)
+    return tensors
 
 
 def _check_loaded(tensor: torch.Tensor, expected: ShardedTensor) -> None:
-    for what, value, other in (
-        ("elements", tensor.numel(), n_elements(expected)),
-        ("dtype", tensor.dtype, expected.dtype),
-    ):
-        if value != other:
-            raise CorruptError(f"a shard was loaded with {what} {value}, {other} was asked for", key=expected.key)
+    if tensor.numel() != n_elements(expected):
+        raise CorruptError(
+            f"a shard was loaded with {tensor.numel()} elements, expected {n_elements(expected)}", key=expected.key
+        )
+    if tensor.dtype != expected.dtype:
+        raise CorruptError(f"a shard was loaded as {tensor.dtype}, expected {expected.dtype}", key=expected.key)
 
 
-def _missing(shards: Iterable[_ShardId]) -> MissingShardError:
-    return MissingShardError(f"no rank of the group has loaded {_named(shards)}")
+def _missing_error(shards: Iterable[_ShardId]) -> MissingShardError:
+    return MissingShardError(f"no rank of the group has loaded {_format_shards(shards)}")
 
 
-def _named(shards: Iterable[_ShardId]) -> str:
-    found = sorted({f"{key} at offset {offset}" for key, offset, _ in shards})
-    return ", ".join(found[:_MAX_NAMED]) + (f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else "")
+def _format_shards(shards: Iterable[_ShardId]) -> str:
+    names = sorted({f"{key} at offset {offset}" for key, offset, _ in shards})
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")

@@ -1,12 +1,12 @@
-"""What a process holds of a checkpoint's tensors and objects: the leaves of a sharded state dict.
+"""The leaves of a sharded state dict: the parts of global tensors and objects that a process has.
 
-A *sharded state dict* is a tree of dicts and lists. Some of its leaves say which part of which global tensor or object
-a process has; all others are common state. Shapes and offsets are in elements of the global tensor; for objects, in
-shards.
+A *sharded state dict* is a tree of dicts and lists. Some of its leaves say which part of which
+global tensor or object a process has; all others are common state. Shapes and offsets are in
+elements of the global tensor; for objects, in shards.
 
-Source: the documentation of ``megatron.core.dist_checkpointing.mapping``. Flattened tensors (``flattened_range``,
-``from_rank_offsets_flat`` and the coordinates), which megatron-core 0.16 dropped, behave as in 0.12.1; its distributed
-optimizer made them.
+Source: the documentation of ``megatron.core.dist_checkpointing.mapping``. Flattened tensors
+(``flattened_range``, ``from_rank_offsets_flat`` and the coordinates), which megatron-core 0.16
+dropped, behave as in 0.12.1, whose distributed optimizer wrote them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from core.dist_checkpointing._engine.flattened import narrowed_pieces
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace
@@ -29,25 +30,25 @@ from core.formats.mcore.objects import parts_of_sharded_object
 logger = logging.getLogger(__name__)
 
 StateDict = dict[str, Any]
-"""A tree with plain tensors and other values."""
+"""A tree of plain tensors and other values."""
 
 CommonStateDict = dict[str, Any]
-"""What of a sharded state dict is equal on all ranks and stored once."""
+"""The part of a sharded state dict that is equal on all ranks and stored once."""
 
 ShardedStateDict = dict[str, Any]
 """A tree with ShardedBase objects among its leaves."""
 
 ReplicaId = int | tuple[int, ...]
-"""Which of the copies of a shard; zero, or all zeros, is the main one, which is written."""
+"""The number of a copy of a shard; zero, or all zeros, is the main copy, which is written."""
 
 
 class ShardedBase(ABC):
-    """A leaf that stands for a part of something global.
+    """A leaf that stands for a part of a global tensor or object.
 
     Args:
-        key: name of the whole in the checkpoint.
-        data: what this process holds of it; None where only the metadata is known.
-        replica_id: which of the copies of the part.
+        key: name of the global tensor or object in the checkpoint.
+        data: the part that this process has; None where only the metadata is known.
+        replica_id: number of this copy of the part.
     """
 
     key: str
@@ -56,36 +57,38 @@ class ShardedBase(ABC):
 
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
-        """Checks that the attributes agree with each other.
+        """Check that the attributes agree with each other.
 
         Raises:
-            CheckpointingException: they do not.
+            CheckpointingException: attributes contradict each other.
         """
 
     @abstractmethod
     def without_data(self) -> ShardedBase:
-        """The same with ``data=None``."""
+        """Return a copy with ``data=None``."""
 
 
 @dataclass
 class ShardedTensor(ShardedBase):
-    """Where a local tensor lies in a global one.
+    """A local tensor and its position in a global one.
 
     Args:
         key: name of the global tensor.
-        data: the local tensor, 1-D for a flattened one; None where only the metadata is known.
+        data: the local tensor, 1-D if flattened; None where only the metadata is known.
         dtype: of the tensor.
         local_shape: shape of the local tensor before flattening, without the prepended axes.
         global_shape: shape of the global tensor, the prepended axes first.
         global_offset: index of the local tensor's first element in the global one.
-        axis_fragmentations: number of shards along each global axis; None for shards that form no regular grid.
-        replica_id: see ReplicaId.
-        prepend_axis_num: global axes that come before the local ones; the local tensor has the extent 1 along them.
+        axis_fragmentations: number of shards along each global axis; None for shards that form no
+            regular grid.
+        replica_id: number of this copy, zero for the main one.
+        prepend_axis_num: number of global axes that precede the local ones; the local tensor has
+            the extent 1 along them.
         allow_shape_mismatch: on loading, the stored global shape may differ (padded vocabularies).
         flattened_range: the elements of the flattened local tensor that ``data`` consists of.
 
     Raises:
-        CheckpointingException: see ``validate_metadata_integrity``.
+        CheckpointingException: as ``validate_metadata_integrity``.
     """
 
     key: str
@@ -103,13 +106,14 @@ class ShardedTensor(ShardedBase):
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
 
+    @override
     def validate_metadata_integrity(self) -> None:
-        """Checks that the attributes agree with each other.
+        """Check that the attributes agree with each other.
 
         Raises:
-            CheckpointingException: numbers of axes differ, an offset in a regular grid is no multiple of the local
-                extent, the flattened range lies outside the local shape, or dtype or shape of the data are not the
-                stated ones.
+            CheckpointingException: numbers of axes differ, an offset in a regular grid is not a
+                multiple of the local extent, the flattened range lies outside the local shape, or
+                ``data`` has another dtype or shape than the attributes state.
         """
         n_axes = len(self.local_shape) + self.prepend_axis_num
         if not len(self.global_shape) == len(self.global_offset) == n_axes:
@@ -120,42 +124,45 @@ class ShardedTensor(ShardedBase):
         if self.has_regular_grid:
             for offset, extent in zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True):
                 if extent and offset % extent:
-                    raise self._error(f"the global offset {offset} is no multiple of the local extent {extent}")
+                    raise self._error(f"the global offset {offset} is not a multiple of the local extent {extent}")
         if self.flattened_range is not None:
             self._check_flattened_range(self.flattened_range)
         if self.data is not None:
             self._check_data(self.data)
 
-    def _check_flattened_range(self, held: slice) -> None:
-        if held.step is not None:
-            raise self._error(f"the flattened range {held} has a step")
-        is_bounded = isinstance(held.start, int) and isinstance(held.stop, int)
-        if not (is_bounded and 0 <= held.start <= held.stop <= prod(self.local_shape)):
-            raise self._error(f"the flattened range {held} does not lie in the local shape {self.local_shape}")
+    def _check_flattened_range(self, flat: slice) -> None:
+        if flat.step is not None:
+            raise self._error(f"the flattened range {flat} has a step")
+        is_bounded = isinstance(flat.start, int) and isinstance(flat.stop, int)
+        if not (is_bounded and 0 <= flat.start <= flat.stop <= prod(self.local_shape)):
+            raise self._error(f"the flattened range {flat} does not lie in the local shape {self.local_shape}")
 
     def _check_data(self, data: torch.Tensor) -> None:
         if data.dtype != self.dtype:
-            raise self._error(f"the data's dtype {data.dtype} is not the stated {self.dtype}")
+            raise self._error(f"the data has dtype {data.dtype}, but {self.dtype} is declared")
         if tuple(data.shape) != self.data_shape:
-            raise self._error(f"the data's shape {tuple(data.shape)} is not the stated {self.data_shape}")
+            raise self._error(f"the data has shape {tuple(data.shape)}, but {self.data_shape} is declared")
 
     def _error(self, message: str) -> CheckpointingException:
         return CheckpointingException(message, key=self.key)
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """Shape of ``data``: the local shape, or the length of the flattened range."""
+        """Return the shape of ``data``: the local shape, or the length of the flattened range."""
         if self.flattened_range is None:
             return self.local_shape
         return (self.flattened_range.stop - self.flattened_range.start,)
 
     @property
     def has_regular_grid(self) -> bool:
-        """Whether the shards of the global tensor form a regular grid."""
+        """Return whether the shards of the global tensor form a regular grid."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """The index of the local tensor in the global one: numbers for the prepended axes, slices for the others."""
+        """Return the index of the local tensor in the global one.
+
+        It has numbers for the prepended axes and slices for the others.
+        """
         local = zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True)
         return (
             *self.global_offset[: self.prepend_axis_num],
@@ -163,58 +170,67 @@ class ShardedTensor(ShardedBase):
         )
 
     def global_coordinates(self) -> tuple[np.ndarray, ...]:
-        """Per global axis, the indices of the elements of a flattened tensor, in the order of ``data``.
+        """Return the global indices of a flattened tensor's elements, in the order of ``data``.
+
+        Returns:
+            One array per global axis.
 
         Raises:
-            CheckpointingException: it is not flattened.
+            CheckpointingException: the tensor is not flattened.
         """
         local = self.local_coordinates()
         first: list[np.ndarray] = [np.zeros(self.data_shape, dtype=np.int64)] * self.prepend_axis_num
         return tuple(index + offset for index, offset in zip((*first, *local), self.global_offset, strict=True))
 
     def local_coordinates(self) -> tuple[np.ndarray, ...]:
-        """Per local axis, the indices of the elements of a flattened tensor, in the order of ``data``.
+        """Return the local indices of a flattened tensor's elements, in the order of ``data``.
+
+        Returns:
+            One array per local axis.
 
         Raises:
-            CheckpointingException: it is not flattened.
+            CheckpointingException: the tensor is not flattened.
         """
         if self.flattened_range is None:
-            raise self._error("coordinates are for flattened tensors, and this one has no flattened range")
-        held = np.arange(self.flattened_range.start, self.flattened_range.stop)
+            raise self._error("only flattened tensors have coordinates, and this tensor has no flattened range")
+        elements = np.arange(self.flattened_range.start, self.flattened_range.stop)
         if not self.local_shape:
             return ()
-        coordinates: tuple[Any, ...] = np.unravel_index(held, self.local_shape)
+        coordinates: tuple[Any, ...] = np.unravel_index(elements, self.local_shape)
         return coordinates
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Index of the local tensor in the grid of shards.
+        """Return the index of the local tensor in the grid of shards.
 
         Raises:
-            CheckpointingException: an offset is no multiple of the local extent.
+            CheckpointingException: an offset is not a multiple of the local extent.
         """
         chunk = list(self.global_offset[: self.prepend_axis_num])
         for offset, extent in zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True):
             if offset % extent if extent else offset:
-                raise self._error(f"the global offset {offset} is no multiple of the local extent {extent}")
+                raise self._error(f"the global offset {offset} is not a multiple of the local extent {extent}")
             chunk.append(offset // extent if extent else 0)
         return tuple(chunk)
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """Largest shape, per global axis, of chunks of which there are ``axis_fragmentations``.
+        """Return the largest shape of chunks of which ``axis_fragmentations`` fit the global shape.
 
         Raises:
-            CheckpointingException: there is no regular grid, or it does not divide the global shape, which may be only
-                where a shape mismatch is allowed (the remainder then is in no chunk).
+            CheckpointingException: the shards form no regular grid, or it does not divide the
+                global shape. Where a shape mismatch is allowed it need not: the remainder then lies
+                in no chunk.
         """
         if self.axis_fragmentations is None or len(self.axis_fragmentations) != len(self.global_shape):
-            raise self._error(f"the fragmentations {self.axis_fragmentations} are not those of {self.global_shape}")
+            raise self._error(
+                f"the fragmentations {self.axis_fragmentations} do not fit the global shape {self.global_shape}"
+            )
         for extent, n_shards in zip(self.global_shape, self.axis_fragmentations, strict=True):
             if not self.allow_shape_mismatch and extent % n_shards:
                 raise self._error(f"a global extent of {extent} cannot be divided into {n_shards} shards")
         return tuple(extent // n for extent, n in zip(self.global_shape, self.axis_fragmentations, strict=True))
 
+    @override
     def without_data(self) -> ShardedTensor:
-        """The same with ``data=None``."""
         return replace(self, data=None)
 
     @classmethod
@@ -228,35 +244,37 @@ class ShardedTensor(ShardedBase):
         flattened_range: None = None,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """The ShardedTensor of a local tensor that is one of a regular grid of equal shards.
+        """Return the ShardedTensor of a local tensor in a regular grid of equal shards.
 
         Args:
             key: name of the global tensor.
             data: the local tensor.
-            rank_offsets: (axis, index of the shard along it, number of shards along it) of every axis that is cut;
-                axes are those of the global tensor, prepended ones first.
-            replica_id: see ReplicaId.
-            prepend_axis_num: see ShardedTensor.
-            flattened_range: has to be None; see ``from_rank_offsets_flat``.
+            rank_offsets: (axis, index of the shard along it, number of shards along it) of every
+                axis that is cut; axes are those of the global tensor, prepended ones first.
+            replica_id: number of this copy, zero for the main one.
+            prepend_axis_num: number of global axes that precede the local ones.
+            flattened_range: must be None; ``from_rank_offsets_flat`` takes a range.
             init_kwargs: further arguments of ShardedTensor.
 
         Raises:
-            ValueError: a flattened range.
-            CheckpointingException: an axis that there is not, or an index that is not below the number of shards.
+            ValueError: ``flattened_range`` is not None.
+            CheckpointingException: an axis does not exist, or an index is not below the number of
+                shards.
         """
         if flattened_range is not None:
-            raise ValueError("from_rank_offsets takes no flattened_range; from_rank_offsets_flat does")
-        local = (1,) * prepend_axis_num + tuple(data.shape)
-        shape, offset, fragmentations = list(local), [0] * len(local), [1] * len(local)
+            raise ValueError("from_rank_offsets takes no flattened_range; use from_rank_offsets_flat")
+        extents = (1,) * prepend_axis_num + tuple(data.shape)
+        shape, offset, fragmentations = list(extents), [0] * len(extents), [1] * len(extents)
+        # Every cut axis is as many times longer in the global tensor as it has shards.
         for axis, index, n_shards in rank_offsets:
-            if not (0 <= axis < len(local) and 0 <= index < n_shards):
+            if not (0 <= axis < len(extents) and 0 <= index < n_shards):
                 raise CheckpointingException(
-                    f"shard {index} of {n_shards} along axis {axis} cannot be in a tensor of {len(local)} axes",
+                    f"a tensor of {len(extents)} axes has no shard {index} of {n_shards} along axis {axis}",
                     key=key,
                     hint="shards and axes are counted from 0",
                 )
-            shape[axis] = n_shards * local[axis]
-            offset[axis] = index * local[axis]
+            shape[axis] = n_shards * extents[axis]
+            offset[axis] = index * extents[axis]
             fragmentations[axis] = n_shards
         return cls(
             key,
@@ -281,84 +299,93 @@ class ShardedTensor(ShardedBase):
         flattened_range: slice | None = None,
         **kwargs: Any,
     ) -> ShardedTensor:
-        """The ShardedTensor of a slice of a flattened shard.
+        """Return the ShardedTensor of a slice of a flattened shard.
 
         Args:
             key: name of the global tensor.
             data: the slice, 1-D.
-            non_flat_local_shape: shape of the whole shard.
-            args, kwargs: as of ``from_rank_offsets``.
+            non_flat_local_shape: shape of the complete shard.
+            args, kwargs: arguments of ``from_rank_offsets``.
             flattened_range: elements of the flattened shard that ``data`` consists of; required.
 
         Raises:
-            CheckpointingException: there is no range, or the data is not 1-D or not of its length.
+            CheckpointingException: ``flattened_range`` is None, or ``data`` is not 1-D or has
+                another length than it.
         """
         if flattened_range is None:
             raise CheckpointingException("from_rank_offsets_flat needs a flattened_range", key=key)
-        shard = torch.empty(non_flat_local_shape, dtype=data.dtype, device="meta")
-        whole = cls.from_rank_offsets(key, shard, *args, **kwargs)
-        return replace(whole, data=data, flattened_range=flattened_range)
+        placeholder = torch.empty(non_flat_local_shape, dtype=data.dtype, device="meta")
+        shard = cls.from_rank_offsets(key, placeholder, *args, **kwargs)
+        return replace(shard, data=data, flattened_range=flattened_range)
 
     def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
-        """Makes the local tensor, unless there is one.
+        """Create the local tensor if ``data`` is None.
 
         Args:
-            device: where.
+            device: device of the new tensor.
             init_fn: called with the shape, ``dtype`` and ``device``.
         """
         if self.data is None:
             self.data = init_fn(self.data_shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """What remains when every shard is narrowed along an axis as ``torch.narrow`` would; data are views.
+        """Narrow every shard along an axis as ``torch.narrow`` would; the data are views.
 
-        The global tensor then consists of the narrowed shards, so its extent and the offset shrink in proportion.
+        The global tensor then consists of the narrowed shards, so its extent and the offset shrink
+        in proportion.
 
         Args:
             dim: local axis, not counting the prepended ones.
-            start: first element along it; negative counts from the end.
+            start: first element along it; a negative number counts from the end.
             length: number of elements along it.
 
         Returns:
-            One tensor; for a flattened one, as many as ``data`` has contiguous parts in the narrowed shard, which may
-            be none.
+            One tensor; for a flattened one, as many as ``data`` has contiguous parts in the
+            narrowed shard, possibly none.
 
         Raises:
             ValueError: the axis or the elements are not in the local shape.
-            CheckpointingException: the global extent or offset is no multiple of the local extent.
+            CheckpointingException: the global extent or offset is not a multiple of the local
+                extent.
         """
-        dim, start = self._checked_narrowing(dim, start, length)
+        dim, start = self._normalize_narrowing(dim, start, length)
+        # The global extent and offset shrink like the local extent, so they have to be multiples of it.
         axis, extent = dim + self.prepend_axis_num, self.local_shape[dim]
         if extent == 0 or self.global_shape[axis] % extent or self.global_offset[axis] % extent:
             raise self._error(
                 f"only regular grids can be narrowed, and the global extent {self.global_shape[axis]} or offset "
-                f"{self.global_offset[axis]} along axis {axis} is no multiple of the local extent {extent}"
+                f"{self.global_offset[axis]} along axis {axis} is not a multiple of the local extent {extent}"
             )
         narrowed = replace(
             self,
             data=None,
-            local_shape=_with(self.local_shape, dim, length),
-            global_shape=_with(self.global_shape, axis, self.global_shape[axis] // extent * length),
-            global_offset=_with(self.global_offset, axis, self.global_offset[axis] // extent * length),
+            local_shape=_replace_at(self.local_shape, dim, length),
+            global_shape=_replace_at(self.global_shape, axis, self.global_shape[axis] // extent * length),
+            global_offset=_replace_at(self.global_offset, axis, self.global_offset[axis] // extent * length),
             flattened_range=None,
         )
         if self.flattened_range is None:
             return [replace(narrowed, data=None if self.data is None else self.data.narrow(dim, start, length))]
-        held = range(self.flattened_range.start, self.flattened_range.stop)
+        # Of a flattened shard, each run of elements that stays contiguous becomes a tensor of its own.
+        flat = range(self.flattened_range.start, self.flattened_range.stop)
         return [
             replace(
                 narrowed,
                 data=None if self.data is None else self.data[piece.held_start : piece.held_stop],
                 flattened_range=slice(piece.start, piece.stop),
             )
-            for piece in narrowed_pieces(self.local_shape, dim, start, length, held=held)
+            for piece in narrowed_pieces(self.local_shape, dim, start, length, held=flat)
         ]
 
-    def _checked_narrowing(self, dim: int, start: int, length: int) -> tuple[int, int]:
-        """The axis and the first element, neither of them negative."""
+    def _normalize_narrowing(self, dim: int, start: int, length: int) -> tuple[int, int]:
+        """Return the axis and the first element as non-negative numbers.
+
+        Raises:
+            ValueError: the axis or the elements are not in the local shape.
+        """
         n_axes = len(self.local_shape)
         if not -n_axes <= dim < n_axes:
-            raise ValueError(f"there is no axis {dim} in the local shape {self.local_shape} of {self.key}")
+            raise ValueError(f"the local shape {self.local_shape} of {self.key} has no axis {dim}")
         extent = self.local_shape[dim]
         first = start + extent if start < 0 else start
         if min(first, length) < 0 or first + length > extent:
@@ -368,19 +395,22 @@ class ShardedTensor(ShardedBase):
         return dim % n_axes, first
 
 
-def _with(numbers: tuple[int, ...], index: int, number: int) -> tuple[int, ...]:
+def _replace_at(numbers: tuple[int, ...], index: int, number: int) -> tuple[int, ...]:
     return (*numbers[:index], number, *numbers[index + 1 :])
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Whether a replica is the main one: 0, or only zeros. To have one of every shard is up to the application."""
+    """Return whether a replica id, 0 or all zeros, is that of the main replica.
+
+    The application has to give every shard exactly one main replica.
+    """
     if isinstance(replica_id, int):
         return replica_id == 0
     return all(number == 0 for number in replica_id)
 
 
 class LocalNonpersistentObject:
-    """A value that is not stored; on loading, the state dict gets the one that was wrapped.
+    """A value that is not stored; loading returns the value of the given state dict.
 
     Args:
         obj: the value.
@@ -390,20 +420,20 @@ class LocalNonpersistentObject:
         self.obj = obj
 
     def unwrap(self) -> Any:
-        """The value."""
+        """Return the wrapped value."""
         return self.obj
 
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """One of a grid of objects of one name. Unlike a tensor's, the grid cannot be changed on loading.
+    """An element of a grid of objects with one name. The grid cannot be resharded.
 
     Args:
         key: name of the global object.
         data: this process's object; None where only the metadata is known.
-        global_shape: the grid's shape, in objects.
-        global_offset: this object's index in it.
-        replica_id: see ReplicaId.
+        global_shape: shape of the grid, in objects.
+        global_offset: index of this object in the grid.
+        replica_id: number of this copy, zero for the main one.
 
     Raises:
         CheckpointingException: shape and offset differ in their number of axes.
@@ -418,11 +448,12 @@ class ShardedObject(ShardedBase):
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
 
+    @override
     def validate_metadata_integrity(self) -> None:
-        """Checks that shape and offset have the same number of axes.
+        """Check that shape and offset have the same number of axes.
 
         Raises:
-            CheckpointingException: they do not.
+            CheckpointingException: the numbers of axes differ.
         """
         if len(self.global_shape) != len(self.global_offset):
             raise CheckpointingException(
@@ -430,13 +461,16 @@ class ShardedObject(ShardedBase):
                 key=self.key,
             )
 
+    @override
     def without_data(self) -> ShardedObject:
-        """The same with ``data=None``."""
         return replace(self, data=None)
 
     @property
     def unique_key(self) -> str:
-        """``<key>/shard_<offset>_<shape>``, dots inside offset and shape: the name of this object in a checkpoint."""
+        """Return the name of this object in a checkpoint: ``<key>/shard_<offset>_<shape>``.
+
+        The numbers within offset and shape are joined by dots.
+        """
         offset, shape = (".".join(map(str, numbers)) for numbers in (self.global_offset, self.global_shape))
         return f"{self.key}/shard_{offset}_{shape}"
 
@@ -445,16 +479,17 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """The object, without data, whose ``unique_key`` is given.
+        """Parse a ``unique_key`` into a ShardedObject without data.
 
-        Where a shape lacks the last number, as in the first checkpoints of this kind, that one is -1: unknown.
+        If the shape lacks its last number, as in the first checkpoints of this kind, that number
+        becomes -1: unknown.
 
         Raises:
             CorruptError: the name is not of this form.
         """
         parts = parts_of_sharded_object(unique_key)
         if parts is None:
-            raise CorruptError("the name is not <key>/shard_<offset>_<shape>", key=unique_key)
+            raise CorruptError("the name does not have the form <key>/shard_<offset>_<shape>", key=unique_key)
         key, offset, shape = parts
         if len(shape) + 1 == len(offset):
             shape += (-1,)
@@ -462,24 +497,25 @@ class ShardedObject(ShardedBase):
 
 
 FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, slice | None], ShardedStateDict]
-"""Key, data, replica id and flattened range → the sharded state dict to be stored."""
+"""From key, data, replica id and flattened range to the sharded state dict that is stored."""
 
 FactoryMergeFn = Callable[[StateDict], torch.Tensor]
-"""What was loaded for the sharded state dict → the tensor."""
+"""From the loaded values of that sharded state dict to the tensor."""
 
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is stored as something else: a fused weight as its parts, for instance.
+    """A tensor that is stored in another form: a fused weight as its parts, for instance.
 
-    An optimizer does the same to the moments of the parameter, so what is built has to follow from the arguments alone.
+    An optimizer applies the same to the moments of the parameter, so the built state dict must
+    depend on the arguments of ``build_fn`` alone.
 
     Args:
         key: name that is given to ``build_fn``.
-        data: the parameter, or what an optimizer has for it.
-        build_fn: makes the sharded state dict that is stored.
-        merge_fn: the inverse, for what was loaded.
-        replica_id: see ReplicaId; given to ``build_fn``.
+        data: the parameter, or an optimizer's tensor for it.
+        build_fn: builds the sharded state dict that is stored.
+        merge_fn: the inverse of ``build_fn``, for the loaded values.
+        replica_id: number of this copy; given to ``build_fn``.
         flattened_range: the part of the flattened tensor that ``data`` is; given to ``build_fn``.
     """
 
@@ -491,54 +527,60 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
 
     def build(self) -> ShardedStateDict:
-        """The sharded state dict that is stored."""
+        """Build the sharded state dict that is stored."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
+    @override
     def validate_metadata_integrity(self) -> None:
-        """Nothing is known before it is built."""
+        """Do nothing: the metadata are known only after ``build``."""
 
+    @override
     def without_data(self) -> ShardedTensorFactory:
-        """The same with ``data=None``."""
         return replace(self, data=None)
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Replaces every ShardedTensorFactory by what it builds, in place."""
+    """Replace every ShardedTensorFactory by the state dict that it builds, in place."""
     dict_list_map_inplace(lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, sharded_state_dict)
 
 
 def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: tuple[str, ...] = ()) -> StateDict:
-    """``x1`` with what was loaded for each factory replaced by the tensor that the factory merges it to, in place.
+    """Replace the values loaded for each factory by the tensor it merges them to, in place.
 
     Args:
-        x1: what was loaded.
-        x2: only the factories, at the places that they had; a dict may stand for a list, by index.
-        key: path of both, for errors.
+        x1: the loaded values.
+        x2: only the factories, at their places in the requested state dict; a dict may stand for a
+            list, by index.
+        key: path of both trees, for error messages.
+
+    Returns:
+        ``x1``, or the merged tensor if ``x2`` is itself a factory.
 
     Raises:
         ValueError: a factory's place is not in ``x1``, or the lists differ in length.
     """
     if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)  # type: ignore[no-any-return]
-    for name, inner in _places(x1, x2, key):
+    for name, inner in _factory_items(x1, x2, key):
         x1[name] = apply_factory_merges(x1[name], inner, key=(*key, name))
     return x1
 
 
-def _places(x1: Any, x2: Any, key: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    """The keys or indices of ``x2`` and what it has there, once all of them are known to be in ``x1``."""
-    if isinstance(x1, dict) and isinstance(x2, dict):
-        absent = [name for name in x2 if name not in x1]
-        if absent:
-            raise ValueError(f"a factory at {(*key, absent[0])} was not loaded; there is {list(x1)}")
-        return list(x2.items())
+def _factory_items(x1: Any, x2: Any, key: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """Return the items of ``x2``, by key or index, after checking that ``x1`` has all of them.
+
+    Raises:
+        ValueError: an item of ``x2`` is not in ``x1``, lists differ in length, or container types
+            do not match.
+    """
     if isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             raise ValueError(f"lists of {len(x1)} and {len(x2)} elements cannot be merged, at {key}")
         return list(enumerate(x2))
-    if isinstance(x1, list) and isinstance(x2, dict):
-        wrong = [name for name in x2 if not isinstance(name, int) or not 0 <= name < len(x1)]
-        if wrong:
-            raise ValueError(f"{wrong[0]!r} is no index of a list of {len(x1)} elements, at {key}")
-        return list(x2.items())
-    raise ValueError(f"a {type(x1).__name__} was loaded where factories are in a {type(x2).__name__}, at {key}")
+    if not isinstance(x1, dict | list) or not isinstance(x2, dict):
+        raise ValueError(f"a {type(x1).__name__} was loaded where factories are in a {type(x2).__name__}, at {key}")
+    loaded = list(x1) if isinstance(x1, dict) else list(range(len(x1)))
+    absent = [name for name in x2 if name not in loaded]
+    if absent:
+        raise ValueError(f"nothing was loaded for the factory at {(*key, absent[0])}; loaded were {loaded}")
+    return list(x2.items())

@@ -1,7 +1,8 @@
-"""Sharded state dicts of optimizers, made from those of their models: a moment is sharded as its parameter is.
+"""Sharded state dicts of optimizers, in which every moment is sharded as its parameter is.
 
-The documented names of ``megatron.core.dist_checkpointing.optimizer``. Parameters are recognised by identity, so the
-model's state dict has to hold the very parameters that the optimizer was given (``state_dict(keep_vars=True)``).
+These are the documented names of ``megatron.core.dist_checkpointing.optimizer``. Parameters are
+recognised by identity, so the model's state dict must hold the very parameters that the optimizer
+was given (``state_dict(keep_vars=True)``).
 """
 
 from __future__ import annotations
@@ -30,66 +31,70 @@ from core.errors import CheckpointingException
 logger = logging.getLogger(__name__)
 
 KEEP_VARS_HINT = (
-    "pass keep_vars=True to state_dict() so that it holds the optimizer's own parameters, and store a parameter as "
-    "something else through a ShardedTensorFactory"
+    "pass keep_vars=True to state_dict() so that it holds the optimizer's own parameters, and store a parameter in "
+    "another form through a ShardedTensorFactory"
 )
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
-    """``id()`` of every parameter (of its local tensor, for a DTensor) → its number in the optimizer's state.
+    """Map ``id()`` of each parameter (for a DTensor, of its local tensor) to its number.
 
-    A parameter that is there twice has its first number.
+    The number is that of the parameter in the optimizer's state; the first one if a parameter
+    occurs twice.
     """
     numbers: dict[int, int] = {}
     for number, param in enumerate(optim_params_iter):
-        numbers.setdefault(id(_local(param)), number)
+        numbers.setdefault(id(_local_tensor(param)), number)
     return numbers
 
 
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.nn.Parameter]
 ) -> dict[int, ShardedTensor | ShardedTensorFactory]:
-    """Number of a parameter in the optimizer's state → how the model shards it.
+    """Map each parameter's number in the optimizer's state to the model's sharded tensor for it.
 
     Args:
-        model_sharded_state_dict: the model's tensors, in any nesting; those that the optimizer does not have are
-            skipped.
+        model_sharded_state_dict: the model's tensors, in any nesting; those that the optimizer does
+            not have are skipped.
         optim_params_iter: the optimizer's parameters, in its order.
     """
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     numbers = get_optim_param_to_id_map(optim_params_iter)
-    found = {}
+    sharded_params = {}
     for leaf in nested_values(sharded):
         number = numbers.get(id(leaf.data))
         if number is None:
             logger.debug("%s is not tracked by the optimizer", leaf.key)
         else:
-            found[number] = leaf
-    if not found and comm.rank() == 0:
+            sharded_params[number] = leaf
+    if not sharded_params and comm.rank() == 0:
         logger.warning("no tensor of the model's state dict is one of the optimizer's parameters; %s", KEEP_VARS_HINT)
-    return found
+    return sharded_params
 
 
 def make_sharded_optimizer_tensor(
     model_param: ShardedTensor | ShardedTensorFactory, optim_param: torch.Tensor, prefix: str
 ) -> ShardedTensor | ShardedTensorFactory:
-    """A tensor of the optimizer, sharded as its parameter is, with the key ``<prefix>.<key of the parameter>``.
+    """Build the sharded tensor of an optimizer's tensor, sharded as its parameter is.
+
+    Its key is ``<prefix>.<key of the parameter>``.
 
     Args:
-        model_param: how the model shards the parameter; for a factory, the result is one as well.
-        optim_param: the tensor, of the parameter's local shape and of any dtype.
-        prefix: what the tensor is to the parameter.
+        model_param: the model's sharded tensor of the parameter; for a factory, the result is a
+            factory as well.
+        optim_param: the optimizer's tensor, of the parameter's local shape and of any dtype.
+        prefix: the name of the optimizer's tensor in relation to the parameter.
 
     Raises:
         CheckpointingException: the shapes differ.
     """
-    optim_param = _local(optim_param)
+    optim_param = _local_tensor(optim_param)
     key = f"{prefix}.{model_param.key}"
     if isinstance(model_param, ShardedTensorFactory):
         return replace(model_param, key=key, data=optim_param)
     if tuple(optim_param.shape) != tuple(model_param.data_shape):
         raise CheckpointingException(
-            f"the optimizer's shape {tuple(optim_param.shape)} is not the parameter's {tuple(model_param.data_shape)}",
+            f"the tensor has shape {tuple(optim_param.shape)}, its parameter {tuple(model_param.data_shape)}",
             key=key,
             hint=KEEP_VARS_HINT,
         )
@@ -101,23 +106,26 @@ def optim_state_to_sharding_state(
     id_to_sharded_param_map: Mapping[int, ShardedTensor | ShardedTensorFactory],
     exclude_keys: tuple[str, ...] = (),
 ) -> None:
-    """Makes an optimizer's state dict a sharded one, in place.
+    """Turn an optimizer's state dict into a sharded one, in place.
 
-    Every tensor of ``state`` becomes sharded, with the key ``optimizer.state.<its name>.<key of the parameter>``. The
-    numbers in ``param_groups`` are those of this process, so they are not stored.
+    Every tensor in ``state`` becomes sharded, with the key ``optimizer.state.<its name>.<key of the
+    parameter>``. The numbers in ``param_groups`` are valid in this process only, so they are not
+    stored.
 
     Args:
-        optim_state_dict: what the optimizer's ``state_dict()`` returned; the dict changes, its values do not.
-        id_to_sharded_param_map: see ``get_param_id_to_sharded_param_map``.
-        exclude_keys: names in the state of a parameter that are left out, such as a number of steps.
+        optim_state_dict: the result of the optimizer's ``state_dict()``; the dict changes, its
+            values do not.
+        id_to_sharded_param_map: result of ``get_param_id_to_sharded_param_map``.
+        exclude_keys: names in a parameter's state that are left out, such as the step count.
 
     Raises:
-        ValueError: a number has no parameter.
+        ValueError: a parameter of the optimizer is not in the map.
         CheckpointingException: a tensor does not have its parameter's shape.
     """
     unknown = [number for number in optim_state_dict["state"] if number not in id_to_sharded_param_map]
     if unknown:
-        raise ValueError(f"the parameter {unknown[0]} of the optimizer is none of the model's; {KEEP_VARS_HINT}")
+        raise ValueError(f"the optimizer's parameter {unknown[0]} is not in the model's state dict; {KEEP_VARS_HINT}")
+    # Shard every tensor like its parameter.
     state = {
         number: {
             name: make_sharded_optimizer_tensor(id_to_sharded_param_map[number], value, f"optimizer.state.{name}")
@@ -126,6 +134,7 @@ def optim_state_to_sharding_state(
         }
         for number, values in optim_state_dict["state"].items()
     }
+    # Keep this process's parameter numbers out of the checkpoint.
     groups = deepcopy(optim_state_dict["param_groups"])
     for group in groups:
         group["params"] = LocalNonpersistentObject(group["params"])
@@ -133,7 +142,7 @@ def optim_state_to_sharding_state(
     optim_state_dict["param_groups"] = groups
 
 
-def _local(tensor: Any) -> Any:
+def _local_tensor(tensor: Any) -> Any:
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():  # with gradients, to_local() would make a new tensor each time

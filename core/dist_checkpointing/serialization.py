@@ -1,13 +1,14 @@
-"""Saving and loading sharded state dicts: the documented entry points.
+"""The documented entry points for saving and loading sharded state dicts.
 
-A *sharded state dict* is a tree of dicts and lists. Its ShardedTensors and ShardedObjects are what this rank has of
-global tensors and objects; everything else in it is *common state*, equal on all ranks and stored once. Called by all
-ranks::
+A *sharded state dict* is a tree of dicts and lists. Its ShardedTensors and ShardedObjects are this
+rank's parts of global tensors and objects; everything else in it is *common state*, equal on all
+ranks and stored once. Called by all ranks::
 
-    save   factories → common and sharded part → strategies write into a stage → the stage is published
+    save   factories → common and sharded part → strategies write into a stage → the stage is
+    published
     load   metadata.json names the strategies → common state → objects and tensors → factories merge
 
-An error on one rank is raised on every rank, and a save that failed leaves nothing behind.
+An error on one rank is raised on every rank, and a failed save leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -78,53 +79,58 @@ def save(
     *,
     overwrite: bool = False,
 ) -> AsyncRequest | None:
-    """Saves what all ranks hold; every rank calls it.
+    """Save the sharded and common state of all ranks as a checkpoint; collective.
 
     Args:
-        sharded_state_dict: what this rank holds; not changed.
+        sharded_state_dict: this rank's state; not changed.
         checkpoint_dir: an existing, empty directory on a file system that all ranks share.
-        sharded_strategy: writes tensors (and, if it can, objects); a strategy, (backend, version) of a registered one,
-            or None for torch_dist.
-        common_strategy: writes everything else; likewise.
-        validate_access_integrity: check that the ranks' shards make whole tensors, and log where common states differ.
+        sharded_strategy: writes tensors (and objects, if it can): a strategy, (backend, version) of
+            a registered one, or None for torch_dist.
+        common_strategy: writes everything else: a strategy, (backend, version) of a registered one,
+            or None for torch.
+        validate_access_integrity: check that the ranks' shards form complete tensors, and log where
+            common states differ.
         async_sharded_save: write tensors later, by the request that is returned.
-        preprocess_common_before_consistancy_check: what of the common state has to be the same on all ranks. It must
-            not change its argument.
-        content_metadata: says what the checkpoint contains; for ``load_content_metadata``. Process groups in it are
-            left out.
-        overwrite: replace the checkpoint that the directory holds, once the new one is complete. Files that belong to
-            no checkpoint stay, unless a new one has their name.
+        preprocess_common_before_consistancy_check: return the part of the common state that has to
+            be the same on all ranks. It must not change its argument.
+        content_metadata: description of the checkpoint's content, for ``load_content_metadata``.
+            Process groups in it are left out.
+        overwrite: replace the checkpoint in the directory once the new one is complete. Files that
+            belong to no checkpoint stay, unless a new file has the same name.
 
     Returns:
-        None, or with ``async_sharded_save`` a request that the caller schedules. Its last finalize function publishes
-        the checkpoint.
+        None, or with ``async_sharded_save`` a request that the caller schedules. Its last finalize
+        function publishes the checkpoint.
 
     Raises:
-        CheckpointingException: the directory is missing or not empty, the shards do not fit together, the strategy
-            cannot save asynchronously, or a rank failed. On every rank; the directory then is as it was before.
-        ValueError: an argument is no strategy.
+        CheckpointingException: the directory is missing or not empty, the shards do not fit
+            together, the strategy cannot save asynchronously, or a rank failed. On every rank; the
+            directory then is as it was before.
+        ValueError: an argument is not a strategy.
     """
 
     def begin() -> tuple[Any, SaveCommonStrategy, ShardedStateDict]:
         refuse_url(checkpoint_dir)
-        chosen = _save_strategies(sharded_strategy, common_strategy, is_async=async_sharded_save)
+        strategies = _choose_save_strategies(sharded_strategy, common_strategy, is_async=async_sharded_save)
         if content_metadata is None:
-            return *chosen, sharded_state_dict
+            return *strategies, sharded_state_dict
         content = _clean_metadata_for_serialization(content_metadata)
-        return *chosen, sharded_state_dict | {_CONTENT_METADATA_KEY: content}
+        return *strategies, sharded_state_dict | {_CONTENT_METADATA_KEY: content}
 
-    sharded, common, sharded_state_dict = _agreed(
+    # Choose the strategies, which must be the same on all ranks, and split the state dict.
+    sharded, common, sharded_state_dict = _require_agreement(
         begin, validate_access_integrity=validate_access_integrity, async_sharded_save=async_sharded_save
     )
-    tree = comm.together(
+    tree, state = comm.together(
         lambda: save_preprocess(
             sharded_state_dict, validate_access_integrity, preprocess_common_before_consistancy_check
         )
     )
+    # Rank 0 creates a stage, into which all ranks write, and publishes it as the last step.
     target = Path(os.path.abspath(checkpoint_dir))
     publication = comm.together(lambda: Publication(target, overwrite=overwrite) if comm.rank() == 0 else None)
     try:
-        tensors = _save_common(*tree, sharded, common, data_dir_of(target))
+        tensors = _save_common(tree, state, sharded, common, data_dir_of(target))
         publish = _Publish(
             publication,
             CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version),
@@ -145,12 +151,12 @@ def save(
 
 @dataclass(frozen=True, slots=True)
 class _Publish:
-    """The last step of a save, on every rank.
+    """The last step of a save, on every rank: publishes the checkpoint.
 
     Args:
-        publication: None but on rank 0.
+        publication: None on all ranks but rank 0.
         config: of the new checkpoint.
-        is_synced: the strategies have waited for the disk.
+        is_synced: the strategies have already waited for the disk.
     """
 
     publication: Publication | None
@@ -158,26 +164,29 @@ class _Publish:
     is_synced: bool
 
     def __call__(self) -> None:
-        """Makes the checkpoint visible; collective."""
-        comm.together(self._on_coordinator)
+        """Make the checkpoint visible; collective."""
 
-    def _on_coordinator(self) -> None:
-        if self.publication:
-            self.publication.publish(self.config, is_synced=self.is_synced)
+        def publish_on_coordinator() -> None:
+            if self.publication:
+                self.publication.publish(self.config, is_synced=self.is_synced)
+
+        comm.together(publish_on_coordinator)
 
     def abandon(self) -> None:
-        """Called in place of that if an asynchronous save has failed."""
+        """Remove the stage; called instead of publishing if an asynchronous save has failed."""
         if self.publication:
             self.publication.abandon()
 
 
-def _save_strategies(sharded_strategy: Any, common_strategy: Any, *, is_async: bool) -> tuple[Any, SaveCommonStrategy]:
+def _choose_save_strategies(
+    sharded_strategy: Any, common_strategy: Any, *, is_async: bool
+) -> tuple[Any, SaveCommonStrategy]:
     sharded = chosen_strategy(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
     common = chosen_strategy(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
     if not isinstance(sharded, SaveShardedStrategy):
-        raise ValueError(f"sharded_strategy is a {type(sharded).__name__}, no SaveShardedStrategy")
+        raise ValueError(f"sharded_strategy is a {type(sharded).__name__}, not a SaveShardedStrategy")
     if not isinstance(common, SaveCommonStrategy):
-        raise ValueError(f"common_strategy is a {type(common).__name__}, no SaveCommonStrategy")
+        raise ValueError(f"common_strategy is a {type(common).__name__}, not a SaveCommonStrategy")
     if is_async and not isinstance(sharded, AsyncSaveShardedStrategy):
         raise UnsupportedError(
             f"{sharded} cannot save asynchronously", hint="choose a strategy that can, such as ('torch_dist', 1)"
@@ -192,11 +201,14 @@ def _save_common(
     common: SaveCommonStrategy,
     data_dir: Path,
 ) -> ShardedStateDict:
-    """Saves the common state, and objects that the sharded strategy does not handle; returns what is left for that.
+    """Save the common state, and objects that the sharded strategy does not handle; collective.
 
-    Collective, as strategies may be: so each call of one is a step of its own, which all ranks begin.
+    Strategies may be collective, so each call of one is a step of its own, which all ranks begin.
+
+    Returns:
+        The rest of the tree, which the sharded strategy is to save.
     """
-    comm.together(lambda: _check_seen(data_dir))
+    comm.together(lambda: _check_visible(data_dir))
     comm.together(lambda: common.save_common(state, data_dir))
     if sharded.can_handle_sharded_objects:
         return tree
@@ -206,41 +218,50 @@ def _save_common(
     return tensors
 
 
-def _check_seen(data_dir: Path) -> None:
+def _check_visible(data_dir: Path) -> None:
     with translated(str(data_dir), doing="look at"):
-        is_seen = data_dir.is_dir()
-    if not is_seen:
+        is_visible = data_dir.is_dir()
+    if not is_visible:
         raise UsageError(
-            "this rank does not see the directory that rank 0 has made",
+            "this rank does not see the directory that rank 0 created",
             file=str(data_dir),
             hint="save into a file system that all ranks share",
         )
 
 
-def _agreed(begin: Callable[[], tuple[T, U, V]], **arguments: object) -> tuple[T, U, V]:
-    """What ``begin`` returns: a strategy for shards, one for common states, and something else. Collective.
+def _require_agreement(begin: Callable[[], tuple[T, U, V]], **arguments: object) -> tuple[T, U, V]:
+    """Run ``begin`` on every rank and raise unless all ranks chose the same strategies; collective.
+
+    Args:
+        begin: return a strategy for shards, one for common states, and a third value, which is not
+            compared.
+        arguments: further arguments that have to be the same on all ranks.
+
+    Returns:
+        The result of ``begin`` on this rank.
 
     Raises:
-        UsageError: ranks were called with other strategies or arguments, so they would wait for each other.
+        UsageError: the strategies or arguments of two ranks differ, so that they would wait for
+            each other.
     """
-    begun: list[tuple[T, U, V]] = []
+    chosen: list[tuple[T, U, V]] = []
 
-    def described() -> dict[str, object]:
-        begun.append(begin())
-        kinds = [f"{type(strategy).__module__}.{type(strategy).__qualname__}" for strategy in begun[0][:2]]
+    def begin_and_describe() -> dict[str, object]:
+        chosen.append(begin())
+        kinds = [f"{type(strategy).__module__}.{type(strategy).__qualname__}" for strategy in chosen[0][:2]]
         return {"sharded_strategy": kinds[0], "common_strategy": kinds[1], **arguments}
 
-    first, *others = comm.collect(described)
-    for rank, other in enumerate(others, 1):
+    first, *rest = comm.collect(begin_and_describe)
+    for rank, arguments_of_rank in enumerate(rest, 1):
         for name, value in first.items():
-            if other[name] != value:
+            if arguments_of_rank[name] != value:
                 raise UsageError(
-                    f"ranks were called with different arguments: {name} is {value} on rank 0, {other[name]} on rank "
-                    f"{rank}",
+                    f"ranks were called with different arguments: {name} is {value} on rank 0, "
+                    f"{arguments_of_rank[name]} on rank {rank}",
                     rank=str(rank),
                     hint="call it on all ranks with the same arguments",
                 )
-    return begun[0]
+    return chosen[0]
 
 
 def _split_objects(tree: ShardedStateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
@@ -255,77 +276,87 @@ def load(
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> Loaded:
-    """Loads what this rank asks for, in whatever way the checkpoint was sharded; every rank calls it.
+    """Load the state that this rank asks for, however the checkpoint is sharded; collective.
 
     Args:
-        sharded_state_dict: says what to load: ShardedTensors with or without data, ShardedObjects, factories.
-            LocalNonpersistentObjects are returned unwrapped; other values are not looked at.
+        sharded_state_dict: the state to load: ShardedTensors with or without data, ShardedObjects,
+            factories. LocalNonpersistentObjects are returned unwrapped; other values are ignored.
         checkpoint_dir: of a distributed checkpoint.
-        sharded_strategy: reads tensors; a strategy, (backend, version) of a registered one, or None for the one that
-            the checkpoint names.
-        common_strategy: reads everything else; likewise.
-        validate_access_integrity: check that the ranks together ask for whole tensors.
-        strict: what to do where keys of state dict and checkpoint differ.
+        sharded_strategy: reads tensors: a strategy, (backend, version) of a registered one, or None
+            for the one that the checkpoint names.
+        common_strategy: reads everything else: a strategy, (backend, version) of a registered one,
+            or None for the one that the checkpoint names.
+        validate_access_integrity: check that the ranks together ask for complete tensors.
+        strict: reaction to keys that are only in the state dict or only in the checkpoint.
 
     Returns:
-        The common state, merged with what was loaded: plain tensors and objects at the places of the sharded ones.
-        With ``strict`` return_unexpected or return_all also the missing and the unexpected keys; missing ones are the
-        same on all ranks, and none for return_unexpected.
+        The common state, merged with the loaded values: plain tensors and objects at the places of
+            the sharded ones. With ``strict`` return_unexpected or return_all also the missing and
+            the unexpected keys. Missing keys are the same on all ranks; with return_unexpected
+            there are none.
 
     Raises:
-        CheckpointingException: no such checkpoint, not complete, damaged, keys differ and ``strict`` raises, or a rank
-            failed; on every rank.
-        ValueError: ``strict`` is none of the values, or a loaded value and one of the common state are at one place.
+        CheckpointingException: the checkpoint does not exist, is incomplete or damaged, keys differ
+            and ``strict`` forbids it, or a rank failed; on every rank.
+        ValueError: ``strict`` is not a valid value, or a loaded value and a value of the common
+            state have the same place.
     """
 
     def begin() -> tuple[LoadShardedStrategy, LoadCommonStrategy, StrictHandling]:
         return *verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy, common_strategy), handling
 
+    # Choose the strategies, which must be the same on all ranks, and load the common state.
     handling = comm.together(lambda: parse_strict_flag(strict))
-    where = Path(checkpoint_dir)
-    sharded, common, _ = _agreed(begin, strict=handling.value, validate_access_integrity=validate_access_integrity)
-    state = comm.together(lambda: common.load_common(where))
+    path = Path(checkpoint_dir)
+    sharded, common, _ = _require_agreement(
+        begin, strict=handling.value, validate_access_integrity=validate_access_integrity
+    )
+    state = comm.together(lambda: common.load_common(path))
     requested, factories = comm.together(lambda: _begin_load(sharded_state_dict, state))
-    stored = local = everyone = None
+
+    # Compare the request with the checkpoint and with the other ranks, as far as the arguments ask for it.
+    stored = local_metadata = global_metadata = None
     if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
         stored = comm.together(lambda: load_sharded_metadata(checkpoint_dir, sharded, common))
     if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
-        local, everyone = determine_global_metadata(requested)
-    wanted, missing, unexpected = validate_integrity_and_strict_load(
-        requested, handling, validate_access_integrity, local, everyone, stored
+        local_metadata, global_metadata = determine_global_metadata(requested)
+    to_load, missing, unexpected = validate_integrity_and_strict_load(
+        requested, handling, validate_access_integrity, local_metadata, global_metadata, stored
     )
-    objects: StateDict = {}
-    tensors = wanted
+
+    # Load objects, by the common strategy if the sharded one cannot, and tensors.
+    loaded_objects: StateDict = {}
+    tensors = to_load
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)
-        held, tensors = _split_objects(wanted)
-        objects = comm.together(lambda: common.load_sharded_objects(held, where))
-    loaded = comm.together(lambda: sharded.load(tensors, where))
+        objects, tensors = _split_objects(to_load)
+        loaded_objects = comm.together(lambda: common.load_sharded_objects(objects, path))
+    loaded_tensors = comm.together(lambda: sharded.load(tensors, path))
 
     def finish() -> StateDict:
-        merge(merge(state, objects), loaded)
-        return apply_factory_merges(state, remaining_factories(factories, requested, wanted))
+        merge(merge(state, loaded_objects), loaded_tensors)
+        return apply_factory_merges(state, remaining_factories(factories, requested, to_load))
 
     comm.together(finish)
     return (state, missing, unexpected) if StrictHandling.requires_returning_mismatch_keys(handling) else state
 
 
 def _begin_load(sharded_state_dict: ShardedStateDict, state: StateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
-    """The ShardedTensors and ShardedObjects to load, and the factories that made some of them.
+    """Return the ShardedTensors and ShardedObjects to load, and the factories among the leaves.
 
-    What LocalNonpersistentObjects wrapped is merged into ``state``.
+    The values that LocalNonpersistentObjects wrap are merged into ``state``.
     """
     force_all_tensors_to_non_fp8(sharded_state_dict)
-    wanted, local, factories = load_preprocess(sharded_state_dict)
+    tree, local, factories = load_preprocess(sharded_state_dict)
     merge(state, local)
-    return extract_sharded_base(wanted)[0], factories
+    return extract_sharded_base(tree)[0], factories
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
-    """The common state of a checkpoint; on this rank alone.
+    """Load the common state of a checkpoint; on this rank alone.
 
     Raises:
-        CheckpointingException: no such checkpoint, or it cannot be read.
+        CheckpointingException: the checkpoint does not exist or cannot be read.
     """
     _, common = verify_checkpoint_and_load_strategy(checkpoint_dir)
     return common.load_common(Path(checkpoint_dir))
@@ -334,14 +365,14 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
 def load_tensors_metadata(
     checkpoint_dir: str | Path, sharded_strategy: LoadShardedStrategy | None = None
 ) -> CkptShardedMetadata:
-    """Key → ShardedTensor without data that is the whole global tensor; on this rank alone.
+    """Return a ShardedTensor without data for every global tensor, by key; on this rank alone.
 
     Args:
         checkpoint_dir: of a distributed checkpoint.
         sharded_strategy: None for the one that the checkpoint names.
 
     Raises:
-        CheckpointingException: no such checkpoint, or it cannot be read.
+        CheckpointingException: the checkpoint does not exist or cannot be read.
     """
     sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy)
     return sharded.load_tensors_metadata(Path(checkpoint_dir))
@@ -352,47 +383,53 @@ def load_sharded_metadata(
     sharded_strategy: LoadShardedStrategy | None = None,
     common_strategy: LoadCommonStrategy | None = None,
 ) -> CkptShardedMetadata:
-    """As ``load_tensors_metadata``, and unique key → ShardedObject without data.
+    """Return the metadata of all tensors, by key, and of all sharded objects, by unique key.
+
+    A ShardedTensor is a whole global tensor. All have no data. Runs on this rank alone.
 
     Args:
         checkpoint_dir: of a distributed checkpoint.
         sharded_strategy: None for the one that the checkpoint names.
-        common_strategy: likewise; asked for objects that the other one does not handle.
+        common_strategy: None for the one that the checkpoint names; asked for objects that the
+            sharded strategy does not handle.
 
     Raises:
-        CheckpointingException: no such checkpoint, or it cannot be read.
+        CheckpointingException: the checkpoint does not exist or cannot be read.
     """
     sharded, common = verify_checkpoint_and_load_strategy(checkpoint_dir, sharded_strategy, common_strategy)
-    found = dict(sharded.load_sharded_metadata(Path(checkpoint_dir)))
+    metadata = dict(sharded.load_sharded_metadata(Path(checkpoint_dir)))
     if not sharded.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded, common)
-        found |= common.load_sharded_metadata(Path(checkpoint_dir))
-    return found
+        metadata |= common.load_sharded_metadata(Path(checkpoint_dir))
+    return metadata
 
 
 def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
-    """Key → whole tensor, for all tensors of a checkpoint; every rank calls it and gets all.
+    """Load all tensors of a checkpoint as whole tensors, by key; collective.
+
+    Every rank gets all tensors.
 
     Raises:
-        CheckpointingException: as for ``load``.
+        CheckpointingException: as ``load``.
     """
-    wanted = load_tensors_metadata(checkpoint_dir)
-    state = load(wanted, checkpoint_dir, validate_access_integrity=False)
-    return {key: state[key] for key in wanted}  # type: ignore[call-overload]
+    metadata = load_tensors_metadata(checkpoint_dir)
+    state = load(metadata, checkpoint_dir, validate_access_integrity=False)
+    return {key: state[key] for key in metadata}  # type: ignore[call-overload]
 
 
 def load_content_metadata(
     checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: StateDict | None = None
 ) -> dict[str, Any] | None:
-    """What ``save`` was given as ``content_metadata``; None if nothing.
+    """Return the ``content_metadata`` that ``save`` was given; None if there was none.
 
     Args:
-        checkpoint_dir: whose common state is read.
-        preloaded_state_dict: a state that has been loaded, so that nothing needs to be read.
+        checkpoint_dir: the checkpoint whose common state is read.
+        preloaded_state_dict: a common state that is already loaded, so that nothing needs to be
+            read.
 
     Raises:
-        ValueError: neither was given.
-        CheckpointingException: no such checkpoint, or it cannot be read.
+        ValueError: neither argument was given.
+        CheckpointingException: the checkpoint does not exist or cannot be read.
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -402,37 +439,38 @@ def load_content_metadata(
 
 
 def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
-    """Removes the tensors whose keys begin with ``key_prefix`` from a checkpoint; called by one rank.
+    """Remove the tensors whose keys begin with ``key_prefix``; called by one rank.
 
     Raises:
-        CheckpointingException: no such checkpoint, or its backend cannot do it.
+        CheckpointingException: the checkpoint does not exist, or its backend cannot remove tensors.
     """
     sharded, _ = verify_checkpoint_and_load_strategy(checkpoint_dir)
     sharded.remove_sharded_tensors(Path(checkpoint_dir), key_prefix)
 
 
 def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> SaveShardedStrategy:
-    """The registered strategy that saves tensors.
+    """Return the registered strategy that saves tensors.
 
     Raises:
-        CheckpointingException: there is none of that backend and version.
+        CheckpointingException: no strategy is registered for the backend and version.
     """
     return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)  # type: ignore[no-any-return]
 
 
 def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -> SaveCommonStrategy:
-    """The registered strategy that saves common states.
+    """Return the registered strategy that saves common states.
 
     Raises:
-        CheckpointingException: there is none of that backend and version.
+        CheckpointingException: no strategy is registered for the backend and version.
     """
     return get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)  # type: ignore[no-any-return]
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
-    """The strategy that loads the tensors of a checkpoint.
+    """Return the strategy that loads the tensors of a checkpoint.
 
     Raises:
-        CheckpointingException: no such checkpoint, or no strategy for its backend.
+        CheckpointingException: the checkpoint does not exist, or no strategy is registered for its
+            backend.
     """
     return verify_checkpoint_and_load_strategy(checkpoint_dir)[0]

@@ -1,7 +1,8 @@
-"""State dicts on their way to a checkpoint and back: factories applied, sharded and common parts told apart.
+"""Preparation of state dicts for saving and loading.
 
-The documented names of ``megatron.core.dist_checkpointing.state_dict_utils``. Unlike there, the caller's state dict
-stays as it is when it is saved, too.
+Factories are applied, and the sharded and the common part are split. These are the documented names
+of ``megatron.core.dist_checkpointing.state_dict_utils``. Unlike there, saving leaves the caller's
+state dict unchanged, too.
 """
 
 from __future__ import annotations
@@ -35,24 +36,27 @@ def save_preprocess(
     validate_access_integrity: bool = True,
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None = None,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """The sharded and the common part of a state dict, factories applied, LocalNonpersistentObjects left out.
+    """Split a state dict into its sharded and its common part.
+
+    Factories are applied, and LocalNonpersistentObjects left out.
 
     Args:
         sharded_state_dict: not changed.
-        validate_access_integrity: check that the shards of all ranks make whole tensors, and log where common states
-            differ; collective then.
-        preprocess_common_before_consistancy_check: what of the common state has to be the same on all ranks. It must
-            not change its argument.
+        validate_access_integrity: check that the shards of all ranks form complete tensors, and log
+            where common states differ; collective then.
+        preprocess_common_before_consistancy_check: return the part of the common state that has to
+            be the same on all ranks. It must not change its argument.
 
     Raises:
         UsageError: the shards do not fit together; on every rank.
-        CheckpointingException: a factory or the callback failed on some rank; on every rank if validation is on.
+        CheckpointingException: a factory or the callback failed on a rank; on every rank if
+            validation is on.
     """
 
     def split() -> tuple[ShardedStateDict, StateDict, StateDict]:
-        built = dict_list_map_outplace(lambda leaf: leaf, sharded_state_dict)
-        apply_factories(built)
-        sharded, common = extract_sharded_base(extract_nonpersistent(built)[1])
+        tree = dict_list_map_outplace(lambda leaf: leaf, sharded_state_dict)
+        apply_factories(tree)
+        sharded, common = extract_sharded_base(extract_nonpersistent(tree)[1])
         sharded = filter_out_empty_flatten_tensor(sharded)
         prepare = preprocess_common_before_consistancy_check
         return sharded, common, prepare(common) if prepare and validate_access_integrity else common
@@ -69,71 +73,82 @@ def save_preprocess(
 def load_preprocess(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict, ShardedStateDict]:
-    """What a load starts from; the given state dict is not changed.
+    """Prepare a state dict for loading; the given one is not changed.
 
     Returns:
-        The state dict with factories applied and without LocalNonpersistentObjects; what those wrapped; and the
-        factories, without data, at their places, lists being dicts by index.
+        The state dict with factories applied and without LocalNonpersistentObjects; the values that
+        those wrapped; and the factories, without data, at their places, where dicts by index stand
+        for lists.
     """
-    wanted = filter_out_empty_flatten_tensor(sharded_state_dict)
+    tree = filter_out_empty_flatten_tensor(sharded_state_dict)
     factories, _ = extract_matching_values(
-        wanted, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
+        tree, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
     )
-    apply_factories(wanted)
+    apply_factories(tree)
     dict_list_map_inplace(ShardedTensorFactory.without_data, factories)
-    local, wanted = extract_nonpersistent(wanted)
+    local, tree = extract_nonpersistent(tree)
     dict_list_map_inplace(lambda leaf: leaf.unwrap(), local)
-    return wanted, local, factories
+    return tree, local, factories
 
 
 def filter_out_empty_flatten_tensor(sharded_state_dict: dict[Any, Any] | list[Any]) -> ShardedStateDict:
-    """A new tree without the ShardedTensors whose flattened range is empty, and without empty containers."""
+    """Return a new tree without empty flattened ShardedTensors and without empty containers.
+
+    A ShardedTensor is empty if its flattened range is.
+    """
 
     def is_kept(leaf: Any) -> bool:
         flat = leaf.flattened_range if isinstance(leaf, ShardedTensor) else None
         return flat is None or flat.start != flat.stop
 
-    kept, _ = extract_matching_values(sharded_state_dict, is_kept)
-    return kept  # type: ignore[no-any-return]
+    tree, _ = extract_matching_values(sharded_state_dict, is_kept)
+    return tree  # type: ignore[no-any-return]
 
 
 def remaining_factories(factories: Any, before: Any, after: Any) -> ShardedStateDict:
-    """The factories of which everything is left, at the places that they have then.
+    """Return the factories whose shards were all loaded, at the places that those then have.
 
     Args:
-        factories: as ``load_preprocess`` returns them.
-        before: the state dict that it returns, sharded leaves only.
-        after: what of it was loaded: unexpected keys may have been left out, so lists may be shorter.
+        factories: the factories that ``load_preprocess`` returned.
+        before: the state dict that ``load_preprocess`` returned, sharded leaves only.
+        after: the part of it that was loaded; without unexpected keys, so lists may be shorter.
 
     Raises:
-        MissingShardError: of what a factory made only a part was loaded, so it cannot be merged.
+        MissingShardError: only some of a factory's shards were loaded, so they cannot be merged.
     """
-    kept = {leaf.key for leaf in nested_values(after)}
-    if {leaf.key for leaf in nested_values(before)} <= kept:
+    loaded = {leaf.key for leaf in nested_values(after)}
+    if {leaf.key for leaf in nested_values(before)} <= loaded:
         return factories  # type: ignore[no-any-return]
-    return _remaining(factories, before, kept) or {}
+    return _filter_factories(factories, before, loaded) or {}
 
 
-def _remaining(factories: Any, before: Any, kept: set[str]) -> Any:
-    """The same for a part of the trees; None if nothing is left."""
+def _filter_factories(factories: Any, before: Any, loaded: set[str]) -> Any:
+    """Return the factories of a subtree whose keys were loaded; None if there are none."""
     if isinstance(factories, ShardedTensorFactory):
-        return factories if _is_left(before, kept, factories) else None
-    found = {}
+        return factories if _is_loaded(before, loaded, factories) else None
+    remaining = {}
     for place, inner in factories.items():
-        rest = _remaining(inner, before[place], kept)
-        if rest is not None:
-            earlier = before[:place] if isinstance(before, list) else []
-            left = sum(any(leaf.key in kept for leaf in nested_values([item])) for item in earlier)
-            found[left if isinstance(before, list) else place] = rest
-    return found or None
+        inner_remaining = _filter_factories(inner, before[place], loaded)
+        if inner_remaining is None:
+            continue
+        if isinstance(before, list):
+            # Items of which nothing was loaded are gone from the list, so later items have moved up.
+            place = sum(any(leaf.key in loaded for leaf in nested_values([item])) for item in before[:place])
+        remaining[place] = inner_remaining
+    return remaining or None
 
 
-def _is_left(made: Any, kept: set[str], factory: ShardedTensorFactory) -> bool:
-    there = [leaf.key in kept for leaf in nested_values([made])]
-    if any(there) and not all(there):
+def _is_loaded(built: Any, loaded: set[str], factory: ShardedTensorFactory) -> bool:
+    """Return whether the shards that a factory built were loaded.
+
+    Raises:
+        MissingShardError: only some of them were loaded.
+    """
+    flags = [leaf.key in loaded for leaf in nested_values([built])]
+    if any(flags) and not all(flags):
         raise MissingShardError(
-            f"of {len(there)} shards that a factory made, the checkpoint has {sum(there)}, so they cannot be merged",
+            f"the checkpoint has only {sum(flags)} of the {len(flags)} shards of a factory, so they cannot be merged",
             key=factory.key,
             hint="leave the factory out of the state dict, or save its tensors under their own keys",
         )
-    return any(there)
+    return any(flags)

@@ -1,24 +1,28 @@
-"""Lets ``torch.distributed.checkpoint.load`` read every format that this project reads.
+"""A storage reader that lets ``torch.distributed.checkpoint.load`` read every supported format.
 
 ::
 
-    dcp.load({"model": model.state_dict()}, storage_reader=CkptStorageReader("ckpt/iter_0001000", names="hf"))
+    dcp.load({"model": model.state_dict()}, storage_reader=CkptStorageReader("ckpt/iter_0001000",
+    names="hf"))
 
     any checkpoint ── core.opening.open, core.convert.global_form ──▶ catalog of global tensors
-                      read_metadata ──▶ torch's Metadata: every tensor as one chunk, every other entry as bytes
-                      read_data ──▶ the regions that the planner asks for, straight into the tensors of the program
+                      read_metadata ──▶ torch's Metadata: every tensor as one chunk, every other
+                      entry as bytes
+                      read_data ──▶ the regions that the planner asks for, straight into the
+                      program's tensors
 
-A key is what ``ckpt convert --to dcp`` would call the entry, and what torch calls it in a nested state dict: its path,
-dot-joined. Rank files of Megatron become global tensors below ``model.``. ``prefix`` and ``root`` fit the keys to a
-state dict that is nested one level more, or less.
+A key is what ``ckpt convert --to dcp`` would call the entry, and what torch calls it in a nested
+state dict: its path, dot-joined. Rank files of Megatron become global tensors below ``model.``.
+``prefix`` and ``root`` adapt the keys to a state dict that is nested one level more, or less.
 
-How the checkpoint is cut does not show: the engine finds the pieces of the region that a rank wants, so every mesh,
-placement and number of ranks can read every checkpoint.
+The sharding of the checkpoint does not matter: the engine finds the pieces of the region that a
+rank asks for, so every mesh, placement and number of ranks can read every checkpoint.
 
-Source: torch 2.13 ``torch/distributed/checkpoint/{storage,planner,default_planner,state_dict_loader}.py``.
+Source: torch 2.13
+``torch/distributed/checkpoint/{storage,planner,default_planner,state_dict_loader}.py``.
 
-Objects are made by the safe table of ``core.dist_checkpointing._values.objects``; what it does not know is a
-``StandIn``.
+Objects are rebuilt by the safe table of ``core.dist_checkpointing._values.objects``; an unknown
+class becomes a ``StandIn``.
 
 Not supported: casts that would lose integers (``core.arrays.cast``).
 """
@@ -47,6 +51,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+from typing_extensions import override
 
 from core.arrays.box import Box
 from core.catalog.catalog import Catalog
@@ -66,14 +71,14 @@ CheckpointId = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class _OpenedCheckpoint:
     """A checkpoint that is being read.
 
     Args:
         catalog: global tensors, and the other entries with their values.
-        store: its files.
-        key_of: name that torch sees → key of the catalog.
-        paths: name that torch sees → where the entry stands in a nested state dict.
+        store: the checkpoint's files.
+        key_of: from the name that torch uses to the key of the catalog.
+        paths: from the name that torch uses to the entry's path in a nested state dict.
     """
 
     catalog: Catalog
@@ -83,24 +88,28 @@ class _Opened:
 
 
 class CkptStorageReader(StorageReader):
-    """Reads a checkpoint in any format into a (sharded) state dict.
+    """A storage reader that reads a checkpoint in any format into a (sharded) state dict.
 
     Args:
-        path: whatever ``ckpt inspect`` takes: a directory, a file, a training root.
-        iteration: which iteration of a training root; None for the one its tracker names, else the newest.
-        names: whose names the tensors get: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps those that are stored.
-        rename: (regular expression, replacement) pairs for keys, see ``core.changes.rename``.
-        prefix: what the keys of the state dict begin with and those of the checkpoint do not; ``model.`` loads
-            ``{"model": model.state_dict()}`` from a file of ``model.state_dict()``.
-        root: the entry of the checkpoint whose content is loaded; ``model`` loads ``model.state_dict()`` from a file of
-            ``{"model": …, "optimizer": …}``.
-        casts: cast to the dtypes that the program's tensors have, rounding as torch does; False refuses.
-        checks_crc: compare checksums where the checkpoint states them and whole records are read.
-        changes: further fields of ``core.convert.job.Job`` that change what is read, such as ``exclude``,
-            ``dequantize``, ``config``, ``vocab_size``, ``unstack_layers`` or ``rules``.
+        path: whatever ``ckpt inspect`` accepts: a directory, a file, a training root.
+        iteration: iteration of a training root; None for the one that its tracker names, else the
+            newest.
+        names: naming scheme for the tensors: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps
+            the stored names.
+        rename: (regular expression, replacement) pairs for keys, as in ``core.changes.rename``.
+        prefix: prefix that the keys of the state dict have and those of the checkpoint lack;
+            ``model.`` loads ``{"model": model.state_dict()}`` from a file of
+            ``model.state_dict()``.
+        root: the entry of the checkpoint whose content is loaded; ``model`` loads
+            ``model.state_dict()`` from a file of ``{"model": …, "optimizer": …}``.
+        casts: cast to the dtypes of the program's tensors, rounding as torch does; False refuses.
+        checks_crc: compare checksums where the checkpoint has them and complete records are read.
+        changes: further fields of ``core.convert.job.Job`` that change what is read, such as
+            ``exclude``, ``dequantize``, ``config``, ``vocab_size``, ``unstack_layers`` or
+            ``rules``.
 
     Raises:
-        TypeError: a field that Job does not have.
+        TypeError: a keyword is not a field of Job.
     """
 
     def __init__(
@@ -119,38 +128,42 @@ class CkptStorageReader(StorageReader):
         super().__init__()
         refuse_url(path)
         self.path = Path(path)
-        self.load_id = _new_id()
+        self.load_id = str(uuid.uuid4())
         self._prefix = prefix
         self._root = root
         self._casts = casts
         self._checks_crc = checks_crc
         self._options = {"iteration": iteration, "names": names, "rename": tuple(rename), **changes}
-        self._opened: _Opened | None = None
+        self._opened: _OpenedCheckpoint | None = None
         Job(src=self.path, to="dcp", **self._options)
 
     @property
     def checkpoint_id(self) -> CheckpointId:
-        """What is read."""
+        """Return the path of the checkpoint."""
         return self.path
 
     @classmethod
+    @override
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
-        """Whether it is a path that exists; addresses of other storage are none."""
+        """Return whether the id is an existing path; URLs are not paths."""
         return "://" not in os.fspath(checkpoint_id) and os.path.lexists(checkpoint_id)
 
+    @override
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Forgets what was opened; a new read begins, of another checkpoint if an id is given."""
+        """Close the checkpoint and begin a new read, of another checkpoint if an id is given."""
         self._close()
         if checkpoint_id:
             refuse_url(checkpoint_id)
             self.path = Path(checkpoint_id)
-        self.load_id = _new_id()
+        self.load_id = str(uuid.uuid4())
 
+    @override
     def read_metadata(self) -> Metadata:
-        """What there is: every tensor as one chunk, every other entry as bytes.
+        """Return the checkpoint's entries: every tensor as one chunk, every other entry as bytes.
 
         Raises:
-            CheckpointingException: the checkpoint cannot be opened, or not be made global as it was asked for.
+            CheckpointingException: the checkpoint cannot be opened, or its tensors cannot be made
+                global with the given options.
         """
         self._close()
         opened = self._opened = self._open()
@@ -165,34 +178,38 @@ class CkptStorageReader(StorageReader):
             storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self.load_id),
         )
 
+    @override
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing to prepare: all ranks read alike, and ``read_metadata`` has opened the checkpoint."""
+        """Do nothing: all ranks read alike, and ``read_metadata`` has opened the checkpoint."""
 
+    @override
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
         return plan
 
+    @override
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are: nobody needs to know what others read."""
         return plans
 
+    @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills what the plan asks for; the future is done.
+        """Read everything that the plan asks for; the returned future is done.
 
         Raises:
-            MissingShardError: the checkpoint has no such entry; the hint names similar ones.
-            CorruptError: damaged bytes, or shapes that differ.
-            UnsupportedError: a cast that is not made, or that was not wanted.
+            MissingShardError: an entry is not in the checkpoint; the hint names similar ones.
+            CorruptError: bytes are damaged, or shapes differ.
+            UnsupportedError: a cast is not supported, or casts are off.
             UnsafeError: an object names something dangerous.
         """
         opened = self._opened = self._opened or self._open()
         try:
+            # Read the tensors, straight into the program's memory.
             items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-            wanted = [self._wanted(opened, item, planner) for item in items]
-            for same_type in _by_dtype(wanted):
-                bridge.fill_tensors(same_type, opened.catalog, opened.store, checks_crc=self._checks_crc)
-            for item, (_, tensor) in zip(items, wanted, strict=True):
+            targets = [self._target(opened, item, planner) for item in items]
+            for group in _group_by_dtype(targets):
+                bridge.fill_tensors(group, opened.catalog, opened.store, checks_crc=self._checks_crc)
+            for item, (_, tensor) in zip(items, targets, strict=True):
                 planner.commit_tensor(item, tensor)
+            # Hand over every other entry as a stream.
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, self._stream(opened, item))
@@ -202,12 +219,13 @@ class CkptStorageReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _open(self) -> _Opened:
+    def _open(self) -> _OpenedCheckpoint:
         job = Job(src=self.path, to="dcp", **self._options)
         source = open_checkpoint(self.path, iteration=job.iteration)
         try:
             catalog = state_dict(global_form(job, source, dcp.FORMAT).catalog)
-            return _Opened(catalog, source.store, *_named(catalog, prefix=self._prefix, root=self._root))
+            key_of, paths = _names_for_torch(catalog, prefix=self._prefix, root=self._root)
+            return _OpenedCheckpoint(catalog, source.store, key_of, paths)
         except BaseException:
             source.store.close()
             raise
@@ -217,8 +235,14 @@ class CkptStorageReader(StorageReader):
             self._opened.store.close()
             self._opened = None
 
-    def _wanted(self, opened: _Opened, item: ReadItem, planner: LoadPlanner) -> tuple[Chunk, torch.Tensor]:
-        """The region that an item asks for, and the tensor that gets it."""
+    def _target(self, opened: _OpenedCheckpoint, item: ReadItem, planner: LoadPlanner) -> tuple[Chunk, torch.Tensor]:
+        """Return the region that an item asks for, and the tensor to read it into.
+
+        Raises:
+            MissingShardError: the tensor is not in the checkpoint.
+            UsageError: the planner's tensor has another shape than the item.
+            UnsupportedError: the dtypes differ, and casts are off.
+        """
         name = item.storage_index.fqn
         meta = opened.catalog.meta(_key(opened, name))
         begin = item.storage_index.offset or (0,) * len(meta.shape)
@@ -226,64 +250,75 @@ class CkptStorageReader(StorageReader):
         tensor = planner.resolve_tensor(item).detach()
         if tuple(tensor.shape) != tuple(item.lengths):
             raise UsageError(
-                f"the planner asks for {tuple(item.lengths)} elements, its tensor has {tuple(tensor.shape)}", key=name
+                f"the planner asks for shape {tuple(item.lengths)}, but its tensor has {tuple(tensor.shape)}", key=name
             )
         dtype = dtype_name(tensor.dtype, key=name)
         if dtype != meta.dtype and not self._casts:
             raise UnsupportedError(
-                f"it is stored as {meta.dtype}, the state dict has {dtype}",
+                f"stored as {meta.dtype}, but the state dict has {dtype}",
                 key=name,
-                hint="give a tensor of that type, or casts=True",
+                hint=f"give a {meta.dtype} tensor, or pass casts=True",
             )
         return Chunk(meta.key, dtype, meta.shape, Box(offset, tuple(item.lengths))), tensor
 
-    def _stream(self, opened: _Opened, item: ReadItem) -> io.BytesIO:
-        """The torch stream of an object, for a planner that unpickles it for real.
+    def _stream(self, opened: _OpenedCheckpoint, item: ReadItem) -> io.BytesIO:
+        """Return the torch stream of an object, for a planner that really unpickles it.
 
-        It is made of the live value, so it names no class that the checkpoint alone knows of; a stand-in stays one.
+        It is written from the rebuilt value, so it names no class that only the checkpoint knows; a
+        stand-in stays a stand-in.
+
+        Raises:
+            UsageError: the entry is a tensor in the checkpoint.
         """
         name = item.storage_index.fqn
-        found = opened.catalog.objects.get(_key(opened, name))
-        if found is None:
-            raise UsageError("it is a tensor in the checkpoint, but no tensor in the state dict", key=name)
+        entry = opened.catalog.objects.get(_key(opened, name))
+        if entry is None:
+            raise UsageError("a tensor in the checkpoint, but not a tensor in the state dict", key=name)
         stream = io.BytesIO()
-        torch.save(bridge.live_value(found.value, opened.catalog, opened.store, key=name), stream)
+        torch.save(bridge.live_value(entry.value, opened.catalog, opened.store, key=name), stream)
         stream.seek(0)
         return stream
 
 
 class CkptLoadPlanner(DefaultLoadPlanner):
-    """torch's own planner, whose errors about missing keys name similar ones."""
+    """Torch's default planner, with errors about missing keys that name similar keys."""
 
+    @override
     def create_local_plan(self) -> LoadPlan:
-        """As torch's.
+        """Return torch's own plan of the reads of this rank.
 
         Raises:
-            MissingShardError: the checkpoint lacks a key, and partial loads were not allowed.
+            MissingShardError: the checkpoint lacks a key, and partial loads are not allowed.
         """
-        there = self.metadata.state_dict_metadata
-        lacking = [name for name in self.state_dict if name not in there]
-        if lacking and not self.allow_partial_load and not _is_of_old_torch(self, there):
-            raise _missing(lacking[0], list(there), n_more=len(lacking) - 1)
+        stored = self.metadata.state_dict_metadata
+        lacking = [name for name in self.state_dict if name not in stored]
+        if lacking and not self.allow_partial_load and not _may_be_of_old_torch(self, stored):
+            raise _missing_error(lacking[0], list(stored), n_more=len(lacking) - 1)
         return super().create_local_plan()
 
 
-def _is_of_old_torch(planner: DefaultLoadPlanner, there: Mapping[str, object]) -> bool:
-    """Whether a key may be spelled otherwise there, which torch's planner finds out: lists have been, before 2.4."""
+def _may_be_of_old_torch(planner: DefaultLoadPlanner, stored: Mapping[str, object]) -> bool:
+    """Return whether a lacking key goes through a list, whose items torch < 2.4 named differently.
+
+    torch's own planner handles that case.
+    """
     return planner.flatten_state_dict and any(
-        name not in there and any(isinstance(part, int) for part in path) for name, path in planner.mappings.items()
+        name not in stored and any(isinstance(part, int) for part in path) for name, path in planner.mappings.items()
     )
 
 
-def _new_id() -> str:
-    return str(uuid.uuid4())
+def _names_for_torch(
+    catalog: Catalog, *, prefix: str, root: str
+) -> tuple[dict[str, str], dict[str, tuple[str | int, ...]]]:
+    """Return the catalog's keys and their nested paths, both by the names that torch uses.
 
-
-def _named(catalog: Catalog, *, prefix: str, root: str) -> tuple[dict[str, str], dict[str, tuple[str | int, ...]]]:
-    """(name that torch sees → key, name → path) of all tensors and objects below ``root``.
+    Args:
+        catalog: tensors and objects.
+        prefix: put before every name.
+        root: only keys below this entry are named, without it; empty for all keys.
 
     Raises:
-        UsageError: there is nothing below it.
+        UsageError: no entry is below ``root``.
     """
     before = tuple(prefix.removesuffix(".").split(".")) if prefix else ()
     keys: dict[str, str] = {}
@@ -299,7 +334,7 @@ def _named(catalog: Catalog, *, prefix: str, root: str) -> tuple[dict[str, str],
         paths[prefix + name] = (*before, *path)
     if root and not keys:
         first = dict.fromkeys(key.partition(".")[0] for key in (*catalog.tensors, *catalog.objects))
-        raise UsageError(f"the checkpoint has no entry {root!r}", hint=f"there are: {', '.join(list(first)[:8])}")
+        raise UsageError(f"the checkpoint has no entry {root!r}", hint=f"it has {', '.join(list(first)[:8])}")
     return keys, paths
 
 
@@ -313,37 +348,37 @@ def _tensor_metadata(catalog: Catalog, key: str) -> TensorStorageMetadata:
     )
 
 
-def _key(opened: _Opened, name: str) -> str:
-    """The key of the catalog for a name that torch asks for.
+def _key(opened: _OpenedCheckpoint, name: str) -> str:
+    """Return the catalog's key for a name that torch asks for.
 
     Raises:
-        MissingShardError: there is none.
+        MissingShardError: the checkpoint has no such entry.
     """
     key = opened.key_of.get(name)
     if key is None:
-        raise _missing(name, list(opened.key_of))
+        raise _missing_error(name, list(opened.key_of))
     return key
 
 
-def _missing(name: str, there: Sequence[str], *, n_more: int = 0) -> MissingShardError:
-    """The error about a key that the checkpoint lacks."""
-    near = get_close_matches(name, there, n=3, cutoff=0.7)
+def _missing_error(name: str, stored: Sequence[str], *, n_more: int = 0) -> MissingShardError:
+    """Return the error about a missing key, with a hint that names similar keys."""
+    similar = get_close_matches(name, stored, n=3, cutoff=0.7)
     tail = name.partition(".")[2]
-    near += [other for other in there if other.endswith(f".{name}") or (tail and other == tail)][:3]
-    hint = f"similar ones there: {', '.join(dict.fromkeys(near))}" if near else f"there are: {', '.join(there[:5])}"
-    more = f", nor {n_more} others" if n_more else ""
+    similar += [key for key in stored if key.endswith(f".{name}") or (tail and key == tail)][:3]
+    hint = f"similar keys: {', '.join(dict.fromkeys(similar))}" if similar else f"it has {', '.join(stored[:5])}"
+    more = f", and {n_more} others are missing, too" if n_more else ""
     return MissingShardError(
-        f"the checkpoint has no such entry{more}", key=name, hint=f"{hint}; prefix=, root= and names= change the names"
+        f"not found in the checkpoint{more}", key=name, hint=f"{hint}; prefix=, root= and names= change the names"
     )
 
 
-def _by_dtype(wanted: Sequence[tuple[Chunk, torch.Tensor]]) -> Iterator[list[tuple[Chunk, torch.Tensor]]]:
-    """All that is wanted in one group or, if one tensor is wanted in several dtypes, in a group for each dtype."""
+def _group_by_dtype(targets: Sequence[tuple[Chunk, torch.Tensor]]) -> Iterator[list[tuple[Chunk, torch.Tensor]]]:
+    """Yield all targets in one group, or in a group per dtype if a tensor has several."""
     dtypes: dict[str, set[str]] = {}
-    for chunk, _ in wanted:
+    for chunk, _ in targets:
         dtypes.setdefault(chunk.key, set()).add(chunk.dtype)
-    if all(len(found) == 1 for found in dtypes.values()):
-        yield list(wanted)
+    if all(len(dtypes_of_key) == 1 for dtypes_of_key in dtypes.values()):
+        yield list(targets)
         return
-    for dtype in dict.fromkeys(chunk.dtype for chunk, _ in wanted):
-        yield [(chunk, tensor) for chunk, tensor in wanted if chunk.dtype == dtype]
+    for dtype in dict.fromkeys(chunk.dtype for chunk, _ in targets):
+        yield [(chunk, tensor) for chunk, tensor in targets if chunk.dtype == dtype]

@@ -1,18 +1,19 @@
-"""A sharded state dict whose tensors can be taken out and put back: for checkpoints in memory or on local disks.
+"""A sharded state dict whose tensors can be taken out and put back.
 
-::
+It serves checkpoints in memory or on local disks::
 
     sharded state dict ── from_state_dict ──▶ common state │ ShardedTensors and ShardedObjects
-                                                            │ pop_tensors ──▶ tensors, to be kept elsewhere
+                                                            │ pop_tensors ──▶ tensors, to be kept
+                                                            elsewhere
                                                             │ hollow: can be pickled, small
                                                             │ insert_tensors ◀── the same tensors
     plain state dict   ◀── to_state_dict ───┘
 
-With ``algo="fully_parallel"`` each shard is kept by one of the ranks that hold it, and they exchange them again on the
-way back; with ``"atomic"`` every rank keeps what it holds.
+With ``algo="fully_parallel"`` each shard is kept by one of the ranks that hold it, and they
+exchange them again on the way back; with ``"atomic"`` every rank keeps all shards that it holds.
 
-Source: the documented package. There the base class is nvidia_resiliency_ext's; here it stands below, and nothing needs
-that package.
+Source: the documented package. There the base class is nvidia_resiliency_ext's; here it is defined
+below, so that package is not needed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
@@ -59,52 +61,52 @@ _ALGORITHMS = ("atomic", "fully_parallel")
 
 
 class TensorAwareStateDict(ABC):
-    """A state dict that knows where its tensors are, so that they can be stored apart from the rest."""
+    """A state dict whose tensors can be stored apart from the rest."""
 
     @property
     @abstractmethod
     def is_hollow(self) -> bool:
-        """Whether the tensors have been taken out and not put back."""
+        """Return whether the tensors have been taken out and not put back."""
 
     @property
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, always in the same order."""
+        """Return an iterator over the tensors, always in the same order."""
 
     @property
     @abstractmethod
     def common_state_dict(self) -> StateDict:
-        """What is not sharded."""
+        """Return the state that is not sharded."""
 
     @abstractmethod
     def pop_tensors(self) -> list[torch.Tensor]:
-        """Takes the tensors out."""
+        """Take the tensors out and return them."""
 
     @abstractmethod
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Puts tensors back, in the order in which they were taken out."""
+        """Put tensors back, in the order in which they were taken out."""
 
     @abstractmethod
     def init_tensors(self) -> None:
-        """Puts uninitialised tensors where some were taken out."""
+        """Put uninitialised tensors in the places of those that were taken out."""
 
     @abstractmethod
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Replaces the tensors by copies in host memory."""
+        """Replace the tensors by copies in host memory."""
 
     @abstractmethod
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Moves the tensors back to where they were before they were copied or taken out."""
+        """Move the tensors back to the devices that they were on originally."""
 
 
 @dataclass
 class MCoreTensorAwareStateDict(TensorAwareStateDict):
-    """That of a sharded state dict.
+    """A TensorAwareStateDict of a sharded state dict.
 
     Args:
-        common: what is not sharded.
-        sharded_state_dict: ShardedTensors and ShardedObjects, nested. A ShardedTensor without data is kept by another
-            rank, or hollow.
+        common: state that is not sharded.
+        sharded_state_dict: ShardedTensors and ShardedObjects, nested. A ShardedTensor without data
+            is kept by another rank, or hollow.
     """
 
     common: StateDict
@@ -112,8 +114,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     _is_hollow: bool = False
 
     def __post_init__(self) -> None:
-        # Place among all ShardedTensors → type of the device that its data was on before it was taken out or copied.
-        # A type, because another process may put it back, whose device has another number.
+        # From a tensor's position among all ShardedTensors to the type of the device that its data was on before it
+        # was taken out or copied. A type, because the process that puts it back may have a device of another number.
         self._devices: dict[int, str] = {}
         self._popped: tuple[int, ...] = ()
 
@@ -125,21 +127,26 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         parallelization_group: Any = None,
         cached_metadata: ShardDistribution | None = None,
     ) -> tuple[MCoreTensorAwareStateDict, ShardDistribution | None]:
-        """Takes a state dict apart; collective. Neither it nor its leaves are changed; the tensors are shared.
+        """Build the object from a state dict; collective.
+
+        The state dict is not changed, but the tensors are shared.
 
         Args:
-            sharded_state_dict: what this rank holds.
+            sharded_state_dict: this rank's state.
             algo: atomic or fully_parallel.
-            parallelization_group: process group within which each shard is kept once, None for all ranks.
-            cached_metadata: what an earlier call for a state dict of the same structure returned; then nothing is
-                exchanged, and nothing validated.
+            parallelization_group: process group within which each shard is kept once, None for all
+                ranks.
+            cached_metadata: the distribution that an earlier call for a state dict of the same
+                structure returned; then nothing is exchanged, and nothing validated.
 
         Returns:
-            The new object, and the distribution of its shards; None if each rank keeps all that it holds.
+            The new object, and the distribution of its shards; None if each rank keeps all shards
+            that it holds.
 
         Raises:
-            ValueError: no such ``algo``, or the cached distribution is of another structure.
-            CheckpointingException: the shards of all ranks do not make whole tensors; on every rank.
+            ValueError: ``algo`` is unknown, or the cached distribution is of another structure.
+            CheckpointingException: the shards of all ranks do not form complete tensors; on every
+                rank.
         """
         _check_algorithm(algo)
         sharded, common = save_preprocess(sharded_state_dict, cached_metadata is None)
@@ -148,105 +155,115 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         if algo == "fully_parallel" and distribution is None:
             distribution = determine_main_replica_uniform_distribution(sharded, parallelization_group, True)
         if distribution is not None:
-            _leave_to_others(sharded, distribution, comm.rank(parallelization_group))
+            _drop_data_of_others(sharded, distribution, comm.rank(parallelization_group))
         return cls(common, sharded), distribution
 
     @property
+    @override
     def is_hollow(self) -> bool:
-        """Whether the tensors have been taken out and not put back."""
         return self._is_hollow
 
     @property
+    @override
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that this rank keeps, always in the same order.
+        """Return an iterator over the tensors that this rank keeps, always in the same order.
 
         Raises:
-            UsageError: it is hollow.
+            UsageError: the state dict is hollow.
         """
-        return iter([tensor.data for _, tensor in self._held()])
+        return iter([tensor.data for _, tensor in self._tensors_with_data()])
 
     @property
+    @override
     def common_state_dict(self) -> StateDict:
-        """What is not sharded."""
         return self.common
 
+    @override
     def pop_tensors(self) -> list[torch.Tensor]:
-        """Takes the tensors out: what remains is hollow.
+        """Take the tensors out, which makes the state dict hollow, and return them.
 
         Raises:
-            UsageError: it is hollow already.
+            UsageError: the state dict is already hollow.
         """
-        held = self._held()
-        found = [tensor.data for _, tensor in held]
-        for place, tensor in held:
-            self._devices.setdefault(place, tensor.data.device.type)
+        tensors = self._tensors_with_data()
+        popped = [tensor.data for _, tensor in tensors]
+        for position, tensor in tensors:
+            self._devices.setdefault(position, tensor.data.device.type)
             tensor.data = None
-        self._popped = tuple(place for place, _ in held)
+        self._popped = tuple(position for position, _ in tensors)
         self._is_hollow = True
-        return found
+        return popped
 
+    @override
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Puts tensors back, on whatever device.
+        """Put tensors back, on whatever device they are.
 
         Args:
-            tensor_data: as many as ``pop_tensors`` returned, in its order, of the same dtypes and shapes.
+            tensor_data: as many tensors as ``pop_tensors`` returned, in its order, of the same
+                dtypes and shapes.
 
         Raises:
-            UsageError: it is not hollow, or a tensor is of another dtype or shape; nothing was inserted.
-            ValueError: there are more or fewer of them.
+            UsageError: the state dict is not hollow, or a tensor has another dtype or shape;
+                nothing was inserted then.
+            ValueError: the number of tensors differs.
         """
-        pairs = list(zip_strict(self._hollows(), tensor_data))
+        pairs = list(zip_strict(self._popped_tensors(), tensor_data))
         for (_, tensor), data in pairs:
             if (data.dtype, tuple(data.shape)) != (tensor.dtype, tuple(tensor.data_shape)):
                 raise UsageError(
-                    f"a tensor of {data.dtype} and shape {tuple(data.shape)} was inserted in place of one of "
+                    f"cannot insert a tensor of {data.dtype} and shape {tuple(data.shape)} in place of "
                     f"{tensor.dtype} and shape {tuple(tensor.data_shape)}",
                     key=tensor.key,
                 )
-        for (place, tensor), data in pairs:
+        for (position, tensor), data in pairs:
             tensor.data = data
-            if self._devices[place] == data.device.type:
-                del self._devices[place]
+            if self._devices[position] == data.device.type:
+                del self._devices[position]
         self._is_hollow, self._popped = False, ()
 
+    @override
     def init_tensors(self) -> None:
-        """Puts uninitialised tensors where some were taken out, on devices of the same types.
+        """Put uninitialised tensors in the places of those taken out, on devices of the same types.
 
         Raises:
-            UsageError: it is not hollow.
+            UsageError: the state dict is not hollow.
         """
-        for place, tensor in self._hollows():
-            tensor.init_data(self._devices.pop(place))
+        for position, tensor in self._popped_tensors():
+            tensor.init_data(self._devices.pop(position))
         self._is_hollow, self._popped = False, ()
 
+    @override
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Replaces the tensors by copies in host memory, unless they are such copies already.
+        """Replace the tensors by copies in host memory, except those that already are such copies.
 
         Args:
             non_blocking: do not wait for the device; the copies are valid once it is synchronised.
 
         Raises:
-            UsageError: it is hollow.
+            UsageError: the state dict is hollow.
         """
-        for place, tensor in self._held():
-            if place not in self._devices:
+        for position, tensor in self._tensors_with_data():
+            if position not in self._devices:
                 data = tensor.data.detach()
-                self._devices[place] = data.device.type
-                is_there = data.device.type == "cpu"
-                tensor.data = data.clone() if is_there else data.to("cpu", non_blocking=non_blocking)
+                self._devices[position] = data.device.type
+                is_on_cpu = data.device.type == "cpu"
+                tensor.data = data.clone() if is_on_cpu else data.to("cpu", non_blocking=non_blocking)
 
+    @override
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Moves the tensors back to devices of the types that they were on before they were copied or taken out.
+        """Move the tensors back to devices of their original types.
+
+        The original is the device before a tensor was copied or taken out.
 
         Args:
             non_blocking: do not wait for the device.
 
         Raises:
-            UsageError: it is hollow.
+            UsageError: the state dict is hollow.
         """
-        for place, tensor in self._held():
-            if place in self._devices:
-                tensor.data = tensor.data.to(self._devices.pop(place), non_blocking=non_blocking)
+        for position, tensor in self._tensors_with_data():
+            if position in self._devices:
+                tensor.data = tensor.data.to(self._devices.pop(position), non_blocking=non_blocking)
 
     def to_state_dict(
         self,
@@ -258,52 +275,66 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
         return_mismatch_keys: bool = False,
     ) -> StateDict | tuple[StateDict, set[str], set[str]]:
-        """The plain state dict, of the nesting asked for; collective. Its tensors are those kept here, not copies.
+        """Return the plain state dict in the requested nesting; collective.
+
+        Its tensors are those kept here, not copies.
 
         Args:
-            sharded_state_dict: what this rank wants, cut as it was when it was taken apart; {} for the common state.
-            algo: as for ``from_state_dict``.
-            exchange_algo: how ranks get what others keep; see ``exchange_utils``.
-            validate_access_integrity: check that the ranks together ask for whole tensors.
-            parallelization_group: as for ``from_state_dict``.
-            strict: what to do where keys differ.
+            sharded_state_dict: the request of this rank, sharded as the original state dict was; {}
+                for the common state only.
+            algo: algorithm that ``from_state_dict`` was given.
+            exchange_algo: algorithm by which ranks get shards that others keep; see
+                ``exchange_utils``.
+            validate_access_integrity: check that the ranks together ask for complete tensors.
+            parallelization_group: process group that ``from_state_dict`` was given.
+            strict: reaction to keys that differ.
             return_mismatch_keys: return missing and unexpected keys, too.
 
         Raises:
-            UsageError: it is hollow, or the shards asked for do not fit together.
-            MissingShardError: something asked for is not kept by this rank (atomic), or by none of the group.
-            ValueError: no such ``algo``, ``exchange_algo`` or ``strict``.
+            UsageError: the state dict is hollow, or the requested shards do not fit together.
+            MissingShardError: a requested shard is not kept by this rank (atomic), or by no rank of
+                the group.
+            ValueError: ``algo``, ``exchange_algo`` or ``strict`` is unknown.
         """
         _check_algorithm(algo)
         handling = parse_strict_flag(strict)
-        self._held()
+        self._require_tensors()
+        # Begin with the common state.
         state = dict_list_map_outplace(lambda leaf: leaf, self.common)
         if not sharded_state_dict:
             return (state, set(), set()) if return_mismatch_keys else state
-        whole, local, factories = load_preprocess(sharded_state_dict)
+        tree, local, factories = load_preprocess(sharded_state_dict)
         merge(state, local)
-        before = extract_sharded_base(whole)[0]
-        stored = own = everyone = None
+
+        # Compare the request with the kept shards and with the other ranks, as far as the arguments ask for it.
+        requested = extract_sharded_base(tree)[0]
+        stored = local_metadata = global_metadata = None
         if StrictHandling.requires_explicit_ckpt_mismatch_check(handling):
             stored = {leaf.key: leaf.without_data() for leaf in nested_values(self.sharded_state_dict)}
         if validate_access_integrity or StrictHandling.requires_global_app_metadata(handling):
-            own, everyone = determine_global_metadata(before)
-        wanted, missing, unexpected = validate_integrity_and_strict_load(
-            before, handling, validate_access_integrity, own, everyone, stored
+            local_metadata, global_metadata = determine_global_metadata(requested)
+        to_load, missing, unexpected = validate_integrity_and_strict_load(
+            requested, handling, validate_access_integrity, local_metadata, global_metadata, stored
         )
-        tensors = {_sharded_tensor_shard_id(tensor): tensor.data for _, tensor in self._held()}
+
+        # Fetch the shards that other ranks keep, and put all into the requested nesting.
+        tensors = {_sharded_tensor_shard_id(tensor): tensor.data for _, tensor in self._tensors_with_data()}
         if algo == "fully_parallel":
-            tensors = _exchanged(tensors, wanted, parallelization_group, exchange_algo)
-        merge(state, comm.together(lambda: self._filled(wanted, tensors)))
-        state = apply_factory_merges(state, remaining_factories(factories, before, wanted))
+            tensors = _fetch_from_keepers(tensors, to_load, parallelization_group, exchange_algo)
+        merge(state, comm.together(lambda: self._fill(to_load, tensors)))
+        state = apply_factory_merges(state, remaining_factories(factories, requested, to_load))
         return (state, missing, unexpected) if return_mismatch_keys else state
 
-    def _filled(self, wanted: ShardedStateDict, tensors: dict[_ShardId, torch.Tensor]) -> StateDict:
-        """The same nesting with the tensors, and the objects kept here."""
+    def _fill(self, tree: ShardedStateDict, tensors: dict[_ShardId, torch.Tensor]) -> StateDict:
+        """Return the tree with its leaves replaced by tensors and by the objects kept here.
+
+        Raises:
+            MissingShardError: a shard is not among them.
+        """
         leaves = nested_values(self.sharded_state_dict)
         objects = {_sharded_object_id(leaf): leaf.data for leaf in leaves if isinstance(leaf, ShardedObject)}
 
-        def value(leaf: Any) -> Any:
+        def value_of(leaf: Any) -> Any:
             is_object = isinstance(leaf, ShardedObject)
             shard = _sharded_object_id(leaf) if is_object else _sharded_tensor_shard_id(leaf)
             kept: dict[_ShardId, Any] = objects if is_object else tensors
@@ -311,22 +342,33 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
                 raise MissingShardError(f"no shard at offset {leaf.global_offset} is kept", key=leaf.key)
             return kept[shard]
 
-        return dict_list_map_outplace(value, wanted)  # type: ignore[no-any-return]
+        return dict_list_map_outplace(value_of, tree)  # type: ignore[no-any-return]
 
-    def _held(self) -> list[tuple[int, Any]]:
-        """The ShardedTensors with data, and their places among all."""
+    def _require_tensors(self) -> None:
         if self.is_hollow:
             raise UsageError("the tensors have been taken out", hint="call insert_tensors or init_tensors first")
-        return [(place, tensor) for place, tensor in enumerate(self._all()) if tensor.data is not None]
 
-    def _hollows(self) -> list[tuple[int, Any]]:
-        """The ShardedTensors whose data was taken out, and their places among all."""
+    def _tensors_with_data(self) -> list[tuple[int, Any]]:
+        """Return the ShardedTensors with data, each with its position among all ShardedTensors.
+
+        Raises:
+            UsageError: the state dict is hollow.
+        """
+        self._require_tensors()
+        return [(position, tensor) for position, tensor in enumerate(self._all_tensors()) if tensor.data is not None]
+
+    def _popped_tensors(self) -> list[tuple[int, Any]]:
+        """Return the ShardedTensors whose data was taken out, each with its position among all.
+
+        Raises:
+            UsageError: the state dict is not hollow.
+        """
         if not self.is_hollow:
             raise UsageError("the tensors have not been taken out", hint="call pop_tensors first")
-        tensors = self._all()
-        return [(place, tensors[place]) for place in self._popped]
+        tensors = self._all_tensors()
+        return [(position, tensors[position]) for position in self._popped]
 
-    def _all(self) -> list[ShardedTensor]:
+    def _all_tensors(self) -> list[ShardedTensor]:
         return [leaf for leaf in nested_values(self.sharded_state_dict) if isinstance(leaf, ShardedTensor)]
 
 
@@ -335,8 +377,12 @@ def _check_algorithm(algo: str) -> None:
         raise ValueError(f"algo is one of {', '.join(_ALGORITHMS)}, not {algo!r}")
 
 
-def _leave_to_others(sharded: ShardedStateDict, distribution: ShardDistribution, rank: int) -> None:
-    """Drops the data of the shards that other ranks keep."""
+def _drop_data_of_others(sharded: ShardedStateDict, distribution: ShardDistribution, rank: int) -> None:
+    """Drop the data of the shards that other ranks keep.
+
+    Raises:
+        ValueError: a shard is not in the distribution.
+    """
     for leaf in nested_values(sharded):
         if isinstance(leaf, ShardedTensor):
             shard = _sharded_tensor_shard_id(leaf)
@@ -346,17 +392,18 @@ def _leave_to_others(sharded: ShardedStateDict, distribution: ShardDistribution,
                 leaf.data = None
 
 
-def _exchanged(
-    tensors: dict[_ShardId, torch.Tensor], wanted: ShardedStateDict, group: Any, exchange_algo: str
+def _fetch_from_keepers(
+    tensors: dict[_ShardId, torch.Tensor], requested: ShardedStateDict, group: Any, exchange_algo: str
 ) -> dict[_ShardId, torch.Tensor]:
-    """The tensors, and those of the wanted ones that other ranks of the group keep; collective.
+    """Return the tensors of this rank and the requested ones that other ranks keep; collective.
 
     Raises:
-        MissingShardError: no rank keeps one; on every rank.
+        MissingShardError: no rank of the group keeps a requested shard; on every rank.
     """
-    distribution = determine_main_replica_uniform_distribution(wanted, group, True)
+    distribution = determine_main_replica_uniform_distribution(requested, group, True)
     if distribution is None:
         return tensors
+    # Let the main rank of every shard be a rank that really keeps it.
     keeper: dict[_ShardId, int] = {}
     for rank, shards in enumerate(comm.all_gather(list(tensors), group)):
         for shard in shards:
@@ -367,8 +414,10 @@ def _exchanged(
     distribution = distribution._replace(
         main_rank_for_shard={shard: keeper[shard] for shard in distribution.main_rank_for_shard}
     )
-    given = {shard: tensor for shard, tensor in tensors.items() if keeper[shard] == comm.rank(group)}
-    leaves = [leaf for leaf in nested_values(wanted) if isinstance(leaf, ShardedTensor)]
-    absent = {_sharded_tensor_shard_id(leaf): leaf for leaf in leaves}
-    absent = {shard: leaf for shard, leaf in absent.items() if shard not in tensors}
-    return {**exchange_by_distribution(given, absent, distribution, group, exchange_algo), **tensors}
+    # Send the shards that this rank is the keeper of, and receive those that it lacks.
+    sent = {shard: tensor for shard, tensor in tensors.items() if keeper[shard] == comm.rank(group)}
+    leaves = {
+        _sharded_tensor_shard_id(leaf): leaf for leaf in nested_values(requested) if isinstance(leaf, ShardedTensor)
+    }
+    lacking = {shard: leaf for shard, leaf in leaves.items() if shard not in tensors}
+    return {**exchange_by_distribution(sent, lacking, distribution, group, exchange_algo), **tensors}

@@ -1,6 +1,6 @@
-"""Parts of sharded state dicts by kind of leaf, prefixes of their keys, and timed log messages.
+"""Functions that split sharded state dicts by kind of leaf, change key prefixes, and log times.
 
-The documented names of ``megatron.core.dist_checkpointing.utils``.
+These are the documented names of ``megatron.core.dist_checkpointing.utils``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from core.dist_checkpointing._engine.float8 import dequantized, is_float8tensor
+from core.dist_checkpointing._engine.float8 import dequantize, is_float8tensor
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, nested_values
 from core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -24,7 +24,7 @@ from core.dist_checkpointing.mapping import (
 )
 
 _ShardId = tuple[str, tuple[int, ...], tuple[int, ...] | None]
-"""What copies of a shard have in common: key, global offset and, where there is one, the flattened range."""
+"""The identity of a shard: key, global offset and the flattened range, if any."""
 
 Split = tuple[ShardedStateDict, StateDict]
 """The leaves asked for and all others, each in the original nesting."""
@@ -36,10 +36,10 @@ _loggers: list[logging.Logger] = []
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """``zip`` of iterables of equal length.
+    """Zip iterables of equal length.
 
     Raises:
-        ValueError: the lengths differ; it names them, and nothing was yielded.
+        ValueError: the lengths differ; nothing was yielded then.
     """
     lists = [list(arg) for arg in args]
     lengths = [len(items) for items in lists]
@@ -49,8 +49,8 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
-    held = sharded_tensor.flattened_range
-    return sharded_tensor.key, tuple(sharded_tensor.global_offset), None if held is None else (held.start, held.stop)
+    flat = sharded_tensor.flattened_range
+    return sharded_tensor.key, tuple(sharded_tensor.global_offset), None if flat is None else (flat.start, flat.stop)
 
 
 def _sharded_object_id(sharded_object: ShardedObject) -> _ShardId:
@@ -62,90 +62,95 @@ def _split(sharded_state_dict: ShardedStateDict, *kinds: type) -> Split:
 
 
 def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> Split:
-    """The ShardedTensors, and everything else."""
+    """Split off the ShardedTensors."""
     return _split(sharded_state_dict, ShardedTensor)
 
 
 def extract_sharded_tensors_and_factories(sharded_state_dict: ShardedStateDict) -> Split:
-    """The ShardedTensors and ShardedTensorFactories, and everything else."""
+    """Split off the ShardedTensors and ShardedTensorFactories."""
     return _split(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
 
 
 def extract_sharded_tensors_or_nonpersistent(sharded_state_dict: ShardedStateDict) -> Split:
-    """The ShardedTensors, ShardedTensorFactories and LocalNonpersistentObjects, and everything else."""
+    """Split off the ShardedTensors, ShardedTensorFactories and LocalNonpersistentObjects."""
     return _split(sharded_state_dict, ShardedTensor, LocalNonpersistentObject, ShardedTensorFactory)
 
 
 def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> Split:
-    """The ShardedBase objects of all kinds, and everything else."""
+    """Split off the ShardedBase objects of all kinds."""
     return _split(sharded_state_dict, ShardedBase)
 
 
 def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> Split:
-    """The LocalNonpersistentObjects, and everything else."""
+    """Split off the LocalNonpersistentObjects."""
     return _split(sharded_state_dict, LocalNonpersistentObject)
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
-    """Puts a prefix before the key of every sharded leaf, in place."""
-    _rename(sharded_state_dict, lambda key: prefix + key)
+    """Put a prefix before the key of every sharded leaf, in place."""
+    _rename_keys(sharded_state_dict, lambda key: prefix + key)
 
 
 def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
-    """Replaces the prefix of the key of every sharded leaf, in place.
+    """Replace the prefix of the key of every sharded leaf, in place.
 
     Raises:
-        ValueError: a key does not begin with the old prefix; those before it have been renamed.
+        ValueError: a key does not begin with the old prefix; the leaves before it are already
+            renamed.
     """
 
-    def renamed(key: str) -> str:
+    def replace_prefix(key: str) -> str:
         if not key.startswith(old_prefix):
             raise ValueError(f"the key {key!r} does not begin with {old_prefix!r}")
         return new_prefix + key.removeprefix(old_prefix)
 
-    _rename(sharded_state_dict, renamed)
+    _rename_keys(sharded_state_dict, replace_prefix)
 
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]) -> None:
-    """Replaces prefixes of keys of sharded leaves, in place; keys with none of the prefixes stay.
+    """Replace prefixes of the keys of sharded leaves, in place; keys without any of them stay.
 
     Args:
         sharded_state_dict: the tree.
-        prefix_map: old prefix → new prefix; the first one that a key begins with counts.
+        prefix_map: from old prefix to new prefix; the first one that a key begins with counts.
     """
 
-    def renamed(key: str) -> str:
+    def map_prefix(key: str) -> str:
         old = next((prefix for prefix in prefix_map if key.startswith(prefix)), None)
         return key if old is None else prefix_map[old] + key.removeprefix(old)
 
-    _rename(sharded_state_dict, renamed)
+    _rename_keys(sharded_state_dict, map_prefix)
 
 
-def _rename(sharded_state_dict: ShardedStateDict, renamed: Callable[[str], str]) -> None:
+def _rename_keys(sharded_state_dict: ShardedStateDict, new_key: Callable[[str], str]) -> None:
     def rename(leaf: Any) -> Any:
         if isinstance(leaf, ShardedBase):
-            leaf.key = renamed(leaf.key)
+            leaf.key = new_key(leaf.key)
         return leaf
 
     dict_list_map_inplace(rename, sharded_state_dict)
 
 
 def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
-    """Replaces eight-bit data of Transformer Engine by ordinary tensors of the dtype that it passes for, in place."""
+    """Replace Transformer Engine's float8 data by ordinary tensors, in place.
+
+    Each gets the dtype that the float8 tensor reports.
+    """
     for leaf in nested_values(sharded_state_dict):
         if isinstance(leaf, ShardedBase) and is_float8tensor(leaf.data):
-            leaf.data = dequantized(leaf.data)
+            leaf.data = dequantize(leaf.data)
 
 
 @contextmanager
 def logger_stack(
     name: str | None = None, current_logger: logging.Logger | None = None
 ) -> Iterator[tuple[str, logging.Logger]]:
-    """Within the block, messages carry one more name, and go to a logger.
+    """Add a name and a logger for the messages within the block.
 
     Args:
-        name: added to the names of the blocks around; none if empty.
-        current_logger: that of the innermost block that has one by default, else ``fallback_logger``.
+        name: added to the names of the enclosing blocks; nothing is added if empty.
+        current_logger: None for the logger of the innermost block that has one, else
+            ``fallback_logger``.
 
     Yields:
         All names, joined by dots, and the logger.
@@ -167,11 +172,11 @@ def logger_stack(
 def debug_time(
     name: str, logger: logging.Logger | None = None, threshold: float = float("-inf"), level: int | None = None
 ) -> Iterator[None]:
-    """Logs how long the block took.
+    """Log how long the block took.
 
     Args:
-        name: what it is called, within the names of ``logger_stack``.
-        logger: see ``logger_stack``.
+        name: the block's name, within the names of ``logger_stack``.
+        logger: None for the one that ``logger_stack`` chooses.
         threshold: seconds; a shorter block is not logged.
         level: of the message; DEBUG by default, WARNING with a threshold.
     """
@@ -188,15 +193,15 @@ def debug_time(
 
 
 def debug_msg(msg: str) -> None:
-    """Logs a message for debugging, with the names and to the logger of ``logger_stack``."""
+    """Log a debug message with the names and to the logger of ``logger_stack``."""
     with logger_stack() as (names, target):
         target.debug("%s %s", names, msg)
 
 
 def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Metadata of the content without what cannot be stored: process groups, and whatever is called ``dp_cp_group``.
+    """Return content metadata without process groups and without the entry ``dp_cp_group``.
 
-    Not documented, but training scripts that save by other means import it.
+    Neither can be stored. Not documented, but training scripts that save by other means import it.
     """
     if metadata is None:
         return None

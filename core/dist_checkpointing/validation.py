@@ -1,7 +1,8 @@
-"""Checks around saving and loading: does the state dict fit together on all ranks, and does it fit the checkpoint.
+"""Checks of a state dict around saving and loading.
 
-The documented names of ``megatron.core.dist_checkpointing.validation``; what is done about keys that differ is in
-``strictness``, and found here, too.
+State dicts are compared between ranks and with a checkpoint. These are the documented names of
+``megatron.core.dist_checkpointing.validation``. The reactions to keys that differ are in
+``strictness`` and re-exported here.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _LocalMetadata = list[ShardedTensor | ShardedObject]
-"""What one rank holds or requests, without data."""
+"""The shards that one rank has or requests, without data."""
 _GlobalMetadata = list[_LocalMetadata]
-"""The same for every rank, by rank."""
+"""The shards of every rank, by rank."""
 CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
-"""What a checkpoint holds, without data: by key, for objects by unique key."""
+"""The content of a checkpoint, without data: tensors by key, objects by unique key."""
 
 _MAX_NAMED = 20
 
@@ -73,30 +74,35 @@ def validate_integrity_and_strict_load(
     global_metadata: _GlobalMetadata | None = None,
     ckpt_sharded_metadata: CkptShardedMetadata | None = None,
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
-    """Compares what is requested with the checkpoint, and what the ranks request with each other.
+    """Compare the requested shards with the checkpoint, and the ranks' requests with each other.
 
-    Collective where the answer may differ by rank: with a ``strict`` that raises.
+    Collective where the outcome may differ by rank: with a ``strict`` that raises.
 
     Args:
         sharded_state_dict: only ShardedBase leaves.
-        strict: what to do about differences.
-        validate_access_integrity: check that the ranks' shards make whole tensors; needs ``global_metadata``.
-        local_metadata: what this rank requests; None takes it from the state dict.
-        global_metadata: what all ranks request; without it no key counts as missing.
-        ckpt_sharded_metadata: what the checkpoint holds; needed for every ``strict`` but ASSUME_OK_UNEXPECTED.
+        strict: reaction to differences.
+        validate_access_integrity: check that the ranks' shards form complete tensors; needs
+            ``global_metadata``.
+        local_metadata: shards that this rank requests; None takes them from the state dict.
+        global_metadata: shards that all ranks request; without them no key counts as missing.
+        ckpt_sharded_metadata: content of the checkpoint; needed for every ``strict`` but
+            ASSUME_OK_UNEXPECTED.
 
     Returns:
-        The state dict without unexpected keys; missing keys, the same on all ranks; unexpected keys of this rank.
+        The state dict without unexpected keys; missing keys, the same on all ranks; unexpected keys
+        of this rank.
 
     Raises:
-        UsageError: an argument that is needed is None, or shards do not fit together; then on every rank.
-        MissingShardError: ``strict`` forbids the differences that there are; on every rank.
+        UsageError: an argument that is needed is None, or shards do not fit together; the latter on
+            every rank.
+        MissingShardError: keys differ, and ``strict`` forbids it; on every rank.
     """
     missing_keys: set[str] = set()
     unexpected_keys: set[str] = set()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
         if ckpt_sharded_metadata is None:
             raise UsageError(f"strict={strict.value!r} needs the checkpoint's metadata (ckpt_sharded_metadata)")
+        # Find the keys that differ, and leave out those that the checkpoint lacks.
         requested = local_metadata if local_metadata is not None else list(nested_values(sharded_state_dict))
         missing_keys, unexpected_keys = missing_and_unexpected_keys(
             ckpt_sharded_metadata,
@@ -104,6 +110,7 @@ def validate_integrity_and_strict_load(
             global_metadata if StrictHandling.requires_global_app_metadata(strict) else None,
         )
         sharded_state_dict = adjust_non_strict_load(sharded_state_dict, unexpected_keys)
+        # React to the difference. An error is raised on all ranks; a warning is each rank's own.
         if strict is StrictHandling.IGNORE_ALL:
             missing_keys, unexpected_keys = set(), set()
         elif strict in RAISING:
@@ -112,7 +119,7 @@ def validate_integrity_and_strict_load(
             maybe_report_missing_and_unexpected_keys(missing_keys, unexpected_keys, False)
     if validate_access_integrity:
         if global_metadata is None:
-            raise UsageError("the integrity of the access cannot be checked without global_metadata")
+            raise UsageError("validate_access_integrity needs the metadata of all ranks (global_metadata)")
         validate_sharding_integrity(global_metadata)
     return sharded_state_dict, missing_keys, unexpected_keys
 
@@ -122,18 +129,20 @@ def verify_checkpoint_and_load_strategy(
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """The strategies to load a checkpoint with, checked against its ``metadata.json``.
+    """Return the strategies to load a checkpoint with, checked against its ``metadata.json``.
 
     Args:
         checkpoint_dir: of a distributed checkpoint.
-        sharded_strategy: a strategy, or (backend, version) of a registered one; None takes what the checkpoint names.
-        common_strategy: likewise.
+        sharded_strategy: a strategy, or (backend, version) of a registered one; None for the one
+            that the checkpoint names.
+        common_strategy: a strategy, or (backend, version) of a registered one; None for the one
+            that the checkpoint names.
 
     Raises:
-        UsageError: there is no such directory.
+        UsageError: the directory does not exist.
         MissingShardError: the save did not finish.
-        UnsupportedError: not a distributed checkpoint.
-        CheckpointingException: there is no such strategy, or it does not handle this checkpoint.
+        UnsupportedError: the directory is not a distributed checkpoint.
+        CheckpointingException: a strategy is not registered, or does not support this checkpoint.
     """
     if not str(checkpoint_dir):
         raise UsageError("no checkpoint directory was given")
@@ -154,10 +163,15 @@ def verify_checkpoint_and_load_strategy(
 
 
 def chosen_strategy(action: StrategyAction, strategy: Any, default: tuple[str, int]) -> Any:
-    """The strategy itself, the registered one that a (backend, version) stands for, or the default one.
+    """Return a strategy as it is, or the registered one for a (backend, version) or for None.
+
+    Args:
+        action: action of the registered strategy.
+        strategy: a strategy, (backend, version) of a registered one, or None.
+        default: (backend, version) that None stands for.
 
     Raises:
-        CheckpointingException: none is registered for it.
+        CheckpointingException: no strategy is registered for the backend and version.
     """
     if strategy is None:
         return get_default_strategy(action, *default)
@@ -167,17 +181,17 @@ def chosen_strategy(action: StrategyAction, strategy: Any, default: tuple[str, i
 def validate_sharding_integrity(
     global_metadata: Sequence[Iterable[ShardedBase]], common_state_dict: CommonStateDict | None = None
 ) -> None:
-    """Checks that the ranks' shards make whole tensors and objects, and logs where their common states differ.
+    """Check that the ranks' shards form complete tensors and objects; log differing common states.
 
-    Collective only with a common state. Every rank with the same metadata comes to the same verdict.
+    Collective only with a common state. Every rank with the same metadata comes to the same result.
 
     Args:
-        global_metadata: by rank, what it holds.
-        common_state_dict: what this rank holds besides; given when saving.
+        global_metadata: the shards of each rank, by rank.
+        common_state_dict: the common state of this rank; given when saving.
 
     Raises:
-        UsageError: dtypes, shapes or grids of a key differ, or a shard has no main replica or several of them; the
-            message names the key, the shard and the ranks.
+        UsageError: dtypes, shapes or grids of a key differ, or a shard has no main replica or
+            several of them; the message names the key, the shard and the ranks.
     """
     if common_state_dict is not None:
         _compare_common_states(common_state_dict)
@@ -185,34 +199,43 @@ def validate_sharding_integrity(
 
 
 def _compare_common_states(common_state_dict: CommonStateDict) -> None:
-    """Logs (WARNING) on every rank what distinguishes its common state from that of rank 0, which is saved.
+    """Log a warning on every rank whose common state differs from that of rank 0, which is saved.
 
     Raises:
-        UsageError: rank 0's cannot be pickled.
+        UsageError: the common state of rank 0 cannot be pickled.
     """
     if comm.world_size() == 1:
         return
     is_saved = comm.rank() == 0
-    problem, packed = comm.broadcast(_packed(common_state_dict) if is_saved else (None, b""))
+    # Send the state of rank 0 to all ranks, which compare it with their own.
+    problem, packed = comm.broadcast(_pickle_common_state(common_state_dict) if is_saved else (None, b""))
     if problem is not None:
         raise UsageError(f"the common state of rank 0 cannot be pickled: {problem}", rank="0")
     if is_saved:
         return
     try:
-        only_there, only_here, unequal = diff(pickle.loads(packed), common_state_dict)
-    except Exception as err:  # whatever somebody's class raises when it is unpickled or compared
+        only_on_rank_0, only_on_this_rank, unequal = diff(pickle.loads(packed), common_state_dict)
+    except Exception as err:  # a user's class may raise anything when it is unpickled or compared
         logger.warning("The common state of rank %d could not be compared with rank 0's: %s", comm.rank(), err)
         return
-    if only_there or only_here or unequal:
+    if only_on_rank_0 or only_on_this_rank or unequal:
         logger.warning(
             "The common state of rank %d differs from that of rank 0, which is the one saved: only on rank 0 %s, "
             "only on rank %d %s, unequal %s.",
-            *(comm.rank(), only_there[:_MAX_NAMED], comm.rank(), only_here[:_MAX_NAMED], unequal[:_MAX_NAMED]),
+            comm.rank(),
+            only_on_rank_0[:_MAX_NAMED],
+            comm.rank(),
+            only_on_this_rank[:_MAX_NAMED],
+            unequal[:_MAX_NAMED],
         )
 
 
-def _packed(common_state_dict: CommonStateDict) -> tuple[str | None, bytes]:
-    """Why a common state cannot be pickled, and its pickle; tensors go as copies in host memory."""
+def _pickle_common_state(common_state_dict: CommonStateDict) -> tuple[str | None, bytes]:
+    """Pickle a common state, with tensors in host memory.
+
+    Returns:
+        The error if that failed, else None, and the pickle.
+    """
 
     def on_host(leaf: Any) -> Any:
         return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
@@ -224,28 +247,28 @@ def _packed(common_state_dict: CommonStateDict) -> tuple[str | None, bytes]:
 
 
 def determine_global_metadata(sharded_state_dict: ShardedStateDict) -> tuple[_LocalMetadata, _GlobalMetadata]:
-    """What this rank holds, and what every rank holds, without data; collective.
+    """Return the shards of this rank and the shards of every rank, without data; collective.
 
     Args:
         sharded_state_dict: only ShardedTensors and ShardedObjects.
     """
     local: _LocalMetadata = []
 
-    def mine() -> _LocalMetadata:
+    def strip_data() -> _LocalMetadata:
         local.extend(leaf.without_data() for leaf in nested_values(sharded_state_dict))
         return local
 
-    return local, comm.collect(mine)
+    return local, comm.collect(strip_data)
 
 
 def validate_sharded_objects_handling(
     sharded_strategy: SaveShardedStrategy | LoadShardedStrategy,
     common_strategy: SaveCommonStrategy | LoadCommonStrategy,
 ) -> None:
-    """Raises unless one of the strategies handles ShardedObjects.
+    """Raise unless one of the strategies handles ShardedObjects.
 
     Raises:
-        UnsupportedError: neither does.
+        UnsupportedError: neither strategy handles ShardedObjects.
     """
     if not (sharded_strategy.can_handle_sharded_objects or common_strategy.can_handle_sharded_objects):
         raise UnsupportedError(

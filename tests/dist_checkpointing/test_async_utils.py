@@ -273,4 +273,4 @@ def _different_calls(rank: int, world: int) -> str:
 
 @pytest.mark.dist
 def test_ranks_that_finalize_different_calls_are_told_so():
-    assert all("[0, 1] by rank" in text for text in run_ranks(2, _different_calls))
+    assert all("by rank: [0, 1]" in text for text in run_ranks(2, _different_calls))

@@ -123,7 +123,7 @@ def test_objects_come_back(tmp_path):
     work.finish()
     _complete(tmp_path, "torch_dist")
     assert bridge.load_objects([item.without_data()], tmp_path) == {"rng/shard_1_2": {"seed": [1, 2]}}
-    with pytest.raises(MissingShardError, match=r"there are: rng/shard_1_2"):
+    with pytest.raises(MissingShardError, match=r"It has these shards of rng: rng/shard_1_2"):
         bridge.load_objects([ShardedObject("rng", None, (2,), (0,))], tmp_path)
 
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_stored_is_named():
 def test_flattened_optimizer_states_of_old_versions_are_loaded_by_their_true_shapes(golden):
     root = golden / "mcore0121_torch_dist"
     for path in sorted(root.rglob(".metadata")):
-        with bridge.opened(path.parent) as (catalog, store):
+        with bridge.open_catalog(path.parent) as (catalog, store):
             stored = store.root
         facts = facet_of(catalog, TorchDistFacts).mcore_data or {}
         old = [key for key, fact in facts.items() if "nd_reformulated_orig_global_shape" in fact]

@@ -195,15 +195,15 @@ def test_no_operation_works_on_them():
 
 def test_what_is_no_shard_is_refused():
     part = part_of("w", (4,))
-    with pytest.raises(CheckpointingException, match="Tensor is no ShardedTensor"):
+    with pytest.raises(CheckpointingException, match="Tensor is not a ShardedTensor"):
         wrap(part.data)
     with pytest.raises(CheckpointingException, match="no data.*init_data"):
         wrap(part.without_data())
-    with pytest.raises(CheckpointingException, match=r"shape \(5,\) is not \(4,\)"):
+    with pytest.raises(CheckpointingException, match=r"shape \(5,\), but \(4,\) is declared"):
         CheckpointableShardedTensor(torch.zeros(5), part)
     with pytest.raises(CheckpointingException, match="at least one"):
         LocalShardsContainer([])
-    with pytest.raises(CheckpointingException, match="is no CheckpointableShardedTensor"):
+    with pytest.raises(CheckpointingException, match="is not a CheckpointableShardedTensor"):
         LocalShardsContainer([part.data])
-    with pytest.raises(CheckpointingException, match="of no one tensor"):
+    with pytest.raises(CheckpointingException, match="are not of one tensor"):
         _contained([part, part_of("w", (8,), (0, 1, 2))])

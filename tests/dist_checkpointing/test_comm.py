@@ -100,5 +100,5 @@ def _at_different_steps(rank: int, world: int) -> tuple[str, list[int]]:
 @pytest.mark.dist
 def test_ranks_at_different_steps_notice_it_and_take_no_answer_for_another():
     for text, after in run_ranks(3, _at_different_steps):
-        assert "ranks do not do the same (rank 0: a result at level 1; rank 1: a value" in text
+        assert "different steps (rank 0: exchange of results at level 1; rank 1: exchange of values" in text
         assert after == [0, 1, 2]

@@ -290,7 +290,7 @@ def _out_of_memory(device: object) -> None:
 def test_what_fails_on_one_rank_fails_on_all_before_anything_is_sent():
     texts = {
         "not loaded": "no rank of the group has loaded b at offset (0,)",
-        "wrong dtype": "dtype torch.float64, torch.float32 was asked for",
+        "wrong dtype": "a shard was loaded as torch.float64, expected torch.float32",
         "no memory": "no memory",
         "not distributed": "no rank of the group has loaded z at offset (0,)",
     }

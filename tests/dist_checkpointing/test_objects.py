@@ -28,7 +28,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.dist_checkpointing._engine.bridge import opened
+from core.dist_checkpointing._engine.bridge import open_catalog
 from core.dist_checkpointing._values.objects import load_file, load_stream, stream, stream_of
 from core.dist_checkpointing._values.stand_in import StandIn
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError, UnsupportedError
@@ -629,7 +629,7 @@ def test_items_of_distributed_checkpoints_come_back_as_torch_loads_them(golden: 
     pytest.importorskip("megatron.core.transformer.enums")
     n_items = 0
     for path in sorted((golden / family).rglob(".metadata")):
-        with opened(path.parent) as (catalog, store):
+        with open_catalog(path.parent) as (catalog, store):
             for key, item in catalog.objects.items():
                 if item.raw_key is None:
                     continue

@@ -66,7 +66,7 @@ def test_one_process_executes_all_calls_in_order(tmp_path):
 
 def test_tensors_arrive_as_they_were_whatever_they_are(tmp_path):
     plain = torch.arange(1000, dtype=torch.float32)
-    staged = POOL.copied([plain * 2, plain.to(torch.bfloat16)])
+    staged = POOL.copy_tensors([plain * 2, plain.to(torch.bfloat16)])
     value = {
         "plain": plain,
         "again": plain,

@@ -136,7 +136,7 @@ def test_strategies_may_be_given_as_objects_or_as_backend_and_version(tmp_path):
 
 def test_things_that_are_no_strategies_are_refused(tmp_path):
     for wrong in ({"sharded_strategy": "torch_dist"}, {"common_strategy": 5}, {"sharded_strategy": OwnCommonSave()}):
-        with pytest.raises(ValueError, match="is a (str|int|OwnCommonSave), no Save"):
+        with pytest.raises(ValueError, match="is a (str|int|OwnCommonSave), not a Save"):
             save({}, tmp_path, **wrong)
     with pytest.raises(UnsupportedError, match="no default strategy for save_sharded of backend 'none'"):
         save({}, tmp_path, ("none", 1))
@@ -259,9 +259,9 @@ def test_a_path_that_is_no_checkpoint_is_named_with_what_to_do(tmp_path):
     for call in calls:
         with pytest.raises(UsageError, match="the checkpoint directory .*missing does not exist"):
             call(tmp_path / "missing")
-        with pytest.raises(UsageError, match="file is not a distributed checkpoint, which is a directory, but a file"):
+        with pytest.raises(UsageError, match="file is a file, not the directory of a distributed checkpoint"):
             call(tmp_path / "file")
-        with pytest.raises(UnsupportedError, match="empty is not a distributed checkpoint: there is no metadata.json"):
+        with pytest.raises(UnsupportedError, match="empty is not a distributed checkpoint: metadata.json is missing"):
             call(empty)
         with pytest.raises(UsageError, match="no checkpoint directory was given"):
             call("")
@@ -275,7 +275,7 @@ def test_a_checkpoint_of_another_format_is_named_with_the_command_that_converts_
     torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
     with pytest.raises(
         UnsupportedError,
-        match=r"is not a distributed checkpoint, but one of the format dcp. Ckpt convert .*dcp --to torch_dist makes",
+        match=r"but a checkpoint in the format dcp. Convert it: ckpt convert .*dcp --to torch_dist",
     ):
         load({}, tmp_path / "dcp")
 
@@ -295,7 +295,7 @@ def test_a_save_that_did_not_finish_is_no_checkpoint(tmp_path):
     request.execute_sync()
     assert _plain(load({}, tmp_path)) == {}
     (tmp_path / "metadata.json").unlink()
-    with pytest.raises(MissingShardError, match="metadata.json is not there; it is written last"):
+    with pytest.raises(MissingShardError, match="metadata.json is missing; it is written last"):
         load({}, tmp_path)
 
 
@@ -356,7 +356,7 @@ def test_an_asynchronous_save_that_fails_or_is_dropped_leaves_nothing(tmp_path):
 def test_a_checkpoint_is_replaced_only_when_told(tmp_path, backend):
     save({"old": part_of("old", (4,)), "w": part_of("w", (8,))}, tmp_path, **BACKENDS[backend])
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="holds a checkpoint already"):
+    with pytest.raises(UsageError, match="already has a checkpoint in it"):
         save({"w": part_of("w", (4,))}, tmp_path, **BACKENDS[backend])
     assert set(load_tensors_metadata(tmp_path)) == {"old", "w"}
     save({"w": part_of("w", (4,))}, tmp_path, **BACKENDS[backend], overwrite=True)

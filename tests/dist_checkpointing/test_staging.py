@@ -33,7 +33,7 @@ def test_copies_are_dense_and_equal_whatever_the_tensors_look_like():
         base.expand(2, 24),
     ]
     pool = StagingPool()
-    copies = pool.copied(tensors)
+    copies = pool.copy_tensors(tensors)
     for tensor, copy in zip(tensors, copies, strict=True):
         assert copy.is_contiguous() and not copy.is_conj() and not copy.is_neg() and not copy.requires_grad
         assert (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
@@ -42,30 +42,30 @@ def test_copies_are_dense_and_equal_whatever_the_tensors_look_like():
         assert copy.numel() == 0 or copy.data_ptr() % ALIGNMENT == 0
     base.zero_()
     assert copies[0][5] == 5
-    assert pool.copied([]) == []
+    assert pool.copy_tensors([]) == []
 
 
 def test_memory_serves_the_next_save_as_soon_as_no_copy_is_left():
     pool = StagingPool()
-    copies = pool.copied(_like(4, 2))
+    copies = pool.copy_tensors(_like(4, 2))
     address = copies[0].data_ptr()
     part = copies[1][5:]
     del copies
     assert free_bytes(pool) == 0, "a view of a copy is still there"
     del part
     assert free_bytes(pool) == 4 * MIB
-    again = pool.copied(_like(4))
+    again = pool.copy_tensors(_like(4))
     assert again[0].data_ptr() == address and free_bytes(pool) == 0
 
 
 def test_saves_in_flight_have_memory_of_their_own():
     pool = StagingPool(n_kept=2)
-    held = [pool.copied(_like(size)) for size in (1, 2, 3)]
+    held = [pool.copy_tensors(_like(size)) for size in (1, 2, 3)]
     assert len({copies[0].data_ptr() for copies in held}) == 3
     assert [int(copies[0][0]) for copies in held] == [0, 0, 0]
     del held[0], held[0], held[0]
     assert free_bytes(pool) == 5 * MIB, "of three free blocks, the two used last are kept"
-    small = pool.copied(_like(1))
+    small = pool.copy_tensors(_like(1))
     assert free_bytes(pool) == 3 * MIB, "the smallest that is large enough"
     pool.clear()
     assert free_bytes(pool) == 0 and int(small[0][0]) == 0
@@ -73,16 +73,16 @@ def test_saves_in_flight_have_memory_of_their_own():
 
 def test_a_copy_is_found_in_its_block_and_nothing_else_is():
     pool = StagingPool()
-    first, second = pool.copied(_like(2, 2))
-    block, offset = pool.located(second) or (None, 0)
-    assert block is not None and offset == MIB and pool.located(first) == (block, 0)
-    assert pool.located(second[10:]) == (block, MIB + 10)
-    assert pool.located(second[::2]) is None and pool.located(torch.ones(1)) is None
+    first, second = pool.copy_tensors(_like(2, 2))
+    block, offset = pool.locate(second) or (None, 0)
+    assert block is not None and offset == MIB and pool.locate(first) == (block, 0)
+    assert pool.locate(second[10:]) == (block, MIB + 10)
+    assert pool.locate(second[::2]) is None and pool.locate(torch.ones(1)) is None
 
 
 def test_a_fork_sees_the_copies_without_copying_them_again():
     pool = StagingPool()
-    (copy,) = pool.copied(_like(1))
+    (copy,) = pool.copy_tensors(_like(1))
     pid = os.fork()
     if pid == 0:
         torch.set_num_threads(1)  # as a writer does: more would wait for threads that were not forked
@@ -96,7 +96,7 @@ def test_descriptors_are_given_back():
     before = len(os.listdir("/proc/self/fd"))
     pool = StagingPool(n_kept=0)
     for _ in range(3):
-        pool.copied(_like(1))
+        pool.copy_tensors(_like(1))
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -106,7 +106,7 @@ def test_tensors_of_an_accelerator_come_through_pinned_memory():
     pool = StagingPool()
     tensors = [torch.arange(1000, device="cuda"), torch.arange(12.0, device="cuda").view(3, 4).t()]
     for _ in range(2):
-        copies = pool.copied(tensors)
+        copies = pool.copy_tensors(tensors)
         assert copies[0].is_pinned()
         assert all(torch.equal(copy, tensor.cpu()) for copy, tensor in zip(copies, tensors, strict=True))
         del copies

@@ -301,7 +301,7 @@ def test_a_key_that_is_not_there_is_refused(tmp_path: Path, planner: Any):
 
 
 def test_a_key_with_another_prefix_is_named(tmp_path: Path):
-    with pytest.raises(dcp.CheckpointException, match=r"Similar ones there: second\.weight"):
+    with pytest.raises(dcp.CheckpointException, match=r"Similar keys: second\.weight"):
         dcp.load(
             {"model": {"second.weight": torch.zeros(3, 5)}},
             storage_reader=CkptStorageReader(written(tmp_path, "safetensors")),

@@ -180,7 +180,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
         with pytest.raises(CheckpointingException, match=reason):
             saves().save(state, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(CheckpointingException, match="0 threads"):
+    with pytest.raises(CheckpointingException, match="thread_count must be at least 1"):
         saves(thread_count=0)
     for hint in ("", "a/b"):
         with pytest.raises(CheckpointingException, match="separation hint"):
@@ -283,7 +283,7 @@ def _save_often(rank: int, world: int, folder: Path) -> list[bool]:
         for key in more:
             state[key] = part_of(key, (world * 2,), (0, rank, world))
         strategy.save(state, target)
-        images = strategy._agreement.made
+        images = strategy._agreement.layout
         reused.append(any(images is earlier for earlier in made))
         made.append(images)
     return reused

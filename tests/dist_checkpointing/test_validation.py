@@ -130,7 +130,7 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     ),
     "an object is missing": (
         [[_object(1)], [_object(0, replica_id=1)]],
-        "1 have no main replica; there are: shard_1_2",
+        "1 have no main replica; present are: shard_1_2",
     ),
     "object shapes": ([[_object(0, 2)], [_object(1, 3)]], r"global shape: \(2,\) on rank 0, \(3,\) on rank 1"),
     "tensor and object": ([[A], [_object(key="w")]], "a ShardedTensor on rank 0 and a ShardedObject on rank 1"),

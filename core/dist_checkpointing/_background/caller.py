@@ -1,4 +1,4 @@
-"""Executes the requests of asynchronous saves: what such a caller is, and the one that forks a process a call."""
+"""Execution of asynchronous requests: the interface, and a caller that forks a process per call."""
 
 from __future__ import annotations
 
@@ -10,34 +10,37 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from core.dist_checkpointing._background.request import AsyncRequest, check, loaded_args
+from typing_extensions import override
+
+from core.dist_checkpointing._background.request import AsyncRequest, check_request, preload_args
 from core.dist_checkpointing._background.writer_process import (
-    LOOK_AGAIN_S,
-    be_writer,
-    collection_paused,
-    failed,
-    how_it_ended,
+    POLL_INTERVAL_S,
+    become_writer,
+    catch_failure,
+    describe_exit,
     is_main_thread,
-    of_this_rank,
+    pause_collection,
     receive_failure,
-    reported,
     send_failure,
+    with_rank,
+    writer_failure,
 )
 from core.dist_checkpointing._ranks import comm
 from core.errors import CheckpointingException
 
 
 class AsyncCaller(ABC):
-    """Executes requests in another process, and knows when that is done on all ranks."""
+    """An executor of requests in another process, which knows when all ranks are done."""
 
     failure: CheckpointingException | None = None
-    """How the call that was last reported as done failed on this rank; None if it did not."""
+    """Failure, on this rank, of the call that was last reported as done; None if it succeeded."""
 
     @abstractmethod
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """Starts ``async_req``; called on all ranks. Returns as soon as the arguments may be changed again.
+        """Start a request; called on all ranks.
 
-        What goes wrong on this rank only, such as a lack of memory, counts as a failure of the call.
+        Returns as soon as the request's arguments may be changed again. An error on this rank only,
+        such as a lack of memory, becomes the failure of the call.
 
         Raises:
             ValueError: the request contradicts itself.
@@ -45,32 +48,32 @@ class AsyncCaller(ABC):
 
     @abstractmethod
     def is_current_async_call_done(self, blocking: bool, no_dist: bool) -> bool:
-        """Whether the oldest call that was not yet reported as done has ended on all ranks, well or not.
+        """Return whether the oldest unreported call has ended on all ranks, successfully or not.
 
         Args:
             blocking: wait for it.
-            no_dist: look at this rank's writer only; otherwise all ranks must call this.
+            no_dist: check this rank's writer only; otherwise all ranks must call this.
         """
 
     def sync_all_async_calls(self, is_alive: int) -> bool:
-        """Whether no rank is still busy, of all ranks that call this.
+        """Return whether no rank is busy any more; collective.
 
         Args:
-            is_alive: whether this rank is, 0 or 1.
+            is_alive: 1 if this rank is still busy, else 0.
         """
         return not comm.any_of_all(bool(is_alive))
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:
-        """Ends the process, after its work is done or, with ``abort``, at once."""
+        """End the process, after its work is done or, with ``abort``, immediately."""
 
 
 class TemporalAsyncCaller(AsyncCaller):
-    """Executes one call, in a process forked for it.
+    """A caller that executes one call, in a process forked for it.
 
-    The fork sees the memory of the training process as it is now, so CPU tensors among the arguments are written as
-    they are now, whatever happens to them later. Tensors of an accelerator cannot be read there: ``preload_fn`` copies
-    them.
+    The fork sees the memory of the training process at the time of the fork, so later changes to
+    CPU tensors among the arguments do not matter. Tensors of an accelerator cannot be read there:
+    ``preload_fn`` copies them.
     """
 
     def __init__(self) -> None:
@@ -80,24 +83,24 @@ class TemporalAsyncCaller(AsyncCaller):
         self._kept: object = None
         self._is_over = True
 
+    @override
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """See AsyncCaller."""
-        check(async_req)
+        check_request(async_req)
         if async_req.async_fn is not None:
-            self.failure = of_this_rank(reported(partial(self._start, async_req.async_fn, async_req)))
+            self.failure = with_rank(catch_failure(partial(self._start, async_req.async_fn, async_req)))
 
     def _start(self, function: Callable[..., Any], request: AsyncRequest) -> None:
-        call = partial(function, *loaded_args(request), **request.async_fn_kwargs)
+        call = partial(function, *preload_args(request), **request.async_fn_kwargs)
         context = multiprocessing.get_context("fork")
         self._receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_write_once, args=(sender, call, os.getpid(), is_main_thread()))
-        with sender, collection_paused():
+        with sender, pause_collection():
             process.start()
         self.process, self._is_over = process, False
-        self._kept = call  # the process reads memory that would be used again
+        self._kept = call  # the process still reads this memory, which must not be reused
 
+    @override
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """See AsyncCaller."""
         is_busy = not self._is_over and not self._has_ended(blocking)
         is_done = not is_busy if no_dist else self.sync_all_async_calls(is_busy)
         if is_done:
@@ -111,16 +114,16 @@ class TemporalAsyncCaller(AsyncCaller):
                 break
             if not blocking:
                 return False
-            wait([self._receiver, self.process.sentinel], LOOK_AGAIN_S)
+            wait([self._receiver, self.process.sentinel], POLL_INTERVAL_S)
         self._is_over = True
         try:
             self.failure = receive_failure(self._receiver)
         except EOFError:
-            self.failure = failed(how_it_ended(self.process))
+            self.failure = writer_failure(describe_exit(self.process))
         return True
 
+    @override
     def close(self, abort: bool = False) -> None:
-        """See AsyncCaller."""
         if self.process is not None:
             if abort:
                 self.process.kill()
@@ -136,7 +139,7 @@ class TemporalAsyncCaller(AsyncCaller):
 
 
 def _write_once(sender: Connection, call: Callable[[], object], parent_pid: int, dies_with_parent: bool) -> None:
-    """The forked process."""
-    be_writer(parent_pid, dies_with_parent=dies_with_parent)
+    """Run the call in the forked process and send its outcome."""
+    become_writer(parent_pid, dies_with_parent=dies_with_parent)
     with sender:
-        send_failure(sender, reported(call))
+        send_failure(sender, catch_failure(call))

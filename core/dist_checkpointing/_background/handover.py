@@ -1,11 +1,13 @@
-"""A Python object on its way to another process of this rank, its tensors by reference to shared memory.
+"""Transfer of a Python object to another process of this rank, with tensors in shared memory.
 
 ::
 
-    value ─ packed ─▶ Handover: blocks of shared memory [pickle | tensors …] ── send: descriptors, sizes ──▶ receive
+    value ─ pack_value ─▶ Handover: blocks of shared memory [pickle | tensors …] ── send:
+    descriptors, sizes ──▶ receive
 
-Tensors that lie in staging memory travel as they are; others are copied there, so the sender may change them at once.
-What goes through the socket is small whatever the value is, so that sending does not wait for the receiver.
+Tensors that are in staging memory are sent as they are; others are copied there, so the sender may
+change them at once. The message through the socket is small whatever the value is, so that sending
+does not wait for the receiver.
 """
 
 from __future__ import annotations
@@ -18,21 +20,23 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from core.dist_checkpointing._background.staging import POOL, Block
 
-_Place = tuple[int, int, torch.dtype, tuple[int, ...]]
-"""Of a tensor: number of its block, offset in bytes, dtype, shape."""
+_Position = tuple[int, int, torch.dtype, tuple[int, ...]]
+"""The position of a tensor: number of its block, offset in bytes, dtype, shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What is sent.
+    """A value that is ready to be sent.
 
     Args:
-        blocks: the shared memory; the first one begins with the pickled places of the tensors and the pickled value.
-        n_bytes: of these pickles.
-        kept: what must live until the receiver has dropped the value.
+        blocks: the shared memory; the first block begins with the pickled positions of the tensors
+            and the pickled value.
+        n_bytes: size of these pickles.
+        kept: objects that must live until the receiver has dropped the value.
     """
 
     blocks: list[Block]
@@ -40,40 +44,47 @@ class Handover:
     kept: list[Any]
 
 
-def packed(value: object) -> Handover:
-    """A value, ready to be sent.
+def pack_value(value: object) -> Handover:
+    """Put a value into shared memory, ready to be sent.
 
     Raises:
         pickle.PicklingError, TypeError, AttributeError: something in it cannot be pickled.
-        OSError: there is no memory left.
+        OSError: there is not enough memory.
     """
     stream = io.BytesIO()
-    pickler = _Pickler(stream)
+    pickler = _TensorPickler(stream)
     pickler.dump(value)
-    loose = [tensor for tensor in pickler.tensors if POOL.located(tensor) is None]
-    copies = iter(POOL.copied(loose)) if loose else iter(())
-    kept: list[Any] = []
+    tensors = _move_to_staging(pickler.tensors)
+
+    # Number the blocks; 0 is that of the pickles, which also stands for tensors without elements.
     blocks: list[Block] = []
-    places: list[_Place] = []
-    for tensor in pickler.tensors:
-        found = POOL.located(tensor)
-        kept.append(tensor if found else next(copies))
-        block, offset = found or POOL.located(kept[-1]) or (None, 0)
+    positions: list[_Position] = []
+    for tensor in tensors:
+        block, offset = POOL.locate(tensor) or (None, 0)
         if block is not None and block not in blocks:
             blocks.append(block)
         number = 1 + blocks.index(block) if block is not None else 0
-        places.append((number, offset, tensor.dtype, tuple(tensor.shape)))
-    data = pickle.dumps(places) + stream.getvalue()
-    first, lease = POOL.leased(len(data))
+        positions.append((number, offset, tensor.dtype, tuple(tensor.shape)))
+
+    data = pickle.dumps(positions) + stream.getvalue()
+    first, lease = POOL.lease(len(data))
     lease[: len(data)] = data
-    return Handover([first, *blocks], len(data), [*kept, lease])
+    return Handover([first, *blocks], len(data), [*tensors, lease])
+
+
+def _move_to_staging(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors, those outside of staging memory as copies in it."""
+    outside = [number for number, tensor in enumerate(tensors) if POOL.locate(tensor) is None]
+    copies = POOL.copy_tensors([tensors[number] for number in outside]) if outside else []
+    copy_of = dict(zip(outside, copies, strict=True))
+    return [copy_of.get(number, tensor) for number, tensor in enumerate(tensors)]
 
 
 def send(handover: Handover, connection: Connection, pid: int) -> None:
-    """Sends what was packed through a socket to process ``pid``.
+    """Send a packed value through a socket to process ``pid``.
 
     Raises:
-        OSError: nobody listens any more.
+        OSError: the receiver has closed the socket.
     """
     connection.send((handover.n_bytes, [block.n_bytes for block in handover.blocks]))
     for block in handover.blocks:
@@ -81,7 +92,7 @@ def send(handover: Handover, connection: Connection, pid: int) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """The value of the next handover; its tensors lie in the sender's memory.
+    """Receive the next value; its tensors are in the sender's memory.
 
     Raises:
         EOFError: the sender is gone.
@@ -90,18 +101,21 @@ def receive(connection: Connection) -> Any:
     blocks = [Block(size, fd=reduction.recv_handle(connection)) for size in sizes]
     leases = [memoryview(block.memory) for block in blocks]
     stream = io.BytesIO(leases[0][:n_bytes])
-    unpickler = _Unpickler(stream)
+    unpickler = _TensorUnpickler(stream)
     for number, offset, dtype, shape in pickle.load(stream):
         unpickler.tensors.append(blocks[number].tensor(leases[number], offset, dtype, shape))
     return unpickler.load()
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
+    """A pickler that leaves dense tensors out and collects them in ``tensors``."""
+
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
 
+    @override
     def persistent_id(self, obj: Any) -> int | None:
         if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.layout != torch.strided:
             return None
@@ -111,10 +125,13 @@ class _Pickler(pickle.Pickler):
         return self._numbers[id(obj)]
 
 
-class _Unpickler(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):
+    """An unpickler that takes the tensors, by number, from ``tensors``."""
+
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
         self.tensors: list[torch.Tensor] = []
 
+    @override
     def persistent_load(self, pid: int) -> torch.Tensor:
         return self.tensors[pid]

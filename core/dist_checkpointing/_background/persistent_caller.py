@@ -1,4 +1,4 @@
-"""Executes the requests of asynchronous saves in one process that is kept."""
+"""Execution of asynchronous requests in one persistent process."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from core.dist_checkpointing._background.caller import AsyncCaller
-from core.dist_checkpointing._background.handover import Handover, packed, receive, send
-from core.dist_checkpointing._background.request import AsyncRequest, call_now, check, loaded_args
+from core.dist_checkpointing._background.handover import Handover, pack_value, receive, send
+from core.dist_checkpointing._background.request import AsyncRequest, call_now, check_request, preload_args
 from core.dist_checkpointing._background.writer_process import (
-    LOOK_AGAIN_S,
-    be_writer,
-    failed,
-    how_it_ended,
+    POLL_INTERVAL_S,
+    become_writer,
+    catch_failure,
+    describe_exit,
     is_main_thread,
-    of_this_rank,
     receive_failure,
-    reported,
     send_failure,
+    with_rank,
+    writer_failure,
 )
 from core.dist_checkpointing._ranks import comm
 from core.errors import CheckpointingException
@@ -34,8 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Sent:
-    """A call of the persistent process, until it is reported as done; one without a handover needs no process."""
+class _SentCall:
+    """A call of the persistent process that was not yet reported as done.
+
+    Args:
+        handover: arguments of the call; None if it needs no process.
+        failure: error of the call, None if it succeeded or has not ended.
+        is_over: the call has ended.
+    """
 
     handover: Handover | None = None
     failure: CheckpointingException | None = None
@@ -43,7 +51,7 @@ class _Sent:
 
 
 class _Pipes(NamedTuple):
-    """This side's ends, see ``PersistentAsyncCaller.async_loop``."""
+    """This side's ends of the pipes, see ``PersistentAsyncCaller.async_loop``."""
 
     queue: Connection
     preload_q: Connection
@@ -51,39 +59,41 @@ class _Pipes(NamedTuple):
 
 
 class PersistentAsyncCaller(AsyncCaller):
-    """Executes calls one after the other, in one process that is spawned for the first and kept.
+    """A caller that executes calls one after the other, in a process that is spawned for the first.
 
-    Functions and arguments must be picklable. Tensors get there through shared memory, as they are at the time of the
-    call. If the process dies, the calls that it had not done have failed, and the next call gets a new process.
+    Functions and arguments must be picklable. Tensors are sent through shared memory, as they are
+    at the time of the call. If the process dies, its unfinished calls have failed, and the next
+    call gets a new process.
 
-    As for every spawned process, what the program's main module does must stand under ``if __name__ == "__main__"``.
+    As for every spawned process, the program's main module must do its work under ``if __name__ ==
+    "__main__"``.
     """
 
     def __init__(self) -> None:
         self.process: Any = None
         self.failure = None
-        self._calls: deque[_Sent] = deque()
+        self._calls: deque[_SentCall] = deque()
         self._pipes: _Pipes | None = None
         self._end: Finalize | None = None
 
+    @override
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """See AsyncCaller."""
-        check(async_req)
-        sent = _Sent()
+        check_request(async_req)
+        call = _SentCall()
         if async_req.async_fn is not None:
-            sent.failure = of_this_rank(reported(partial(self._send, sent, async_req)))
-        sent.is_over = sent.handover is None or sent.failure is not None
-        self._calls.append(sent)
+            call.failure = with_rank(catch_failure(partial(self._send, call, async_req)))
+        call.is_over = call.handover is None or call.failure is not None
+        self._calls.append(call)
 
-    def _send(self, sent: _Sent, request: AsyncRequest) -> None:
+    def _send(self, call: _SentCall, request: AsyncRequest) -> None:
         if self.process is not None and not self.process.is_alive():
-            self._bury()
+            self._fail_open_calls()
         if self._pipes is None:
             self._spawn()
         assert self._pipes is not None
-        loaded = request._replace(async_fn_args=loaded_args(request), finalize_fns=[], preload_fn=None)
-        sent.handover = packed(loaded)
-        send(sent.handover, self._pipes.preload_q, self.process.pid)
+        loaded = request._replace(async_fn_args=preload_args(request), finalize_fns=[], preload_fn=None)
+        call.handover = pack_value(loaded)
+        send(call.handover, self._pipes.preload_q, self.process.pid)
         self._pipes.queue.send(request.call_idx)
 
     def _spawn(self) -> None:
@@ -92,91 +102,92 @@ class PersistentAsyncCaller(AsyncCaller):
         preload_q, preload_q_end = context.Pipe()
         comp_q, comp_q_end = context.Pipe(duplex=False)
         with queue_end, preload_q_end, comp_q_end:
-            theirs = (comm.rank(), queue_end, preload_q_end, comp_q_end, logger.getEffectiveLevel())
-            self.process = context.Process(target=_write_on, args=(os.getpid(), is_main_thread(), *theirs))
+            loop_args = (comm.rank(), queue_end, preload_q_end, comp_q_end, logger.getEffectiveLevel())
+            self.process = context.Process(target=_run_loop, args=(os.getpid(), is_main_thread(), *loop_args))
             self.process.start()
         self._pipes = _Pipes(queue, preload_q, comp_q)
         self._end = Finalize(self, self.process.kill, exitpriority=100)  # before multiprocessing waits for it at exit
 
+    @override
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """See AsyncCaller."""
         is_busy = bool(self._calls) and not self._has_ended(self._calls[0], blocking)
         is_done = not is_busy if no_dist else self.sync_all_async_calls(is_busy)
         if is_done:
             self.failure = self._calls.popleft().failure if self._calls else None
         return is_done
 
-    def _has_ended(self, sent: _Sent, blocking: bool) -> bool:
-        while not sent.is_over:
+    def _has_ended(self, call: _SentCall, blocking: bool) -> bool:
+        while not call.is_over:
             assert self._pipes is not None
             comp_q = self._pipes.comp_q
             if not comp_q.poll() and self.process.is_alive():
                 if not blocking:
                     return False
-                wait([comp_q, self.process.sentinel], LOOK_AGAIN_S)
+                wait([comp_q, self.process.sentinel], POLL_INTERVAL_S)
                 continue
-            first = next(one for one in self._calls if not one.is_over)
+            # The process ends its calls in order, so a report is that of the first open one.
+            first = next(open_call for open_call in self._calls if not open_call.is_over)
             try:
                 failure = receive_failure(comp_q)
             except EOFError:
-                self._bury()
+                self._fail_open_calls()
             else:
                 first.handover, first.failure, first.is_over = None, failure, True
         return True
 
-    def _bury(self) -> None:
-        """The process died: what it had not done has failed."""
-        self.process.kill()  # one that has only closed its pipes
-        death = how_it_ended(self.process)
-        self._forget()
-        for sent in self._calls:
-            if not sent.is_over:
-                sent.handover, sent.failure, sent.is_over = None, failed(death), True
+    def _fail_open_calls(self) -> None:
+        """Let all unfinished calls fail, because the process died."""
+        self.process.kill()  # it may only have closed its pipes
+        exit_text = describe_exit(self.process)
+        self._drop_process()
+        for call in self._calls:
+            if not call.is_over:
+                call.handover, call.failure, call.is_over = None, writer_failure(exit_text), True
 
-    def _forget(self) -> None:
+    def _drop_process(self) -> None:
         for pipe in self._pipes or ():
             pipe.close()
         if self._end is not None:
             self._end.cancel()
         self.process = self._pipes = self._end = None
 
+    @override
     def close(self, abort: bool = False) -> None:
-        """See AsyncCaller."""
         if self._calls and not abort:
             self._has_ended(self._calls[-1], True)
         if self.process is None:
             return
         assert self._pipes is not None
         if abort:
-            self._bury()
+            self._fail_open_calls()
         else:
             with suppress(OSError):
                 self._pipes.queue.send(None)
             self.process.join()
-            self._forget()
+            self._drop_process()
 
     @staticmethod
     def async_loop(
         rank: int, queue: Connection, preload_q: Connection, comp_q: Connection, log_level: int = logging.INFO
     ) -> None:
-        """What the process does until it is told to end, or the rank is gone.
+        """Execute calls in the process until it is told to end, or the rank is gone.
 
         Args:
-            rank: whose calls these are, for messages.
-            queue: tells the number of the next call; None ends the process.
-            preload_q: brings the handover of that call.
-            comp_q: is told how each call ended, see ``send_failure``.
+            rank: rank of the calls, for messages.
+            queue: receives the number of the next call; None ends the process.
+            preload_q: receives the handover of that call.
+            comp_q: sends the outcome of each call, see ``send_failure``.
             log_level: of this module's logger.
         """
         logger.setLevel(log_level)
         with suppress(EOFError), queue, preload_q, comp_q:
             while (number := queue.recv()) is not None:
                 logger.debug("rank %d: asynchronous call %d begins", rank, number)
-                send_failure(comp_q, reported(lambda: call_now(receive(preload_q))))
+                send_failure(comp_q, catch_failure(lambda: call_now(receive(preload_q))))
                 logger.debug("rank %d: asynchronous call %d has ended", rank, number)
 
 
-def _write_on(parent_pid: int, dies_with_parent: bool, *args: Any) -> None:
-    """The spawned process."""
-    be_writer(parent_pid, dies_with_parent=dies_with_parent)
+def _run_loop(parent_pid: int, dies_with_parent: bool, *args: Any) -> None:
+    """Run the loop in the spawned process."""
+    become_writer(parent_pid, dies_with_parent=dies_with_parent)
     PersistentAsyncCaller.async_loop(*args)

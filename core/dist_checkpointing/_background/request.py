@@ -1,7 +1,8 @@
-"""What is to be done for one asynchronous save, and how that is done.
+"""The request of an asynchronous save, and its execution.
 
-A request is executed in three steps: ``preload_fn`` copies to host memory while training waits, ``async_fn`` writes in
-another process, ``finalize_fns`` make the checkpoint visible, in the training process, once all ranks have written.
+A request is executed in three steps: ``preload_fn`` copies to host memory while training waits,
+``async_fn`` writes in another process, and ``finalize_fns`` make the checkpoint visible, in the
+training process, once all ranks have written.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from core.dist_checkpointing._ranks import comm
 
 
 class AsyncRequest(NamedTuple):
-    """What is to be done for one asynchronous save.
+    """The functions that carry out one asynchronous save.
 
     Args:
-        async_fn: does the writing; called with ``async_fn_args`` and ``async_fn_kwargs`` in another process, so what
-            it changes in memory is lost. None if there is nothing to write on this rank.
-        async_fn_args: its positional arguments.
-        finalize_fns: functions without arguments that are called one after the other in the training process, on every
-            rank, after ``async_fn`` has ended on all ranks. They may be collective. One that has an attribute
-            ``abandon`` has that called in its place if the save failed.
-        async_fn_kwargs: its keyword arguments.
-        preload_fn: copies what is to be written to host memory and returns what takes the place of
+        async_fn: writes; called with ``async_fn_args`` and ``async_fn_kwargs`` in another process,
+            so its changes to memory are lost. None if there is nothing to write on this rank.
+        async_fn_args: positional arguments of ``async_fn``.
+        finalize_fns: functions without arguments that are called one after the other in the
+            training process, on every rank, after ``async_fn`` has ended on all ranks. They may be
+            collective. If the save failed, a function's attribute ``abandon``, if it has one, is
+            called instead.
+        async_fn_kwargs: keyword arguments of ``async_fn``.
+        preload_fn: copies the data to host memory and returns the replacement of
             ``async_fn_args[1]``; training waits for it.
         is_frozen: whether finalize functions can still be added.
         call_idx: number of the call in its queue, given when it is scheduled.
@@ -40,7 +42,7 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Appends a finalize function.
+        """Append a finalize function.
 
         Raises:
             RuntimeError: the request is frozen, because it has been scheduled.
@@ -50,13 +52,13 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Does all of it now, in this process. Collective.
+        """Execute the whole request now, in this process; collective.
 
         Raises:
-            CheckpointingException: on every rank, when one of them failed to write or to finalize; a rank whose own
-                work failed raises what that raised.
+            CheckpointingException: a rank failed to write or to finalize; on every rank. A rank
+                whose own work failed raises its own error.
         """
-        check(self)
+        check_request(self)
         try:
             comm.together(lambda: call_now(self))
         except BaseException:
@@ -65,41 +67,44 @@ class AsyncRequest(NamedTuple):
         finalize(self)
 
     def freeze(self) -> AsyncRequest:
-        """The same request, to which no finalize function can be added any more."""
+        """Return the same request, to which no finalize function can be added any more."""
         return self._replace(is_frozen=True)
 
 
-def check(request: AsyncRequest) -> None:
-    """Returns if a request can be executed.
+def check_request(request: AsyncRequest) -> None:
+    """Raise unless a request can be executed.
 
     Raises:
-        ValueError: there is a ``preload_fn``, but no argument that its result could take the place of.
+        ValueError: ``preload_fn`` is given, but no argument that its result could replace.
     """
     n_args = len(request.async_fn_args)
     if request.preload_fn is not None and n_args < 2:
         raise ValueError(f"preload_fn replaces the second argument of async_fn, but there are {n_args} arguments")
 
 
-def loaded_args(request: AsyncRequest) -> tuple[Any, ...]:
-    """The arguments of ``async_fn``, copied to host memory if there is a function for that."""
+def preload_args(request: AsyncRequest) -> tuple[Any, ...]:
+    """Return the arguments of ``async_fn``, after ``preload_fn``, if any, has copied the data."""
     args = request.async_fn_args
     if request.preload_fn is None:
         return args
     loaded = request.preload_fn()
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # the copies may have been started only
+        torch.cuda.synchronize()  # the copies may still be running
     return (args[0], loaded, *args[2:])
 
 
 def call_now(request: AsyncRequest) -> None:
-    """Copies and writes."""
-    args = loaded_args(request)
+    """Copy the data and write them, in this process."""
+    args = preload_args(request)
     if request.async_fn is not None:
         request.async_fn(*args, **request.async_fn_kwargs)
 
 
 def finalize(request: AsyncRequest) -> None:
-    """Calls the finalize functions, each on all ranks before the next; after a failure the rest are abandoned."""
+    """Call the finalize functions, each on all ranks before the next.
+
+    After a failure the remaining ones are abandoned.
+    """
     for number, function in enumerate(request.finalize_fns):
         try:
             comm.together(function)
@@ -109,7 +114,7 @@ def finalize(request: AsyncRequest) -> None:
 
 
 def abandon_rest(request: AsyncRequest) -> None:
-    """Tells the finalize functions that want to know it that they will not be called."""
+    """Call ``abandon`` of the finalize functions that have it, because they will not be called."""
     for function in request.finalize_fns:
         abandon = getattr(function, "abandon", None)
         if abandon is not None:

@@ -1,12 +1,14 @@
-"""Host memory for copies of tensors that another process writes: kept between saves, and shared with other processes.
+"""Host memory for tensors that another process writes, reused by later saves.
 
 ::
 
-    tensors of training ── copied ──▶ tensors over one Block ── pickled by reference ──▶ the writing process
+    tensors of training ── copy_tensors ──▶ tensors over one Block ── pickled by reference ──▶ the
+    writing process
 
-The memory is an anonymous file (memfd): a forked writer sees it without copy-on-write, a spawned one maps it by its
-descriptor. It is not bounded by the size of /dev/shm. A block is free again as soon as no tensor over it is left, and
-then serves the next save: the first touch of new memory takes several times as long as the copy itself.
+The memory is an anonymous file (memfd): a forked writer sees it without copy-on-write, a spawned
+one maps it by its descriptor. It is not limited by the size of /dev/shm. A block is free again as
+soon as no tensor over it exists any more, and then serves the next save: the first access to new
+memory takes several times as long as the copy itself.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from typing import Any
 import torch
 
 ALIGNMENT = 64
-"""Of every copy, in bytes: enough for any element type and for vector instructions."""
+"""Alignment of every copy, in bytes: enough for any dtype and for vector instructions."""
 N_KEPT = 2
-"""Free blocks that are kept: as many as there are usually saves in flight."""
+"""Number of free blocks that are kept: the usual number of saves in flight."""
 
 
 class Block:
@@ -32,10 +34,10 @@ class Block:
 
     Args:
         n_bytes: >= 1.
-        fd: of the memory, owned by the block; None makes new memory.
+        fd: file descriptor of the memory, owned by the block; None allocates new memory.
 
     Raises:
-        OSError: there is no memory left.
+        OSError: there is not enough memory.
     """
 
     def __init__(self, n_bytes: int, *, fd: int | None = None) -> None:
@@ -50,16 +52,16 @@ class Block:
         self._is_pinned = False
 
     def pin(self) -> None:
-        """Lets CUDA copy to the memory without a detour, if the system allows it; does nothing the second time."""
+        """Let CUDA copy directly to the memory, if the system allows it; idempotent."""
         if not self._is_pinned:
             self._is_pinned = True
             cudart = torch.cuda.cudart()
-            with suppress(RuntimeError):  # more than may be locked: the copies only take longer
+            with suppress(RuntimeError):  # over the limit of locked memory: the copies only take longer
                 torch.cuda.check_error(cudart.cudaHostRegister(self.address, self.n_bytes, 0))
                 weakref.finalize(self, cudart.cudaHostUnregister, self.address)
 
     def tensor(self, lease: Any, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A dense tensor over the memory.
+        """Return a dense tensor over the memory.
 
         Args:
             lease: a memoryview of ``memory``, which lives as long as the tensor.
@@ -73,36 +75,38 @@ class Block:
 
 
 class StagingPool:
-    """Blocks in use and free ones.
+    """A pool of blocks, some in use and some free.
 
     Args:
-        n_kept: free blocks that are kept.
+        n_kept: maximum number of free blocks that are kept.
     """
 
     def __init__(self, n_kept: int = N_KEPT) -> None:
         self._n_kept = n_kept
-        self._free: list[Block] = []  # the one used last comes last
+        self._free: list[Block] = []  # the most recently used block comes last
         self._used: dict[int, Block] = {}
-        self._lock = threading.RLock()  # a block may come back while garbage is collected inside
+        self._lock = threading.RLock()  # garbage collection inside of the lock may give a block back
 
-    def copied(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Dense copies of tensors, in host memory; they may be changed when this returns.
+    def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return dense copies of tensors, in host memory; the originals may then be changed.
 
         Args:
             tensors: strided, on any device.
 
         Raises:
-            OSError: there is no memory left.
+            OSError: there is not enough memory.
         """
+        # Lay out the copies in one block.
         offsets, end = [], 0
         for tensor in tensors:
             offsets.append(end)
             end += -(-tensor.numel() * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        block, lease = self.leased(max(end, 1))
+        block, lease = self.lease(max(end, 1))
         copies = [
             block.tensor(lease, offset, tensor.dtype, tensor.shape)
             for tensor, offset in zip(tensors, offsets, strict=True)
         ]
+        # Copy from all devices at the same time, and wait for all.
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         if devices:
             block.pin()
@@ -112,8 +116,11 @@ class StagingPool:
             torch.cuda.synchronize(device)
         return copies
 
-    def leased(self, n_bytes: int) -> tuple[Block, memoryview]:
-        """A block of at least ``n_bytes``, and the view of it that keeps it from being used again while it lives."""
+    def lease(self, n_bytes: int) -> tuple[Block, memoryview]:
+        """Return a block of at least ``n_bytes``, and a view of it.
+
+        The block is not used again while the view lives.
+        """
         with self._lock:
             fitting = [block for block in self._free if block.n_bytes >= n_bytes]
             if fitting:
@@ -132,8 +139,8 @@ class StagingPool:
             self._free.append(block)
             del self._free[: max(0, len(self._free) - self._n_kept)]
 
-    def located(self, tensor: torch.Tensor) -> tuple[Block, int] | None:
-        """The block that a dense tensor lies in, and the offset in bytes; None if it lies elsewhere."""
+    def locate(self, tensor: torch.Tensor) -> tuple[Block, int] | None:
+        """Return the block that holds a dense tensor, and its offset in bytes, or None."""
         if tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg()):
             address = tensor.data_ptr()
             with self._lock:
@@ -143,10 +150,10 @@ class StagingPool:
         return None
 
     def clear(self) -> None:
-        """Gives the free blocks back to the system."""
+        """Give the free blocks back to the system."""
         with self._lock:
             self._free.clear()
 
 
 POOL = StagingPool()
-"""The memory of this process's saves."""
+"""The staging memory of this process's saves."""

@@ -1,4 +1,4 @@
-"""Small files of a checkpoint: there as a whole, and on the disk, or not at all."""
+"""Small files of a checkpoint, each written completely and to the disk, or not at all."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from core.files.store import checked_name, translated
 
 
 def write_file(checkpoint_dir: str | os.PathLike[str], name: str, pieces: Iterable[bytes | memoryview]) -> None:
-    """Makes a file of a checkpoint, or replaces it, at one go.
+    """Write or replace a file of a checkpoint atomically, and wait until it is on the disk.
 
     Args:
-        checkpoint_dir: exists.
-        name: path in it, ``/`` between components; the folders on the way are made.
-        pieces: what it consists of, in order.
+        checkpoint_dir: an existing directory.
+        name: path in it, ``/`` between components; missing folders are created.
+        pieces: the content, in order.
 
     Raises:
         UnsafeError: the name leads out of the directory.
-        StorageError, CapacityError: the directory does not exist, or the system refuses; nothing new is visible then.
+        StorageError, CapacityError: the directory does not exist, or the file cannot be written;
+            nothing new is visible then.
     """
     root = Path(checkpoint_dir)
     path = root / checked_name(name)
     with translated(str(root), doing="look at"):
-        is_there = root.is_dir()
-    if not is_there:
-        raise StorageError("the directory does not exist", file=str(root), hint="make it before saving into it")
+        is_dir = root.is_dir()
+    if not is_dir:
+        raise StorageError("the directory does not exist", file=str(root), hint="create it before saving into it")
+    # Write a hidden file next to the target and rename it, so that no reader sees a part of it.
     with translated(str(path), doing="write"):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.ckpt-part")
@@ -44,6 +46,7 @@ def write_file(checkpoint_dir: str | os.PathLike[str], name: str, pieces: Iterab
             with suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
+    # A new name is on the disk only once its folder is.
     for folder in (path.parent, *path.parent.parents):
         sync_folder(folder)
         if folder == root:

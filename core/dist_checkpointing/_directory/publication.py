@@ -1,7 +1,7 @@
-"""Publication of a save: a directory becomes a checkpoint at once, when everything in it is complete.
+"""Publication of a save: a directory becomes a checkpoint atomically, when its content is complete.
 
-The directory of a save exists already (training scripts make it), so nothing can be renamed into its place. What is
-written goes into a *stage* in it::
+The directory of a save exists already (training scripts create it), so nothing can be renamed to
+its path. Files are written into a *stage* in it::
 
     iter_0000010/              exists, empty
     └── .ckpt-stage/           locked (flock) as long as the saving process lives
@@ -9,11 +9,13 @@ written goes into a *stage* in it::
         ├── entries.json       only while entries move: the names that are moving
         └── old/               only while a checkpoint is replaced: its entries
 
-``publish`` syncs ``data``, moves its entries one level up, and ``metadata.json``, without which nothing is a
-distributed checkpoint, last of all. So a process that is killed leaves a hidden stage, or, between two renames, a
-stage and entries that ``entries.json`` names; neither is a checkpoint, and the next save undoes both.
+``publish`` syncs ``data`` and moves its entries one level up. ``metadata.json``, without which no
+directory is a distributed checkpoint, moves last. A process that is killed therefore leaves a
+hidden stage or, between two renames, a stage and entries that ``entries.json`` names; neither is a
+checkpoint, and the next save undoes both.
 
-Only the coordinator has a Publication. The lock keeps a second coordinator on the same file system out.
+Only the coordinator has a Publication. The lock keeps a second coordinator on the same file system
+out.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,26 +52,30 @@ _FILE_OF_A_KEY = re.compile(r"(\.zarray|zarr\.json|shard_.*\.pt)$")
 
 
 def data_dir_of(checkpoint_dir: Path) -> Path:
-    """Where the strategies write while ``checkpoint_dir`` is being saved, on every rank."""
+    """Return the directory that strategies write into while ``checkpoint_dir`` is being saved.
+
+    It is the same on every rank.
+    """
     return checkpoint_dir / STAGE / _DATA
 
 
 class Publication:
     """A checkpoint that is being written; on the coordinator.
 
-    If nobody holds it any more and it was not published (an async save that failed and was dropped), the stage goes.
+    If the object is collected without having been published (an asynchronous save that failed and
+    was dropped), the stage is removed.
 
     Args:
         checkpoint_dir: an existing directory.
-        overwrite: accept a directory that is not empty. A distributed checkpoint in it is replaced in the end; other
-            files stay, unless one of the new ones has its name.
+        overwrite: accept a directory that is not empty. Publishing then replaces a distributed
+            checkpoint in it; other files stay, unless a new one has the same name.
 
     Attributes:
-        data_dir: what the strategies write into.
+        data_dir: the directory that the strategies write into.
 
     Raises:
-        UsageError: the directory is missing, is a file, or is not empty.
-        StorageError: another process is saving into it, or the system refuses.
+        UsageError: the directory does not exist, is a file, or is not empty.
+        StorageError: another process is saving into the directory, or it cannot be read or written.
     """
 
     def __init__(self, checkpoint_dir: Path, *, overwrite: bool = False) -> None:
@@ -79,7 +84,7 @@ class Publication:
         self._stage_dir = self.data_dir.parent
         self._overwrite = overwrite
         _check_directory(self.checkpoint_dir)
-        lock = _locked(self._stage_dir)
+        lock = _lock_stage(self._stage_dir)
         self._lock_fd = lock.fd
         self._end = weakref.finalize(self, _end, self._stage_dir, lock.fd, os.getpid())
         try:
@@ -97,17 +102,17 @@ class Publication:
             self.data_dir.mkdir()
 
     def publish(self, config: CheckpointingConfig, *, is_synced: bool = False) -> None:
-        """Makes the directory the checkpoint that was written.
+        """Turn the directory into the checkpoint that was written.
 
         Args:
             config: the content of ``metadata.json``.
             is_synced: all files and directories in ``data_dir`` are on the disk already.
 
         Raises:
-            UsageError: a name is taken that was free in the beginning.
-            StorageError: somebody has removed the stage, or the system refuses. The stage is gone then and the
-                directory as it was before, unless the message says that only the confirmation of the last rename is
-                missing.
+            UsageError: a name that was free at the beginning now exists.
+            StorageError: the stage was removed by somebody else, or a file cannot be moved or
+                synced. The stage is gone then and the directory as it was before, unless the
+                message says that only the confirmation of the last rename is missing.
         """
         try:
             self._check_stage()
@@ -115,23 +120,29 @@ class Publication:
                 save_config(config, self.data_dir)
                 if not is_synced:
                     sync_tree(self.data_dir)
-                self._move()
-            self._confirm()
+                self._move_entries()
+            self._sync_renames()
         finally:
             self.abandon()
 
     def _check_stage(self) -> None:
-        """Files of a stage that was removed are gone, also where a rank that came later has made it again."""
+        """Raise unless the stage is still the one that this object has locked.
+
+        If it was removed, its files are gone, even if a later rank has created it again.
+
+        Raises:
+            StorageError: the stage was removed.
+        """
         with translated(str(self.checkpoint_dir), doing="look at"):
             is_ours = is_current(self._lock_fd, self._stage_dir)
         if not is_ours:
             raise StorageError(
-                f"somebody has removed the directory, or {STAGE} in it, during the save",
+                f"the directory, or {STAGE} in it, was removed during the save",
                 file=str(self.checkpoint_dir),
-                hint="save again, and let no clean-up job touch directories of checkpoints that are being saved",
+                hint="save again, and keep clean-up jobs away from directories of checkpoints that are being saved",
             )
 
-    def _confirm(self) -> None:
+    def _sync_renames(self) -> None:
         try:
             sync_folder(self.checkpoint_dir)
         except (StorageError, CapacityError) as err:
@@ -141,120 +152,129 @@ class Publication:
             ) from err
 
     def abandon(self) -> None:
-        """Removes the stage, and lets others save here. After ``publish`` there is nothing left to do."""
+        """Remove the stage and its lock. After ``publish`` this does nothing."""
         self._end()
 
-    def _move(self) -> None:
+    def _move_entries(self) -> None:
+        """Move the new entries into the directory and those that they replace into the stage.
+
+        If a move fails, all are undone.
+        """
         names = sorted(os.listdir(self.data_dir), key=lambda name: (name == CONFIG_FNAME, name))
-        self._note(names)
-        moves: list[tuple[Path, Path]] = []
+        # Name the entries on the disk before they move, so that the next save can undo a killed one.
+        write_file(self._stage_dir, _ENTRIES, [json.dumps({"entries": names}).encode()])
+        done: list[tuple[Path, Path]] = []
+        config_path = self.checkpoint_dir / CONFIG_FNAME
         try:
-            self._set_aside(names, moves)
-            for name in names:
-                if name == CONFIG_FNAME:
+            moves_of_new = [(self.data_dir / name, self.checkpoint_dir / name) for name in names]
+            for source, target in self._moves_of_old(names) + moves_of_new:
+                # Everything else is on the disk before metadata.json appears.
+                if target == config_path:
                     sync_folder(self.checkpoint_dir)
-                self._move_one(self.data_dir / name, self.checkpoint_dir / name, moves)
+                self._move_entry(source, target)
+                done.append((source, target))
+                # The old metadata.json is gone from the disk before anything else of its checkpoint moves.
+                if source == config_path:
+                    sync_folder(self.checkpoint_dir)
         except BaseException:
-            self._undo(moves)
+            self._undo_moves(done)
             raise
 
-    def _undo(self, moves: list[tuple[Path, Path]]) -> None:
+    def _undo_moves(self, moves: list[tuple[Path, Path]]) -> None:
         try:
             for source, target in reversed(moves):
                 os.rename(target, source)
             (self._stage_dir / _ENTRIES).unlink()
         except OSError as err:
-            self._end.detach()  # what the stage holds may be all that is left of the old checkpoint
+            self._end.detach()  # the stage may hold all that is left of the old checkpoint
             raise StorageError(
-                f"the publication failed half-way, and {STAGE} in it could not be emptied: {err}",
+                f"the publication failed halfway, and {STAGE} in the directory could not be emptied: {err}",
                 file=str(self.checkpoint_dir),
-                hint=f"what {STAGE}/{_OLD} holds belongs into the directory",
+                hint=f"move the content of {STAGE}/{_OLD} back into the directory",
             ) from err
 
-    def _set_aside(self, names: list[str], moves: list[tuple[Path, Path]]) -> None:
-        """Moves what is replaced out of the way, ``metadata.json`` first."""
+    def _moves_of_old(self, names: list[str]) -> list[tuple[Path, Path]]:
+        """Return the renames that move replaced entries into the stage, ``metadata.json`` first.
+
+        Creates the directory in the stage.
+        """
         if not self._overwrite:
-            return
+            return []
         old_dir = self._stage_dir / _OLD
         old_dir.mkdir()
         present = [name for name in os.listdir(self.checkpoint_dir) if name != STAGE]
         replaced = [name for name in present if name in names or _is_of_checkpoint(self.checkpoint_dir / name)]
-        for name in sorted(replaced, key=lambda name: (name != CONFIG_FNAME, name)):
-            self._move_one(self.checkpoint_dir / name, old_dir / name, moves)
-            if name == CONFIG_FNAME:
-                sync_folder(self.checkpoint_dir)
+        replaced.sort(key=lambda name: (name != CONFIG_FNAME, name))
+        return [(self.checkpoint_dir / name, old_dir / name) for name in replaced]
 
-    def _move_one(self, source: Path, target: Path, moves: list[tuple[Path, Path]]) -> None:
+    def _move_entry(self, source: Path, target: Path) -> None:
         try:
             rename_new(source, target)
         except FileExistsError as err:
             raise UsageError(
-                f"{target.name} has appeared in the directory during the save", file=str(self.checkpoint_dir)
+                f"{target.name} appeared in the directory during the save", file=str(self.checkpoint_dir)
             ) from err
-        moves.append((source, target))
-
-    def _note(self, names: list[str]) -> None:
-        """Puts on the disk which names are about to move."""
-        write_file(self._stage_dir, _ENTRIES, [json.dumps({"entries": names}).encode()])
 
 
-def _locked(stage_dir: Path) -> FolderLock:
+def _lock_stage(stage_dir: Path) -> FolderLock:
     try:
         return lock_folder(stage_dir, dst=stage_dir.parent)
     except StorageError as err:
         if not isinstance(err.__cause__, BlockingIOError):
             raise
         raise StorageError(
-            "another save into this directory is going on",
+            "another save into this directory is running",
             file=str(stage_dir.parent),
-            hint="wait for it; an asynchronous save of this program has to be finalized",
+            hint="wait for it to end; an asynchronous save of this program has to be finalized",
         ) from err
 
 
 def _check_directory(checkpoint_dir: Path) -> None:
     if not os.path.lexists(checkpoint_dir):
         raise UsageError(
-            "the directory to save into does not exist", file=str(checkpoint_dir), hint="make it before the save"
+            "the directory to save into does not exist", file=str(checkpoint_dir), hint="create it before the save"
         )
     with translated(str(checkpoint_dir), doing="look at"):
         is_dir = checkpoint_dir.is_dir()
     if not is_dir:
-        raise UsageError("a checkpoint is saved into a directory, this is a file", file=str(checkpoint_dir))
+        raise UsageError("a checkpoint is saved into a directory, but this is a file", file=str(checkpoint_dir))
 
 
 def _check_empty(checkpoint_dir: Path) -> None:
     with translated(str(checkpoint_dir), doing="read"):
         names = sorted(set(os.listdir(checkpoint_dir)) - {STAGE})
     if names:
-        what = "a checkpoint" if CONFIG_FNAME in names else "files"
+        content = "a checkpoint" if CONFIG_FNAME in names else "files"
         raise UsageError(
-            f"the directory to save into holds {what} already ({', '.join(names[:3])}{' …' * (len(names) > 3)})",
+            f"the directory to save into already has {content} in it ({', '.join(names[:3])}{' …' * (len(names) > 3)})",
             file=str(checkpoint_dir),
             hint="save into an empty one, or pass overwrite=True, which replaces a checkpoint and keeps other files",
         )
 
 
 def _clear_away(stage_dir: Path) -> None:
-    """Empties a stage. What was moved by a process that was killed between two renames is moved back before."""
+    """Empty a stage, after undoing the renames of a process that was killed between two of them."""
     checkpoint_dir, data_dir, old_dir = stage_dir.parent, stage_dir / _DATA, stage_dir / _OLD
+    # Once the new metadata.json has moved, the checkpoint is published, and only the stage is left.
     if not (checkpoint_dir / CONFIG_FNAME).exists() or (data_dir / CONFIG_FNAME).exists():
-        waiting = _names_in(data_dir)
-        for name in _moving(stage_dir):
-            if name not in waiting and os.path.lexists(checkpoint_dir / name):
+        unmoved = _names_in(data_dir)
+        for name in _names_to_move(stage_dir):
+            if name not in unmoved and os.path.lexists(checkpoint_dir / name):
                 os.rename(checkpoint_dir / name, data_dir / name)
         for name in sorted(_names_in(old_dir), key=lambda name: (name == CONFIG_FNAME, name)):
             os.rename(old_dir / name, checkpoint_dir / name)
     _empty(stage_dir)
 
 
-def _moving(stage_dir: Path) -> list[str]:
-    """The names that a publication had begun to move; [] if it had not."""
+def _names_to_move(stage_dir: Path) -> list[str]:
+    """Return the names that a publication had begun to move; [] if it had not begun."""
     try:
         names = object_of((stage_dir / _ENTRIES).read_bytes(), file=f"{STAGE}/{_ENTRIES}").get("entries")
-    except (OSError, CheckpointingException):  # not there, or cut off before any entry moved
+    except (OSError, CheckpointingException):  # missing, or truncated before any entry moved
         return []
-    found = names if isinstance(names, list) else []
-    return [name for name in found if isinstance(name, str) and "/" not in name and name not in _NO_ENTRIES]
+    if not isinstance(names, list):
+        return []
+    return [name for name in names if isinstance(name, str) and "/" not in name and name not in _NO_ENTRIES]
 
 
 def _names_in(folder: Path) -> set[str]:
@@ -267,29 +287,31 @@ def _empty(stage_dir: Path) -> None:
 
 
 def _is_of_checkpoint(path: Path) -> bool:
-    """Whether an entry of a directory is a part of a distributed checkpoint: known by name, or a key's directory."""
+    """Return whether a directory entry belongs to a distributed checkpoint.
+
+    It does if it has a known file name, or is the directory of a key.
+    """
     if path.is_symlink() or not path.is_dir():
         return bool(_OWN_NAME.match(path.name))
-    return any(_FILE_OF_A_KEY.match(file) for file in _files_below(path))
-
-
-def _files_below(folder: Path) -> Iterator[str]:
-    for _, _, files in os.walk(folder):
-        yield from files
+    return any(_FILE_OF_A_KEY.match(file) for _, _, files in os.walk(path) for file in files)
 
 
 def _end(stage_dir: Path, lock_fd: int, owner: int) -> None:
-    """Removes a stage, then unlocks it; in a fork of its owner, which has a copy of everything, nothing is removed."""
+    """Remove a stage, then unlock it.
+
+    A fork of the owner, which has a copy of the Publication, only closes its lock and removes
+    nothing.
+    """
     interrupt: KeyboardInterrupt | None = None
     for _ in range(_ATTEMPTS if os.getpid() == owner else 0):
         try:
-            if is_current(lock_fd, stage_dir):  # else it is another save's
+            if is_current(lock_fd, stage_dir):  # otherwise the stage belongs to another save
                 _empty(stage_dir)
                 stage_dir.rmdir()
             break
         except (OSError, CheckpointingException):
             continue
-        except KeyboardInterrupt as err:  # it can wait until the stage is gone
+        except KeyboardInterrupt as err:  # raised again once the stage is gone
             interrupt = err
     with suppress(OSError):
         os.close(lock_fd)

@@ -1,4 +1,4 @@
-"""Why a path is no distributed checkpoint that can be loaded, and what would be one."""
+"""The error for a path that is not a distributed checkpoint, with a hint to what can be loaded."""
 
 from __future__ import annotations
 
@@ -14,47 +14,49 @@ _OLDER = "use an older checkpoint"
 
 
 def refusal_of(checkpoint_dir: Path) -> CheckpointingException:
-    """The error for a path without a ``metadata.json`` in it.
+    """Return the error for a path that has no ``metadata.json`` in it.
 
     Returns:
-        UsageError: there is nothing, a file, or a training root whose iterations are checkpoints.
+        UsageError: the path does not exist, is a file, or is a training root whose iterations are
+            checkpoints.
         MissingShardError: a save did not finish.
-        UnsupportedError: a checkpoint of another format, or none.
+        UnsupportedError: a checkpoint of another format, or no checkpoint.
     """
-    where = str(checkpoint_dir)
+    path = str(checkpoint_dir)
     if not checkpoint_dir.exists():
-        return UsageError(f"the checkpoint directory {where} does not exist", hint="check the spelling of the path")
+        return UsageError(f"the checkpoint directory {path} does not exist", hint="check the spelling of the path")
     if not checkpoint_dir.is_dir():
-        hint = f"pass the directory that it lies in, {checkpoint_dir.parent}, if that is a checkpoint"
-        return UsageError(f"{where} is not a distributed checkpoint, which is a directory, but a file", hint=hint)
+        hint = f"pass its directory, {checkpoint_dir.parent}, if that is a checkpoint"
+        return UsageError(f"{path} is a file, not the directory of a distributed checkpoint", hint=hint)
     if (checkpoint_dir / STAGE).is_dir():
         return MissingShardError(
-            f"the save into this directory is not finished: there is {STAGE} in it and no {CONFIG_FNAME}",
-            file=where,
-            hint=f"wait for it if it is still going on, else {_OLDER}",
+            f"the save into this directory is not finished: it has {STAGE}, but no {CONFIG_FNAME}",
+            file=path,
+            hint=f"wait if the save is still running, else {_OLDER}",
         )
     if (checkpoint_dir / COMMON_FILE).is_file():
         return MissingShardError(
-            f"{CONFIG_FNAME} is not there; it is written last, so the save did not finish", file=where, hint=_OLDER
+            f"{CONFIG_FNAME} is missing; it is written last, so the save did not finish", file=path, hint=_OLDER
         )
-    return _other_format(checkpoint_dir)
+    return _refusal_of_other_format(checkpoint_dir)
 
 
-def _other_format(checkpoint_dir: Path) -> CheckpointingException:
-    where = str(checkpoint_dir)
+def _refusal_of_other_format(checkpoint_dir: Path) -> CheckpointingException:
+    """Return the error for a directory that may be a checkpoint of another format, or hold one."""
+    path = str(checkpoint_dir)
     try:
-        found = open_checkpoint(checkpoint_dir, samples=True)
+        source = open_checkpoint(checkpoint_dir, samples=True)
     except CheckpointingException as err:
         return UnsupportedError(
-            f"{where} is not a distributed checkpoint: there is no {CONFIG_FNAME} in it; {err.message}", hint=err.hint
+            f"{path} is not a distributed checkpoint: {CONFIG_FNAME} is missing; {err.message}", hint=err.hint
         )
-    found.store.close()
-    if found.path.resolve() != checkpoint_dir.resolve():
+    source.store.close()
+    if source.path.resolve() != checkpoint_dir.resolve():
         return UsageError(
-            f"{where} is not a distributed checkpoint, but a directory that holds one, {found.path.name}",
-            hint=f"load {found.path}",
+            f"{path} is not a distributed checkpoint, but a directory that holds one, {source.path.name}",
+            hint=f"load {source.path}",
         )
     return UnsupportedError(
-        f"{where} is not a distributed checkpoint, but one of the format {found.format.name}",
-        hint=f"ckpt convert {checkpoint_dir} --to torch_dist makes one",
+        f"{path} is not a distributed checkpoint, but a checkpoint in the format {source.format.name}",
+        hint=f"convert it: ckpt convert {checkpoint_dir} --to torch_dist",
     )

@@ -1,8 +1,9 @@
-"""Removes entries from a finished torch_dist (or DCP) checkpoint.
+"""Removal of entries from a finished torch_dist (or DCP) checkpoint.
 
-What stays is not touched: only ``.metadata`` is written again, beside the old one, which it then replaces at once;
-files in which nothing is left are deleted afterwards. So whoever reads in between finds one state or the other. The
-bytes of an entry in a file that has others, too, stay there, unused.
+The remaining data are not touched: a new ``.metadata`` is written next to the old one and replaces
+it atomically; files that hold no entry any more are deleted afterwards. So a concurrent reader
+finds one state or the other. The bytes of a removed entry stay in a file that holds other entries,
+unused.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 def remove_entries(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
-    """Removes the tensors and objects whose keys begin with a prefix.
+    """Remove the tensors and objects whose keys begin with a prefix; for one process.
 
-    For one process. A manifest is deleted, as its sums would no longer be true.
+    A manifest is deleted, as its sums would no longer be true.
 
     Args:
-        checkpoint_dir: holds ``.metadata``.
+        checkpoint_dir: a directory with ``.metadata``.
         key_prefix: not empty.
 
     Returns:
@@ -38,33 +39,31 @@ def remove_entries(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
 
     Raises:
         UsageError: the prefix is empty.
-        UnsupportedError: what stays is stored in a way that new metadata cannot say.
-        CheckpointingException: the metadata cannot be read, or the system refuses.
+        UnsupportedError: the remaining entries are stored in a way that new metadata cannot
+            describe.
+        CheckpointingException: the metadata cannot be read, or a file cannot be written.
     """
     check_prefix(key_prefix)
     folder = Path(checkpoint_dir)
     with closing(LocalStore(folder)) as store:
         metadata = metadata_of(store)
-        is_whole = store.exists(METADATA)
-    gone = beginning_so((*metadata.tensors, *metadata.objects), key_prefix, folder)
-    if not gone:
+        has_one_metadata_file = store.exists(METADATA)
+    removed = keys_with_prefix((*metadata.tensors, *metadata.objects), key_prefix, folder)
+    if not removed:
         return []
-    _check_can_be_said(metadata, is_whole=is_whole)
-    kept = {row.key: row for row in _rows(metadata) if not row.key.startswith(key_prefix)}
-    write_file(folder, METADATA, [_written(metadata, kept)])
-    delete_file(folder / MANIFEST)
-    for name in sorted(set(metadata.files) - _files_of(metadata, kept)):
-        delete_file(folder / name)
-    sync_folder(folder)
-    return gone
-
-
-def _check_can_be_said(metadata: DcpMetadata, *, is_whole: bool) -> None:
-    if metadata.descriptors or metadata.object_descriptors or metadata.raw_files or not is_whole:
+    if metadata.descriptors or metadata.object_descriptors or metadata.raw_files or not has_one_metadata_file:
         raise UnsupportedError(
-            "entries cannot be removed where items are compressed or safetensors, or where every rank has its metadata",
+            "entries cannot be removed if items are compressed or safetensors, or if every rank has a metadata file",
             hint="ckpt convert --to torch_dist --exclude leaves tensors out of a copy",
         )
+    # Replace the metadata first, so that no reader looks for bytes that are being deleted.
+    remaining = {row.key: row for row in _rows(metadata) if not row.key.startswith(key_prefix)}
+    write_file(folder, METADATA, [_metadata_bytes(metadata, remaining)])
+    delete_file(folder / MANIFEST)
+    for name in sorted(set(metadata.files) - _files_of(metadata, remaining)):
+        delete_file(folder / name)
+    sync_folder(folder)
+    return removed
 
 
 def _rows(metadata: DcpMetadata) -> Iterator[TensorRow | ObjectRow]:
@@ -75,54 +74,53 @@ def _rows(metadata: DcpMetadata) -> Iterator[TensorRow | ObjectRow]:
         yield ObjectRow(key, *item)
 
 
-def _files_of(metadata: DcpMetadata, kept: dict[str, TensorRow | ObjectRow]) -> set[str]:
-    """Files in which something is left."""
-    found = {item.file for key, item in metadata.objects.items() if key in kept}
+def _files_of(metadata: DcpMetadata, remaining: dict[str, TensorRow | ObjectRow]) -> set[str]:
+    """Return the names of the files that hold the remaining entries."""
+    names = {item.file for key, item in metadata.objects.items() if key in remaining}
     for key, tensor in metadata.tensors.items():
-        if key in kept:
+        if key in remaining:
             rows = metadata.file_index[tensor.first : tensor.first + tensor.n_chunks]
-            found.update(metadata.files[number] for number in set(rows))
-    return found
+            names.update(metadata.files[number] for number in set(rows))
+    return names
 
 
-def _written(metadata: DcpMetadata, kept: dict[str, TensorRow | ObjectRow]) -> bytes:
-    paths, facts = metadata.planner_data, metadata.mcore_data
+def _metadata_bytes(metadata: DcpMetadata, remaining: dict[str, TensorRow | ObjectRow]) -> bytes:
+    """Return the content of ``.metadata`` for the remaining entries."""
+    paths, mcore_data = metadata.planner_data, metadata.mcore_data
     attributes: dict[str, object] = {}
-    if isinstance(facts, dict):
-        attributes["mcore_data"] = {key: fact for key, fact in facts.items() if key in kept}
+    if isinstance(mcore_data, dict):
+        attributes["mcore_data"] = {key: value for key, value in mcore_data.items() if key in remaining}
     return write_metadata(
-        kept.values(),
-        planner_data=None if paths is None else {key: path for key, path in paths.items() if key in kept},
+        remaining.values(),
+        planner_data=None if paths is None else {key: path for key, path in paths.items() if key in remaining},
         version=metadata.version or "1.0.0",
         attributes=attributes,
     )
 
 
 def check_prefix(key_prefix: str) -> None:
-    """Returns if entries can be removed by a prefix.
+    """Raise if a prefix is empty.
 
     Raises:
-        UsageError: it is empty.
+        UsageError: the prefix is empty, so it would remove everything.
     """
     if not key_prefix:
-        raise UsageError(
-            "an empty prefix would remove the whole checkpoint", hint="delete its directory, if that is meant"
-        )
+        raise UsageError("an empty prefix would remove the whole checkpoint", hint="to do that, delete its directory")
 
 
-def beginning_so(keys: Iterable[str], key_prefix: str, checkpoint_dir: Path) -> list[str]:
-    """The keys that begin with a prefix; a warning is logged if there are none."""
-    found = [key for key in keys if key.startswith(key_prefix)]
-    if not found:
+def keys_with_prefix(keys: Iterable[str], key_prefix: str, checkpoint_dir: Path) -> list[str]:
+    """Return the keys that begin with a prefix; log a warning if there are none."""
+    matches = [key for key in keys if key.startswith(key_prefix)]
+    if not matches:
         logger.warning("nothing in %s has a key that begins with %r", checkpoint_dir, key_prefix)
-    return found
+    return matches
 
 
 def delete_file(path: Path) -> None:
-    """Deletes a file, if it is there.
+    """Delete a file if it exists.
 
     Raises:
-        StorageError: the system refuses.
+        StorageError: the file cannot be deleted.
     """
     with translated(str(path), doing="delete"):
         path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Keys that are requested and keys that a checkpoint has: what ``load`` does where they differ.
+"""The reactions of ``load`` to keys that are only requested or only in the checkpoint.
 
-*Unexpected* keys are requested and not in the checkpoint; a rank alone can tell. *Missing* keys are in the checkpoint
-and no rank requests them; that takes the metadata of all ranks.
+*Unexpected* keys are requested and not in the checkpoint; a rank alone can find them. *Missing*
+keys are in the checkpoint and no rank requests them; that takes the metadata of all ranks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _MAX_NAMED = 20
 
 
 class StrictHandling(Enum):
-    """What ``load`` does where state dict and checkpoint have different keys.
+    """The reactions of ``load`` to different keys in state dict and checkpoint.
 
-    All but the first one read the checkpoint's metadata before anything else and leave unexpected keys out of the load.
-    Those that end in ``_all`` also look for missing keys, for which ranks exchange their metadata; with
-    ``validate_access_integrity`` they do so anyway.
+    All but the first one read the checkpoint's metadata before anything else and leave unexpected
+    keys out of the load. Those that end in ``_all`` also look for missing keys, for which ranks
+    exchange their metadata; with ``validate_access_integrity`` they do so anyway.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Nothing is compared; the load strategy raises if a key is not there."""
+    """Keys are not compared; the load strategy raises if the checkpoint lacks one."""
     LOG_UNEXPECTED = "log_unexpected"
     """A warning for unexpected keys."""
     LOG_ALL = "log_all"
@@ -39,25 +39,25 @@ class StrictHandling(Enum):
     RAISE_ALL = "raise_all"
     """An error for unexpected and for missing keys, before data is read."""
     RETURN_UNEXPECTED = "return_unexpected"
-    """``load`` returns the unexpected keys beside the state dict."""
+    """``load`` returns the unexpected keys with the state dict."""
     RETURN_ALL = "return_all"
-    """``load`` returns the missing and the unexpected keys beside the state dict."""
+    """``load`` returns the missing and the unexpected keys with the state dict."""
     IGNORE_ALL = "ignore_all"
-    """Unexpected keys are left out without a word."""
+    """Unexpected keys are left out silently."""
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Whether the checkpoint's keys have to be known."""
+        """Return whether the checkpoint's keys are needed."""
         return val is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Whether the keys that other ranks request have to be known."""
+        """Return whether the keys that other ranks request are needed."""
         return val in _ALL
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Whether ``load`` returns missing and unexpected keys beside the state dict."""
+        """Return whether ``load`` returns missing and unexpected keys with the state dict."""
         return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
 
 
@@ -67,10 +67,10 @@ LOGGING = (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL)
 
 
 def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
-    """The StrictHandling of that value, or the one given.
+    """Return the StrictHandling with the given value; a StrictHandling is returned as it is.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no StrictHandling has the value.
     """
     if isinstance(strict, StrictHandling):
         return strict
@@ -81,10 +81,10 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
 
 
 def adjust_non_strict_load(sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]) -> ShardedStateDict:
-    """The state dict without the ShardedBase leaves of those keys.
+    """Return the state dict without the ShardedBase leaves of the given keys.
 
     Raises:
-        UsageError: a leaf is no ShardedBase.
+        UsageError: a leaf is not a ShardedBase.
     """
 
     def is_removed(leaf: Any) -> bool:
@@ -101,8 +101,14 @@ def missing_and_unexpected_keys(
     local_metadata: Iterable[ShardedBase],
     global_metadata: Iterable[Iterable[ShardedBase]] | None = None,
 ) -> tuple[set[str], set[str]]:
-    """Keys of the checkpoint that no rank requests (none without global metadata), and those only this rank has."""
-    stored = {held.key for held in ckpt_sharded_metadata.values()}
+    """Return the missing and the unexpected keys; no missing ones without global metadata.
+
+    Args:
+        ckpt_sharded_metadata: all tensors and objects of the checkpoint.
+        local_metadata: those that this rank requests.
+        global_metadata: those that each rank requests.
+    """
+    stored = {leaf.key for leaf in ckpt_sharded_metadata.values()}
     unexpected = {requested.key for requested in local_metadata} - stored
     if global_metadata is None:
         return set(), unexpected
@@ -112,16 +118,18 @@ def missing_and_unexpected_keys(
 def maybe_report_missing_and_unexpected_keys(
     missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
 ) -> None:
-    """Raises or logs (WARNING) if there are such keys.
+    """Raise, or log a warning, if keys are missing or unexpected.
 
     Raises:
-        MissingShardError: there are, and ``raise_error``.
+        MissingShardError: keys are missing or unexpected, and ``raise_error``.
     """
     parts = []
     if missing_keys:
-        parts.append(f"Missing keys (in the checkpoint, and no rank requests them): {_listed(missing_keys)}")
+        parts.append(f"Missing keys (in the checkpoint, and no rank requests them): {_format_keys(missing_keys)}")
     if unexpected_keys:
-        parts.append(f"Unexpected keys (requested by this rank, and not in the checkpoint): {_listed(unexpected_keys)}")
+        parts.append(
+            f"Unexpected keys (requested by this rank, and not in the checkpoint): {_format_keys(unexpected_keys)}"
+        )
     if not parts:
         return
     if raise_error:
@@ -132,6 +140,6 @@ def maybe_report_missing_and_unexpected_keys(
     logger.warning("The state dict and the checkpoint differ. %s.", ". ".join(parts))
 
 
-def _listed(keys: Iterable[str]) -> str:
+def _format_keys(keys: Iterable[str]) -> str:
     names = sorted(keys)
     return ", ".join(names[:_MAX_NAMED]) + (f" … ({len(names)} in all)" if len(names) > _MAX_NAMED else "")

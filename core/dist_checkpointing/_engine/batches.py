@@ -1,4 +1,4 @@
-"""Consecutive items, a batch of them at a time, so that what they stand for fits in host memory."""
+"""Division of a sequence of tensors into batches that fit in host memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import TypeVar
 T = TypeVar("T")
 
 BATCH_BYTES = 512 << 20
-"""About how many bytes of tensors pass through host memory at once."""
+"""Approximate size of the tensors that pass through host memory at once, in bytes."""
 
 
 def batches(items: Iterable[T], n_bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """All items in their order, in lists of about ``BATCH_BYTES`` each; a larger item has one of its own.
+    """Yield all items in their order, in lists of about ``BATCH_BYTES`` each.
+
+    A larger item has a list of its own.
 
     Args:
-        items: what to divide.
-        n_bytes_of: item → bytes.
+        items: the items to divide.
+        n_bytes_of: return the size of an item, in bytes.
     """
     batch: list[T] = []
     total = 0

@@ -1,13 +1,13 @@
-"""The one place where ShardedTensors and ShardedObjects become what the engine works with, and come back.
+"""The one place that turns ShardedTensors and ShardedObjects into the engine's types and back.
 
 ::
 
-    ShardedTensor ── chunk_of ──▶ core.live.tensors.Chunk      (metadata)
-                  ── live ──────▶ core.live.tensors.LiveTensor (its memory, on the CPU)
+    ShardedTensor ── chunk_of ──────▶ core.live.tensors.Chunk      (metadata)
+                  ── live_tensor ───▶ core.live.tensors.LiveTensor (its memory, on the CPU)
     Catalog ── sharded_metadata ──▶ ShardedTensors and ShardedObjects without data
 
-Loading is ``core.live.load``, saving ``core.live.save`` (by ``prepared_save``): the engine that converts files, with
-memory as one end.
+Loading is ``core.live.load``, saving ``core.live.save`` (by ``prepared_save``): the engine that
+converts files, with memory in place of the files on one side.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from core.megatron.optimizer.sharded.read import in_true_shapes
 
 
 def chunk_of(tensor: ShardedTensor) -> Chunk:
-    """The region of the global tensor that a ShardedTensor stands for.
+    """Return the region of the global tensor that a ShardedTensor stands for.
 
     Raises:
-        UnsupportedError: an element type that checkpoints do not have.
+        UnsupportedError: checkpoints do not support the dtype of the tensor.
     """
     name = dtype_name(tensor.dtype, key=tensor.key)
     box = Box(tuple(tensor.global_offset), (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
@@ -55,13 +55,13 @@ def chunk_of(tensor: ShardedTensor) -> Chunk:
     )
 
 
-def live(chunk: Chunk, data: torch.Tensor) -> LiveTensor:
-    """A chunk with the memory of a tensor on the CPU; the tensor must outlive it.
+def live_tensor(chunk: Chunk, data: torch.Tensor) -> LiveTensor:
+    """Return a chunk with the memory of a tensor on the CPU; the tensor must outlive it.
 
     Args:
-        chunk: says how many elements there are.
-        data: strided, and dense for a flat range. Its shape is the chunk's box without leading axes of extent 1, or one
-            axis for a flat range.
+        chunk: the region that the tensor holds.
+        data: strided, and dense for a flat range. Its shape is the chunk's box without leading axes
+            of extent 1, or one axis for a flat range.
 
     Raises:
         UsageError: data and chunk disagree.
@@ -69,29 +69,32 @@ def live(chunk: Chunk, data: torch.Tensor) -> LiveTensor:
     check_data(chunk, data)
     if data.is_contiguous():
         return LiveTensor(chunk, memory_of(data))
-    assert chunk.flat is None, "flat ranges are made dense by the caller, who keeps the copy"
+    assert chunk.flat is None, "the caller makes flat ranges dense and keeps the copy"
     return LiveTensor(chunk, memory_of(data), (0,) * (chunk.box.rank - data.dim()) + tuple(data.stride()))
 
 
 def check_data(chunk: Chunk, data: torch.Tensor) -> None:
-    """Returns if a tensor can be what a chunk says.
+    """Raise unless a tensor has the dtype and the number of elements of a chunk.
 
     Raises:
-        UsageError: another type, or another number of elements.
-        UnsupportedError: it is sparse.
+        UsageError: the tensor has another dtype or another number of elements.
+        UnsupportedError: the tensor is sparse.
     """
     if data.numel() != chunk.n_elements or dtype_name(data.dtype, key=chunk.key) != chunk.dtype:
         raise UsageError(
-            f"the data is {data.dtype} of {data.numel()} elements, the metadata says {chunk.dtype} of "
-            f"{chunk.n_elements}",
+            f"the data has {data.numel()} elements of {data.dtype}, but the metadata states {chunk.n_elements} of "
+            f"{chunk.dtype}",
             key=chunk.key,
         )
     if data.layout != torch.strided:
-        raise UnsupportedError(f"tensors of layout {data.layout} are not stored", key=chunk.key)
+        raise UnsupportedError(f"tensors of layout {data.layout} cannot be stored", key=chunk.key)
 
 
 def memory_of(data: torch.Tensor) -> memoryview:
-    """The bytes from a tensor's first element to the end of its last; writable, and valid as long as the tensor is."""
+    """Return the bytes from a tensor's first element to the end of its last one.
+
+    The memory is writable, and valid as long as the tensor is.
+    """
     if data.numel() == 0:
         return memoryview(bytearray())
     n_spanned = 1 + sum((n - 1) * step for n, step in zip(data.shape, data.stride(), strict=True))
@@ -100,15 +103,15 @@ def memory_of(data: torch.Tensor) -> memoryview:
 
 
 @contextmanager
-def opened(checkpoint_dir: str | Path) -> Iterator[tuple[Catalog, LocalStore]]:
-    """The catalog and the files of one checkpoint's directory, tensors in their true shapes.
+def open_catalog(checkpoint_dir: str | Path) -> Iterator[tuple[Catalog, LocalStore]]:
+    """Open the catalog and the files of a checkpoint directory, with tensors in their true shapes.
 
     Args:
-        checkpoint_dir: the directory itself, no training root.
+        checkpoint_dir: the directory itself, not a training root.
 
     Raises:
-        CheckpointingException: it is not there, not whole, or in no known format; absent zarr chunks are errors, as
-            Megatron's backend writes all.
+        CheckpointingException: the checkpoint is missing, incomplete, or in an unknown format.
+            Missing zarr chunks are errors, because Megatron's backend writes all.
     """
     with closing(LocalStore(Path(checkpoint_dir))) as store:
         catalog = sniffed(store).read(store)
@@ -118,172 +121,183 @@ def opened(checkpoint_dir: str | Path) -> Iterator[tuple[Catalog, LocalStore]]:
 
 
 def sharded_metadata(checkpoint_dir: str | Path, *, tensors_only: bool = False) -> dict[str, ShardedBase]:
-    """What a checkpoint holds, without data and sharding.
+    """Return the content of a checkpoint, without data and sharding.
 
     Args:
         checkpoint_dir: of a distributed checkpoint.
         tensors_only: leave out ShardedObjects.
 
     Returns:
-        key → ShardedTensor that is the whole tensor; unique key → ShardedObject.
+        A ShardedTensor for each whole tensor, by key, and the ShardedObjects, by unique key.
 
     Raises:
-        CheckpointingException: it cannot be read.
+        CheckpointingException: the checkpoint cannot be read.
     """
-    with opened(checkpoint_dir) as (catalog, _):
-        found: dict[str, ShardedBase] = {
+    with open_catalog(checkpoint_dir) as (catalog, _):
+        metadata: dict[str, ShardedBase] = {
             key: whole_tensor(meta.key, torch_dtype(meta.dtype), meta.shape) for key, meta in catalog.tensors.items()
         }
         if not tensors_only:
             for key in catalog.objects:
-                found[key] = ShardedObject.empty_from_unique_key(key)
-        return found
+                metadata[key] = ShardedObject.empty_from_unique_key(key)
+        return metadata
 
 
 def whole_tensor(key: str, dtype: torch.dtype, shape: Sequence[int]) -> ShardedTensor:
-    """A ShardedTensor without data that is all of a global tensor."""
+    """Return a ShardedTensor without data that is a whole global tensor."""
     size = tuple(shape)
     return ShardedTensor(key, None, dtype, size, size, (0,) * len(size), (1,) * len(size))
 
 
 def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -> None:
-    """Fills the data of ShardedTensors from a checkpoint of any layout; no collective call.
+    """Load the data of ShardedTensors from a checkpoint of any layout; not collective.
 
     Args:
-        tensors: with allocated ``data``, on any device and with any strides. They may be cut otherwise than in the
-            checkpoint, be of another dtype, or be a flattened range; those with ``allow_shape_mismatch`` are zero where
-            the checkpoint has nothing.
+        tensors: with allocated ``data``, on any device and with any strides. They may be sharded in
+            another way than the checkpoint, have another dtype, or be a flattened range; those with
+            ``allow_shape_mismatch`` are zero where the checkpoint has no data.
         checkpoint_dir: of a distributed checkpoint.
 
     Raises:
-        CheckpointingException: a tensor or a region of it is not there, a shape differs, or bytes are damaged.
+        CheckpointingException: a tensor or a region of it is missing, a shape differs, or bytes are
+            damaged.
     """
     pairs = []
     for tensor in tensors:
         if tensor.data is None:
             raise UsageError("the tensor has no data to be filled", key=tensor.key, hint="call init_data first")
         pairs.append((chunk_of(tensor), tensor.data))
-    with opened(checkpoint_dir) as (catalog, store):
+    with open_catalog(checkpoint_dir) as (catalog, store):
         fill_tensors(pairs, catalog, store)
 
 
 def fill_tensors(
     pairs: Iterable[tuple[Chunk, torch.Tensor]], catalog: Catalog, store: LocalStore, *, checks_crc: bool = True
 ) -> None:
-    """Fills tensors with regions of an opened checkpoint, by way of host memory if they lie on a device or not dense.
+    """Read regions of an opened checkpoint into tensors.
+
+    Tensors on a device, or not dense, are filled by way of host memory.
 
     Args:
-        pairs: the regions, each with the tensor that gets it; chunks of one key are of one dtype.
+        pairs: the regions, each with its tensor; chunks of one key have one dtype.
         catalog, store: the checkpoint, with global tensors under the same keys.
-        checks_crc: compare checksums where the checkpoint states them and whole records are read.
+        checks_crc: compare checksums where the checkpoint has them and complete records are read.
 
     Raises:
         CheckpointingException: as ``core.live.load.fill``.
     """
+    # Separate the tensors that can be read into directly.
     direct: list[LiveTensor] = []
-    aside: list[tuple[Chunk, torch.Tensor]] = []
+    indirect: list[tuple[Chunk, torch.Tensor]] = []
     for chunk, tensor in pairs:
         data = tensor.detach()
         if data.device.type == "cpu" and data.is_contiguous() and not (data.is_conj() or data.is_neg()):
-            direct.append(live(chunk, data))
+            direct.append(live_tensor(chunk, data))
         else:
-            aside.append((chunk, data))
+            indirect.append((chunk, data))
     fill(direct, catalog, store, checks_crc=checks_crc)
-    for batch in batches(aside, lambda pair: pair[0].n_bytes):
+    # Read the others into host memory, in batches, and copy them.
+    for batch in batches(indirect, lambda pair: pair[0].n_bytes):
         hosts = [torch.empty(data.shape, dtype=data.dtype) for _, data in batch]
-        made = [live(chunk, host) for (chunk, _), host in zip(batch, hosts, strict=True)]
-        fill(made, catalog, store, checks_crc=checks_crc)
+        live_tensors = [live_tensor(chunk, host) for (chunk, _), host in zip(batch, hosts, strict=True)]
+        fill(live_tensors, catalog, store, checks_crc=checks_crc)
         for (_, data), host in zip(batch, hosts, strict=True):
             data.copy_(host)
 
 
 def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -> dict[str, object]:
-    """The live values of ShardedObjects, by unique key.
+    """Load the values of ShardedObjects, by unique key.
+
+    Objects of unknown classes become stand-ins, see ``_values.objects``.
 
     Raises:
-        MissingShardError: the checkpoint has no such object.
-        UnsafeError: it names what runs code; objects of unknown classes are no error, see ``objects``.
-        CheckpointingException: any other, from reading.
+        MissingShardError: an object is not in the checkpoint.
+        UnsafeError: an object names something that runs code.
+        CheckpointingException: an object cannot be read.
     """
-    found: dict[str, object] = {}
-    with opened(checkpoint_dir) as (catalog, store):
-        for wanted in objects:
-            key = wanted.unique_key
+    values: dict[str, object] = {}
+    with open_catalog(checkpoint_dir) as (catalog, store):
+        for requested in objects:
+            key = requested.unique_key
             item = catalog.objects.get(key)
             if item is None:
+                shards = [name for name in catalog.objects if name.rpartition("/")[0] == requested.key]
                 raise MissingShardError(
-                    "the checkpoint has no such object",
+                    "the object is not in the checkpoint",
                     key=key,
                     file=str(checkpoint_dir),
-                    hint=_others(catalog, wanted.key),
+                    hint=f"it has these shards of {requested.key}: {', '.join(shards[:8])}" if shards else None,
                 )
-            found[key] = _value(catalog, store, item)
-    return found
+            values[key] = _read_object(catalog, store, item)
+    return values
 
 
-def _value(catalog: Catalog, store: LocalStore, item: Any) -> object:
-    """What a ShardedObject holds; in a catalog it is a list of one."""
+def _read_object(catalog: Catalog, store: LocalStore, item: Any) -> object:
+    """Read the value of a ShardedObject, which a catalog has as a list of one value.
+
+    Raises:
+        UnsupportedError: the stored value is not a list of one value.
+    """
     if item.raw_key is not None:
         array = catalog.fragments(item.raw_key)[0].array
         value = load_stream(store, array, key=item.key)
     else:
         value = live_value(item.value, catalog, store, key=item.key)
     if not isinstance(value, list) or len(value) != 1:
-        raise UnsupportedError("the object is not a list of one value, as that of a ShardedObject is", key=item.key)
+        raise UnsupportedError("not the object of a ShardedObject, which is a list of one value", key=item.key)
     return value[0]
 
 
-def _others(catalog: Catalog, key: str) -> str | None:
-    """Which shards of an object there are."""
-    there = [name for name in catalog.objects if name.rpartition("/")[0] == key]
-    return f"of {key} there are: {', '.join(there[:8])}" if there else None
-
-
 def live_value(inert: object, catalog: Catalog, store: LocalStore, *, key: str | None = None) -> object:
-    """The live value of an inert one of an opened checkpoint; tensors inside are read.
+    """Rebuild the live value of an inert one of an opened checkpoint; tensors inside are read.
+
+    Objects of unknown classes become stand-ins, see ``_values.objects``.
 
     Args:
         inert: a value of the catalog.
         catalog, store: the checkpoint.
-        key: the object's name, for errors.
+        key: name of the object, for errors.
 
     Raises:
-        UnsafeError: it names what runs code; objects of unknown classes are no error, see ``objects``.
-        CheckpointingException: any other, from reading.
+        UnsafeError: the value names something that runs code.
+        CheckpointingException: a tensor inside cannot be read.
     """
-    return live_object(inert, lambda name: _hidden_tensor(catalog, store, name), key=key)
+    return live_object(inert, lambda name: _read_hidden_tensor(catalog, store, name), key=key)
 
 
-def _hidden_tensor(catalog: Catalog, store: LocalStore, key: str) -> torch.Tensor:
-    """A tensor inside an object."""
+def _read_hidden_tensor(catalog: Catalog, store: LocalStore, key: str) -> torch.Tensor:
+    """Read a tensor inside an object."""
     meta = catalog.meta(key)
     data = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
     chunk = Chunk(key, meta.dtype, meta.shape, Box((0,) * len(meta.shape), meta.shape))
-    fill([live(chunk, data)], replace(catalog, tensors=catalog.hidden), store)
+    fill([live_tensor(chunk, data)], replace(catalog, tensors=catalog.hidden), store)
     return data
 
 
 def load_common(checkpoint_dir: str | Path) -> dict[Any, Any]:
-    """The common state of a distributed checkpoint, live, wherever its dialect keeps it.
+    """Load the common state of a distributed checkpoint, in whatever way its format stores it.
+
+    Objects of unknown classes become stand-ins, see ``_values.objects``.
 
     Raises:
-        CorruptError: it is no dict.
-        UnsafeError: it names what runs code; objects of unknown classes are no error, see ``objects``.
-        CheckpointingException: any other, from reading.
+        CorruptError: the stored value is not a dict.
+        UnsafeError: the state names something that runs code.
+        UnsupportedError: the format has no common state.
+        CheckpointingException: the checkpoint cannot be read.
     """
-    with opened(checkpoint_dir) as (catalog, store):
+    with open_catalog(checkpoint_dir) as (catalog, store):
         if catalog.common is None:
             raise UnsupportedError(
                 f"a {catalog.format} checkpoint has no common state",
                 file=str(checkpoint_dir),
-                hint="ckpt convert --to torch_dist makes one that has",
+                hint="convert it: ckpt convert --to torch_dist",
             )
         value = live_value(catalog.common, catalog, store)
         assert isinstance(value, dict), "the format has checked it"
         return value
 
 
-def on_host(chunk: Chunk, data: torch.Tensor) -> torch.Tensor:
-    """The tensor in host memory, as it is if it lies there in a way that ``live`` takes."""
+def to_host(chunk: Chunk, data: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in host memory, dense for a flat range; not copied if it already is so."""
     host = data.cpu().resolve_conj().resolve_neg()
     return host if chunk.flat is None else host.contiguous()

@@ -1,7 +1,7 @@
-"""Slices of flattened tensors: which elements [start, stop) of a C-order shard a process holds. Pure integer geometry.
+"""Slices [start, stop) of flattened shards. Pure integer geometry.
 
-A distributed optimizer cuts the flattened shard of a parameter between data-parallel ranks; what one of them holds has
-the shard's ``local_shape`` and a ``flattened_range`` within it.
+A distributed optimizer divides the flattened shard of a parameter between data-parallel ranks; the
+slice that one of them holds has the shard's ``local_shape`` and a ``flattened_range`` within it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
-    """Elements of a slice that stay contiguous in a narrowed shard.
+    """A run of elements of a slice that stays contiguous in a narrowed shard.
 
     Args:
-        held_start, held_stop: where they are in the slice that is held, in elements from its beginning.
+        held_start, held_stop: position in the held slice, in elements from its beginning.
         start, stop: flat element indices in the narrowed shard.
     """
 
@@ -29,15 +29,16 @@ class FlatPiece:
 
 
 def narrowed_pieces(shape: Shape, dim: int, start: int, length: int, *, held: range) -> Iterator[FlatPiece]:
-    """What a slice of a flattened shard holds of the shard's rows [start, start + length) along ``dim``.
+    """Yield the pieces of a slice that lie in the rows of the shard that a narrowing keeps.
 
-    Those rows are one run of elements for every index before ``dim``, so along axis 0 there is at most one piece.
+    Those rows are one run of elements for every index before ``dim``, so along axis 0 there is at
+    most one piece.
 
     Args:
         shape: of the shard, in elements.
         dim: axis, 0 <= dim < len(shape).
         start, length: rows, 0 <= start, start + length <= shape[dim].
-        held: flat element indices that are held, of step 1.
+        held: flat element indices of the slice, of step 1.
 
     Yields:
         Pieces in C order, none of them empty.

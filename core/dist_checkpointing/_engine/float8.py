@@ -1,4 +1,4 @@
-"""Tensors of Transformer Engine that hold eight-bit floats and scales, and pass for tensors of a wider dtype."""
+"""Tensors of Transformer Engine that hold float8 values and scales but report a wider dtype."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ _CLASSES = frozenset({"Float8Tensor", "QuantizedTensor"})
 
 
 def is_float8tensor(tensor: Any) -> bool:
-    """Whether it is such a tensor; Transformer Engine need not be installed for this.
+    """Return whether a value is a float8 tensor of Transformer Engine, which need not be installed.
 
-    Source: Transformer Engine 1.x (``Float8Tensor``) and 2.x (``QuantizedTensor``, the base of all its kinds).
+    Source: Transformer Engine 1.x (``Float8Tensor``) and 2.x (``QuantizedTensor``, the base of all
+    its kinds).
     """
     return isinstance(tensor, torch.Tensor) and any(
         kind.__name__ in _CLASSES and kind.__module__.split(".")[0] in _PACKAGES for kind in type(tensor).__mro__
     )
 
 
-def dequantized(tensor: Any) -> Any:
-    """The values of such a tensor as an ordinary one, of the dtype that it passes for."""
+def dequantize(tensor: Any) -> Any:
+    """Return the values of a float8 tensor as a plain tensor of the dtype that it reports."""
     return tensor.dequantize() if hasattr(tensor, "dequantize") else tensor.from_float8()

@@ -2,11 +2,12 @@
 
 ::
 
-    prepare_save ──▶ PreparedSave ── staged ──▶ the same, out of memory of its own
+    prepare_save ──▶ PreparedSave ── staged ──▶ the same save, from copies of the tensors
     (collective)                  ── write ───▶ this rank's bytes
                                   ── finish ──▶ metadata, by one rank
 
-What was agreed on (an ``Agreement``) serves the next save as well, as long as nothing but the data changes.
+The agreement of the ranks (an ``Agreement``) serves the next save as well, as long as only the data
+change.
 """
 
 from __future__ import annotations
@@ -40,35 +41,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What the ranks agreed on in a save; it holds for every save in which nothing but the data is new.
+    """The outcome of the ranks' exchange of metadata, valid while only the data change.
 
     Args:
         format, options: of the target.
-        held: what every rank contributed, by rank.
-        made: the target catalog and its file images.
+        contributions: the tensors and objects of each rank, by rank.
+        layout: the target catalog and its file images.
     """
 
     format: Format
     options: WriteOptions
-    held: Sequence[Held]
-    made: tuple[TargetCatalog, tuple[FileImage, ...]]
+    contributions: Sequence[Held]
+    layout: tuple[TargetCatalog, tuple[FileImage, ...]]
 
     def fits(self, format: Format, options: WriteOptions, held: Held, *, number: int, n_ranks: int) -> bool:
-        """Whether rank ``number`` of ``n_ranks`` contributes the same to the same target."""
+        """Return whether rank ``number`` of ``n_ranks`` contributes the same to the same target."""
         return (
-            (format.name, n_ranks) == (self.format.name, len(self.held))
+            (format.name, n_ranks) == (self.format.name, len(self.contributions))
             and options == self.options
-            and held == self.held[number]
+            and held == self.contributions[number]
         )
 
 
 @dataclass(slots=True)
 class PreparedSave:
-    """A save that every rank has agreed on; ``write`` and ``finish`` talk to nobody, so another process may do them.
+    """A save that every rank has agreed on.
+
+    ``write`` and ``finish`` do not communicate, so another process may run them.
 
     Args:
         work: the engine's part, still without this rank's tensors.
-        tensors: what this rank writes, on any device, each with its chunk.
+        tensors: the tensors that this rank writes, on any device, each with its chunk.
     """
 
     work: LiveSave
@@ -76,32 +79,37 @@ class PreparedSave:
 
     @property
     def agreement(self) -> Agreement:
-        """For ``previous`` of the next save."""
+        """Return the agreement, to be passed as ``previous`` to the next save."""
         return Agreement(self.work.format, self.work.options, self.work.held, self.work.laid_out())
 
     def staged(self) -> PreparedSave:
-        """The same with copies of the tensors, in host memory; the tensors may then be changed.
+        """Return the save with copies of the tensors in host memory.
+
+        The originals may then be changed.
 
         Raises:
-            OSError: there is no memory left.
+            OSError: there is not enough memory.
         """
-        copies = POOL.copied([data for _, data in self.tensors])
+        copies = POOL.copy_tensors([data for _, data in self.tensors])
         return replace(self, tensors=[(chunk, data) for (chunk, _), data in zip(self.tensors, copies, strict=True)])
 
     def write(self) -> int:
-        """Writes this rank's share into the directory; returns bytes of tensors.
+        """Write this rank's share into the directory.
+
+        Returns:
+            Size of the written tensors, in bytes.
 
         Raises:
-            CheckpointingException: the system refuses; files that were begun stay.
+            CheckpointingException: a file cannot be written; incomplete files stay.
         """
-        hosts = [(chunk, bridge.on_host(chunk, data)) for chunk, data in self.tensors]
-        return replace(self.work, tensors=[bridge.live(chunk, host) for chunk, host in hosts]).write()
+        hosts = [(chunk, bridge.to_host(chunk, data)) for chunk, data in self.tensors]
+        return replace(self.work, tensors=[bridge.live_tensor(chunk, host) for chunk, host in hosts]).write()
 
     def finish(self) -> None:
-        """Writes metadata; for one rank, when all have written.
+        """Write the metadata; called by one rank when all have written.
 
         Raises:
-            CheckpointingException: the system refuses.
+            CheckpointingException: a file cannot be written.
         """
         self.work.finish()
 
@@ -116,52 +124,59 @@ def prepare_save(
     threads: int = DEFAULT_THREADS,
     previous: Agreement | None = None,
 ) -> PreparedSave:
-    """Tells all ranks what every one holds, and decides where everything goes; collective.
+    """Exchange the metadata of all ranks and lay out the files of the save; collective.
 
     Args:
-        tensors: what this rank writes: main replicas with data, on any device.
-        objects: likewise, for formats that store ShardedObjects as items; () for others.
-        checkpoint_dir: exists.
+        tensors: the tensors that this rank writes: main replicas with data, on any device.
+        objects: the objects that this rank writes, for formats that store ShardedObjects as items;
+            () for others.
+        checkpoint_dir: an existing directory.
         format: name of a writable format.
         separation_hint: as in ``core.catalog.facets.WriteOptions``.
-        threads: that copy, on each rank.
-        previous: of an earlier save; if all ranks give one and it still fits, metadata are neither exchanged nor
-            computed.
+        threads: number of copying threads on each rank.
+        previous: agreement of an earlier save; if all ranks give one and it still fits, metadata
+            are neither exchanged nor computed.
 
     Raises:
-        CheckpointingException: ranks disagree on a tensor, or the format cannot hold it; on every rank.
+        CheckpointingException: ranks disagree on a tensor, or the format cannot store it; on every
+            rank.
     """
     kind, options = format_called(format), WriteOptions(separation_hint=separation_hint)
 
-    def own() -> tuple[list[tuple[Chunk, torch.Tensor]], list[tuple[str, bytes]]]:
-        found = []
+    def prepare_own() -> tuple[list[tuple[Chunk, torch.Tensor]], list[tuple[str, bytes]]]:
+        pairs = []
         for tensor in tensors:
             if tensor.data is None:
                 raise UsageError("the tensor has no data to be saved", key=tensor.key)
-            found.append((bridge.chunk_of(tensor), tensor.data.detach()))
-            bridge.check_data(*found[-1])
-        return found, [(item.unique_key, stream_of([item.data])) for item in objects]
+            pairs.append((bridge.chunk_of(tensor), tensor.data.detach()))
+            bridge.check_data(*pairs[-1])
+        return pairs, [(item.unique_key, stream_of([item.data])) for item in objects]
 
-    held, streams = comm.together(own)
-    mine = Held(tuple(chunk for chunk, _ in held), tuple((key, len(data)) for key, data in streams))
+    # Collect what this rank writes, and the metadata of all ranks unless those of the earlier save still hold.
+    pairs, streams = comm.together(prepare_own)
+    mine = Held(tuple(chunk for chunk, _ in pairs), tuple((key, len(data)) for key, data in streams))
     agreed = previous if _still_fits(previous, kind, options, mine) else None
     work = LiveSave(
         format=kind,
         root=Path(checkpoint_dir),
         number=comm.rank(),
-        held=agreed.held if agreed is not None else comm.all_gather(mine),
+        held=agreed.contributions if agreed is not None else comm.all_gather(mine),
         streams=streams,
         options=options,
         without=(CONFIG, COMMON_FILE) if kind.is_mcore else (),
         threads=threads,
-        _made=agreed.made if agreed is not None else None,
+        _made=agreed.layout if agreed is not None else None,
     )
+    # Lay out the files on all ranks, so that an error is raised on all of them before any byte is written.
     comm.together(work.laid_out)
-    return PreparedSave(work, held)
+    return PreparedSave(work, pairs)
 
 
 def _still_fits(previous: Agreement | None, format: Format, options: WriteOptions, mine: Held) -> bool:
-    """Whether all ranks can go on with what they agreed on before; collective, also where this one has nothing such."""
+    """Return whether all ranks can use their earlier agreements; collective.
+
+    Called also by a rank that has none.
+    """
     number, n_ranks = comm.rank(), comm.world_size()
     fits = previous is not None and previous.fits(format, options, mine, number=number, n_ranks=n_ranks)
     return not comm.any_of_all(not fits)

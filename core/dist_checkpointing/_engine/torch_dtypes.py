@@ -1,4 +1,4 @@
-"""torch's element types and the project's names for them (``core.arrays.dtypes``)."""
+"""The mapping between torch's dtypes and the project's names for them (``core.arrays.dtypes``)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from core.errors import UnsupportedError
 
 
 def dtype_name(dtype: torch.dtype, *, key: str | None = None) -> str:
-    """The canonical name of a torch dtype.
+    """Return the canonical name of a torch dtype.
 
     Args:
         dtype: of a tensor.
-        key: the tensor, for the message.
+        key: name of the tensor, for the error.
 
     Raises:
-        UnsupportedError: checkpoints do not have it.
+        UnsupportedError: checkpoints do not support the dtype.
     """
     if not is_stored(dtype):
-        raise UnsupportedError(f"tensors of type {dtype} are not stored", key=key, hint="cast the tensor first")
+        raise UnsupportedError(f"tensors of dtype {dtype} cannot be stored", key=key, hint="cast the tensor first")
     return _plain_name(dtype)
 
 
 def is_stored(dtype: torch.dtype) -> bool:
-    """Whether checkpoints have an element type."""
+    """Return whether checkpoints support a dtype."""
     return _plain_name(dtype) in DTYPES
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a canonical name."""
+    """Return the torch dtype for a canonical name."""
     return getattr(torch, name)
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other: who saves what, and whether the shards make wholes.
+"""Communication between ranks, the distribution of shards over them, and checks of the shards.
 
 Start at ``shard_distribution`` and ``integrity``; ``comm`` wraps torch.distributed.
 Imports: arrays, dist_checkpointing, dist_checkpointing._engine, errors.

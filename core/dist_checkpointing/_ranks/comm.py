@@ -1,8 +1,8 @@
-"""What ranks tell each other: small Python objects, and whether all of them succeeded.
+"""Communication of ranks: exchange of small Python objects and of success or failure.
 
-Everything works in one process without torch.distributed, too: it is then a world of one rank. ``group`` is always a
-process group of torch.distributed, None for the default one; ranks are counted within it. A rank that died or does not
-answer in time makes every call here a WorkerError.
+Everything works in one process without torch.distributed, too: it is then a world of one rank.
+``group`` is always a process group of torch.distributed, None for the default one; ranks are
+counted within it. If a rank died or does not answer in time, every call here raises a WorkerError.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,12 @@ _MAX_NAMED = 8
 
 
 @atexit.register
-def _let_others_end() -> None:
-    """Gives the threads of gloo a moment to let go of the tensors of the last exchange.
+def _wait_for_gloo_threads() -> None:
+    """Give the threads of gloo a moment to release the tensors of the last exchange.
 
-    They do so after the call has returned, and need the interpreter for it: where that is gone by then, torch 2.13
-    aborts the process ("terminate called without an active exception") although all work is done.
+    They do so after the call has returned, and need the interpreter for it: if that is gone by
+    then, torch 2.13 aborts the process ("terminate called without an active exception") although
+    all work is done.
     """
     if _has_exchanged:
         time.sleep(0.1)
@@ -41,23 +42,23 @@ _has_exchanged: list[bool] = []
 
 
 def is_distributed() -> bool:
-    """Whether there is a default process group."""
+    """Return whether torch.distributed has a default process group."""
     return bool(dist.is_available() and dist.is_initialized())
 
 
 def rank(group: Any = None) -> int:
-    """This process's rank in the group; 0 without torch.distributed."""
+    """Return this process's rank in the group; 0 without torch.distributed."""
     return dist.get_rank(group) if is_distributed() else 0
 
 
 def world_size(group: Any = None) -> int:
-    """Ranks in the group; 1 without torch.distributed."""
+    """Return the number of ranks in the group; 1 without torch.distributed."""
     return dist.get_world_size(group) if is_distributed() else 1
 
 
 @contextmanager
-def _contact() -> Iterator[None]:
-    """Around a collective call."""
+def _translate_lost_contact() -> Iterator[None]:
+    """Turn the error of a failed collective call within the block into a WorkerError."""
     if not _has_exchanged:
         _has_exchanged.append(True)
     try:
@@ -65,38 +66,58 @@ def _contact() -> Iterator[None]:
     except RuntimeError as err:  # torch has no class of its own for gloo's closed connections and timeouts
         raise WorkerError(
             f"lost contact with another rank: {str(err).splitlines()[0]}",
-            hint="see that rank's own output; it may have been killed for want of memory",
+            hint="see that rank's own output; it may have run out of memory",
         ) from err
 
 
 def barrier(group: Any = None) -> None:
-    """Waits for all ranks of the group."""
+    """Wait for all ranks of the group."""
     if world_size(group) > 1:
-        with _contact():
+        with _translate_lost_contact():
             dist.barrier(group=group)
 
 
 def all_gather(value: T, group: Any = None) -> list[T]:
-    """Every rank's value, by rank, on every rank. Values are pickled between the processes of this job."""
-    return _exchanged(_VALUE, value, group)
+    """Return the values of all ranks, by rank, on every rank.
+
+    Values are pickled and sent between the processes of this job.
+    """
+    return _exchange(_VALUE, value, group)
 
 
-_VALUE, _OUTCOME, _RESULT = "a value", "how something ended", "a result"
+_VALUE, _OUTCOME, _RESULT = "exchange of values", "exchange of outcomes", "exchange of results"
 _depth = threading.local()
-"""``n``: in how many works of :func:`together` and :func:`collect` this thread is."""
+"""Its attribute ``n`` counts the nested :func:`together` and :func:`collect` of this thread."""
 
 
-def _exchanged(kind: str, value: Any, group: Any, text: str | None = None) -> list[Any]:
-    """Every rank's value, by rank, once all ranks are known to be at the same step.
-
-    A rank whose work failed may meet others that are still inside of theirs, and wait there for each other. All see it
-    here, and the outer calls of those that are inside need no further exchange to end: see :class:`OutOfStepError`.
+class _Message(NamedTuple):
+    """The message that a rank sends to all others in an exchange.
 
     Args:
-        kind: what the call exchanges.
-        value: of this rank.
-        group: its process group.
-        text: how this rank's work has failed.
+        kind: kind of the exchange.
+        depth: number of works that the rank is inside of.
+        failure: error of the rank's work, None if it has not failed.
+        value: the value to be exchanged.
+    """
+
+    kind: str
+    depth: int
+    failure: str | None
+    value: Any
+
+
+def _exchange(kind: str, value: Any, group: Any, failure: str | None = None) -> list[Any]:
+    """Return the values of all ranks, by rank, after checking that all ranks are at the same step.
+
+    A rank whose work failed may meet others that are still inside of theirs, and exchange something
+    else there. All ranks notice it here, and the outer calls of those that are inside of a work end
+    without a further exchange, see :class:`OutOfStepError`.
+
+    Args:
+        kind: kind of the exchange.
+        value: value of this rank.
+        group: process group.
+        failure: error of this rank's work, None if it has not failed.
 
     Raises:
         OutOfStepError: ranks are at different steps.
@@ -104,32 +125,37 @@ def _exchanged(kind: str, value: Any, group: Any, text: str | None = None) -> li
     if world_size(group) == 1:
         return [value]
     depth = getattr(_depth, "n", 0)
-    found: list[Any] = [None] * world_size(group)
-    with _contact():
-        dist.all_gather_object(found, (kind, depth, text, value), group=group)
-    if any((kind, depth) != (other, there) for other, there, _, _ in found):
-        failed = [(number, text) for number, (_, _, text, _) in enumerate(found) if text is not None]
-        steps = "; ".join(f"rank {number}: {other} at level {there}" for number, (other, there, _, _) in _some(found))
-        raise OutOfStepError(
-            f"rank {failed[0][0]} failed: {failed[0][1]}" if failed else f"ranks do not do the same ({steps})",
-            min(there for _, there, _, _ in found),
-            rank=str(failed[0][0]) if failed else None,
-        )
-    return [value for _, _, _, value in found]
+    received: list[Any] = [None] * world_size(group)
+    with _translate_lost_contact():
+        dist.all_gather_object(received, tuple(_Message(kind, depth, failure, value)), group=group)
+    messages = [_Message(*message) for message in received]
+    if any((message.kind, message.depth) != (kind, depth) for message in messages):
+        raise _out_of_step_error(messages)
+    return [message.value for message in messages]
 
 
-def _some(found: list[Any]) -> list[tuple[int, Any]]:
-    return list(enumerate(found))[:_MAX_NAMED]
+def _out_of_step_error(messages: list[_Message]) -> OutOfStepError:
+    """Return the error for ranks at different steps: the first failure, else the steps."""
+    depth = min(message.depth for message in messages)
+    for number, message in enumerate(messages):
+        if message.failure is not None:
+            return OutOfStepError(f"rank {number} failed: {message.failure}", depth, rank=str(number))
+    steps = "; ".join(
+        f"rank {number}: {message.kind} at level {message.depth}"
+        for number, message in enumerate(messages[:_MAX_NAMED])
+    )
+    return OutOfStepError(f"ranks are at different steps ({steps})", depth)
 
 
 class OutOfStepError(WorkerError):
     """Ranks met at different steps: one of them failed or was called with other arguments.
 
     Args:
-        message: what is wrong.
-        depth: the lowest level at which a rank was. The calls that surround this one at that level or above, on this
-            rank, have had their answer: to talk again would be to talk about something else than the others.
-        rank: the one that failed.
+        message: description of the failure, or of the steps.
+        depth: the lowest level at which a rank was. On this rank, the calls around this one at that
+            level or above have been answered by this exchange: a further exchange would meet
+            another step of the other ranks.
+        rank: the rank that failed.
     """
 
     def __init__(self, message: str, depth: int = 0, *, rank: str | None = None) -> None:
@@ -139,76 +165,94 @@ class OutOfStepError(WorkerError):
 
 
 def gather(value: T, dst: int = 0, group: Any = None) -> list[T] | None:
-    """Every rank's value, by rank, on rank ``dst`` of the group; None elsewhere."""
+    """Return the values of all ranks, by rank, on rank ``dst`` of the group; None elsewhere."""
     if world_size(group) == 1:
         return [value]
-    found: list[Any] | None = [None] * world_size(group) if rank(group) == dst else None
-    with _contact():
-        dist.gather_object(value, found, dst=global_rank(dst, group), group=group)
-    return found
+    values: list[Any] | None = [None] * world_size(group) if rank(group) == dst else None
+    with _translate_lost_contact():
+        dist.gather_object(value, values, dst=global_rank(dst, group), group=group)
+    return values
 
 
 def broadcast(value: T, src: int = 0, group: Any = None) -> T:
-    """The value that rank ``src`` of the group has, on every rank."""
+    """Return the value of rank ``src`` of the group, on every rank."""
     if world_size(group) == 1:
         return value
     box: list[Any] = [value if rank(group) == src else None]
-    with _contact():
+    with _translate_lost_contact():
         dist.broadcast_object_list(box, src=global_rank(src, group), group=group)
     return box[0]  # type: ignore[no-any-return]
 
 
 def broadcast_bytes(raw: torch.Tensor, src: int, group: Any = None) -> None:
-    """Fills ``raw``, 1-D uint8 of one size on all ranks, with what rank ``src`` of the group has in it."""
-    with _contact():
+    """Copy the bytes of ``raw`` from rank ``src`` of the group to all others.
+
+    Args:
+        raw: 1-D uint8, of one size on all ranks.
+        src: rank of the source.
+        group: process group.
+    """
+    with _translate_lost_contact():
         dist.broadcast(raw, src=global_rank(src, group), group=group)
 
 
 def gather_bytes(all_ranks: torch.Tensor, own: torch.Tensor, group: Any = None) -> None:
-    """Fills ``all_ranks`` with what each rank of the group has in ``own``, by rank; 1-D uint8 tensors."""
-    # all_gather_into_tensor goes by the other name since torch 2.13.
+    """Fill ``all_ranks`` with the bytes of each rank of the group, by rank.
+
+    Args:
+        all_ranks, own: 1-D uint8.
+        group: process group.
+    """
+    # torch 2.13 has renamed all_gather_into_tensor.
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    with _contact():
+    with _translate_lost_contact():
         collective(all_ranks, own, group=group)
 
 
 def any_of_all(is_so: bool, group: Any = None) -> bool:
-    """Whether it is so on any rank of the group; cheap enough to be asked in every training step."""
+    """Return whether a flag is set on any rank of the group.
+
+    Cheap enough for every training step.
+    """
     if world_size(group) == 1:
         return is_so
     device = torch.cuda.current_device() if dist.get_backend(group) == "nccl" else "cpu"
     flag = torch.tensor([is_so], dtype=torch.int32, device=device)
-    with _contact():
+    with _translate_lost_contact():
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
 
 
 def together(work: Callable[[], T], group: Any = None) -> T:
-    """This rank's ``work()``, if it succeeded on all ranks of the group.
+    """Run ``work`` on all ranks of the group and return this rank's result if all succeeded.
 
-    A collective call, however the work ends: so no rank waits for one that has failed.
+    A collective call, even if the work fails: so no rank waits for one that has failed.
 
     Raises:
-        CheckpointingException: the work failed somewhere. A rank whose own work failed raises what it raised (other
-            errors than the project's included); the others raise a WorkerError that names the ranks and the first of
-            their errors.
+        CheckpointingException: the work failed on a rank. A rank whose own work failed raises its
+            own error (any exception, not only the project's); the others raise a WorkerError that
+            names the failed ranks and the first of their errors.
     """
     result, error = _attempt(work)
-    text = None if error is None else _text(error)
-    _raise_failures(error, _outcome(error, lambda: _exchanged(_OUTCOME, text, group, text)))
+    failure = None if error is None else _error_text(error)
+    _raise_failures(error, _exchange_outcomes(_OUTCOME, failure, group, error))
     return result  # type: ignore[no-any-return]
 
 
-def _outcome(error: Exception | None, exchange: Callable[[], list[Any]]) -> list[Any]:
-    """What the exchange gives; this rank's own error in place of one by which ranks are out of step.
+def _exchange_outcomes(kind: str, value: Any, group: Any, error: Exception | None) -> list[Any]:
+    """Exchange the outcome of this rank's work, unless all ranks know already that it failed.
+
+    Args:
+        kind, value, group: arguments of :func:`_exchange`.
+        error: error of this rank's work.
 
     Raises:
-        Exception: ranks are out of step.
+        Exception: ranks are out of step; this rank's own error if it has one.
     """
     if isinstance(error, OutOfStepError) and error.depth <= getattr(_depth, "n", 0):
-        raise error  # the others have had their answer
+        raise error  # the others know of it from the same exchange
     try:
-        return exchange()
+        return _exchange(kind, value, group, None if error is None else _error_text(error))
     except OutOfStepError as err:
         if error is None or err.depth < getattr(_depth, "n", 0):
             raise err from error
@@ -216,23 +260,25 @@ def _outcome(error: Exception | None, exchange: Callable[[], list[Any]]) -> list
 
 
 def collect(work: Callable[[], T], group: Any = None) -> list[T]:
-    """Every rank's ``work()``, by rank, on every rank, if it succeeded on all of them.
+    """Run ``work`` on all ranks and return all results, by rank, on every rank.
 
-    One collective call, however the work ends. A result that cannot be pickled is a failure of its rank.
+    One collective call, even if the work fails. A result that cannot be pickled is a failure of its
+    rank.
 
     Raises:
-        CheckpointingException: as :func:`together` does.
+        CheckpointingException: as :func:`together`.
     """
     if world_size(group) == 1:
         return [work()]
     packed, error = _attempt(lambda: pickle.dumps(work()))
-    text = None if error is None else _text(error)
-    found = _outcome(error, lambda: _exchanged(_RESULT, (text, packed), group, text))
-    _raise_failures(error, [text for text, _ in found])
-    return [pickle.loads(result) for _, result in found]
+    failure = None if error is None else _error_text(error)
+    outcomes = _exchange_outcomes(_RESULT, (failure, packed), group, error)
+    _raise_failures(error, [failure_of_rank for failure_of_rank, _ in outcomes])
+    return [pickle.loads(result) for _, result in outcomes]
 
 
 def _attempt(work: Callable[[], T]) -> tuple[Any, Exception | None]:
+    """Run ``work`` one level deeper and return its result or its error."""
     _depth.n = getattr(_depth, "n", 0) + 1
     try:
         return work(), None
@@ -242,22 +288,27 @@ def _attempt(work: Callable[[], T]) -> tuple[Any, Exception | None]:
         _depth.n -= 1
 
 
-def _raise_failures(error: Exception | None, texts: list[str | None]) -> None:
-    """Raises if a rank failed: this rank's own error, or one that names the others' (``texts``, by rank)."""
+def _raise_failures(error: Exception | None, failures: list[str | None]) -> None:
+    """Raise this rank's own error, or one that names the other ranks that failed; or return.
+
+    Args:
+        error: error of this rank.
+        failures: errors of all ranks as texts, by rank; None where the work succeeded.
+    """
     if error is not None:
         raise error
-    failed = [number for number, text in enumerate(texts) if text is not None]
+    failed = [number for number, failure in enumerate(failures) if failure is not None]
     if failed:
-        named = ", ".join(map(str, failed[:_MAX_NAMED])) + (" …" if len(failed) > _MAX_NAMED else "")
+        names = ", ".join(map(str, failed[:_MAX_NAMED])) + (" …" if len(failed) > _MAX_NAMED else "")
         raise WorkerError(
-            f"{'ranks' if len(failed) > 1 else 'rank'} {named} failed: {texts[failed[0]]}", rank=str(failed[0])
+            f"{'ranks' if len(failed) > 1 else 'rank'} {names} failed: {failures[failed[0]]}", rank=str(failed[0])
         )
 
 
-def _text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
 
 
 def global_rank(number: int, group: Any = None) -> int:
-    """The rank in the world of rank ``number`` of the group."""
+    """Return the rank in the world of rank ``number`` of the group."""
     return number if group is None else dist.get_global_rank(group, number)

@@ -1,7 +1,8 @@
-"""Whether what all ranks say they hold makes whole tensors and objects: each part once, by one main replica.
+"""Checks that the shards of all ranks form complete tensors and objects.
 
-Pure: it looks at metadata that was gathered before, so every rank that looks at the same comes to the same verdict.
-Per key it costs the sort of its shards. Of many problems the first one is reported.
+Each part must have one main replica. The checks are pure: they look at metadata that was gathered
+before, so every rank with the same metadata comes to the same result. Their cost per key is the
+sort of its shards. Of several problems the first one is reported.
 """
 
 from __future__ import annotations
@@ -19,108 +20,114 @@ S = TypeVar("S", bound=ShardedBase)
 
 _MAX_NAMED = 8
 _MAX_SEARCHED = 2000
-"""Boxes among which a hole is searched for a message; the search takes more than linear time."""
+"""Maximum number of boxes for which an error locates a hole, which takes more than linear time."""
 
-_TWICE = "give all but one of the copies a replica_id other than 0, or check the offsets"
-_NOWHERE = "let one rank hold it with replica_id 0, or check the offsets and the number of shards"
+_DUPLICATE_HINT = "give all but one of the copies a replica_id other than 0, or check the offsets"
+_MISSING_HINT = "let one rank hold it with replica_id 0, or check the offsets and the number of shards"
 
 
-class Held(NamedTuple, Generic[S]):
-    """What a rank has of a key."""
+class RankShard(NamedTuple, Generic[S]):
+    """A shard and the rank that holds it."""
 
     rank: int
     shard: S
 
 
 def check_sharding(global_metadata: Sequence[Iterable[ShardedBase]]) -> None:
-    """Raises unless main replicas hold every shard of every regular grid, and every object, once.
+    """Raise unless every shard of every regular grid, and every object, has one main replica.
 
-    Tensors without a regular grid are only compared between ranks; ``check_irregular`` looks at their regions.
+    Tensors without a regular grid are only compared between ranks; ``check_irregular`` checks their
+    regions.
 
     Args:
-        global_metadata: by rank, what it holds; data is not looked at.
+        global_metadata: shards of each rank, by rank; their data is ignored.
 
     Raises:
-        UsageError: they do not; it names the key, the shard and the ranks.
+        UsageError: a shard has no main replica or several, or ranks disagree about a tensor; the
+            message names the key, the shard and the ranks.
     """
-    for key, held in _by_key(global_metadata).items():
-        if _are(held, ShardedTensor):
-            _check_tensor(key, held)
-        elif _are(held, ShardedObject):
-            _check_object(key, held)
+    for key, shards in _group_by_key(global_metadata).items():
+        # All shards of a key must be of one kind.
+        if _are(shards, ShardedTensor):
+            _check_tensor(key, shards)
+        elif _are(shards, ShardedObject):
+            _check_object(key, shards)
         else:
-            _refuse_mixture(key, held)
+            first = shards[0]
+            kind = type(first.shard)
+            other = next((shard for shard in shards if type(shard.shard) is not kind), first)
+            raise UsageError(
+                f"the key stands for a {kind.__name__} on rank {first.rank} and a {type(other.shard).__name__} on "
+                f"rank {other.rank}",
+                key=key,
+                hint="give them different keys; factories have to be applied before this check",
+            )
 
 
 def check_irregular(global_metadata: Sequence[Iterable[ShardedBase]]) -> None:
-    """Raises unless the shards of tensors without a regular grid tile them; ``check_sharding`` comes before.
+    """Raise unless the shards of tensors without a regular grid tile them.
 
-    Tensors that allow a shape mismatch may be covered in part.
+    ``check_sharding`` has to come before. Tensors that allow a shape mismatch may be covered in
+    part.
 
     Raises:
         UsageError: shards overlap, or leave a hole.
     """
-    for key, held in _by_key(global_metadata).items():
-        if _are(held, ShardedTensor):
-            first = held[0].shard
+    for key, shards in _group_by_key(global_metadata).items():
+        if _are(shards, ShardedTensor):
+            first = shards[0].shard
             if not first.has_regular_grid and not first.allow_shape_mismatch:
-                _check_tiling(key, first, _main_chunks(held))
+                _check_tiling(key, first, _main_chunks(shards))
 
 
-def _by_key(global_metadata: Sequence[Iterable[ShardedBase]]) -> dict[str, list[Held[ShardedBase]]]:
-    found: dict[str, list[Held[ShardedBase]]] = {}
+def _group_by_key(global_metadata: Sequence[Iterable[ShardedBase]]) -> dict[str, list[RankShard[ShardedBase]]]:
+    groups: dict[str, list[RankShard[ShardedBase]]] = {}
     for rank, shards in enumerate(global_metadata):
         for shard in shards:
-            found.setdefault(shard.key, []).append(Held(rank, shard))
-    return found
+            groups.setdefault(shard.key, []).append(RankShard(rank, shard))
+    return groups
 
 
-def _are(held: list[Held[Any]], kind: type[S]) -> TypeGuard[list[Held[S]]]:
-    return all(isinstance(shard, kind) for _, shard in held)
+def _are(shards: list[RankShard[Any]], kind: type[S]) -> TypeGuard[list[RankShard[S]]]:
+    return all(isinstance(shard, kind) for _, shard in shards)
 
 
-def _refuse_mixture(key: str, held: list[Held[ShardedBase]]) -> None:
-    kind = type(held[0].shard)
-    other = next((one for one in held if type(one.shard) is not kind), held[0])
-    raise UsageError(
-        f"the key stands for a {kind.__name__} on rank {held[0].rank} and a {type(other.shard).__name__} on rank "
-        f"{other.rank}",
-        key=key,
-        hint="give them keys of their own; factories have to be applied before this check",
-    )
-
-
-def _check_tensor(key: str, held: list[Held[ShardedTensor]]) -> None:
-    _check_agreement(key, held)
-    if 0 in held[0].shard.global_shape:
+def _check_tensor(key: str, shards: list[RankShard[ShardedTensor]]) -> None:
+    _check_agreement(key, shards)
+    if 0 in shards[0].shard.global_shape:
         return
-    chunks = _main_chunks(held)
+    chunks = _main_chunks(shards)
     for chunk, holders in chunks.items():
         _check_chunk(key, chunk, holders)
-    if held[0].shard.has_regular_grid:
-        _check_grid(key, held, list(chunks))
+    if shards[0].shard.has_regular_grid:
+        _check_grid(key, shards, list(chunks))
 
 
 def _grid_of(shard: ShardedTensor) -> tuple[int, ...] | None:
     return None if shard.axis_fragmentations is None else tuple(shard.axis_fragmentations)
 
 
-def _check_agreement(key: str, held: list[Held[ShardedTensor]]) -> None:
-    """Raises where two ranks disagree about what has to be the same for all shards of a tensor."""
-    facts: list[tuple[str, Callable[[ShardedTensor], object]]] = [
+def _check_agreement(key: str, shards: list[RankShard[ShardedTensor]]) -> None:
+    """Raise if two ranks disagree about a property that all shards of a tensor share.
+
+    Raises:
+        UsageError: dtype, global shape, grid, flattening or (in a regular grid) local shape differ.
+    """
+    properties: list[tuple[str, Callable[[ShardedTensor], object]]] = [
         ("dtype", lambda shard: shard.dtype),
         ("global shape", lambda shard: tuple(shard.global_shape)),
         ("regular grid (axis_fragmentations)", _grid_of),
         ("being flattened", lambda shard: shard.flattened_range is not None),
     ]
-    if held[0].shard.has_regular_grid:
-        facts.append(("local shape", lambda shard: tuple(shard.local_shape)))
-    for name, fact in facts:
-        expected = fact(held[0].shard)
-        for rank, shard in held:
-            if fact(shard) != expected:
+    if shards[0].shard.has_regular_grid:
+        properties.append(("local shape", lambda shard: tuple(shard.local_shape)))
+    for name, value_of in properties:
+        expected = value_of(shards[0].shard)
+        for rank, shard in shards:
+            value = value_of(shard)
+            if value != expected:
                 raise UsageError(
-                    f"ranks disagree on the {name}: {expected} on rank {held[0].rank}, {fact(shard)} on rank {rank}",
+                    f"ranks disagree on the {name}: {expected} on rank {shards[0].rank}, {value} on rank {rank}",
                     key=key,
                     rank=str(rank),
                     hint="shards of one key have to belong to one global tensor",
@@ -128,48 +135,55 @@ def _check_agreement(key: str, held: list[Held[ShardedTensor]]) -> None:
 
 
 _Chunk = tuple[tuple[int, ...], tuple[int, ...]]
-"""A shard before flattening: where it begins in the global tensor, and its local shape."""
+"""A shard before flattening: its offset in the global tensor, and its local shape."""
 
 
-def _named(chunk: _Chunk) -> str:
+def _describe_chunk(chunk: _Chunk) -> str:
     return f"shard of shape {chunk[1]} at {chunk[0]}"
 
 
-def _main_chunks(held: Iterable[Held[ShardedTensor]]) -> dict[_Chunk, list[Held[ShardedTensor]]]:
-    """The shards that main replicas hold, empty flattened ones left out, and who holds them."""
-    found: dict[_Chunk, list[Held[ShardedTensor]]] = {}
-    for one in held:
-        flat = one.shard.flattened_range
-        if is_main_replica(one.shard.replica_id) and (flat is None or flat.start < flat.stop):
-            chunk = tuple(one.shard.global_offset), tuple(one.shard.local_shape)
-            found.setdefault(chunk, []).append(one)
-    return found
+def _main_chunks(shards: Iterable[RankShard[ShardedTensor]]) -> dict[_Chunk, list[RankShard[ShardedTensor]]]:
+    """Return the chunks of main replicas and their holders, without empty flattened shards."""
+    chunks: dict[_Chunk, list[RankShard[ShardedTensor]]] = {}
+    for rank_shard in shards:
+        shard = rank_shard.shard
+        flat = shard.flattened_range
+        if is_main_replica(shard.replica_id) and (flat is None or flat.start < flat.stop):
+            chunk = tuple(shard.global_offset), tuple(shard.local_shape)
+            chunks.setdefault(chunk, []).append(rank_shard)
+    return chunks
 
 
-def _check_chunk(key: str, chunk: _Chunk, holders: list[Held[ShardedTensor]]) -> None:
-    """Raises unless a shard has one main replica, or flattened ones that tile it."""
+def _check_chunk(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor]]) -> None:
+    """Raise unless a chunk has one main replica, or flattened shards that tile it.
+
+    Raises:
+        UsageError: several main replicas hold the chunk, or flattened ranges overlap or leave a
+            hole.
+    """
     if holders[0].shard.flattened_range is not None:
         _check_ranges(key, chunk, holders)
     elif len(holders) > 1:
         raise UsageError(
-            f"the {_named(chunk)} has {len(holders)} main replicas, on ranks {_ranks(holders)}",
+            f"the {_describe_chunk(chunk)} has {len(holders)} main replicas, on ranks {_format_ranks(holders)}",
             key=key,
-            rank=_ranks(holders),
-            hint=_TWICE,
+            rank=_format_ranks(holders),
+            hint=_DUPLICATE_HINT,
         )
 
 
-def _check_ranges(key: str, chunk: _Chunk, holders: list[Held[ShardedTensor]]) -> None:
+def _check_ranges(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor]]) -> None:
     ranges = sorted((flat.start, flat.stop, rank) for rank, shard in holders if (flat := shard.flattened_range))
+    # Follow the ranges from the beginning of the chunk until one overlaps or leaves a hole.
     reached, last = 0, -1
     for start, stop, rank in ranges:
         if start < reached:
             raise UsageError(
-                f"the flattened ranges of the {_named(chunk)} overlap: elements {start}–{min(stop, reached)} are held "
-                f"by ranks {last} and {rank}",
+                f"the flattened ranges of the {_describe_chunk(chunk)} overlap: elements {start}–{min(stop, reached)} "
+                f"are held by ranks {last} and {rank}",
                 key=key,
                 rank=f"{last}, {rank}",
-                hint=_TWICE,
+                hint=_DUPLICATE_HINT,
             )
         if start > reached:
             break
@@ -178,133 +192,169 @@ def _check_ranges(key: str, chunk: _Chunk, holders: list[Held[ShardedTensor]]) -
     if reached < size:
         until = next((start for start, _, _ in ranges if start > reached), size)
         raise UsageError(
-            f"no main replica holds elements {reached}–{until} of the flattened {_named(chunk)} of {size} elements; "
-            f"ranks {_ranks(holders)} hold others",
+            f"no main replica holds elements {reached}–{until} of the flattened {_describe_chunk(chunk)} of {size} "
+            f"elements; ranks {_format_ranks(holders)} hold others",
             key=key,
             hint="the flattened ranges of all ranks have to tile the shard",
         )
 
 
-def _check_grid(key: str, held: list[Held[ShardedTensor]], chunks: list[_Chunk]) -> None:
-    """Raises unless the chunks are all chunks of the grid."""
-    first = held[0].shard
+def _check_grid(key: str, shards: list[RankShard[ShardedTensor]], chunks: list[_Chunk]) -> None:
+    """Raise unless the chunks are all chunks of the tensor's regular grid.
+
+    Args:
+        key: name of the tensor.
+        shards: all shards of the tensor.
+        chunks: chunks that have a main replica.
+
+    Raises:
+        UsageError: the grid does not fit the global shape, or a chunk is outside of the grid or
+            missing.
+    """
+    # The shards must fill the global shape exactly.
+    first = shards[0].shard
     assert first.axis_fragmentations is not None, "the grid is regular"
     grid = tuple(first.axis_fragmentations)
-    local = (1,) * first.prepend_axis_num + tuple(first.local_shape)
-    filled = tuple(n * extent for n, extent in zip(grid, local, strict=True))
-    if filled != tuple(first.global_shape) and not first.allow_shape_mismatch:
+    extents = (1,) * first.prepend_axis_num + tuple(first.local_shape)
+    grid_shape = tuple(n * extent for n, extent in zip(grid, extents, strict=True))
+    if grid_shape != tuple(first.global_shape) and not first.allow_shape_mismatch:
         raise UsageError(
-            f"{grid} shards of shape {local} make a tensor of shape {filled}, not of the global shape "
+            f"{grid} shards of shape {extents} make a tensor of shape {grid_shape}, not of the global shape "
             f"{tuple(first.global_shape)}",
             key=key,
             hint="correct the shapes, or set allow_shape_mismatch where the tensor is padded",
         )
-    places = sorted(tuple(o // n if n else o for o, n in zip(chunk[0], local, strict=True)) for chunk in chunks)
-    outside = next((place for place in places if any(i >= n for i, n in zip(place, grid, strict=True))), None)
-    if outside is not None:
-        raise UsageError(f"shard {outside} is outside the grid of {grid} shards", key=key, hint="check the offsets")
-    if len(places) < prod(grid):
-        missing = _first_missing(places, grid)
+    # Every cell of the grid must have a chunk, and no chunk may be outside.
+    cells = sorted(_cell_of(chunk, extents) for chunk in chunks)
+    for cell in cells:
+        if any(index >= n for index, n in zip(cell, grid, strict=True)):
+            raise UsageError(f"shard {cell} is outside the grid of {grid} shards", key=key, hint="check the offsets")
+    if len(cells) < prod(grid):
+        missing = _first_missing(cells, grid)
         raise UsageError(
             f"no main replica holds shard {missing} of the grid of {grid} shards"
-            f" ({prod(grid) - len(places)} of {prod(grid)} are missing); {_copies(held, missing)}",
+            f" ({prod(grid) - len(cells)} of {prod(grid)} are missing); {_describe_copies(shards, missing)}",
             key=key,
-            hint=_NOWHERE,
+            hint=_MISSING_HINT,
         )
 
 
-def _first_missing(places: list[tuple[int, ...]], grid: tuple[int, ...]) -> tuple[int, ...]:
-    """The first index of a grid, in C order, that is not among those, which are sorted."""
-    number = next(number for number, place in enumerate([*places, None]) if place != _index(number, grid))
-    return _index(number, grid)
+def _cell_of(chunk: _Chunk, extents: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of a chunk in a grid of chunks with the given extents."""
+    return tuple(offset // extent if extent else offset for offset, extent in zip(chunk[0], extents, strict=True))
 
 
-def _index(number: int, grid: tuple[int, ...]) -> tuple[int, ...]:
-    """The index of a grid's cell by its number in C order."""
-    found = []
+def _first_missing(cells: list[tuple[int, ...]], grid: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first index of a grid, in C order, that is not among the sorted ``cells``."""
+    number = next(number for number, cell in enumerate([*cells, None]) if cell != _unravel(number, grid))
+    return _unravel(number, grid)
+
+
+def _unravel(number: int, grid: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of a grid's cell from its number in C order."""
+    reversed_index = []
     for extent in reversed(grid):
         number, index = divmod(number, extent)
-        found.append(index)
-    return tuple(reversed(found))
+        reversed_index.append(index)
+    return tuple(reversed(reversed_index))
 
 
-def _copies(held: list[Held[ShardedTensor]], place: tuple[int, ...]) -> str:
-    """Who holds a shard of the grid though not as the main replica."""
-    there = [one for one in held if one.shard.local_chunk_offset_in_global() == place]
-    if not there:
+def _describe_copies(shards: list[RankShard[ShardedTensor]], cell: tuple[int, ...]) -> str:
+    """Describe the copies of a cell of the grid that are not main replicas."""
+    copies = [rank_shard for rank_shard in shards if rank_shard.shard.local_chunk_offset_in_global() == cell]
+    if not copies:
         return "no rank holds a copy of it"
-    return f"ranks {_ranks(there)} hold copies with replica ids {_some([one.shard.replica_id for one in there])}"
+    replica_ids = _format_some([copy.shard.replica_id for copy in copies])
+    return f"ranks {_format_ranks(copies)} hold copies with replica ids {replica_ids}"
 
 
-def _check_tiling(key: str, first: ShardedTensor, chunks: dict[_Chunk, list[Held[ShardedTensor]]]) -> None:
+def _check_tiling(key: str, first: ShardedTensor, chunks: dict[_Chunk, list[RankShard[ShardedTensor]]]) -> None:
+    """Raise unless the chunks of a tensor tile it.
+
+    Args:
+        key: name of the tensor.
+        first: one of its shards.
+        chunks: chunks of main replicas, and their holders.
+
+    Raises:
+        UsageError: a chunk is outside of the tensor, two chunks overlap, or elements are in no
+            chunk.
+    """
     leading = (1,) * first.prepend_axis_num
-    held = [(Box(chunk[0], leading + chunk[1]), holders[0].rank) for chunk, holders in chunks.items()]
-    held = [(box, rank) for box, rank in held if not box.is_empty]
-    boxes = [box for box, _ in held]
+    rank_of = {Box(chunk[0], leading + chunk[1]): holders[0].rank for chunk, holders in chunks.items()}
+    boxes = [box for box in rank_of if not box.is_empty]
     region = Box((0,) * len(first.global_shape), tuple(first.global_shape))
-    outside = next(((box, rank) for box, rank in held if not region.contains(box)), None)
-    if outside is not None:
-        raise UsageError(
-            f"the shard of shape {outside[0].shape} at {outside[0].offset} does not lie in the global shape "
-            f"{region.shape}",
-            key=key,
-            rank=str(outside[1]),
-        )
-    pair = first_overlap(boxes)
-    if pair is not None:
-        (one, rank), (other, other_rank) = held[pair[0]], held[pair[1]]
-        raise UsageError(
-            f"main replicas overlap: the shard of shape {one.shape} at {one.offset} on rank {rank}, and that of shape "
-            f"{other.shape} at {other.offset} on rank {other_rank}",
-            key=key,
-            rank=f"{rank}, {other_rank}",
-            hint=_TWICE,
-        )
-    n_held = sum(box.n_elements for box in boxes)
-    if n_held < region.n_elements:
-        hole = first_hole(region, boxes) if len(boxes) <= _MAX_SEARCHED else None
-        where = f": the first are those of shape {hole.shape} at {hole.offset}" if hole else ""
-        raise UsageError(
-            f"no main replica holds {region.n_elements - n_held} of {region.n_elements} elements{where}",
-            key=key,
-            hint=_NOWHERE,
-        )
-
-
-def _check_object(key: str, held: list[Held[ShardedObject]]) -> None:
-    holders: dict[str, list[Held[ShardedObject]]] = {}
-    shape = held[0].shard.global_shape
-    for one in held:
-        if tuple(one.shard.global_shape) != tuple(shape):
+    for box in boxes:
+        if not region.contains(box):
             raise UsageError(
-                f"ranks disagree on the object's global shape: {shape} on rank {held[0].rank}, "
-                f"{one.shard.global_shape} on rank {one.rank}",
+                f"the shard of shape {box.shape} at {box.offset} does not lie in the global shape {region.shape}",
                 key=key,
-                rank=str(one.rank),
+                rank=str(rank_of[box]),
             )
-        if is_main_replica(one.shard.replica_id):
-            holders.setdefault(one.shard.unique_key, []).append(one)
-    for unique_key, ones in holders.items():
-        if len(ones) > 1:
+    overlap = first_overlap(boxes)
+    if overlap is not None:
+        box1, box2 = boxes[overlap[0]], boxes[overlap[1]]
+        raise UsageError(
+            f"main replicas overlap: the shard of shape {box1.shape} at {box1.offset} on rank {rank_of[box1]}, and "
+            f"that of shape {box2.shape} at {box2.offset} on rank {rank_of[box2]}",
+            key=key,
+            rank=f"{rank_of[box1]}, {rank_of[box2]}",
+            hint=_DUPLICATE_HINT,
+        )
+    # Disjoint boxes inside the region tile it if they have as many elements.
+    n_covered = sum(box.n_elements for box in boxes)
+    if n_covered < region.n_elements:
+        hole = first_hole(region, boxes) if len(boxes) <= _MAX_SEARCHED else None
+        position = f": the first are those of shape {hole.shape} at {hole.offset}" if hole else ""
+        raise UsageError(
+            f"no main replica holds {region.n_elements - n_covered} of {region.n_elements} elements{position}",
+            key=key,
+            hint=_MISSING_HINT,
+        )
+
+
+def _check_object(key: str, shards: list[RankShard[ShardedObject]]) -> None:
+    """Raise unless every shard of an object has one main replica.
+
+    Raises:
+        UsageError: a shard has no main replica or several, or ranks disagree on the global shape.
+    """
+    # Find the main replicas of every shard.
+    holders: dict[str, list[RankShard[ShardedObject]]] = {}
+    shape = shards[0].shard.global_shape
+    for rank_shard in shards:
+        rank, shard = rank_shard
+        if tuple(shard.global_shape) != tuple(shape):
             raise UsageError(
-                f"the object has {len(ones)} main replicas, on ranks {_ranks(ones)}",
+                f"ranks disagree on the object's global shape: {shape} on rank {shards[0].rank}, "
+                f"{shard.global_shape} on rank {rank}",
+                key=key,
+                rank=str(rank),
+            )
+        if is_main_replica(shard.replica_id):
+            holders.setdefault(shard.unique_key, []).append(rank_shard)
+    # Each shard must have exactly one.
+    for unique_key, replicas in holders.items():
+        if len(replicas) > 1:
+            raise UsageError(
+                f"the object has {len(replicas)} main replicas, on ranks {_format_ranks(replicas)}",
                 key=unique_key,
-                rank=_ranks(ones),
-                hint=_TWICE,
+                rank=_format_ranks(replicas),
+                hint=_DUPLICATE_HINT,
             )
     if len(holders) != prod(shape):
-        there = _some(sorted(name.rpartition("/")[2] for name in holders))
+        present = _format_some(sorted(name.rpartition("/")[2] for name in holders))
         raise UsageError(
-            f"of {prod(shape)} shards of the object, {prod(shape) - len(holders)} have no main replica; there are: "
-            f"{there or 'none'}",
+            f"of {prod(shape)} shards of the object, {prod(shape) - len(holders)} have no main replica; present are: "
+            f"{present or 'none'}",
             key=key,
-            hint=_NOWHERE,
+            hint=_MISSING_HINT,
         )
 
 
-def _ranks(holders: Iterable[Held[S]]) -> str:
-    return _some(sorted({one.rank for one in holders}))
+def _format_ranks(holders: Iterable[RankShard[S]]) -> str:
+    return _format_some(sorted({holder.rank for holder in holders}))
 
 
-def _some(items: Sequence[object]) -> str:
+def _format_some(items: Sequence[object]) -> str:
     return ", ".join(map(str, items[:_MAX_NAMED])) + (" …" if len(items) > _MAX_NAMED else "")

@@ -1,4 +1,4 @@
-"""A value that ranks compute together, kept from one save or load to the next."""
+"""A result that ranks compute together and keep from one save or load to the next."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from core.dist_checkpointing.utils import _sharded_object_id, _sharded_tensor_sh
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
-    """What was computed for a state dict, as long as no rank's state dict changes its structure.
+class CachedResult(Generic[T]):
+    """A result for a state dict, valid as long as no rank's state dict changes its structure.
 
     Args:
-        group: process group whose ranks compute it together.
+        group: process group whose ranks compute the result together.
     """
 
     def __init__(self, group: Any) -> None:
@@ -26,24 +26,25 @@ class Kept(Generic[T]):
         self.value: T | None = None
 
     def get(self, sharded_state_dict: ShardedStateDict, compute: Callable[[], T], *, is_kept: bool) -> T:
-        """The value. Collective.
+        """Return the result, computed anew if necessary; collective.
 
         Args:
-            sharded_state_dict: what the value is a function of, together with the other ranks' ones.
-            compute: collective.
-            is_kept: use and keep an earlier value, if all ranks do.
+            sharded_state_dict: this rank's state dict; the result is a function of those of all
+                ranks.
+            compute: compute the result; collective.
+            is_kept: use and keep an earlier result, if all ranks do.
         """
         structure = [_fingerprint(value) for value in nested_values(sharded_state_dict)] if is_kept else None
         if not comm.any_of_all(not is_kept or structure != self.structure, self.group):
             return self.value  # type: ignore[return-value]
-        found = compute()
+        value = compute()
         if is_kept:
-            self.value, self.structure = found, structure
-        return found
+            self.value, self.structure = value, structure
+        return value
 
 
 def _fingerprint(value: object) -> object:
-    """What a distribution may depend on."""
+    """Return those properties of a leaf that a distribution may depend on."""
     if isinstance(value, ShardedTensor):
         return (*_sharded_tensor_shard_id(value), value.local_shape, value.dtype, is_main_replica(value.replica_id))
     return _sharded_object_id(value) if isinstance(value, ShardedObject) else None

@@ -1,4 +1,4 @@
-"""What one rank sends to others at once: a large shard, or several small ones."""
+"""The unit in which a rank sends shards to others: a large shard, or several small ones."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from core.dist_checkpointing._ranks.shard_bytes import copy_bytes, own_bytes
 from core.dist_checkpointing.utils import _ShardId
 
 PARCEL_BYTES = 4 << 20
-"""Shards that fit in together travel together: a message has its own cost, about that of 1 MiB."""
+"""Maximum size of several shards in one parcel; a message costs as much as about 1 MiB."""
 
 _ALIGNMENT = 16
 
 
 class Parcel(NamedTuple):
-    """Shards that travel together.
+    """Shards that are sent together.
 
     Args:
         main_rank: rank of the group that has loaded them.
-        starts: shard → where its bytes begin; any dtype may begin there.
-        n_bytes: of all of it, gaps between the shards included.
+        starts: byte offset of each shard in the parcel, aligned for every dtype.
+        n_bytes: size of the parcel, gaps between the shards included.
     """
 
     main_rank: int
@@ -30,42 +30,56 @@ class Parcel(NamedTuple):
     n_bytes: int
 
 
-def parcels_of(sizes: Mapping[_ShardId, int], main_rank: Mapping[_ShardId, int]) -> list[Parcel]:
-    """All shards in parcels, the largest of each rank first. A function of the arguments' items, not of their order.
+def make_parcels(sizes: Mapping[_ShardId, int], main_rank: Mapping[_ShardId, int]) -> list[Parcel]:
+    """Divide shards into parcels, the largest of each rank first.
+
+    The result does not depend on the order of the arguments' items.
 
     Args:
-        sizes: shard → bytes; empty ones do not travel.
-        main_rank: shard → rank of the group that has loaded it.
+        sizes: size of each shard, in bytes; empty shards are not sent.
+        main_rank: rank of the group that has loaded each shard.
     """
-    found: list[Parcel] = []
-    travelling = [shard for shard, size in sizes.items() if size]
-    for shard in sorted(travelling, key=lambda shard: (main_rank[shard], -sizes[shard], comparable(shard))):
-        last = found[-1] if found else None
-        start = _aligned(last.n_bytes) if last is not None else 0
+    parcels: list[Parcel] = []
+    not_empty = [shard for shard, size in sizes.items() if size]
+    for shard in sorted(not_empty, key=lambda shard: (main_rank[shard], -sizes[shard], sort_key(shard))):
+        last = parcels[-1] if parcels else None
+        start = _align(last.n_bytes) if last is not None else 0
         if last is not None and last.main_rank == main_rank[shard] and start + sizes[shard] <= PARCEL_BYTES:
             last.starts[shard] = start
-            found[-1] = last._replace(n_bytes=start + sizes[shard])
+            parcels[-1] = last._replace(n_bytes=start + sizes[shard])
         else:
-            found.append(Parcel(main_rank[shard], {shard: 0}, sizes[shard]))
-    return found
+            parcels.append(Parcel(main_rank[shard], {shard: 0}, sizes[shard]))
+    return parcels
 
 
-def comparable(shard: Any) -> Any:
-    """A shard's id as something that can be ordered: a part that is None (no flattened range) before all tuples."""
+def sort_key(shard: Any) -> Any:
+    """Return a shard's id in a form that can be ordered.
+
+    None, in place of a flattened range, comes before all ranges.
+    """
     return tuple(() if part is None else part for part in shard) if isinstance(shard, tuple) else shard
 
 
 def row_bytes(row: Iterable[Parcel | None]) -> int:
-    """Bytes that hold any one parcel of the row, so many that any dtype may begin after them."""
-    return max(_aligned(parcel.n_bytes) for parcel in row if parcel is not None)
+    """Return the size of the largest parcel of a row, in bytes.
+
+    It is rounded up, so that data of any dtype may begin after it.
+    """
+    return max(_align(parcel.n_bytes) for parcel in row if parcel is not None)
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def in_place(parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """The bytes of a parcel where they lie; None if they must be put together, or are not among the tensors."""
+def bytes_in_place(
+    parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], device: torch.device
+) -> torch.Tensor | None:
+    """Return the bytes of a parcel in the memory of its tensor; None if they have to be copied.
+
+    They have to be if the parcel has several shards, or its tensor is not among the tensors, not on
+    the device or not in one piece.
+    """
     if len(parcel.starts) > 1:
         return None
     (shard,) = parcel.starts
@@ -73,13 +87,13 @@ def in_place(parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], device: t
 
 
 def pack(parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor) -> None:
-    """Copies the tensors of a parcel to the beginning of ``raw``, 1-D uint8."""
+    """Copy the tensors of a parcel to the beginning of ``raw``, 1-D uint8."""
     for shard, start in parcel.starts.items():
         copy_bytes(tensors[shard], raw[start:], is_received=False)
 
 
 def unpack(parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor) -> None:
-    """Fills those of the tensors that are in the parcel from the beginning of ``raw``, 1-D uint8."""
+    """Copy a parcel from the beginning of ``raw``, 1-D uint8, into its tensors."""
     for shard, start in parcel.starts.items():
         if shard in tensors:
             copy_bytes(tensors[shard], raw[start:], is_received=True)

@@ -1,18 +1,18 @@
-"""Who of several ranks saves or loads a replicated shard.
+"""The choice of the rank that saves or loads each replicated shard.
 
-The ranks of a *parallelization group* hold many shards in common. A :class:`ShardDistribution` names one of the holders
-of each as its *main rank*, so that the bytes are spread evenly; every rank computes it from the same metadata and so
-gets the same one. The documented place of the names is ``exchange_utils``.
+The ranks of a *parallelization group* hold many shards in common. A :class:`ShardDistribution`
+names one of the holders of each as its *main rank*, so that the bytes are spread evenly. Every rank
+computes it from the same metadata, so all get the same one. The documented place of the names is
+``exchange_utils``.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from core.dist_checkpointing._ranks import comm
-from core.dist_checkpointing._ranks.parcels import comparable
+from core.dist_checkpointing._ranks.parcels import sort_key
 from core.dist_checkpointing._ranks.shard_bytes import n_bytes
 from core.dist_checkpointing.dict_utils import nested_values
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 class ShardDistribution(NamedTuple):
-    """Who does the work on each shard, for one parallelization group. Ranks are counted within the group.
+    """The main ranks of all shards of a parallelization group; ranks are counted within the group.
 
     Args:
-        main_rank_for_shard: shard → the one rank that saves or loads it.
+        main_rank_for_shard: the one rank that saves or loads each shard.
         shards_in_this_group: the shards that this group is responsible for.
-        shard_to_metadata: shard → one ShardedTensor without data that describes it.
-        all_ranks_for_shard: shard → the ranks that hold or need it, ascending.
+        shard_to_metadata: for each shard, a ShardedTensor without data that describes it.
+        all_ranks_for_shard: for each shard, the ranks that hold or need it, ascending.
     """
 
     main_rank_for_shard: dict[_ShardId, int]
@@ -44,95 +44,104 @@ def distribute_shards_to_ranks(
     num_ranks: int,
     cross_parallelization_group_loads: set[T],
 ) -> dict[T, int]:
-    """One rank for each shard, so that the sizes add up evenly.
+    """Assign each shard to one of its holders, so that the sizes add up evenly.
 
-    Each shard in turn goes to the least loaded of its holders (the lowest of equals). The order: shards of this group
-    before those that it only reads, few holders before many, large before small, then by the shard itself. So the
-    result depends on the arguments alone. Where every rank holds every shard, no rank gets more than 4/3 of the
-    smallest possible maximum (the bound of largest-first scheduling).
+    Each shard in turn goes to the least loaded of its holders (the lowest of equals). The order:
+    shards of this group before those that it only reads, few holders before many, large before
+    small, then by the shard itself. So the result depends on the arguments alone. If every rank
+    holds every shard, no rank gets more than 4/3 of the smallest possible maximum (the bound of
+    largest-first scheduling).
 
     Args:
-        shard_to_ranks: shard → the ranks that hold it, at least one, each in [0, num_ranks).
-        shard_to_size: shard → size, in bytes.
-        num_ranks: ranks in the group.
+        shard_to_ranks: the ranks that hold each shard, at least one, each in [0, num_ranks).
+        shard_to_size: size of each shard, in bytes.
+        num_ranks: number of ranks in the group.
         cross_parallelization_group_loads: shards whose main replica is in another group.
 
     Returns:
-        Shard → rank, in the order of assignment.
+        The rank of each shard, in the order of assignment.
 
     Raises:
-        ValueError: a shard without a holder, or with one outside the group.
+        ValueError: a shard has no holder, or one outside the group.
     """
     for shard, ranks in shard_to_ranks.items():
         if not ranks or not all(0 <= rank < num_ranks for rank in ranks):
-            raise ValueError(f"shard {shard} needs holders among ranks 0–{num_ranks - 1}, not {list(ranks)}")
+            raise ValueError(f"shard {shard} needs holders among ranks 0–{num_ranks - 1}, but has {list(ranks)}")
     loads = [0] * num_ranks
-    found: dict[T, int] = {}
+    assignment: dict[T, int] = {}
     for shard in sorted(
         shard_to_ranks,
         key=lambda shard: (
             shard in cross_parallelization_group_loads,
             len(shard_to_ranks[shard]),
             -shard_to_size[shard],
-            comparable(shard),
+            sort_key(shard),
         ),
     ):
         rank = min(shard_to_ranks[shard], key=lambda rank: (loads[rank], rank))
         loads[rank] += shard_to_size[shard]
-        found[shard] = rank
-    return found
+        assignment[shard] = rank
+    return assignment
 
 
 def determine_main_replica_uniform_distribution(
     sharded_state_dict: ShardedStateDict, parallelization_group: Any, ignore_groups: bool = False
 ) -> ShardDistribution | None:
-    """A distribution of the ShardedTensors that the ranks of a group hold. One collective exchange of metadata.
+    """Distribute the ShardedTensors of a group over its ranks; collective.
 
     Args:
-        sharded_state_dict: what this rank holds.
+        sharded_state_dict: this rank's state.
         parallelization_group: process group, None for all ranks.
-        ignore_groups: also take shards whose main replica is in no rank of this group, as loading must; without it
-            they are left to the group that has the main replica, as saving must.
+        ignore_groups: also take shards whose main replica is on no rank of this group, as loading
+            must; without it they are left to the group that has the main replica, as saving must.
 
     Returns:
-        The same on every rank; None in a group of one rank.
+        The same distribution on every rank; None in a group of one rank.
 
     Raises:
-        CheckpointingException: ranks disagree about the dtype or the shape of a shard; on every rank.
+        CheckpointingException: ranks disagree about the dtype or the shape of a shard; on every
+            rank.
     """
     if comm.world_size(parallelization_group) <= 1:
         return None
-    held = comm.collect(
-        lambda: [tensor.without_data() for tensor in _sharded_tensors(sharded_state_dict)], parallelization_group
-    )
+
+    def tensors_without_data() -> list[ShardedTensor]:
+        leaves = nested_values(sharded_state_dict)
+        return [leaf.without_data() for leaf in leaves if isinstance(leaf, ShardedTensor)]
+
+    # Collect the ranks that hold each shard.
+    tensors_by_rank = comm.collect(tensors_without_data, parallelization_group)
     metadata: dict[_ShardId, ShardedTensor] = {}
-    ranks: dict[_ShardId, list[int]] = defaultdict(list)
-    main: set[_ShardId] = set()
-    for rank, tensors in enumerate(held):
+    holders: dict[_ShardId, list[int]] = defaultdict(list)
+    main_shards: set[_ShardId] = set()
+    for rank, tensors in enumerate(tensors_by_rank):
         for tensor in tensors:
             shard = _sharded_tensor_shard_id(tensor)
-            _check_same(metadata.setdefault(shard, tensor), tensor, rank)
-            if rank not in ranks[shard][-1:]:
-                ranks[shard].append(rank)
+            _require_same_type(metadata.setdefault(shard, tensor), tensor, rank)
+            if rank not in holders[shard][-1:]:
+                holders[shard].append(rank)
             if is_main_replica(tensor.replica_id):
-                main.add(shard)
-    ours = set(ranks) if ignore_groups else main
-    ranks = {shard: found for shard, found in ranks.items() if shard in ours}
-    sizes = {shard: n_bytes(metadata[shard]) for shard in ranks}
-    chosen = distribute_shards_to_ranks(ranks, sizes, len(held), ours - main)
-    return ShardDistribution(chosen, ours, metadata, ranks)
+                main_shards.add(shard)
+
+    # Distribute the shards that this group is responsible for.
+    shards = set(holders) if ignore_groups else main_shards
+    holders = {shard: ranks for shard, ranks in holders.items() if shard in shards}
+    sizes = {shard: n_bytes(metadata[shard]) for shard in holders}
+    main_ranks = distribute_shards_to_ranks(holders, sizes, len(tensors_by_rank), shards - main_shards)
+    return ShardDistribution(main_ranks, shards, metadata, holders)
 
 
-def _sharded_tensors(sharded_state_dict: ShardedStateDict) -> Iterator[ShardedTensor]:
-    return (value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor))
+def _require_same_type(first: ShardedTensor, second: ShardedTensor, rank: int) -> None:
+    """Raise unless two copies of a shard have the same dtype and shape.
 
-
-def _check_same(one: ShardedTensor, other: ShardedTensor, rank: int) -> None:
+    Raises:
+        CheckpointingException: the second copy, on ``rank``, differs.
+    """
     for name in ("dtype", "local_shape"):
-        if getattr(one, name) != getattr(other, name):
+        if getattr(first, name) != getattr(second, name):
             raise CheckpointingException(
-                f"ranks disagree about the {name.replace('_', ' ')} of one shard at offset {one.global_offset}: "
-                f"{getattr(one, name)} and {getattr(other, name)}",
-                key=one.key,
+                f"ranks disagree about the {name.replace('_', ' ')} of one shard at offset {first.global_offset}: "
+                f"{getattr(first, name)} and {getattr(second, name)}",
+                key=first.key,
                 rank=str(rank),
             )

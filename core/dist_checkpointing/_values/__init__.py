@@ -1,6 +1,7 @@
-"""Live Python values as inert trees and back, by a table of safe constructors; nothing is unpickled.
+"""Conversion of live Python values to inert trees and back, by a table of safe constructors.
 
-Start at ``objects``; ``constructors`` is the table, ``stand_in`` what unknown classes become.
-Imports: arrays, catalog, dist_checkpointing, dist_checkpointing._engine, errors, files, formats.torch,
-formats.torch.zip, pickle.
+Nothing is unpickled. Start at ``objects``; ``constructors`` is the table, and objects of unknown
+classes become a ``stand_in``.
+Imports: arrays, catalog, dist_checkpointing, dist_checkpointing._engine, errors, files,
+formats.torch, formats.torch.zip, pickle.
 """

@@ -1,9 +1,11 @@
-"""A live value as an inert tree, by way of the pickle that Python makes of it.
+"""Conversion of a live value to an inert tree, by way of the pickle that Python makes of it.
 
-Only this program's own objects are pickled, and what comes out is read as any pickle of a file is
-(``core.pickle.reader``): so the tree is the one that reading a saved file gives, and writing it gives the same bytes.
+Only this program's own objects are pickled, and the result is read like any pickle of a file
+(``core.pickle.reader``): so the tree equals the one that reading a saved file gives, and writing it
+gives the same bytes.
 
-Tensors do not go through the pickle: each distinct one becomes a ``TensorLeaf``. Stand-ins become what they stand for.
+Tensors are not pickled: each distinct one becomes a ``TensorLeaf``. Stand-ins become the objects
+that they stand for.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from core.catalog.stored import PlannedArray
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, is_stored
-from core.dist_checkpointing._values.stand_in import inert_again, stood_in
+from core.dist_checkpointing._values.stand_in import rebuild_inert, rebuild_stand_in
 from core.errors import CheckpointingException, UnsupportedError
 from core.pickle import reader as safe_pickle
 from core.pickle.inert import TensorLeaf
@@ -34,21 +37,24 @@ class LivePickle:
 
     Attributes:
         tree: inert, with a ``TensorLeaf`` for every tensor.
-        arrays: key of a leaf → dtype and shape; leaves whose tensors are the same bytes share one.
-        tensors: name of an array → the tensor, strided, on any device.
+        arrays: dtype and shape for the key of each leaf; leaves whose tensors have the same memory
+            share one.
+        tensors: the tensor of each array, by the array's name; strided, on any device.
 
     Raises:
-        UnsupportedError: a tensor that is no plain dense one, a bare storage, or an object that cannot be pickled.
+        UnsupportedError: the value holds a tensor that is not plain and dense, a bare storage, or
+            an object that cannot be pickled.
     """
 
     def __init__(self, value: object) -> None:
         self.arrays: dict[str, PlannedArray] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self._by_place: dict[tuple[object, ...], PlannedArray] = {}
-        self._found: list[torch.Tensor] = []
+        self._array_at: dict[tuple[object, ...], PlannedArray] = {}
         buffer = io.BytesIO()
+        pickler = _ValuePickler(buffer)
+        self._pickled_tensors = pickler.tensors
         try:
-            _Pickler(buffer, self._found).dump(value)
+            pickler.dump(value)
             data = buffer.getvalue()
             self.tree = safe_pickle.load(data, label="the value to be saved", hooks=self._hooks())
         except CheckpointingException:
@@ -58,30 +64,32 @@ class LivePickle:
 
     def _hooks(self) -> dict[tuple[str, str], Hook]:
         return {
-            _name_of(_nth_tensor): self._leaf,
-            _name_of(stood_in): inert_again,
+            _name_of(_tensor_by_number): self._leaf,
+            _name_of(rebuild_stand_in): rebuild_inert,
             ("torch", "Size"): lambda *args: NotImplemented,
         }
 
     def _leaf(self, number: int) -> TensorLeaf:
-        found = self._found[number]
+        pickled = self._pickled_tensors[number]
         key = f"#{number}"
-        tensor = plain_tensor(found)
-        place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        array = self._by_place.get(place) if tensor.numel() else None
+        tensor = plain_tensor(pickled)
+        # Tensors with the same memory, type and shape are stored once; those without elements have no memory.
+        memory = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        array = self._array_at.get(memory) if tensor.numel() else None
         if array is None:
             array = PlannedArray(key, dtype_name(tensor.dtype), tuple(tensor.shape))
-            self._by_place[place] = array
+            self._array_at[memory] = array
             self.tensors[key] = tensor
         self.arrays[key] = array
-        return TensorLeaf(key, "parameter" if isinstance(found, torch.nn.Parameter) else None, found.requires_grad)
+        return TensorLeaf(key, "parameter" if isinstance(pickled, torch.nn.Parameter) else None, pickled.requires_grad)
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without gradient, conjugation and negation, if its elements can be stored as they are.
+    """Return the tensor without gradient, conjugation and negation.
 
     Raises:
-        UnsupportedError: it is quantized, sparse, nested, without data, of a class or an element type of its own.
+        UnsupportedError: the tensor is quantized, sparse, nested, without data, or of a class or
+            dtype that cannot be stored.
     """
     kind = None
     if type(tensor) not in _PLAIN_CLASSES:
@@ -102,31 +110,33 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def _nth_tensor(number: int) -> None:
-    """What a tensor is in the pickle; never called."""
+def _tensor_by_number(number: int) -> None:
+    """Stand for a tensor in the pickle; never called."""
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
     return function.__module__, function.__qualname__
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles everything but tensors.
+class _ValuePickler(pickle.Pickler):
+    """A pickler that leaves tensors out.
 
     Args:
-        file: gets the pickle.
-        tensors: gets every distinct tensor; its index stands in the pickle.
+        file: receives the pickle.
+
+    Attributes:
+        tensors: every distinct tensor; the pickle has its index.
     """
 
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
-        self._tensors = tensors
+        self.tensors: list[torch.Tensor] = []
 
+    @override
     def reducer_override(self, value: Any) -> Any:
-        """See ``pickle.Pickler``."""
         if isinstance(value, torch.Tensor):
-            self._tensors.append(value)
-            return _nth_tensor, (len(self._tensors) - 1,)
+            self.tensors.append(value)
+            return _tensor_by_number, (len(self.tensors) - 1,)
         if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
             raise UnsupportedError("a bare storage cannot be saved", hint="save the tensor instead")
         return NotImplemented

@@ -1,7 +1,7 @@
-"""An inert tree on its way to live values.
+"""Conversion of an inert tree to live values.
 
-No recursion: every node that needs others is a generator that asks for them, so depth costs memory only. A node that
-several places share is made once.
+There is no recursion: every node that needs other nodes is a generator that yields them, so depth
+costs memory only. A node that occurs in several places is converted once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from core.dist_checkpointing._values import constructors, numpy_values, torch_values
-from core.dist_checkpointing._values.constructors import Filled, Made
+from core.dist_checkpointing._values.constructors import ContainerConstructor, ValueConstructor
 from core.dist_checkpointing._values.known_names import KnownNames, member
 from core.dist_checkpointing._values.stand_in import NAME, StandIn
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
@@ -30,85 +30,88 @@ _MAX_NAMED = 8
 _HINT = "before loading, register a class with torch.serialization.add_safe_globals, or import the module of an enum"
 
 _Steps = Generator[object, Any, Any]
-"""Yields the parts that it needs live, is sent them, and returns the value."""
+"""Yields the parts of a node, is sent their live values, and returns the live value of the node."""
 
 
 class LiveTree:
-    """One run of ``core.dist_checkpointing._values.objects.live_object``; the arguments are those of it."""
+    """The conversion of one tree, with the arguments of ``_values.objects.live_object``."""
 
     def __init__(self, tensor_of: Callable[[str], torch.Tensor], *, key: str | None = None) -> None:
         self._tensor_of = tensor_of
         self._key = key
         self._done: dict[int, tuple[object, Any]] = {}
-        """id of a node → the node, so that its id stays its own, and the value."""
+        """By id of a node: the node, kept so that no other gets its id, and its value."""
         self._open: set[int] = set()
         self._tensors: dict[str, torch.Tensor] = {}
         self._unknown: dict[str, None] = {}
         self._names = KnownNames()
 
     def warn(self) -> None:
-        """Says in the log which classes were not known, if any."""
+        """Log a warning with the classes that are unknown, if any."""
         if self._unknown:
             names = list(self._unknown)
-            listed = ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")
-            where = f" of {self._key}" if self._key else ""
+            text = ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")
+            owner = f" of {self._key}" if self._key else ""
             logger.warning(
-                "stand-ins%s hold the places of objects whose class is not known here: %s; %s", where, listed, _HINT
+                "stand-ins%s hold the places of objects whose class is not known here: %s; %s", owner, text, _HINT
             )
 
     def value_of(self, root: object) -> Any:
-        """The live value of a tree.
+        """Return the live value of a tree.
 
-        Raises: those of ``live_object``.
+        Raises:
+            CheckpointingException: as ``_values.objects.live_object``.
         """
         stack: list[tuple[object, _Steps]] = []
-        sent: Any = None
         node = root
         try:
             while True:
-                made = self._ready(node)
-                if made is _NOT_YET:
+                value = self._ready(node)
+                if value is _NOT_YET:
                     stack.append((node, self._steps(node)))
-                else:
-                    sent = made
+                # Give the value to the innermost generator, until one asks for a further node.
                 while stack:
                     top, steps = stack[-1]
                     try:
-                        node = steps.send(None if made is _NOT_YET else sent)
+                        node = steps.send(None if value is _NOT_YET else value)
                         break
                     except StopIteration as end:
                         stack.pop()
                         self._open.discard(id(top))
                         self._done[id(top)] = (top, end.value)
-                        sent, made = end.value, end.value
+                        value = end.value
                 else:
-                    return sent
+                    return value
         except CheckpointingException as err:
             err.key = err.key or self._key
             raise
 
     def _ready(self, node: Any) -> Any:
-        """The value of a node that needs no others, or was made before; else ``_NOT_YET``."""
+        """Return the value of a node without parts, or converted before; else ``_NOT_YET``.
+
+        Raises:
+            UnsupportedError: the node contains itself and cannot be filled later.
+        """
         kind = type(node)
         if kind in _SCALARS:
             return node
-        known = self._done.get(id(node))
-        if known is not None:
-            return known[1]
+        entry = self._done.get(id(node))
+        if entry is not None:
+            return entry[1]
         if kind is TensorLeaf:
             return self._tensor(node)
         if kind is Global:
-            return self._named(node)
+            return self._value_of_name(node)
         if kind is bytearray:
-            return self._memoized(node, bytearray(node))
+            return self._memoize(node, bytearray(node))
         if kind is Size:
-            return self._memoized(node, torch.Size(node))
+            return self._memoize(node, torch.Size(node))
         if id(node) in self._open:
             raise UnsupportedError(f"a {_kind_of(node)} contains itself")
         self._open.add(id(node))
         return _NOT_YET
 
-    def _memoized(self, node: object, value: Any) -> Any:
+    def _memoize(self, node: object, value: Any) -> Any:
         self._done[id(node)] = (node, value)
         return value
 
@@ -124,117 +127,133 @@ class LiveTree:
             return self._record(node)
         if kind is Persistent:
             raise UnsupportedError("a bare storage cannot be loaded")
-        what = "reference to another object" if kind is ObjectLeaf else kind.__name__
-        raise UnsupportedError(f"a {what} cannot be loaded")
+        name = "reference to another object" if kind is ObjectLeaf else kind.__name__
+        raise UnsupportedError(f"a {name} cannot be loaded")
 
     def _dict(self, node: dict[object, object]) -> _Steps:
-        made: dict[Any, Any] = self._memoized(node, {})
+        result: dict[Any, Any] = self._memoize(node, {})
         for key, value in node.items():
             live_key = yield key
             live_value = yield value
-            _checked(node, partial(made.__setitem__, live_key, live_value))
-        return made
+            _run_checked(node, partial(result.__setitem__, live_key, live_value))
+        return result
 
     def _list(self, node: list[object]) -> _Steps:
-        made: list[Any] = self._memoized(node, [])
+        result: list[Any] = self._memoize(node, [])
         if _SCALARS.issuperset(map(type, node)):
-            made += node
-            return made
+            result += node
+            return result
         for item in node:
-            made.append((yield item))
-        return made
+            result.append((yield item))
+        return result
 
     def _sequence(self, node: Any) -> _Steps:
         if _SCALARS.issuperset(map(type, node)):
             return type(node)(node)
-        found = []
+        items = []
         for item in node:
-            found.append((yield item))  # noqa: PERF401
-        return _checked(node, lambda: type(node)(found))
+            items.append((yield item))  # noqa: PERF401
+        return _run_checked(node, lambda: type(node)(items))
 
     def _record(self, node: Inert) -> _Steps:
+        """Convert an object that was pickled as a call.
+
+        The tables, enumerations and registered names are tried in this order; else the result is a
+        stand-in.
+        """
         kind = unsupported_kind(node)
         if kind is not None:
             raise UnsupportedError(f"a {kind} cannot be loaded")
+        # Only a call of a global name with live arguments can be converted.
         args = yield node.args
         fn = node.fn
         if not isinstance(fn, Global):
             raise UnsafeError(f"the object is made by calling {_kind_of(fn)}, which is never done")
         row = _CONSTRUCTORS.get((fn.module, fn.name))
-        made: Any = NotImplemented
-        filled = _PROGRAMS_OWN
-        if isinstance(row, Made):
-            if node.kwargs is None and not node.items and not node.entries:
-                state = node.state if node.state is NO_STATE else (yield node.state)
-                made = _checked(node, partial(row.make, args, state))
-            if made is not NotImplemented:
-                return made
-        elif isinstance(row, Filled):
-            filled = row
+        # Try the tables, then enumerations, then registered names.
+        container: Any = NotImplemented
+        constructor = _REGISTERED
+        if isinstance(row, ValueConstructor):
+            value = yield from self._make_value(node, row, args)
+            if value is not NotImplemented:
+                return value
+        elif isinstance(row, ContainerConstructor):
+            constructor = row
             if node.kwargs is None:
-                made = _checked(node, partial(row.make, *args))
+                container = _run_checked(node, partial(row.make, *args))
         else:
-            found = member(fn, args[0]) if len(args) == 1 else None
-            if found is not None:
-                return found
-            made = yield from self._of_registered(node, fn, args)
-        if made is NotImplemented:
-            return (yield from self._stand_in(node, fn, args))
-        return (yield from self._filled(node, self._memoized(node, made), filled))
+            enum_member = member(fn, args[0]) if len(args) == 1 else None
+            if enum_member is not None:
+                return enum_member
+            container = yield from self._make_registered(node, fn, args)
+        if container is NotImplemented:
+            return (yield from self._make_stand_in(node, fn, args))
+        return (yield from self._fill(node, self._memoize(node, container), constructor))
 
-    def _filled(self, node: Inert, made: Any, row: Filled) -> _Steps:
-        """The container with its items, entries and state in it."""
+    def _make_value(self, node: Inert, constructor: ValueConstructor, args: tuple[Any, ...]) -> _Steps:
+        """Make a value of the tables; NotImplemented for unusual arguments."""
+        if node.kwargs is not None or node.items or node.entries:
+            return NotImplemented
+        state = node.state if node.state is NO_STATE else (yield node.state)
+        return _run_checked(node, partial(constructor.make, args, state))
+
+    def _fill(self, node: Inert, container: Any, constructor: ContainerConstructor) -> _Steps:
+        """Put items, entries and state into a container."""
         for item in node.items:
             live = yield item
-            _checked(node, partial(_method(row.add), made, live))
+            _run_checked(node, partial(_require_method(constructor.add), container, live))
         for key, value in node.entries:
             live_key = yield key
             live = yield value
-            _checked(node, partial(_method(row.put), made, live_key, live))
+            _run_checked(node, partial(_require_method(constructor.put), container, live_key, live))
         if node.state is not NO_STATE:
             state = yield node.state
-            _checked(node, partial(_method(row.restore), made, state))
-        return made
+            _run_checked(node, partial(_require_method(constructor.restore), container, state))
+        return container
 
-    def _of_registered(self, node: Inert, fn: Global, args: tuple[Any, ...]) -> _Steps:
-        """An instance of a class, or the result of a function, that the program registered; else NotImplemented."""
+    def _make_registered(self, node: Inert, fn: Global, args: tuple[Any, ...]) -> _Steps:
+        """Make an instance of a class, or call a function, that the program registered.
+
+        NotImplemented for other names.
+        """
         function = self._names.registered(fn)
         if function is None:
             return NotImplemented
         kwargs = (yield node.kwargs) or {}
         if node.how == "reduce":
-            return _checked(node, partial(function, *args))
-        return _checked(node, partial(function.__new__, function, *args, **kwargs))
+            return _run_checked(node, partial(function, *args))
+        return _run_checked(node, partial(function.__new__, function, *args, **kwargs))
 
-    def _stand_in(self, node: Inert, fn: Global, args: tuple[Any, ...]) -> _Steps:
+    def _make_stand_in(self, node: Inert, fn: Global, args: tuple[Any, ...]) -> _Steps:
         self._note_unknown(fn)
         kwargs = yield node.kwargs
-        made = StandIn(node.how, fn.module, fn.name, args=args, kwargs=kwargs)
-        self._memoized(node, made)
+        stand_in = StandIn(node.how, fn.module, fn.name, args=args, kwargs=kwargs)
+        self._memoize(node, stand_in)
         for item in node.items:
-            made.items.append((yield item))
+            stand_in.items.append((yield item))
         for key, value in node.entries:
             live_key = yield key
-            made.entries.append((live_key, (yield value)))
+            stand_in.entries.append((live_key, (yield value)))
         if node.state is not NO_STATE:
-            made.state = yield node.state
-        return made
+            stand_in.state = yield node.state
+        return stand_in
 
-    def _named(self, node: Global) -> Any:
-        """A class, function or value that stands in the tree by its name."""
-        found = self._names.value(node)
-        if found is None:
+    def _value_of_name(self, node: Global) -> Any:
+        """Return the class, function or value that the tree refers to by name, or a stand-in."""
+        value = self._names.value(node)
+        if value is None:
             self._note_unknown(node)
-            found = StandIn(NAME, node.module, node.name)
-        return self._memoized(node, found)
+            value = StandIn(NAME, node.module, node.name)
+        return self._memoize(node, value)
 
     def _note_unknown(self, fn: Global) -> None:
-        """Remembers a name that is not known here.
+        """Remember an unknown name for the warning.
 
         Raises:
-            UnsafeError: it is known as an attack.
+            UnsafeError: the name is known as an attack.
         """
-        if classify(fn) == "dangerous" and fn.module != "__main__":  # a script's own class; a stand-in calls nothing
+        # Names of __main__ are classes of a script; a stand-in for one calls nothing.
+        if classify(fn) == "dangerous" and fn.module != "__main__":
             raise UnsafeError(
                 f"the object names {fn}, which would run code if it were called",
                 hint="find out who wrote this checkpoint, and leave the object out",
@@ -255,17 +274,17 @@ class LiveTree:
 
 
 class _NotYet:
-    """The type of ``_NOT_YET``."""
+    """The type of ``_NOT_YET``, which stands for a value that is still to be made."""
 
 
 _NOT_YET = _NotYet()
 
 
-def _checked(node: object, make: Callable[[], Any]) -> Any:
-    """``make()``, the errors of unfit arguments as the project's.
+def _run_checked(node: object, make: Callable[[], Any]) -> Any:
+    """Return ``make()``, with errors about its arguments translated.
 
     Raises:
-        CorruptError: the arguments are none that such an object has.
+        CorruptError: the arguments are not valid for such an object.
     """
     try:
         return make()
@@ -279,31 +298,33 @@ def _kind_of(node: object) -> str:
     return node.class_name if isinstance(node, Inert) else type(node).__name__
 
 
-def _method(found: Callable[..., Any] | None) -> Callable[..., Any]:
-    return _no_such_part if found is None else found
+def _require_method(method: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return the method of a constructor, or for None a function that raises TypeError."""
+    return _refuse_parts if method is None else method
 
 
-def _no_such_part(*parts: Any) -> None:
-    raise TypeError("it has no such parts")
+def _refuse_parts(*parts: Any) -> None:
+    raise TypeError("such an object has no items, entries or state of this kind")
 
 
-def _restore(made: Any, state: Any) -> None:
-    """What BUILD does to an instance of a registered class."""
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
+def _restore_state(instance: Any, state: Any) -> None:
+    """Apply a state to an instance of a registered class, like the opcode BUILD."""
+    if hasattr(instance, "__setstate__"):
+        instance.__setstate__(state)
         return
     slots: Any = None
     if type(state) is tuple and len(state) == 2:
         state, slots = state
     if state:
-        vars(made).update(state)
+        vars(instance).update(state)
     for name, value in (slots or {}).items():
-        setattr(made, name, value)
+        setattr(instance, name, value)
 
 
-_PROGRAMS_OWN = Filled(
+_REGISTERED = ContainerConstructor(
     lambda: None,
-    add=lambda made, item: made.append(item),
-    put=lambda made, key, value: made.__setitem__(key, value),
-    restore=_restore,
+    add=lambda instance, item: instance.append(item),
+    put=lambda instance, key, value: instance.__setitem__(key, value),
+    restore=_restore_state,
 )
+"""Fills instances of classes that the program registered; ``make`` is not used."""

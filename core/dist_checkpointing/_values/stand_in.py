@@ -1,4 +1,4 @@
-"""What a loaded state dict holds in the place of an object whose class is not known here."""
+"""The stand-in for a loaded object whose class is unknown to this program."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ NAME = "name"
 
 
 class StandIn:
-    """An object of a class that this program has not imported, as the checkpoint describes it. It does nothing.
+    """A description of an object whose class this program has not imported; it has no behaviour.
 
-    Megatron's ``args`` hold enumerations of Megatron's own; a checkpoint must be loadable without it. A stand-in can be
-    printed, compared and saved again: then the file says what the first one said.
+    Megatron's ``args`` hold enumerations of Megatron's own; a checkpoint must be loadable without
+    Megatron. A stand-in can be printed, compared and saved again: then the new file describes the
+    same object as the first.
 
     Attributes:
-        how: ``name`` (a class or function itself), or how the object was made: ``reduce``, ``newobj``, ``newobj_ex``
-            (see ``core.pickle.inert.Inert``).
-        module, name: of the class or function; the name has dots where it is nested.
-        args, kwargs: what the class or function was given.
-        state: what ``__setstate__`` would get, or ``core.pickle.inert.NO_STATE``.
-        items, entries: what was appended, and the pairs that were set.
+        how: ``name`` (a class or function itself), or how the object was made: ``reduce``,
+            ``newobj``, ``newobj_ex`` (see ``core.pickle.inert.Inert``).
+        module, name: of the class or function; the name has dots if it is nested.
+        args, kwargs: arguments of the class or function.
+        state: argument for ``__setstate__``, or ``core.pickle.inert.NO_STATE``.
+        items, entries: appended items, and (key, value) pairs that were set.
     """
 
     __slots__ = ("args", "entries", "how", "items", "kwargs", "module", "name", "state")
@@ -50,8 +51,8 @@ class StandIn:
         self.entries = entries or []
 
     def __repr__(self) -> str:
-        shown = "" if self.how == NAME else f"({', '.join(f'{part!r:.40}' for part in self.args[:4])})"
-        return f"<stand-in for {self.module}.{self.name}{shown}>"
+        arguments = "" if self.how == NAME else f"({', '.join(f'{part!r:.40}' for part in self.args[:4])})"
+        return f"<stand-in for {self.module}.{self.name}{arguments}>"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is StandIn and not any(diff(self._parts(), other._parts()))
@@ -60,15 +61,15 @@ class StandIn:
         return hash((self.how, self.module, self.name))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return stood_in, self._parts()
+        return rebuild_stand_in, self._parts()
 
     def _parts(self) -> tuple[object, ...]:
-        """The arguments of ``stood_in``."""
+        """Return the arguments of ``rebuild_stand_in``."""
         state = () if self.state is NO_STATE else (self.state,)
         return self.how, self.module, self.name, self.args, self.kwargs, state, self.items, self.entries
 
 
-def stood_in(
+def rebuild_stand_in(
     how: str,
     module: str,
     name: str,
@@ -78,17 +79,21 @@ def stood_in(
     items: list[object],
     entries: list[tuple[object, object]],
 ) -> StandIn:
-    """The stand-in that was pickled, between processes of one job."""
-    found = state[0] if state else NO_STATE
-    return StandIn(how, module, name, args=args, kwargs=kwargs, state=found, items=items, entries=entries)
+    """Return the stand-in that was pickled between processes of one job."""
+    value = state[0] if state else NO_STATE
+    return StandIn(how, module, name, args=args, kwargs=kwargs, state=value, items=items, entries=entries)
 
 
-def inert_again(*parts: Any) -> object:
-    """What the stand-in stands for, inert, out of the arguments of ``stood_in``."""
-    found = stood_in(*parts)
-    fn = Global(found.module, found.name)
-    if found.how == NAME:
+def rebuild_inert(*parts: Any) -> object:
+    """Return the inert object that a stand-in describes.
+
+    Args:
+        parts: arguments of ``rebuild_stand_in``.
+    """
+    stand_in = rebuild_stand_in(*parts)
+    fn = Global(stand_in.module, stand_in.name)
+    if stand_in.how == NAME:
         return fn
-    made = Inert(found.how, fn, found.args, kwargs=found.kwargs)
-    made.items, made.entries, made.state = list(found.items), list(found.entries), found.state
-    return made
+    inert = Inert(stand_in.how, fn, stand_in.args, kwargs=stand_in.kwargs)
+    inert.items, inert.entries, inert.state = list(stand_in.items), list(stand_in.entries), stand_in.state
+    return inert

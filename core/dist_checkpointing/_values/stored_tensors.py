@@ -1,7 +1,7 @@
 """The tensors of a stored object, with the memory that they share.
 
-Arrays whose bytes overlap in the file are views of one storage, as they were when they were saved; every storage is
-read once, when the first of its tensors is asked for.
+Arrays whose bytes overlap in the file become views of one storage, as they were when they were
+saved. Every storage is read once, when the first of its tensors is asked for.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class StoredTensors:
     """Reads tensors by name.
 
     Args:
-        store: where they lie.
-        arrays: where each of them lies, by key; not late-bound.
+        store: the store that holds the arrays.
+        arrays: position of each array, by key; already known, not resolved later.
     """
 
     def __init__(self, store: ReadStore, arrays: Mapping[str, StoredArray]) -> None:
@@ -38,11 +38,11 @@ class StoredTensors:
         self._storages: dict[_Run, torch.Tensor] = {}
 
     def read(self, key: str) -> torch.Tensor:
-        """The tensor of a key, on the CPU, with the strides that it was saved with.
+        """Return the tensor of a key, on the CPU, with the strides that it was saved with.
 
         Raises:
-            CorruptError: the bytes do not have the checksum that the file states for a tensor that is a whole record.
-            TruncatedError, StorageError: as the store has it.
+            CorruptError: the checksum of a tensor that is a complete record does not match.
+            TruncatedError, StorageError: the store cannot read the bytes.
         """
         array = self._arrays[key]
         dtype = torch_dtype(array.dtype)
@@ -51,26 +51,31 @@ class StoredTensors:
         run = self._runs[key]
         data = self._storages.get(run)
         if data is None:
-            data = self._storages[run] = self._bytes(run, key)
+            data = self._storages[run] = self._read_run(run, key)
         first, odd = divmod(array.extent.offset - run[1], itemsize(array.dtype))
-        if odd:  # views of several element types into one storage
+        if odd:  # views of several dtypes into one storage
             data, first = data[array.extent.offset - run[1] :].clone(), 0
-        made = torch.empty(0, dtype=dtype)
-        made.set_(data.untyped_storage(), first, array.shape, _strides(array))
-        return made
+        tensor = torch.empty(0, dtype=dtype)
+        tensor.set_(data.untyped_storage(), first, array.shape, _strides(array))
+        return tensor
 
-    def _bytes(self, run: _Run, key: str) -> torch.Tensor:
+    def _read_run(self, run: _Run, key: str) -> torch.Tensor:
+        """Read a run of bytes, and compare the checksum if the array is a complete record.
+
+        Raises:
+            CorruptError: the checksum does not match.
+        """
         file, start, stop = run
         data = torch.empty(stop - start, dtype=torch.uint8)
         view = _view(data)
         self._store.read_into(file, start, view)
         array = self._arrays[key]
-        stated = array.extent.crc
-        if stated is not None and (array.extent.offset, array.n_bytes) == (start, len(view)):
-            found = crc32(view)
-            if found != stated:
+        expected = array.extent.crc
+        if expected is not None and (array.extent.offset, array.n_bytes) == (start, len(view)):
+            actual = crc32(view)
+            if actual != expected:
                 raise CorruptError(
-                    f"the bytes of a tensor have the CRC-32 {found:08x}, the file says {stated:08x}",
+                    f"checksum mismatch: a tensor has CRC-32 {actual:08x}, expected {expected:08x}",
                     file=file,
                     span=(start, stop),
                     hint="copy the checkpoint again, or use an older one",
@@ -82,14 +87,16 @@ _Run = tuple[str, int, int]
 """File, first byte, and the byte after the last."""
 
 
+def _span_of(array: StoredArray) -> _Run:
+    """Return the bytes from the first to the last element of an array."""
+    start = array.extent.offset
+    last = sum((n - 1) * step for n, step in zip(array.shape, _strides(array), strict=True))
+    return array.extent.file, start, start + (last + 1) * itemsize(array.dtype)
+
+
 def _runs(arrays: Mapping[str, StoredArray]) -> dict[str, _Run]:
-    """The run of bytes that each array lies in; arrays that overlap lie in one."""
-    spans = []
-    for key, array in arrays.items():
-        if array.n_bytes:
-            size, start = itemsize(array.dtype), array.extent.offset
-            last = sum((n - 1) * step for n, step in zip(array.shape, _strides(array), strict=True))
-            spans.append((array.extent.file, start, start + (last + 1) * size, key))
+    """Return the run of bytes that each array lies in; arrays that overlap share one."""
+    spans = [(*_span_of(array), key) for key, array in arrays.items() if array.n_bytes]
     groups: list[tuple[_Run, list[str]]] = []
     for file, start, stop, key in sorted(spans, key=lambda span: span[:2]):
         members = [key]

@@ -9,48 +9,48 @@ from typing import Any
 
 import torch
 
-from core.dist_checkpointing._values.constructors import Args, Filled, Made, Name, fits
+from core.dist_checkpointing._values.constructors import Args, ContainerConstructor, Name, ValueConstructor, require
 from core.pickle.inert import NO_STATE
 
 
 def _size(args: Args, state: Any) -> object:
-    fits(len(args) <= 1 and state is NO_STATE)
+    require(len(args) <= 1 and state is NO_STATE)
     extents = args[0] if args else ()
-    fits(type(extents) in (tuple, list, torch.Size) and all(type(n) is int and 0 <= n < 1 << 63 for n in extents))
+    require(type(extents) in (tuple, list, torch.Size) and all(type(n) is int and 0 <= n < 1 << 63 for n in extents))
     return torch.Size(extents)
 
 
 def _device(args: Args, state: Any) -> object:
-    fits(1 <= len(args) <= 2 and type(args[0]) is str and all(type(arg) is int for arg in args[1:]))
+    require(1 <= len(args) <= 2 and type(args[0]) is str and all(type(arg) is int for arg in args[1:]))
     return torch.device(*args)
 
 
 def _layout(args: Args, state: Any) -> object:
-    found = _LAYOUTS.get(args[0]) if len(args) == 1 and type(args[0]) is str else None
-    return NotImplemented if found is None else found
+    layout = _LAYOUTS.get(args[0]) if len(args) == 1 and type(args[0]) is str else None
+    return NotImplemented if layout is None else layout
 
 
 def _generator(args: Args, state: Any) -> object:
-    """A generator on the device where it was, with its state: (seed, offset, state)."""
-    fits(len(args) <= 1 and (not args or isinstance(args[0], torch.device)))
-    made = torch.Generator(device=args[0] if args else "cpu")
+    """Rebuild a generator on its device, from its state: (seed, offset, state)."""
+    require(len(args) <= 1 and (not args or isinstance(args[0], torch.device)))
+    generator = torch.Generator(device=args[0] if args else "cpu")
     if state is not NO_STATE:
-        fits(type(state) is tuple and len(state) == 3 and isinstance(state[2], torch.Tensor))
-        made.set_state(state[2])
-    return made
+        require(type(state) is tuple and len(state) == 3 and isinstance(state[2], torch.Tensor))
+        generator.set_state(state[2])
+    return generator
 
 
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 _VALUES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-"""Kinds of values that pickles call by their names in torch."""
+"""Kinds of values that pickles refer to by their names in torch."""
 
-CONSTRUCTORS: dict[Name, Made | Filled] = {
-    ("torch", "Size"): Made(_size),
-    ("torch", "device"): Made(_device),
-    ("torch.serialization", "_get_layout"): Made(_layout),
-    ("torch", "Generator"): Made(_generator),
-    ("torch._C", "Generator"): Made(_generator),
+CONSTRUCTORS: dict[Name, ValueConstructor | ContainerConstructor] = {
+    ("torch", "Size"): ValueConstructor(_size),
+    ("torch", "device"): ValueConstructor(_device),
+    ("torch.serialization", "_get_layout"): ValueConstructor(_layout),
+    ("torch", "Generator"): ValueConstructor(_generator),
+    ("torch._C", "Generator"): ValueConstructor(_generator),
 }
 
 CLASSES: dict[Name, object] = {

@@ -1,1 +1,1 @@
-"""How sharded and common states are stored: one module a backend."""
+"""Strategies to store sharded and common states: one module per backend."""

@@ -1,13 +1,13 @@
-"""Saves that go on while training does: the queue that ends them in order. What it queues is documented here, too.
+"""Asynchronous saves: the queue that finalizes them in order.
 
-A writer that fails or is killed makes ``maybe_finalize_async_calls`` raise on every rank; the finalize functions of its
-call are then not called, so its checkpoint never becomes visible.
+The documented names of its parts are re-exported here. A writer that fails or is killed makes
+``maybe_finalize_async_calls`` raise on every rank. The finalize functions of its call are then not
+called, so its checkpoint never becomes visible.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from typing import NamedTuple
 
 from core.dist_checkpointing._background.caller import AsyncCaller, TemporalAsyncCaller
@@ -15,7 +15,7 @@ from core.dist_checkpointing._background.persistent_caller import PersistentAsyn
 from core.dist_checkpointing._background.request import AsyncRequest, abandon_rest, finalize
 from core.dist_checkpointing._background.staging import POOL
 from core.dist_checkpointing._ranks import comm
-from core.errors import CheckpointingException, UsageError
+from core.errors import UsageError
 
 __all__ = ["AsyncCaller", "AsyncCallsQueue", "AsyncRequest", "PersistentAsyncCaller", "TemporalAsyncCaller"]
 
@@ -24,8 +24,8 @@ class _ActiveAsyncRequest(NamedTuple):
     """A request that was scheduled.
 
     Args:
-        idx: its number in the queue.
-        async_caller: who executes it.
+        idx: number of the request in the queue.
+        async_caller: executor of the request.
         async_request: the request, frozen, without the arguments of its function.
     """
 
@@ -35,10 +35,10 @@ class _ActiveAsyncRequest(NamedTuple):
 
 
 class AsyncCallsQueue:
-    """Calls that were scheduled and not yet finalized, in order.
+    """A queue of calls that were scheduled and not yet finalized.
 
     Args:
-        persistent: execute all calls in one process that is kept, instead of one process a call.
+        persistent: execute all calls in one persistent process, instead of one process per call.
     """
 
     def __init__(self, persistent: bool = False) -> None:
@@ -55,7 +55,7 @@ class AsyncCallsQueue:
         return self.persistent_caller
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Starts a call; on all ranks, in the same order. Training waits while ``preload_fn`` works.
+        """Start a call; on all ranks, in the same order. Training waits while ``preload_fn`` works.
 
         Returns:
             The number of the call, counted from 0.
@@ -64,24 +64,26 @@ class AsyncCallsQueue:
         caller = self._caller()
         request = async_request.freeze()._replace(call_idx=self.call_idx)
         caller.schedule_async_call(request._replace(finalize_fns=[]))
-        kept = request._replace(async_fn_args=(), async_fn_kwargs={}, preload_fn=None)  # no tensors of training
-        self.async_calls.append(_ActiveAsyncRequest(self.call_idx, caller, kept))
+        # Keep no reference to tensors of training.
+        without_args = request._replace(async_fn_args=(), async_fn_kwargs={}, preload_fn=None)
+        self.async_calls.append(_ActiveAsyncRequest(self.call_idx, caller, without_args))
         return self.call_idx
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
-        """Finalizes the calls that have ended, oldest first, up to one that has not. Collective.
+        """Finalize the calls that have ended, oldest first, up to one that has not; collective.
 
         Args:
             blocking: wait for all calls.
-            no_dist: ask only this rank's writer whether a call has ended. The finalization itself needs all ranks
-                nevertheless, so a rank then waits there for the others.
+            no_dist: check only this rank's writer. The finalization itself still needs all ranks,
+                so a rank then waits there for the others.
 
         Returns:
             The numbers of the calls that were finalized now.
 
         Raises:
-            CheckpointingException: on every rank, when the writer of a rank failed or was killed, or a finalize
-                function failed; it names the ranks. That call is gone from the queue, later ones are still there.
+            CheckpointingException: the writer of a rank failed or was killed, or a finalize
+                function failed; on every rank, with the numbers of the ranks. That call is removed
+                from the queue, later ones stay.
         """
         finalized = []
         while self.async_calls and self.async_calls[0].async_caller.is_current_async_call_done(blocking, no_dist):
@@ -90,9 +92,14 @@ class AsyncCallsQueue:
 
     def _finalize_next(self) -> int:
         active = self.async_calls.popleft()
+
+        def raise_failure() -> None:
+            if active.async_caller.failure is not None:
+                raise active.async_caller.failure
+
         try:
             _check_same_call(active.idx)
-            comm.together(partial(_raise_failure, active.async_caller.failure))
+            comm.together(raise_failure)
         except BaseException:
             abandon_rest(active.async_request)
             raise
@@ -100,23 +107,24 @@ class AsyncCallsQueue:
         return active.idx
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many calls were scheduled and not yet finalized."""
+        """Return the number of calls that were scheduled and not yet finalized."""
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalizes all calls, then ends the processes and gives the staging memory back.
+        """Finalize all calls, then end the processes and give the staging memory back.
 
         Args:
-            abort: end the processes at once and finalize nothing, on all ranks.
+            abort: end the processes immediately and finalize nothing, on all ranks.
 
         Raises:
-            CheckpointingException: as for ``maybe_finalize_async_calls``, the first of them, after all is closed.
+            CheckpointingException: the first error of ``maybe_finalize_async_calls``, after
+                everything is closed.
         """
         first: Exception | None = None
         while self.async_calls and not abort:
             try:
                 self.maybe_finalize_async_calls(blocking=True)
-            except Exception as err:  # on the other ranks it is another one, and they go on
+            except Exception as err:  # go on like the other ranks, whose calls may have failed elsewhere
                 first = first or err
         while self.async_calls:
             active = self.async_calls.popleft()
@@ -130,13 +138,12 @@ class AsyncCallsQueue:
             raise first
 
 
-def _raise_failure(failure: CheckpointingException | None) -> None:
-    if failure is not None:
-        raise failure
-
-
 def _check_same_call(idx: int) -> None:
-    """Raises an error on every rank if they are about to finalize different calls."""
-    found = comm.all_gather(idx)
-    if len(set(found)) > 1:
-        raise UsageError(f"the ranks finalize different asynchronous calls: {found} by rank")
+    """Raise on every rank unless all ranks finalize the same call.
+
+    Raises:
+        UsageError: the numbers of the calls differ.
+    """
+    numbers = comm.all_gather(idx)
+    if len(set(numbers)) > 1:
+        raise UsageError(f"ranks finalize different asynchronous calls (by rank: {numbers})")

@@ -1,18 +1,21 @@
-"""ShardedTensors as values that torch's distributed checkpoint saves and loads by itself.
+"""ShardedTensors in a form that torch's distributed checkpoint saves and loads by itself.
 
 ::
 
     state = {"w": CheckpointableShardedTensor.from_sh_ten(sharded_w),
-             "b": LocalShardsContainer([from_sh_ten(b0), from_sh_ten(b1)])}     # several shards of b on this rank
-    torch.distributed.checkpoint.save(state, checkpoint_id=…)                   # or load, which fills their data
+             "b": LocalShardsContainer([from_sh_ten(b0), from_sh_ten(b1)])}     # several shards of
+             b on this rank
+    torch.distributed.checkpoint.save(state, checkpoint_id=…)                   # or load, which
+    fills their data
 
-Both are tensors only by their type, size, dtype and device; no operation works on them. torch asks them for the chunks
-that they hold by the protocol ``torch.distributed._checkpointable._Checkpointable``. A chunk is a box of the global
-tensor: prepended axes have the extent 1 in it, and a flattened range is as many boxes as it needs. Files are plain DCP.
+Both are tensors only by their type, size, dtype and device; no operation works on them. torch asks
+them for their chunks by the protocol ``torch.distributed._checkpointable._Checkpointable``. A chunk
+is a box of the global tensor: prepended axes have the extent 1 in it, and a flattened range has as
+many boxes as it needs. The files are plain DCP.
 
 Source: the documented package ``core.dist_checkpointing.strategies.checkpointable``; torch 2.13
-``torch/distributed/checkpoint/{planner_helpers,default_planner,utils}.py``. Beyond the documented package: prepended
-axes, flattened ranges, the dtype.
+``torch/distributed/checkpoint/{planner_helpers,default_planner,utils}.py``. Beyond the documented
+package: prepended axes, flattened ranges, the dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from core.dist_checkpointing.mapping import ShardedTensor
 from core.errors import UsageError
 
 
-class _Piece(NamedTuple):
+class _ShardPiece(NamedTuple):
     """A box of the global tensor, and a view of the local data that has its shape."""
 
     box: Box
@@ -39,22 +42,22 @@ class _Piece(NamedTuple):
         return ChunkStorageMetadata(offsets=torch.Size(self.box.offset), sizes=torch.Size(self.box.shape))
 
 
-def _pieces_of(data: torch.Tensor, sh_ten: ShardedTensor) -> list[_Piece]:
-    """The boxes that a ShardedTensor holds: one, or for a flattened range any number.
+def _pieces_of(data: torch.Tensor, sh_ten: ShardedTensor) -> list[_ShardPiece]:
+    """Return the boxes of a ShardedTensor: one, or any number for a flattened range.
 
     Raises:
-        UsageError: the data's shape is not the one that is stated.
+        UsageError: the data has another shape than the ShardedTensor declares.
     """
     local = (1,) * sh_ten.prepend_axis_num + tuple(sh_ten.local_shape)
-    held = sh_ten.flattened_range
+    flat = sh_ten.flattened_range
     if tuple(data.shape) != sh_ten.data_shape:
-        raise UsageError(f"the data's shape {tuple(data.shape)} is not {sh_ten.data_shape}, as stated", key=sh_ten.key)
-    if held is None:
-        return [_Piece(Box(tuple(sh_ten.global_offset), local), data[(None,) * sh_ten.prepend_axis_num])]
+        raise UsageError(f"the data has shape {tuple(data.shape)}, but {sh_ten.data_shape} is declared", key=sh_ten.key)
+    if flat is None:
+        return [_ShardPiece(Box(tuple(sh_ten.global_offset), local), data[(None,) * sh_ten.prepend_axis_num])]
     pieces, start = [], 0
-    for box in boxes_of_flat_range(local, held.start, held.stop):
+    for box in boxes_of_flat_range(local, flat.start, flat.stop):
         stop = start + box.n_elements
-        pieces.append(_Piece(box.shift(sh_ten.global_offset), data[start:stop].view(box.shape)))
+        pieces.append(_ShardPiece(box.shift(sh_ten.global_offset), data[start:stop].view(box.shape)))
         start = stop
     return pieces
 
@@ -65,11 +68,12 @@ class CheckpointableShardedTensor(torch.Tensor):
     Its size is the global shape. Loading fills ``data`` in place.
 
     Args:
-        data: what this rank holds, of the ShardedTensor's local shape; 1-D for a flattened range. Any strides.
-        sh_ten: where that lies.
+        data: this rank's data, of the ShardedTensor's local shape; 1-D for a flattened range. Any
+            strides.
+        sh_ten: position of the data in the global tensor.
 
     Raises:
-        UsageError: the data's shape is not the one that the ShardedTensor states.
+        UsageError: the data has another shape than the ShardedTensor declares.
     """
 
     @staticmethod
@@ -86,16 +90,16 @@ class CheckpointableShardedTensor(torch.Tensor):
 
     @classmethod
     def from_sh_ten(cls, sh_ten: ShardedTensor) -> CheckpointableShardedTensor:
-        """A ShardedTensor, wrapped with its data.
+        """Wrap a ShardedTensor with its data.
 
         Args:
             sh_ten: with data.
 
         Raises:
-            UsageError: it is no ShardedTensor, or has no data.
+            UsageError: ``sh_ten`` is not a ShardedTensor, or has no data.
         """
         if not isinstance(sh_ten, ShardedTensor):
-            raise UsageError(f"a {type(sh_ten).__name__} is no ShardedTensor")
+            raise UsageError(f"a {type(sh_ten).__name__} is not a ShardedTensor")
         if sh_ten.data is None:
             raise UsageError("the ShardedTensor has no data", key=sh_ten.key, hint="call init_data first")
         return cls(sh_ten.data, sh_ten)
@@ -103,35 +107,35 @@ class CheckpointableShardedTensor(torch.Tensor):
     def __create_write_items__(
         self, fqn: str, sh_ten: CheckpointableShardedTensor, index: int | None = None
     ) -> list[WriteItem]:
-        """What is to be written: an item a chunk.
+        """Return one item per chunk that is to be written.
 
         Args:
-            fqn: the tensor's name in the checkpoint.
+            fqn: name of the tensor in the checkpoint.
             sh_ten: this object.
-            index: the shard's number within a LocalShardsContainer.
+            index: number of the shard within a LocalShardsContainer.
         """
         return _write_items(fqn, sh_ten._pieces, size=torch.Size(sh_ten._sh_ten.global_shape), first=index)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The chunks that are to be loaded, in elements of the global tensor."""
+        """Return the chunks that are to be loaded, in elements of the global tensor."""
         return [piece.chunk for piece in self._pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The data of a chunk, a view.
+        """Return the data of a chunk, as a view.
 
         Args:
-            index: tells the chunk, where there are several.
+            index: offset of the chunk, where there are several.
 
         Raises:
-            ValueError: there are several, and none of them is at this offset.
+            ValueError: there are several chunks, and none of them has this offset.
         """
         if len(self._pieces) == 1:
             return self._pieces[0].data
-        return _found(self._pieces, index)
+        return _find_data(self._pieces, index)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        """Refuses every operation."""
+        """Refuse every operation."""
         raise NotImplementedError(
             f"{cls.__name__} only carries a shard into a checkpoint; {func} cannot be called on it"
         )
@@ -141,13 +145,13 @@ class CheckpointableShardedTensor(torch.Tensor):
 
 
 class LocalShardsContainer(torch.Tensor):
-    """All shards of one global tensor that a rank holds, as torch wants a single value per name and rank.
+    """All shards of one global tensor that a rank has, in the single value that torch needs.
 
     Args:
         local_shards: CheckpointableShardedTensors of one global shape; at least one.
 
     Raises:
-        UsageError: there is none, or another kind of value, or global shapes differ.
+        UsageError: the list is empty, has another kind of value, or global shapes differ.
     """
 
     @staticmethod
@@ -156,10 +160,10 @@ class LocalShardsContainer(torch.Tensor):
             raise UsageError("a LocalShardsContainer needs at least one shard")
         for shard in local_shards:
             if not isinstance(shard, CheckpointableShardedTensor):
-                raise UsageError(f"a {type(shard).__name__} is no CheckpointableShardedTensor")
+                raise UsageError(f"a {type(shard).__name__} is not a CheckpointableShardedTensor")
             if shard.size() != local_shards[0].size():
                 shapes = f"{tuple(local_shards[0].size())} and {tuple(shard.size())}"
-                raise UsageError(f"shards of global shape {shapes} are of no one tensor", key=shard._sh_ten.key)
+                raise UsageError(f"shards of global shape {shapes} are not of one tensor", key=shard._sh_ten.key)
         first = local_shards[0]
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return]
             cls, first.size(), dtype=first.dtype, device=first.device
@@ -167,37 +171,37 @@ class LocalShardsContainer(torch.Tensor):
 
     def __init__(self, local_shards: list[torch.Tensor]) -> None:
         self._local_shards = local_shards
-        self._pieces: list[_Piece] = [piece for shard in local_shards for piece in shard._pieces]
+        self._pieces: list[_ShardPiece] = [piece for shard in local_shards for piece in shard._pieces]
 
     def __create_write_items__(self, fqn: str, local_shards_cont: LocalShardsContainer) -> list[object]:
-        """What is to be written: an item a chunk, and of copies only the first.
+        """Return one item per chunk that is to be written; of identical chunks only the first.
 
         Args:
-            fqn: the tensor's name in the checkpoint.
+            fqn: name of the tensor in the checkpoint.
             local_shards_cont: this object.
         """
-        once = {piece.box: piece for piece in reversed(local_shards_cont._pieces)}
-        pieces = [piece for piece in local_shards_cont._pieces if once[piece.box] is piece]
+        first_at = {piece.box: piece for piece in reversed(local_shards_cont._pieces)}
+        pieces = [piece for piece in local_shards_cont._pieces if first_at[piece.box] is piece]
         return [*_write_items(fqn, pieces, size=local_shards_cont.size(), first=0)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The chunks of all shards that are to be loaded, in elements of the global tensor."""
+        """Return the chunks of all shards to be loaded, in elements of the global tensor."""
         return [piece.chunk for piece in self._pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The data of a chunk, a view.
+        """Return the data of a chunk, as a view.
 
         Args:
-            index: the chunk's offset, and as a hint its number in the list of chunks.
+            index: offset of the chunk, and as a hint its number in the list of chunks.
 
         Raises:
             ValueError: no chunk has this offset, or none is given.
         """
-        return _found(self._pieces, index)
+        return _find_data(self._pieces, index)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses every operation."""
+        """Refuse every operation."""
         raise NotImplementedError(
             f"{cls.__name__} only carries shards into a checkpoint; {func} cannot be called on it"
         )
@@ -206,7 +210,7 @@ class LocalShardsContainer(torch.Tensor):
         return f"{type(self).__name__}({self._local_shards!r})"
 
 
-def _write_items(fqn: str, pieces: list[_Piece], *, size: torch.Size, first: int | None) -> list[WriteItem]:
+def _write_items(fqn: str, pieces: list[_ShardPiece], *, size: torch.Size, first: int | None) -> list[WriteItem]:
     return [
         WriteItem(
             index=MetadataIndex(fqn, piece.chunk.offsets, None if first is None else first + number),
@@ -219,19 +223,21 @@ def _write_items(fqn: str, pieces: list[_Piece], *, size: torch.Size, first: int
     ]
 
 
-def _found(pieces: list[_Piece], index: MetadataIndex) -> torch.Tensor:
-    """The data of the piece at an offset, by the number that is hinted at if that fits, else by search.
+def _find_data(pieces: list[_ShardPiece], index: MetadataIndex) -> torch.Tensor:
+    """Return the data of the piece at an offset.
+
+    The piece with the hinted number is tried first.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no piece has the offset, or none is given.
     """
     if index.offset is None:
         raise ValueError(f"{index.fqn} has several chunks, so one cannot be found without its offset")
-    at = tuple(index.offset)
+    offset = tuple(index.offset)
     hint = index.index
-    if hint is not None and 0 <= hint < len(pieces) and pieces[hint].box.offset == at:
+    if hint is not None and 0 <= hint < len(pieces) and pieces[hint].box.offset == offset:
         return pieces[hint].data
     for piece in pieces:
-        if piece.box.offset == at:
+        if piece.box.offset == offset:
             return piece.data
-    raise ValueError(f"{index.fqn} has no chunk at {at} on this rank")
+    raise ValueError(f"{index.fqn} has no chunk at {offset} on this rank")

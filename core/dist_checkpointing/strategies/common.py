@@ -1,17 +1,19 @@
-"""The common state, and ShardedObjects that have no other home, as files of ``torch.save``::
+"""The common state and ShardedObjects as files of ``torch.save`` (backend ``torch``, version 1)::
 
     checkpoint/
     ├── common.pt                             the common state, a dict; rank 0 writes it
-    └── rng_state/shard_0.1_2.4.pt            a ShardedObject: its key, offset and shape; its main replica writes it
+    └── rng_state/shard_0.1_2.4.pt            a ShardedObject: its key, offset and shape; its main
+    replica writes it
 
-Backend ``torch``, version 1. The bytes are those that ``ckpt convert`` writes. Nothing that a file names is called when
-it is loaded, see ``core.dist_checkpointing._values.objects``.
+Only ShardedObjects that the sharded strategy does not handle are stored here. The bytes are those
+that ``ckpt convert`` writes. Loading calls nothing that a file names, see
+``core.dist_checkpointing._values.objects``.
 
-The first checkpoints of this kind lack the last number of a ShardedObject's shape (``rng_state/shard_0.1_2.pt``);
-they are read.
+The first checkpoints of this kind lack the last number of a ShardedObject's shape
+(``rng_state/shard_0.1_2.pt``); they can be read, too.
 
-Source: megatron-core 0.12.1 and 0.16.1; files that they wrote, pinned in tests/golden (``mcore*/**/common.pt``,
-``mcore0121_zarr/**/shard_*.pt``).
+Source: megatron-core 0.12.1 and 0.16.1; files that they wrote, pinned in tests/golden
+(``mcore*/**/common.pt``, ``mcore0121_zarr/**/shard_*.pt``).
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from core.dist_checkpointing._directory.durable_file import write_file
 from core.dist_checkpointing._engine import bridge
@@ -49,7 +53,7 @@ _SUFFIX = ".pt"
 
 
 def register_default_common_strategies() -> None:
-    """Makes the strategies of this module the default ones of the backend ``torch``, version 1."""
+    """Register the strategies of this module as the defaults of ``torch``, version 1."""
     register_default_strategy(StrategyAction.LOAD_COMMON, _BACKEND, _VERSION, TorchCommonLoadStrategy())
     register_default_strategy(
         StrategyAction.SAVE_COMMON, _BACKEND, _VERSION, TorchCommonSaveStrategy(_BACKEND, _VERSION)
@@ -57,148 +61,164 @@ def register_default_common_strategies() -> None:
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
-    """Writes common state and ShardedObjects as files of ``torch.save``."""
+    """A strategy that writes common state and ShardedObjects as files of ``torch.save``."""
 
     syncs_files = True
 
+    @override
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        """Writes ``common.pt``; collective, rank 0 writes.
+        """Write ``common.pt``; collective, rank 0 writes.
 
         Args:
-            common_state_dict: what all ranks have alike.
-            checkpoint_dir: exists.
+            common_state_dict: the state that all ranks have in common.
+            checkpoint_dir: an existing directory.
 
         Raises:
-            UnsupportedError: it holds something that cannot be saved.
-            StorageError, CapacityError: the system refuses.
-            WorkerError: one of these, on the ranks that do not write.
+            UnsupportedError: the state has a value that cannot be saved.
+            StorageError, CapacityError: the file cannot be written.
+            WorkerError: the same errors, on the ranks that do not write.
         """
 
         def write() -> None:
             if comm.rank() == 0:
-                _write(checkpoint_dir, COMMON_STATE_FNAME, common_state_dict)
+                _write_value(checkpoint_dir, COMMON_STATE_FNAME, common_state_dict)
 
         comm.together(write)
 
+    @override
     def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Writes a file for each ShardedObject that is a main replica; collective, every rank writes its own.
+        """Write a file for each ShardedObject that is a main replica; collective.
+
+        Every rank writes its own objects.
 
         Args:
             sharded_objects_state_dict: ShardedObjects, nested.
-            checkpoint_dir: exists.
+            checkpoint_dir: an existing directory.
 
         Raises:
-            UsageError: a leaf is no ShardedObject.
+            UsageError: a leaf is not a ShardedObject.
             UnsafeError: a key leads out of the directory.
-            UnsupportedError, StorageError, CapacityError, WorkerError: as for ``save_common``.
+            UnsupportedError, StorageError, CapacityError, WorkerError: as ``save_common``.
         """
 
         def write() -> None:
             for item in nested_values(sharded_objects_state_dict):
-                if is_main_replica(_checked(item).replica_id):
-                    _write(checkpoint_dir, item.unique_key + _SUFFIX, item.data)
+                if is_main_replica(_require_sharded_object(item).replica_id):
+                    _write_value(checkpoint_dir, item.unique_key + _SUFFIX, item.data)
 
         comm.together(write)
 
-    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]  # documented as a method, here alone
-        """True."""
+    @override
+    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]  # documented as a method, only here
         return True
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):
-    """Reads what ``TorchCommonSaveStrategy`` writes; every rank for itself."""
+    """A strategy that reads the files of ``TorchCommonSaveStrategy``, on every rank alone."""
 
+    @override
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-        """The content of ``common.pt``, tensors on the CPU.
+        """Load ``common.pt``, with tensors on the CPU.
 
-        A checkpoint of Megatron's newest dialect has an item of ``.metadata`` instead, which is read in its place.
+        Checkpoints of Megatron's newest dialect have an item of ``.metadata`` instead, which is
+        read.
 
         Raises:
-            MissingShardError: there is neither.
-            CorruptError, UnsupportedError, UnsafeError, StorageError: see ``core.dist_checkpointing._values.objects``.
+            MissingShardError: the checkpoint has neither.
+            CorruptError, UnsupportedError, UnsafeError, StorageError: the state cannot be loaded,
+                see ``core.dist_checkpointing._values.objects``.
         """
         root = Path(checkpoint_dir)
         if not (root / COMMON_STATE_FNAME).exists() and (root / METADATA).is_file():
             return bridge.load_common(root)
         with closing(LocalStore(root)) as store:
-            found = load_file(store, COMMON_STATE_FNAME)
-        if not isinstance(found, dict):
-            raise CorruptError(f"the common state is a {type(found).__name__}, not a dict", file=COMMON_STATE_FNAME)
-        return found
+            state = load_file(store, COMMON_STATE_FNAME)
+        if not isinstance(state, dict):
+            raise CorruptError(f"the common state is a {type(state).__name__}, not a dict", file=COMMON_STATE_FNAME)
+        return state
 
+    @override
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> StateDict:
-        """The same containers, every ShardedObject in them replaced by what is stored for it.
+        """Replace every ShardedObject by its stored value, in place.
 
         Args:
             sharded_objects_state_dict: ShardedObjects, nested; changed in place.
             checkpoint_dir: of the checkpoint.
 
         Raises:
-            MissingShardError: the file of one is not there; names it, and those of the same key.
-            UsageError: a leaf is no ShardedObject.
-            CorruptError, UnsupportedError, UnsafeError, StorageError: see ``core.dist_checkpointing._values.objects``.
+            MissingShardError: the file of an object is missing; the hint names those of the same
+                key.
+            UsageError: a leaf is not a ShardedObject.
+            CorruptError, UnsupportedError, UnsafeError, StorageError: an object cannot be loaded,
+                see ``core.dist_checkpointing._values.objects``.
         """
         with closing(LocalStore(Path(checkpoint_dir))) as store:
             return dict_list_map_inplace(  # type: ignore[no-any-return]
-                lambda item: load_file(store, _file_of(store, _checked(item))), sharded_objects_state_dict
+                lambda item: load_file(store, _file_of(store, _require_sharded_object(item))),
+                sharded_objects_state_dict,
             )
 
+    @override
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """The stored ShardedObjects without data, by unique key; the files are not opened."""
-        found: ShardedStateDict = {}
+        """Return the stored ShardedObjects without data, by unique key, from the file names."""
+        metadata: ShardedStateDict = {}
         with closing(LocalStore(Path(checkpoint_dir))) as store:
             for folder, names in _object_files(store):
                 items = [ShardedObject.empty_from_unique_key(f"{folder}/{name}") for name in names]
+                # In old names the shape lacks its last number; infer it from the objects of the
+                # directory.
                 last = max((item.global_offset[-1] for item in items), default=0)
                 for item in items:
                     if item.global_shape[-1] < 0:
                         item.global_shape = (*item.global_shape[:-1], last + 1)
-                    found[item.unique_key] = item
-        return found
+                    metadata[item.unique_key] = item
+        return metadata
 
     @property
+    @override
     def can_handle_sharded_objects(self) -> bool:
-        """True."""
         return True
 
+    @override
     def check_backend_compatibility(self, loaded_version: Any) -> None:
-        """Checks a backend's name.
+        """Raise unless the backend is ``torch``.
 
         Args:
-            loaded_version: the backend that ``metadata.json`` names (the parameter's name is the documented one).
+            loaded_version: name of the backend (the parameter's name is the documented one).
 
         Raises:
-            UnsupportedError: it is not ``torch``.
+            UnsupportedError: the checkpoint has another backend.
         """
         require_backend(self, loaded_version, _BACKEND)
 
+    @override
     def check_version_compatibility(self, loaded_version: Any) -> None:
-        """Checks a backend's version.
+        """Raise unless the version of the backend is 1.
 
         Raises:
-            UnsupportedError: it is not 1.
+            UnsupportedError: the checkpoint has another version.
         """
         require_version(self, loaded_version, (_VERSION,))
 
 
-def _write(checkpoint_dir: str | Path, name: str, value: object) -> None:
+def _write_value(checkpoint_dir: str | Path, name: str, value: object) -> None:
     prefix = name.rpartition("/")[2].removesuffix(_SUFFIX)
     write_file(checkpoint_dir, name, stream(value, prefix=prefix).pieces())
 
 
-def _checked(item: Any) -> ShardedObject:
+def _require_sharded_object(item: Any) -> ShardedObject:
     if not isinstance(item, ShardedObject):
-        raise UsageError(f"a {type(item).__name__} is no ShardedObject")
+        raise UsageError(f"a {type(item).__name__} is not a ShardedObject")
     return item
 
 
 def _file_of(store: LocalStore, item: ShardedObject) -> str:
-    """The file of a ShardedObject: the usual one, or the one that lacks the last number of the shape.
+    """Return the file of a ShardedObject, whose name may lack the last number of the shape.
 
     Raises:
-        MissingShardError: neither is there.
+        MissingShardError: neither file exists.
     """
     name = item.unique_key + _SUFFIX
     if store.exists(name):
@@ -206,13 +226,13 @@ def _file_of(store: LocalStore, item: ShardedObject) -> str:
     older = item.unique_key.rpartition(".")[0] + _SUFFIX
     if len(item.global_shape) > 1 and store.exists(older):
         return older
-    siblings = [other for other in store.files(item.key) if other.endswith(_SUFFIX)]
-    hint = f"of {item.key} there are: {', '.join(siblings[:8])}" if siblings else None
+    siblings = [file for file in store.files(item.key) if file.endswith(_SUFFIX)]
+    hint = f"shards of {item.key}: {', '.join(siblings[:8])}" if siblings else None
     raise MissingShardError("the ShardedObject's file does not exist", file=name, key=item.unique_key, hint=hint)
 
 
 def _object_files(store: LocalStore, under: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Folders that hold ShardedObjects, and their files' names without the suffix."""
+    """Yield folders with ShardedObjects, and the names of their files without the suffix."""
     for folder in store.folders(under):
         path = f"{under}/{folder}" if under else folder
         names = [name.removesuffix(_SUFFIX) for name in store.files(path) if name.endswith(_SUFFIX)]

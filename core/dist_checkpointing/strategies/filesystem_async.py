@@ -1,21 +1,23 @@
-"""torch's writer of DCP files, in steps: the bytes may be written by another process.
+"""torch's writer of DCP files in steps, so that another process can write the bytes.
 
 ::
 
-    prepare_write_data          which item goes into which file; data of CPU tensors that are views are copied
-    get_save_function_and_args ──▶ an AsyncRequest: preload_tensors here, write_preloaded_data_multiproc anywhere
-    retrieve_write_results      what has been written where, or how that failed
+    prepare_write_data          assigns items to files; data of CPU tensors that are views are
+    copied
+    get_save_function_and_args ──▶ an AsyncRequest: preload_tensors here,
+    write_preloaded_data_multiproc anywhere
+    retrieve_write_results      positions of the written items, or the error
     finish                      ``.metadata``
 
-``core.dist_checkpointing.strategies.state_dict_saver`` calls the first and the last two. On disk: files
-``<hint>__<rank>_<n>.distcp`` of torch.save streams one after the other, as torch writes them.
+``core.dist_checkpointing.strategies.state_dict_saver`` calls the first and the last two. On disk:
+files ``<hint>__<rank>_<n>.distcp`` of torch.save streams one after the other, as torch writes them.
 
-The strategies here do not need it: they write through the engine. It is for training scripts with strategies and
-writers of their own, which derive from it. Source: the documented class of
-``core.dist_checkpointing.strategies.filesystem_async``; megatron-core 0.16.1 for what a step hands to the next; torch
-2.13 ``torch/distributed/checkpoint/filesystem.py``.
+The strategies of this package do not need it: they write through the engine. It serves training
+scripts with strategies and writers of their own, which derive from it. Source: the documented class
+of ``core.dist_checkpointing.strategies.filesystem_async``; megatron-core 0.16.1 for the values
+passed between steps; torch 2.13 ``torch/distributed/checkpoint/filesystem.py``.
 
-Not supported: storage addresses of the multi-storage client (``use_msc``), one file an item.
+Not supported: storage addresses of the multi-storage client (``use_msc``), one file per item.
 """
 
 from __future__ import annotations
@@ -38,31 +40,37 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from typing_extensions import override
 
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.strategies._torch.write_results import WriteResults
 from core.errors import UnsupportedError, UsageError, WorkerError
 
 WriteBucket = tuple[str, str, tuple[list[Any], list[Any]]]
-"""Path of a file, its name, and (streams, tensors): two lists of (item, data)."""
+"""A file's path, its name, and (streams, tensors): two lists of (item, data)."""
 
 _results_queue = None
-"""Always: results need no process here. Training scripts that restart in place end the one that megatron-core has."""
+"""Always None: results need no process.
+
+megatron-core has one, which scripts that restart in place look up here and end.
+"""
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    """A FileSystemWriter whose writing can be done by another process; one writer for one save.
+    """A FileSystemWriter whose writing can be done by another process; one writer per save.
 
     Args:
         path: directory of the checkpoint.
-        args: as of torch's FileSystemWriter.
-        separation_hint: items whose keys begin so go to files of their own, whose names begin so, too.
+        args: arguments of torch's FileSystemWriter.
+        separation_hint: prefix of keys; their items go to separate files, whose names have the
+            prefix, too.
         use_msc: must be False.
-        kwargs: as of torch's FileSystemWriter; ``thread_count`` is the number of files, and of threads.
+        kwargs: keyword arguments of torch's FileSystemWriter; ``thread_count`` is the number of
+            files, and of threads.
 
     Raises:
         UnsupportedError: ``use_msc``, or ``single_file_per_rank=False``.
-        UsageError: a hint and fewer than two files.
+        UsageError: a separation hint and fewer than two files.
     """
 
     def __init__(
@@ -77,9 +85,9 @@ class FileSystemWriterAsync(FileSystemWriter):
             raise UnsupportedError("the multi-storage client is not supported", hint="save to a file system")
         super().__init__(path, *args, **kwargs)
         if not self.single_file_per_rank:
-            raise UnsupportedError("one file an item is not supported", hint="single_file_per_rank=True")
+            raise UnsupportedError("one file per item is not supported", hint="pass single_file_per_rank=True")
         if separation_hint is not None and self.thread_count < 2:
-            raise UsageError("a separation hint needs two files or more", hint="thread_count=2")
+            raise UsageError("a separation hint needs at least two files", hint="pass thread_count=2")
         self.checkpoint_dir = path
         self.use_msc = use_msc
         self.separation_hint = separation_hint
@@ -87,8 +95,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.write_buckets: list[WriteBucket] | None = None
         self.results_queue: WriteResults | None = None
 
+    @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Makes the directory; the plan as it is.
+        """Create the directory and return the plan unchanged.
 
         Args:
             plan: of this rank.
@@ -97,7 +106,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return plan
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """The plan with the prefix of this rank's files, which depends on no other rank.
+        """Return the plan with the prefix of this rank's files, which depends on no other rank.
 
         Args:
             local_plan: of this rank.
@@ -105,20 +114,22 @@ class FileSystemWriterAsync(FileSystemWriter):
         return replace(local_plan, storage_data=_StoragePrefix(f"__{comm.rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Decides on the files and takes the data; they are in ``write_buckets`` then.
+        """Assign the items to files and take their data, which are in ``write_buckets`` afterwards.
 
         Args:
             plan: of this rank, with the prefix of its files.
-            planner: has the data.
+            planner: provides the data.
         """
+        # Items with the separation hint get half of the files.
         kinds = [""] if self.separation_hint is None else ["", self.separation_hint]
         n_files = self.thread_count // len(kinds)
         self.write_buckets = []
         for kind in kinds:
             items = [item for item in plan.items if self._kind_of(item) == kind]
-            for bucket in filter(None, _in_even_parts(items, n_files)):
+            for bucket in filter(None, _split_evenly(items, n_files)):
                 name = f"{kind}{plan.storage_data.prefix}{len(self.write_buckets)}{DEFAULT_SUFFIX}"
-                self.write_buckets.append((os.path.join(self.checkpoint_dir, name), name, _with_data(bucket, planner)))
+                data = _resolve_data(bucket, planner)
+                self.write_buckets.append((os.path.join(self.checkpoint_dir, name), name, data))
         self.results_queue = WriteResults() if self.write_buckets else None
 
     def _kind_of(self, item: WriteItem) -> str:
@@ -126,7 +137,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return hint if hint is not None and item.index.fqn.startswith(hint) else ""
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[[], Any] | None, list[Any]]:
-        """What an AsyncRequest needs: ``async_fn``, ``preload_fn``, ``async_fn_args``.
+        """Return ``async_fn``, ``preload_fn`` and ``async_fn_args`` of an AsyncRequest.
 
         Returns:
             (None, None, []) if there is nothing to write on this rank.
@@ -141,10 +152,10 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @staticmethod
     def preload_tensors(write_buckets: list[WriteBucket], non_blocking: bool = True) -> list[WriteBucket]:
-        """The same with tensors in host memory.
+        """Return the buckets with tensors in host memory.
 
         Args:
-            write_buckets: what is to be written.
+            write_buckets: the data to be written.
             non_blocking: start all copies before waiting for them.
         """
         moved: list[WriteBucket] = [
@@ -163,34 +174,36 @@ class FileSystemWriterAsync(FileSystemWriter):
         write_buckets: list[WriteBucket],
         global_results_queue: Any,
     ) -> None:
-        """Writes all files at once, and puts one value into the queue: file number → results, or an exception.
+        """Write all files in parallel, and put the results into the queue.
 
-        The name is the documented one: threads write, which share the memory of the tensors, and most of whose time is
-        the system's.
+        The queue gets one value: results by file number, or an exception. The name is the
+        documented one, but threads write: they share the memory of the tensors, and spend most of
+        their time in system calls.
 
         Args:
             transform_list: [torch's transforms of streams].
             use_msc: must be False.
-            rank: of the process that trains.
-            write_buckets: what is to be written, in host memory.
-            global_results_queue: has ``put``.
+            rank: of the training process.
+            write_buckets: the data to be written, in host memory.
+            global_results_queue: an object with ``put``.
 
         Raises:
             WorkerError: a file could not be written. The queue has the same error then.
         """
         results: queue.Queue[tuple[int, Any]] = queue.Queue()
-        counted: queue.Queue[int] = queue.Queue()
+        pending: queue.Queue[int] = queue.Queue()
         with ThreadPoolExecutor(max(1, len(write_buckets))) as pool:
             for number, bucket in enumerate(write_buckets):
-                counted.put(number)
+                pending.put(number)
                 pool.submit(
                     FileSystemWriterAsync.write_preloaded_data,
-                    *(transform_list, number, bucket, results, counted, True),
+                    *(transform_list, number, bucket, results, pending, True),
                 )
-        found = dict(results.get() for _ in write_buckets)
-        failure = next((value for value in found.values() if isinstance(value, Exception)), None)
+        # Report the results of all files, or the first error.
+        outcomes = dict(results.get() for _ in write_buckets)
+        failure = next((outcome for outcome in outcomes.values() if isinstance(outcome, Exception)), None)
         if failure is None:
-            global_results_queue.put(found)
+            global_results_queue.put(outcomes)
             return
         error = WorkerError(f"writing failed: {type(failure).__name__}: {failure}", rank=str(rank))
         global_results_queue.put(error)
@@ -206,32 +219,33 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_fsync: bool,
         **kwargs: Any,
     ) -> None:
-        """Writes one file, and puts (its number, results or the exception) into a queue.
+        """Write one file, and put its number with the results, or with the exception, into a queue.
 
         Args:
             transform_list: [torch's transforms of streams].
             local_proc_idx: number of the file.
-            write_bucket: what is to be written, in host memory.
-            results_queue: has ``put``.
-            count_queue: a number is taken from it when all is done, whether it succeeded or not.
+            write_bucket: the data to be written, in host memory.
+            results_queue: an object with ``put``.
+            count_queue: a number is taken from it at the end, with or without success.
             use_fsync: wait for the disk.
-            kwargs: not needed.
+            kwargs: not used.
         """
         outcome: Any
         try:
-            outcome = _written(transform_list, write_bucket, use_fsync=use_fsync)
+            outcome = _write_file(transform_list, write_bucket, use_fsync=use_fsync)
         except Exception as err:
             outcome = err
         results_queue.put((local_proc_idx, outcome))
         count_queue.get()
         count_queue.task_done()
 
+    @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """All steps up to the results at once, for torch's own dcp.save; the future is done.
+        """Run all steps up to the results, for torch's own dcp.save; the returned future is done.
 
         Args:
             plan: of this rank, with the prefix of its files.
-            planner: has the data.
+            planner: provides the data.
 
         Raises:
             WorkerError: a file could not be written.
@@ -245,27 +259,31 @@ class FileSystemWriterAsync(FileSystemWriter):
         return done
 
     def retrieve_write_results(self) -> Any:
-        """What was written where, or what torch makes of an exception, if that failed; after the function has ended.
+        """Return the results of the writing, or its failure in the form that torch uses.
+
+        Call it after the writing function has ended.
 
         Returns:
-            A list of WriteResult, or (exception, where it was raised).
+            A list of WriteResult, or (exception, its traceback).
         """
         assert self.write_buckets is not None, "prepare_write_data comes first"
         if self.results_queue is None:
             return []
         try:
-            found = self.results_queue.get_nowait()
+            results = self.results_queue.get_nowait()
         except queue.Empty:
             return _wrap_exception(WorkerError("the writing process left no results", rank=str(comm.rank())))
-        if isinstance(found, Exception):
-            return _wrap_exception(found)
-        if len(found) != len(self.write_buckets):
-            text = f"there are results of {len(found)} files, not of {len(self.write_buckets)}"
+        if isinstance(results, Exception):
+            return _wrap_exception(results)
+        # A writer that was killed may have left the results of some files only.
+        if len(results) != len(self.write_buckets):
+            text = f"there are results of {len(results)} files, expected {len(self.write_buckets)}"
             return _wrap_exception(WorkerError(text, rank=str(comm.rank())))
-        return [*chain.from_iterable(found.values())]
+        return [*chain.from_iterable(results.values())]
 
+    @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes ``.metadata``; on one rank.
+        """Write ``.metadata``; on one rank.
 
         Args:
             metadata: from planning.
@@ -275,12 +293,13 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The directory of the checkpoint."""
+        """Return the directory of the checkpoint."""
         return str(self.checkpoint_dir)
 
     @classmethod
+    @override
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path; addresses of other storage are none.
+        """Return whether an id is a path that torch accepts; URLs are not.
 
         Args:
             checkpoint_id: a path or something else.
@@ -290,7 +309,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return bool(FileSystemWriter.validate_checkpoint_id(checkpoint_id))
 
 
-def _written(transform_list: Sequence[Any], bucket: WriteBucket, *, use_fsync: bool) -> list[WriteResult]:
+def _write_file(transform_list: Sequence[Any], bucket: WriteBucket, *, use_fsync: bool) -> list[WriteResult]:
     path, name, (streams, tensors) = bucket
     with Path(path).open("wb") as file:
         results = [
@@ -302,22 +321,25 @@ def _written(transform_list: Sequence[Any], bucket: WriteBucket, *, use_fsync: b
     return results
 
 
-def _with_data(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Any], list[Any]]:
-    """(item, stream) of objects and (item, tensor) of tensors."""
+def _resolve_data(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Any], list[Any]]:
+    """Return (item, stream) for objects and (item, tensor) for tensors."""
     streams = [(item, planner.resolve_data(item)) for item in items if item.type == WriteItemType.BYTE_IO]
-    tensors = [(item, _own(planner.resolve_data(item))) for item in items if item.type != WriteItemType.BYTE_IO]
+    tensors = [(item, _copy_view(planner.resolve_data(item))) for item in items if item.type != WriteItemType.BYTE_IO]
     return streams, tensors
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that can be written alone: torch.save would write the whole storage that a view looks at."""
+def _copy_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, copied if it is a view on the CPU.
+
+    torch.save would write the whole storage of a view.
+    """
     tensor = tensor.detach()
     is_view = tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize
     return tensor.clone() if is_view and tensor.device.type == "cpu" else tensor
 
 
-def _in_even_parts(items: Sequence[WriteItem], n: int) -> list[list[WriteItem]]:
-    """The items in ``n`` parts of about the same number of bytes, largest first; the same for the same items."""
+def _split_evenly(items: Sequence[WriteItem], n: int) -> list[list[WriteItem]]:
+    """Split items into ``n`` parts of about the same size, largest items first; deterministic."""
     parts: list[list[WriteItem]] = [[] for _ in range(n)]
     sizes = [0] * n
     for item in sorted(items, key=_bytes_of, reverse=True):
@@ -328,7 +350,7 @@ def _in_even_parts(items: Sequence[WriteItem], n: int) -> list[list[WriteItem]]:
 
 
 def _bytes_of(item: WriteItem) -> int:
-    """Of a tensor's item; one for an object, whose stream is not made yet."""
+    """Return the size of a tensor's item, in bytes; 1 for an object, which has no stream yet."""
     if item.tensor_data is None:
         return 1
     return int(item.tensor_data.chunk.sizes.numel()) * int(item.tensor_data.properties.dtype.itemsize)

@@ -1,12 +1,14 @@
 """Loading of ``zarr`` checkpoints by TensorStore.
 
-TensorStore reads every codec of zarr 2 and every element type of ``core.formats.zarr.dtypes``, bfloat16 included. It
-takes a chunk that is absent for one of zeros; here chunks are looked for first, and one that is not there is an error.
+TensorStore reads every codec of zarr 2 and every dtype of ``core.formats.zarr.dtypes``, including
+bfloat16. It reads a missing chunk as zeros; here chunks are looked up first, and a missing one is
+an error.
 
-The strategies of ``zarr``, which need no TensorStore, are the default ones; ``register_default_tensorstore_strategies``
-changes that.
+The strategies of ``zarr``, which do not need TensorStore, are the default ones;
+``register_default_tensorstore_strategies`` changes that.
 
-Source: the documentation of ``megatron.core.dist_checkpointing.strategies.tensorstore``; megatron-core 0.12.1.
+Source: the documentation of ``megatron.core.dist_checkpointing.strategies.tensorstore``;
+megatron-core 0.12.1.
 """
 
 from __future__ import annotations
@@ -17,16 +19,17 @@ from typing import Any
 
 import tensorstore as ts
 import torch
+from typing_extensions import override
 
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from core.dist_checkpointing.strategies._zarr.arrays import check_region, clipped
+from core.dist_checkpointing.strategies._zarr.arrays import check_region, clip_region
 from core.dist_checkpointing.strategies._zarr.checkpoints import (
     BACKEND,
     VERSION,
     ZarrCheckpoints,
+    replace_leaves,
     tensors_of,
-    with_leaves,
 )
 from core.dist_checkpointing.strategies._zarr.shards import postprocess_numpy_array, stored_region
 from core.dist_checkpointing.strategies.base import LoadShardedStrategy, StrategyAction, register_default_strategy
@@ -39,84 +42,87 @@ logger = logging.getLogger(__name__)
 
 
 def register_default_tensorstore_strategies() -> None:
-    """Makes TensorStore the default way of loading checkpoints of backend ``zarr``, version 1."""
+    """Register TensorStore as the default loader of backend ``zarr``, version 1."""
     register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, TensorStoreLoadShardedStrategy())
 
 
 class TensorStoreLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
-    """Loads sharded tensors from zarr 2 arrays by TensorStore.
+    """A strategy that loads sharded tensors from zarr 2 arrays by TensorStore.
 
     Args:
-        load_directly_on_device: load into the data of the ShardedTensors, wherever they are, in place of giving new
-            tensors on the CPU.
+        load_directly_on_device: load into the data of the ShardedTensors, on whatever device,
+            instead of returning new tensors on the CPU.
     """
 
     def __init__(self, load_directly_on_device: bool = False) -> None:
         super().__init__()
         self.load_directly_on_device = load_directly_on_device
 
+    @override
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """The same tree with tensors as leaves; every rank calls this.
+        """Load the tensors of a tree, in place of its leaves; collective.
 
         Args:
-            sharded_state_dict: its leaves are ShardedTensors, sharded in whichever way.
-            checkpoint_dir: holds the arrays.
+            sharded_state_dict: a tree of ShardedTensors, sharded in any way.
+            checkpoint_dir: directory with the arrays.
 
         Raises:
-            UsageError: a leaf is no ShardedTensor, or has no data that could be loaded into.
-            CorruptError: a chunk is absent (MissingShardError) or cannot be read.
-            CheckpointingException: there is no such array or one of another shape, or a rank failed; raised on every
-                rank.
+            UsageError: a leaf is not a ShardedTensor, or has no data to load into.
+            CorruptError: a chunk is missing (MissingShardError) or cannot be read.
+            CheckpointingException: an array is missing or has another shape, or a rank failed; on
+                every rank.
         """
 
-        def loaded() -> list[torch.Tensor]:
+        def load_all() -> list[torch.Tensor]:
             return [
                 _load_from_array(ten, Path(checkpoint_dir), self.load_directly_on_device)
                 for ten in tensors_of(sharded_state_dict)
             ]
 
-        return with_leaves(sharded_state_dict, comm.together(loaded))
+        return replace_leaves(sharded_state_dict, comm.together(load_all))
 
+    @override
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Key → ShardedTensor without data and sharding, of every array.
+        """Return a ShardedTensor without data and sharding for every array, by key.
 
         Raises:
-            CheckpointingException: an array cannot be opened, or torch has no such type.
+            CheckpointingException: an array cannot be opened, or torch does not support its dtype.
         """
         return load_tensorstore_metadata(checkpoint_dir)
 
 
 def load_tensorstore_metadata(checkpoint_dir: str | Path) -> ShardedStateDict:
-    """Key → ShardedTensor without data and sharding, of every array that TensorStore opens.
+    """Return a ShardedTensor without data and sharding for every array, by key.
 
     Raises:
-        CheckpointingException: one cannot be opened, or torch has no such type.
+        CheckpointingException: TensorStore cannot open an array, or torch does not support its
+            dtype.
     """
 
-    def shape_dtype(path: str) -> Any:
+    def read_shape_and_dtype(path: str) -> Any:
         array = open_ts_array(Path(path))
         return tuple(array.shape), array.dtype.numpy_dtype
 
-    return load_zarr_based_sharded_metadata(Path(checkpoint_dir), shape_dtype)
+    return load_zarr_based_sharded_metadata(Path(checkpoint_dir), read_shape_and_dtype)
 
 
 def merge_global_slice_with_shape(
     global_slice: tuple[int | slice, ...], actual_shape: tuple[int, ...], key: str
 ) -> tuple[int | slice, ...]:
-    """The part of a slice of the global tensor that lies in a stored array of another shape.
+    """Return the part of a slice of the global tensor that lies in a stored array of another shape.
 
-    megatron-core 0.12.1 fails where no part does, as happens to a rank that holds padded rows only; here the slice is
-    empty then.
+    megatron-core 0.12.1 fails if there is no such part, as for a rank that has padded rows only;
+    here the slice is empty then.
 
     Args:
-        global_slice: per axis an index, or a slice with start and stop, in elements.
+        global_slice: an index, or a slice with start and stop, per axis; in elements.
         actual_shape: of the stored array.
-        key: the tensor, for messages.
+        key: name of the tensor, for errors.
 
     Raises:
         CheckpointingException: the numbers of axes differ, or an index lies beyond the array.
     """
-    return clipped(global_slice, tuple(actual_shape), key=key)
+    return clip_region(global_slice, tuple(actual_shape), key=key)
 
 
 def _load_from_array(
@@ -125,18 +131,22 @@ def _load_from_array(
     load_directly_on_device: bool = False,
     apply_flattened_range: bool = True,
 ) -> torch.Tensor:
-    """The tensor that a ShardedTensor stands for, of its dtype.
+    """Load the tensor of a ShardedTensor, in its dtype.
 
     Args:
         load_directly_on_device: load into its data; else the tensor is a new one on the CPU.
-        apply_flattened_range: whether a flattened tensor is cut to its range; else the whole shard is returned.
+        apply_flattened_range: cut a flattened tensor to its range; else the complete shard is
+            returned.
 
     Raises:
         UsageError: there is no data to load into.
-        CheckpointingException: the array is not there, has another shape, cannot be read or not be cast.
+        CheckpointingException: the array is missing, has another shape, cannot be read or cannot be
+            cast.
     """
-    x = cast_array(_load_regular_chunk(sharded_tensor, checkpoint_dir), sharded_tensor.dtype, key=sharded_tensor.key)
-    loaded = postprocess_numpy_array(x, sharded_tensor, apply_flattened_range)
+    array = cast_array(
+        _load_regular_chunk(sharded_tensor, checkpoint_dir), sharded_tensor.dtype, key=sharded_tensor.key
+    )
+    loaded = postprocess_numpy_array(array, sharded_tensor, apply_flattened_range)
     if not load_directly_on_device:
         return loaded
     if sharded_tensor.data is None:
@@ -146,7 +156,7 @@ def _load_from_array(
 
 
 def _load_regular_chunk(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> Any:
-    """The stored part of a shard, as a numpy array; flattened ones whole."""
+    """Read the stored part of a shard as a numpy array; of a flattened shard all of it."""
     key = sharded_tensor.key
     arr = open_ts_array(checkpoint_dir / key)
     region = stored_region(sharded_tensor, tuple(arr.shape))
@@ -158,18 +168,18 @@ def _load_regular_chunk(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> 
 
 
 def open_ts_array(arr_path: Path) -> Any:
-    """A ``tensorstore.TensorStore`` of a zarr 2 array.
+    """Open a zarr 2 array as a ``tensorstore.TensorStore``.
 
     Args:
-        arr_path: its directory.
+        arr_path: directory of the array.
 
     Raises:
-        MissingShardError: there is no ``.zarray``.
-        CorruptError: TensorStore cannot open it.
+        MissingShardError: ``.zarray`` is missing.
+        CorruptError: TensorStore cannot open the array.
     """
     arr_path = Path(arr_path)
     if not (arr_path / ARRAY_FILE).is_file():
-        raise MissingShardError(f"there is no zarr array {arr_path}", key=arr_path.name)
+        raise MissingShardError(f"zarr array not found: {arr_path}", key=arr_path.name)
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{arr_path.absolute()}/"}}
     try:
         return ts.open(spec, open=True, read=True).result()

@@ -1,18 +1,19 @@
-"""The backend torch_dist: DCP directories with conventions of Megatron's own.
+"""The backend torch_dist: DCP directories with Megatron's own conventions.
 
-On disk, of what the strategies here write (``core.formats.dcp.torch_dist`` has the rest)::
+On disk, as the strategies here write it (``core.formats.dcp.torch_dist`` describes the rest)::
 
     iter_0000010/
-    ├── __0_0.distcp …       a file a rank that holds anything; ``<hint>__0_0.distcp`` beside it for a separation hint
+    ├── __0_0.distcp …       one file per rank that has any data; with a separation hint also
+    ``<hint>__0_0.distcp``
     └── .metadata            last
 
-Saving and loading go through the engine (``core.dist_checkpointing._engine.bridge``); torch's distributed checkpoint
-has no part in it. It reads the same files, and the documented functions and planners for it are in ``torch_state`` and
-``torch_planners``, found here, too.
+Saving and loading use the engine (``core.dist_checkpointing._engine.bridge``), not torch's
+distributed checkpoint. That reads the same files; the documented functions and planners for it are
+in ``_torch.state`` and ``_torch.planners``, and re-exported here.
 
 Versions: 1 of the backend, as megatron-core 0.12 to 0.20 write it. Source: the documented package
-``core.dist_checkpointing.strategies.torch``; the tests, in which megatron-core 0.16.1 and torch 2.13 read what is
-written here.
+``core.dist_checkpointing.strategies.torch``; the tests, in which megatron-core 0.16.1 and torch
+2.13 read the files that are written here.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from typing_extensions import override
 
 from core.dist_checkpointing._directory.removal import remove_entries
 from core.dist_checkpointing._engine import bridge
@@ -41,10 +43,10 @@ from core.dist_checkpointing.strategies._torch.keys import (  # noqa: F401 - scr
 from core.dist_checkpointing.strategies._torch.planners import MCoreLoadPlanner, MCoreSavePlanner
 from core.dist_checkpointing.strategies._torch.state import (
     Leaf,
-    by_key,
+    checkpoint_name,
     flatten_state_dict,
+    group_by_key,
     mcore_to_pyt_state_dict,
-    name_of,
     sharded_tensor_to_torch_sharded_tensor,
 )
 from core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -81,46 +83,52 @@ VERSIONS = (1,)
 
 
 class MCoreMetadata:
-    """The name of a class in ``.metadata`` of megatron-core up to 0.15. Files are read without it."""
+    """A class name in ``.metadata`` of megatron-core up to 0.15.
+
+    Files are read without the class.
+    """
 
 
 @dataclass
 class MCoreSavePlan:
-    """The name of a class in ``.metadata`` of some megatron-core versions. Files are read without it.
+    """A class name in ``.metadata`` of some megatron-core versions.
+
+    Files are read without the class.
 
     Args:
-        mcore_data: facts about tensors, by key.
+        mcore_data: additional data about tensors, by key.
     """
 
     mcore_data: dict[str, dict[str, Any]] | None = None
 
 
 def register_default_torch_strategies() -> None:
-    """Makes the strategies here the default ones of torch_dist, version 1."""
+    """Register the strategies of this module as the defaults of torch_dist, version 1."""
     register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, 1, TorchDistLoadShardedStrategy())
     register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, 1, TorchDistSaveShardedStrategy(BACKEND, 1))
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
-    """Saves ShardedTensors and ShardedObjects as DCP files, every rank its own.
+    """A strategy that saves ShardedTensors and ShardedObjects as DCP files, each rank its own.
 
     Args:
-        backend: name that ``metadata.json`` will have.
-        version: of the backend, likewise.
-        keep_only_main_replica: save main replicas only. Otherwise all replicas are offered, and each shard is written
-            by the lowest rank that has it; then every shard is saved even if nobody holds a main replica.
+        backend: name of the backend, for ``metadata.json``.
+        version: version of the backend, for ``metadata.json``.
+        keep_only_main_replica: save main replicas only. Otherwise each shard is written by the
+            lowest rank that has any replica of it; then every shard is saved even if it has no main
+            replica.
         thread_count: threads that write, on each rank. They write one file together.
-        cached_metadata: while the structure stays the same on all ranks, use what they agreed on in the last save of
-            this strategy, in place of exchanging and computing it again.
-        separation_hint: entries whose keys begin so go to files of their own, whose names begin so, too;
-            ``remove_sharded_tensors`` can then delete them as a whole.
+        cached_metadata: while the structure stays the same on all ranks, use the agreement of the
+            last save of this strategy, instead of exchanging and computing it again.
+        separation_hint: prefix of keys; their entries go to separate files, whose names have the
+            prefix, too. ``remove_sharded_tensors`` can then delete these files.
 
     Attributes:
         use_cached_ckpt_structure, thread_count: the arguments; scripts set them between saves.
-        cached_global_metadata: scripts hand over what a load strategy has; not needed here.
+        cached_global_metadata: set by scripts from a load strategy; not used here.
 
     Raises:
-        UsageError: less than one thread, or a hint that cannot begin the name of a file.
+        UsageError: less than one thread, or a hint that cannot be the beginning of a file name.
     """
 
     syncs_files = True
@@ -136,9 +144,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     ) -> None:
         super().__init__(backend, version)
         if thread_count < 1:
-            raise UsageError(f"{thread_count} threads cannot write anything")
+            raise UsageError(f"thread_count must be at least 1, not {thread_count}")
         if separation_hint is not None and (not separation_hint or set(separation_hint) & set("/\\\0")):
-            raise UsageError(f"a file's name cannot begin with the separation hint {separation_hint!r}")
+            raise UsageError(f"a file name cannot begin with the separation hint {separation_hint!r}")
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = thread_count
         self.use_cached_ckpt_structure = cached_metadata
@@ -146,43 +154,47 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         self.cached_global_metadata: Metadata | None = None
         self._agreement: Agreement | None = None
 
+    @override
     def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]  # documented as a method, which is true, too
-        """True."""
         return True
 
+    @override
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
-        """Agrees with the other ranks on what goes where; collective. The rest is up to the request.
+        """Agree with the other ranks on the files and return a request for the rest; collective.
 
         Args:
             sharded_state_dict: ShardedTensors with data, and ShardedObjects.
-            checkpoint_dir: exists.
+            checkpoint_dir: an existing directory.
 
         Raises:
-            CheckpointingException: something cannot be saved, or ranks disagree; on every rank.
+            CheckpointingException: an entry cannot be saved, or ranks disagree; on every rank.
         """
-        prepared = self._prepared(sharded_state_dict, checkpoint_dir)
+        prepared = self._prepare(sharded_state_dict, checkpoint_dir)
         return AsyncRequest(
             _write, (checkpoint_dir, prepared), [partial(_finish, prepared.work)], preload_fn=prepared.staged
         )
 
+    @override
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Writes this rank's part, and the metadata once all ranks have written; collective.
+        """Write this rank's part, and the metadata once all ranks have written; collective.
 
         Args:
             sharded_state_dict: ShardedTensors with data, and ShardedObjects.
-            checkpoint_dir: exists.
+            checkpoint_dir: an existing directory.
 
         Raises:
-            CheckpointingException: something cannot be saved or written, or ranks disagree; on every rank.
+            CheckpointingException: an entry cannot be saved or written, or ranks disagree; on every
+                rank.
         """
-        prepared = self._prepared(sharded_state_dict, checkpoint_dir)
+        prepared = self._prepare(sharded_state_dict, checkpoint_dir)
         comm.together(prepared.write)
         comm.together(partial(_finish, prepared.work))
 
-    def _prepared(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> PreparedSave:
-        tensors, objects = comm.together(partial(self._own, sharded_state_dict))
+    def _prepare(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> PreparedSave:
+        # Select the shards that this rank writes.
+        tensors, objects = comm.together(partial(self._select_own, sharded_state_dict))
         if not self.keep_only_main_replica:
-            tensors, objects = _once(tensors, objects)
+            tensors, objects = _leave_to_lower_ranks(tensors, objects)
         prepared = prepare_save(
             tensors,
             objects,
@@ -196,16 +208,18 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             self._agreement = prepared.agreement
         return prepared
 
-    def _own(self, sharded_state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], list[ShardedObject]]:
-        """What this rank may write.
+    def _select_own(self, sharded_state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], list[ShardedObject]]:
+        """Return the shards that this rank may write, each once.
 
         Raises:
-            UsageError: a leaf is neither tensor nor object, or this rank has two main replicas of one shard.
+            UsageError: a leaf is neither ShardedTensor nor ShardedObject, or this rank has two main
+                replicas of one shard.
         """
-        leaves = by_key(sharded_state_dict, only_main_replicas=self.keep_only_main_replica)
+        leaves = group_by_key(sharded_state_dict, only_main_replicas=self.keep_only_main_replica)
         tensors: dict[object, ShardedTensor] = {}
         objects: dict[object, ShardedObject] = {}
-        for shard, leaf in ((_shard_id(leaf), leaf) for several in leaves.values() for leaf in several):
+        for leaf in chain.from_iterable(leaves.values()):
+            shard = _shard_id(leaf)
             if self.keep_only_main_replica and (shard in tensors or shard in objects):
                 raise UsageError("this rank has two main replicas of one shard", key=shard[0], rank=str(comm.rank()))
             if isinstance(leaf, ShardedTensor):
@@ -216,15 +230,15 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
 
 def _shard_id(leaf: Leaf) -> tuple[str, _ShardId]:
-    """The name in the checkpoint, which tells objects from tensors, and the shard."""
+    """Return the name in the checkpoint, different for objects, and the id of the shard."""
     shard = _sharded_object_id(leaf) if isinstance(leaf, ShardedObject) else _sharded_tensor_shard_id(leaf)
-    return name_of(leaf), shard
+    return checkpoint_name(leaf), shard
 
 
-def _once(
+def _leave_to_lower_ranks(
     tensors: list[ShardedTensor], objects: list[ShardedObject]
 ) -> tuple[list[ShardedTensor], list[ShardedObject]]:
-    """What of it no lower rank has, too; collective."""
+    """Return the tensors and objects that no lower rank has; collective."""
     shards = comm.all_gather([*map(_shard_id, tensors), *map(_shard_id, objects)])
     taken = {shard for lower in shards[: comm.rank()] for shard in lower}
     return (
@@ -234,22 +248,24 @@ def _once(
 
 
 def _write(checkpoint_dir: str | Path, prepared: PreparedSave) -> None:
-    """Writes this rank's share; in another process, if the save is asynchronous."""
+    """Write this rank's share; in another process, if the save is asynchronous."""
     prepared.write()
 
 
 def _finish(work: LiveSave) -> None:
-    """Writes the metadata on rank 0."""
+    """Write the metadata, on rank 0."""
     if comm.rank() == 0:
         work.finish()
 
 
-def _loaded(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-    leaves = [*chain.from_iterable(by_key(sharded_state_dict).values())]
+def _load(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
+    """Load the tensors and objects of a state dict on this rank."""
+    leaves = [*chain.from_iterable(group_by_key(sharded_state_dict).values())]
     tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     objects = [leaf for leaf in leaves if isinstance(leaf, ShardedObject)]
     for tensor in tensors:
         tensor.init_data("cpu")
+    # Read everything in one go, then put it into the nesting of the request.
     bridge.load_tensors(tensors, checkpoint_dir)
     values = bridge.load_objects(objects, checkpoint_dir) if objects else {}
 
@@ -262,7 +278,7 @@ def _loaded(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) ->
 
 
 class TorchDistLoadShardedStrategy(LoadShardedStrategy):
-    """Loads ShardedTensors and ShardedObjects out of DCP files, however they were cut there."""
+    """A strategy that loads ShardedTensors and ShardedObjects from DCP files of any sharding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,40 +287,43 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
     @property
     def cached_global_metadata(self) -> Metadata | None:
-        """torch's metadata of the checkpoint that was loaded last; read when it is asked for."""
+        """Return torch's metadata of the checkpoint that was loaded last, read on demand."""
         if self._global_metadata is None and self._loaded_dir is not None:
             self._global_metadata = read_torch_metadata(self._loaded_dir)
         return self._global_metadata
 
+    @override
     def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]  # documented as a method, which is true, too
-        """True."""
         return True
 
+    @override
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-        """What this rank asks for; collective only in that a failure of one rank is raised on all.
+        """Load the requested tensors and objects; a failure is raised on all ranks.
 
         Args:
-            sharded_state_dict: of ShardedTensors and ShardedObjects. Data that are there are filled in place; others
-                are made, on the CPU.
+            sharded_state_dict: ShardedTensors and ShardedObjects. Existing data is filled in place;
+                missing data is allocated on the CPU.
             checkpoint_dir: of the checkpoint.
 
         Returns:
-            The same nesting with tensors of the local shape, 1-D for flattened ranges, and with the objects' values.
+            The same nesting with tensors of the local shape, 1-D for flattened ranges, and with the
+            objects' values.
 
         Raises:
-            CheckpointingException: something is not there, has another global shape (unless ``allow_shape_mismatch``),
-                or is damaged.
+            CheckpointingException: an entry is missing or damaged, or has another global shape
+                (unless ``allow_shape_mismatch``).
         """
-        loaded = comm.together(partial(_loaded, sharded_state_dict, checkpoint_dir))
+        loaded = comm.together(partial(_load, sharded_state_dict, checkpoint_dir))
         self._loaded_dir, self._global_metadata = Path(checkpoint_dir), None
         return loaded
 
+    @override
     def load_tensors_metadata(self, checkpoint_dir: str | Path, metadata: Metadata | None = None) -> ShardedStateDict:
-        """Every stored tensor, by key, as a ShardedTensor without data that is all of it.
+        """Return a ShardedTensor without data for every whole stored tensor, by key.
 
         Args:
             checkpoint_dir: of the checkpoint.
-            metadata: torch's, in place of that of the directory.
+            metadata: torch's metadata, used instead of the directory's.
 
         Raises:
             CheckpointingException: the metadata cannot be read.
@@ -317,8 +336,9 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
             if isinstance(entry, TensorStorageMetadata)
         }
 
+    @override
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Every stored tensor and object, by key and by unique key, without data.
+        """Return all stored tensors, by key, and objects, by unique key, without data.
 
         Args:
             checkpoint_dir: of the checkpoint.
@@ -328,36 +348,40 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         """
         return bridge.sharded_metadata(checkpoint_dir)
 
+    @override
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Removes the tensors and objects whose keys begin with a prefix; on one rank.
+        """Remove the tensors and objects whose keys begin with a prefix; on one rank.
 
         Args:
             checkpoint_dir: of a finished checkpoint.
-            key_prefix: not empty. Where nothing begins so, a warning is logged.
+            key_prefix: not empty. If no key has the prefix, a warning is logged.
 
         Raises:
-            CheckpointingException: as for ``core.dist_checkpointing._directory.removal.remove_entries``.
+            CheckpointingException: as
+                ``core.dist_checkpointing._directory.removal.remove_entries``.
         """
         remove_entries(checkpoint_dir, key_prefix)
 
+    @override
     def check_backend_compatibility(self, loaded_version: Any) -> None:
-        """Checks that a checkpoint's backend is torch_dist.
+        """Raise unless a checkpoint's backend is torch_dist.
 
         Args:
-            loaded_version: the backend's name (the parameter is documented under this one).
+            loaded_version: name of the backend (the parameter's name is the documented one).
 
         Raises:
-            UnsupportedError: it is another.
+            UnsupportedError: the checkpoint has another backend.
         """
         require_backend(self, loaded_version, BACKEND)
 
+    @override
     def check_version_compatibility(self, loaded_version: Any) -> None:
-        """Checks that a checkpoint's version of the backend is 1.
+        """Raise unless a checkpoint's version of the backend is 1.
 
         Args:
             loaded_version: of the checkpoint.
 
         Raises:
-            UnsupportedError: it is another.
+            UnsupportedError: the checkpoint has another version.
         """
         require_version(self, loaded_version, VERSIONS)

@@ -1,14 +1,14 @@
-"""Loading of ``zarr`` checkpoints in two stages: one rank of a data parallel group reads, the others receive.
+"""Loading of ``zarr`` checkpoints in two stages: one rank per data parallel group reads and sends.
 
 ::
 
     storage ── TensorStore ──▶ rank that reads ── broadcast ──▶ ranks of its data parallel group
 
-Within a group, every distinct chunk is read once, by the lowest rank that wants it, and sent whole; a flattened tensor
-takes its range of it. One chunk is in flight at a time.
+Within a group, every distinct chunk is read once, by the lowest rank that needs it, and sent
+completely; a flattened tensor takes its range of it. One chunk is sent at a time.
 
-Source: megatron-core 0.12.1, the last with this module. There, ranks wait forever for one that could not read; here the
-outcome of each reading is told to the group, and every rank raises.
+Source: megatron-core 0.12.1, the last with this module. There, ranks wait forever for one that
+could not read; here the outcome of each read is sent to the group, and every rank raises.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from core.dist_checkpointing.strategies._zarr.checkpoints import ZarrCheckpoints, tensors_of, with_leaves
+from core.dist_checkpointing.strategies._zarr.checkpoints import ZarrCheckpoints, replace_leaves, tensors_of
 from core.dist_checkpointing.strategies._zarr.shards import flatten_range
 from core.dist_checkpointing.strategies.base import LoadShardedStrategy
 from core.dist_checkpointing.strategies.tensorstore import _load_from_array, load_tensorstore_metadata
@@ -37,11 +38,11 @@ from core.errors import UsageError
 logger = logging.getLogger(__name__)
 
 timers: defaultdict[str, list[float]] = defaultdict(list)
-"""Function name → seconds of its calls in this process, of those that ``timed`` wraps."""
+"""Durations of the calls of functions that ``timed`` wraps, by function name; in seconds."""
 
 
 def timed(verbose: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that enters how long calls take in ``timers``.
+    """Return a decorator that records the durations of calls in ``timers``.
 
     Args:
         verbose: log the beginning and the end of every call, too.
@@ -68,14 +69,14 @@ def timed(verbose: bool = True) -> Callable[[Callable[..., Any]], Callable[..., 
 
 @dataclass
 class _ShardedTensorMetadata:
-    """What one rank wants.
+    """A tensor that one rank needs.
 
     Args:
-        global_rank: of that rank, in the world.
+        global_rank: number of the rank in the world.
         sharded_tensor_no_data: the tensor.
-        dist_group_rank: the rank's number in its data parallel group.
+        dist_group_rank: number of the rank in its data parallel group.
         dist_group_ranks: global ranks of that group.
-        data_size: bytes, where known.
+        data_size: in bytes, if known.
     """
 
     global_rank: int
@@ -86,19 +87,20 @@ class _ShardedTensorMetadata:
 
 
 def sharded_tensor_chunk_id(sharded_tensor: ShardedTensor) -> tuple[str, tuple[int, ...]]:
-    """What tells the chunks of a checkpoint apart: the key, and the offset in the global tensor, in elements."""
+    """Return the identity of a chunk of a checkpoint: key, and global offset in elements."""
     return sharded_tensor.key, tuple(sharded_tensor.global_offset)
 
 
 class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
-    """Loads sharded tensors from zarr 2 arrays once per data parallel group, by TensorStore.
+    """A strategy that loads zarr 2 arrays once per data parallel group, by TensorStore.
 
-    Tensors are loaded in place; those without data get it, on the CPU or, without ``cpu_transfer``, on the GPU.
+    Tensors are loaded in place; those without data get it, on the CPU or, without ``cpu_transfer``,
+    on the GPU.
 
     Args:
         data_parallel_group: ranks that hold the same shards; None for all ranks.
-        cpu_transfer: send by way of host memory, in a gloo group that is made for it; else over the given group, whose
-            backend must be able to send from the current CUDA device.
+        cpu_transfer: send through host memory, in a gloo group that is created for it; else over
+            the given group, whose backend must be able to send from the current CUDA device.
     """
 
     def __init__(self, data_parallel_group: Any, cpu_transfer: bool = True) -> None:
@@ -112,56 +114,60 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
         self.dp_group_rank = comm.rank(data_parallel_group)
         self.global_rank = comm.rank()
 
+    @override
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """The same tree with tensors as leaves; every rank of the world calls this.
+        """Load the tensors of a tree, in place of its leaves; collective over the world.
 
         Args:
-            sharded_state_dict: its leaves are ShardedTensors.
-            checkpoint_dir: holds the arrays.
+            sharded_state_dict: a tree of ShardedTensors.
+            checkpoint_dir: directory with the arrays.
 
         Raises:
-            UsageError: a leaf is no ShardedTensor, or ranks of a group want different tensors at one offset.
-            CorruptError: a chunk is absent (MissingShardError) or cannot be read.
-            CheckpointingException: there is no such array or one of another shape, or a rank failed; raised on every
-                rank.
+            UsageError: a leaf is not a ShardedTensor, or ranks of a group request different tensors
+                at one offset.
+            CorruptError: a chunk is missing (MissingShardError) or cannot be read.
+            CheckpointingException: an array is missing or has another shape, or a rank failed; on
+                every rank.
         """
         self.maybe_init_gloo_group()
 
-        def allocated() -> list[ShardedTensor]:
+        def allocate() -> list[ShardedTensor]:
             tensors = tensors_of(sharded_state_dict)
             for tensor in tensors:
                 tensor.init_data(self._device())
             return tensors
 
-        tensors = comm.together(allocated)
+        tensors = comm.together(allocate)
 
-        def exchanged() -> list[Any]:
+        def exchange() -> list[Any]:
             self._exchange_loaded_tensors(self._build_load_plan(tensors), tensors, Path(checkpoint_dir))
             return [tensor.data for tensor in tensors]
 
-        return with_leaves(sharded_state_dict, comm.together(exchanged))
+        return replace_leaves(sharded_state_dict, comm.together(exchange))
 
     def summarize_load_times(self) -> None:
-        """Logs, on rank 0, the greatest and the mean of all ranks' times; every rank calls this."""
+        """Log, on rank 0, the maximum and the mean of all ranks' times; collective."""
         totals = comm.gather({name: sum(seconds) for name, seconds in timers.items()})
         for name in sorted(set(chain.from_iterable(totals or ()))):
-            of_ranks = [found.get(name, 0.0) for found in totals or ()]
-            logger.info("%s: max %.3f s, mean %.3f s", name, max(of_ranks), sum(of_ranks) / len(of_ranks))
+            seconds_by_rank = [total.get(name, 0.0) for total in totals or ()]
+            mean = sum(seconds_by_rank) / len(seconds_by_rank)
+            logger.info("%s: max %.3f s, mean %.3f s", name, max(seconds_by_rank), mean)
 
     @timed(verbose=False)
     def load_tensor_from_storage(self, checkpoint_dir: str | Path, ten_meta: _ShardedTensorMetadata) -> torch.Tensor:
-        """A tensor's whole shard, on the CPU.
+        """Load a tensor's complete shard to the CPU.
 
         Raises:
-            CheckpointingException: it cannot be read.
+            CheckpointingException: the shard cannot be read.
         """
         return _load_from_array(ten_meta.sharded_tensor_no_data, Path(checkpoint_dir), apply_flattened_range=False)
 
     @timed()
     def maybe_init_gloo_group(self) -> None:
-        """Makes the gloo groups for ``cpu_transfer``, once; every rank of the world calls this."""
+        """Create the gloo groups for ``cpu_transfer``, once; collective over the world."""
         if not self.cpu_transfer or self.data_parallel_group is not None or not comm.is_distributed():
             return
+        # Every rank has to take part in the creation of every group, also of those of other ranks.
         for ranks in sorted(set(comm.all_gather(self.dp_group_ranks))):
             group = dist.new_group(ranks=list(ranks), backend="gloo")
             if self.global_rank in ranks:
@@ -169,81 +175,82 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
 
     @timed()
     def _build_load_plan(self, tensors: Sequence[ShardedTensor]) -> list[_ShardedTensorMetadata]:
-        """What the group wants, each chunk once, in an order that all its ranks find."""
-        wanted = [
+        """Return the chunks that the group needs, each once, in the same order on all its ranks."""
+        own = [
             _ShardedTensorMetadata(self.global_rank, ten.without_data(), self.dp_group_rank, self.dp_group_ranks)
             for ten in tensors
         ]
-        return self.deduplicate_chunks(list(chain.from_iterable(comm.all_gather(wanted, self.data_parallel_group))))  # type: ignore[no-any-return]
+        return self.deduplicate_chunks(list(chain.from_iterable(comm.all_gather(own, self.data_parallel_group))))  # type: ignore[no-any-return]
 
     @timed()
     def deduplicate_chunks(self, ten_metas: list[_ShardedTensorMetadata]) -> list[_ShardedTensorMetadata]:
-        """Of those that want the same chunk, the one with the lowest rank in the group; sorted by chunk.
+        """Keep, for each chunk, the request of the lowest rank in the group; sorted by chunk.
 
         Raises:
-            UsageError: some want different tensors at one offset.
+            UsageError: ranks request different tensors at one offset.
         """
-        found: dict[Any, _ShardedTensorMetadata] = {}
+        readers: dict[Any, _ShardedTensorMetadata] = {}
         for meta in ten_metas:
             chunk_id = sharded_tensor_chunk_id(meta.sharded_tensor_no_data)
-            other = found.setdefault(chunk_id, meta)
-            if _whole_shard(meta) != _whole_shard(other):
+            other = readers.setdefault(chunk_id, meta)
+            if _shard_properties(meta) != _shard_properties(other):
                 raise UsageError(
                     f"ranks {other.global_rank} and {meta.global_rank} of one data parallel group want different "
-                    f"tensors at offset {chunk_id[1]}: {_whole_shard(other)} and {_whole_shard(meta)}",
+                    f"tensors at offset {chunk_id[1]}: {_shard_properties(other)} and {_shard_properties(meta)}",
                     key=chunk_id[0],
                 )
             if meta.dist_group_rank < other.dist_group_rank:
-                found[chunk_id] = meta
-        return [found[chunk_id] for chunk_id in sorted(found)]
+                readers[chunk_id] = meta
+        return [readers[chunk_id] for chunk_id in sorted(readers)]
 
     @timed()
     def _exchange_loaded_tensors(
         self, ten_metas: Sequence[_ShardedTensorMetadata], tensors: Sequence[ShardedTensor], checkpoint_dir: Path
     ) -> None:
-        """Reads and sends every chunk, and fills the tensors from it."""
-        wanting: defaultdict[Any, list[ShardedTensor]] = defaultdict(list)
+        """Read and send every chunk, and fill the tensors from it."""
+        tensors_of_chunk: defaultdict[Any, list[ShardedTensor]] = defaultdict(list)
         for tensor in tensors:
-            wanting[sharded_tensor_chunk_id(tensor)].append(tensor)
+            tensors_of_chunk[sharded_tensor_chunk_id(tensor)].append(tensor)
         for meta in ten_metas:
-            shard = self._sent(meta, checkpoint_dir)
-            for tensor in wanting[sharded_tensor_chunk_id(meta.sharded_tensor_no_data)]:
+            shard = self._read_and_broadcast(meta, checkpoint_dir)
+            for tensor in tensors_of_chunk[sharded_tensor_chunk_id(meta.sharded_tensor_no_data)]:
                 assert tensor.data is not None
                 tensor.data.detach().copy_(flatten_range(tensor, shard).reshape(tensor.data.shape))
 
-    def _sent(self, meta: _ShardedTensorMetadata, checkpoint_dir: Path) -> torch.Tensor:
-        """A chunk, on every rank of the group, as it was read by one of them.
+    def _read_and_broadcast(self, meta: _ShardedTensorMetadata, checkpoint_dir: Path) -> torch.Tensor:
+        """Read a chunk on one rank of the group and return it on all of them.
 
         Raises:
-            CheckpointingException: it could not be read; on every rank of the group.
+            CheckpointingException: the chunk cannot be read; on every rank of the group.
         """
-        wanted = meta.sharded_tensor_no_data
+        requested = meta.sharded_tensor_no_data
 
-        def shard_to_send_or_fill() -> torch.Tensor:
+        def read_or_allocate() -> torch.Tensor:
             if self.dp_group_rank == meta.dist_group_rank:
                 return self.load_tensor_from_storage(checkpoint_dir, meta).to(self._device()).contiguous()
-            return torch.empty(wanted.local_shape, dtype=wanted.dtype, device=self._device())
+            return torch.empty(requested.local_shape, dtype=requested.dtype, device=self._device())
 
-        shard = comm.together(shard_to_send_or_fill, self.data_parallel_group)
+        shard = comm.together(read_or_allocate, self.data_parallel_group)
         if len(self.dp_group_ranks) > 1:
-            raw = shard.reshape(-1).view(torch.uint8)  # gloo does not send every element type
+            raw = shard.reshape(-1).view(torch.uint8)  # gloo cannot send every dtype
             comm.broadcast_bytes(raw, meta.dist_group_rank, self.data_parallel_group)
         return shard
 
     def _device(self) -> torch.device:
-        """Where shards are sent from and received."""
+        """Return the device that shards are sent from and received on."""
         return torch.device("cpu") if self.cpu_transfer else torch.device("cuda", torch.cuda.current_device())
 
+    @override
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Key → ShardedTensor without data and sharding, of every array.
+        """Return a ShardedTensor without data and sharding for every array, by key.
 
         Raises:
-            CheckpointingException: an array cannot be opened, or torch has no such type.
+            CheckpointingException: an array cannot be opened, or torch does not support its dtype.
         """
         return load_tensorstore_metadata(checkpoint_dir)
 
 
-def _whole_shard(meta: _ShardedTensorMetadata) -> tuple[object, ...]:
-    """What must be equal of tensors that are filled from one chunk."""
+def _shard_properties(meta: _ShardedTensorMetadata) -> tuple[object, ...]:
+    """Return the properties that tensors filled from one chunk must share."""
     ten = meta.sharded_tensor_no_data
     return tuple(ten.local_shape), tuple(ten.global_shape), ten.dtype, ten.prepend_axis_num, ten.allow_shape_mismatch

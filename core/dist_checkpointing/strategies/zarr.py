@@ -1,14 +1,17 @@
-"""The backend ``zarr``: sharded tensors as zarr 2 arrays, one directory per key (``core.formats.zarr.format``).
+"""The backend ``zarr``: sharded tensors as zarr 2 arrays, one directory per key.
 
-The strategies run on the engine: chunks are files of plain bytes, which it fills and reads directly, without zarr.
-The documented helpers beside them work on zarr-python's arrays and on the same files. zarr-python 3 has no bfloat16 and
-no 8-bit floats of its own; ``zarr_types`` tells its registry of them, so that such arrays open and save by it, too.
+The files are those of ``core.formats.zarr.format``. The strategies use the engine: chunks are files
+of plain bytes, which it writes and reads directly, without zarr. The documented helpers work on
+zarr-python's arrays and on the same files. zarr-python 3 does not support bfloat16 and float8;
+``zarr_types`` adds them to its registry, so that it can open and save such arrays, too.
 
-Chunk = what one rank holds, not compressed, ``bfloat16`` in ``.zarray``: as megatron-core 0.12.1 writes. Unlike there,
-a chunk that is absent is an error, never zeros; nothing is locked, so no ``.sync`` directories are left behind, since
-pieces of one chunk are disjoint ranges of bytes; and scalars are saved.
+A chunk is the part of one rank, not compressed, with ``bfloat16`` in ``.zarray``: as megatron-core
+0.12.1 writes. Unlike there, a missing chunk is an error, never zeros; nothing is locked, so no
+``.sync`` directories remain, since pieces of one chunk are disjoint ranges of bytes; and scalars
+are saved.
 
-Source: the documentation of ``megatron.core.dist_checkpointing.strategies.zarr``; megatron-core 0.12.1.
+Source: the documentation of ``megatron.core.dist_checkpointing.strategies.zarr``; megatron-core
+0.12.1.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import zarr
+from typing_extensions import override
 
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.prepared_save import prepare_save
@@ -39,8 +43,8 @@ from core.dist_checkpointing.strategies._zarr.checkpoints import (
     BACKEND,
     VERSION,
     ZarrCheckpoints,
+    replace_leaves,
     tensors_of,
-    with_leaves,
 )
 from core.dist_checkpointing.strategies._zarr.shards import (
     flatten_range,
@@ -80,126 +84,131 @@ logger = logging.getLogger(__name__)
 
 
 def register_default_zarr_strategies() -> None:
-    """Makes the strategies of this module the default ones for backend ``zarr``, version 1."""
+    """Register the strategies of this module as the defaults of backend ``zarr``, version 1."""
     register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, ZarrSaveShardedStrategy(BACKEND, VERSION))
     register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, ZarrLoadShardedStrategy(BACKEND, VERSION))
 
 
 class ZarrSaveShardedStrategy(SaveShardedStrategy):
-    """Saves sharded tensors as zarr 2 arrays."""
+    """A strategy that saves sharded tensors as zarr 2 arrays."""
 
     syncs_files = True
 
     def __init__(self, backend: str, version: int) -> None:
         super().__init__(backend, version)
 
+    @override
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Writes the main replicas; every rank calls this, and writes what it holds. ``.zarray`` files come last.
+        """Write this rank's main replicas; collective. ``.zarray`` files are written last.
 
         Args:
-            sharded_state_dict: its leaves are ShardedTensors.
-            checkpoint_dir: exists.
+            sharded_state_dict: a tree of ShardedTensors.
+            checkpoint_dir: an existing directory.
 
         Raises:
-            UsageError: a leaf is no ShardedTensor, or an array of such a key is there already.
-            UnsupportedError: the shards of a tensor are no regular grid, its key is no name of a directory, or zarr
-                has no such type.
-            CheckpointingException: shards do not make up their tensor, or a rank failed; raised on every rank.
+            UsageError: a leaf is not a ShardedTensor, or the array of a key already exists.
+            UnsupportedError: the shards of a tensor form no regular grid, its key is not a valid
+                directory name, or zarr does not support its dtype.
+            CheckpointingException: shards do not form a complete tensor, or a rank failed; on every
+                rank.
         """
         refuse_url(checkpoint_dir)
         checkpoint_dir = Path(checkpoint_dir)
 
-        def mine() -> list[ShardedTensor]:
+        def select_own() -> list[ShardedTensor]:
             tensors = [ten for ten in tensors_of(sharded_state_dict) if is_main_replica(ten.replica_id)]
             for key in {ten.key for ten in tensors}:
                 check_no_array(checkpoint_dir / key, key=key)
             return tensors
 
-        prepared = prepare_save(comm.together(mine), (), checkpoint_dir, format=BACKEND)
+        prepared = prepare_save(comm.together(select_own), (), checkpoint_dir, format=BACKEND)
         comm.together(prepared.write)
         comm.together(lambda: prepared.finish() if comm.rank() == 0 else None)
 
 
 def _create_or_open_zarr_arrays(sharded_tensors: list[ShardedTensor], checkpoint_dir: Path) -> list[zarr.Array | None]:
-    """The array of every tensor that this rank writes; a collective call.
+    """Create or open the array of every tensor that this rank writes; collective.
 
-    The rank that holds the first element of a tensor's main replica creates its array; those with other parts of it
-    open that one, once all are there.
+    The rank whose main replica has the first element of a tensor creates its array; ranks with
+    other parts open it, once all arrays exist.
 
     Args:
-        sharded_tensors: what this rank holds.
-        checkpoint_dir: where the arrays are, or shall be.
+        sharded_tensors: tensors of this rank.
+        checkpoint_dir: directory of the arrays.
 
     Returns:
         None for a tensor that is not the main replica, which is not written.
 
     Raises:
-        CheckpointingException: an array exists already, or nobody created it; raised on every rank.
+        CheckpointingException: an array already exists, or no rank created it; on every rank.
     """
 
-    def created() -> list[zarr.Array | None]:
+    def create() -> list[zarr.Array | None]:
         return [
             _create_zarr_array(ten, checkpoint_dir) if _should_create_array(ten) else None for ten in sharded_tensors
         ]
 
-    def opened() -> list[zarr.Array | None]:
+    def open_others() -> list[zarr.Array | None]:
         return [
             _open_for_writing(checkpoint_dir / ten.key) if arr is None and is_main_replica(ten.replica_id) else arr
             for ten, arr in zip(sharded_tensors, arrays, strict=True)
         ]
 
-    arrays = comm.together(created)
-    return comm.together(opened)
+    arrays = comm.together(create)
+    return comm.together(open_others)
 
 
 def _should_create_array(ten: ShardedTensor) -> bool:
-    """Whether a tensor is the main replica of the part that begins with the global tensor's first element."""
-    held = ten.flattened_range
-    is_first = held is None or (held.start == 0 and (held.stop > 0 or not prod(ten.local_shape)))
+    """Return whether a tensor is the main replica of the global tensor's first part."""
+    flat = ten.flattened_range
+    is_first = flat is None or (flat.start == 0 and (flat.stop > 0 or not prod(ten.local_shape)))
     return is_main_replica(ten.replica_id) and not any(ten.global_offset) and is_first
 
 
 def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: zarr.Array | None) -> None:
-    """Writes a main replica's data into its array; nothing for another replica.
+    """Write a main replica's data into its array; do nothing for another replica.
 
-    Several processes may write parts of one array at once, as long as every chunk is written by one of them or in
-    flattened pieces.
+    Several processes may write parts of one array at the same time, as long as every chunk is
+    written by one of them or in flattened pieces.
 
     Args:
-        arr: as ``_create_or_open_zarr_arrays`` gave it.
+        arr: result of ``_create_or_open_zarr_arrays`` for the tensor.
 
     Raises:
-        UsageError: there is no data, or no array for them.
-        UnsupportedError: the tensor is flattened, and its shard is no plain chunk of the array, or no file.
+        UsageError: there is no data, or no array for it.
+        UnsupportedError: the tensor is flattened, and its shard is not a plain chunk of the array,
+            or not a file.
     """
     if not is_main_replica(sharded_tensor.replica_id):
         return
     key = sharded_tensor.key
     if arr is None or sharded_tensor.data is None:
-        raise UsageError(f"there is no {'array' if arr is None else 'data'} for a main replica", key=key)
-    x = numpy_of(sharded_tensor.data, key=key)
-    held = sharded_tensor.flattened_range
-    if held is None:
-        arr[sharded_tensor.global_slice()] = x
+        raise UsageError(f"the {'array' if arr is None else 'data'} of a main replica is missing", key=key)
+    array = numpy_of(sharded_tensor.data, key=key)
+    flat = sharded_tensor.flattened_range
+    if flat is None:
+        arr[sharded_tensor.global_slice()] = array
         return
+    # A flattened range is a run of bytes in the chunk of its shard, which zarr cannot write alone.
     if tuple(arr.chunks) != (1,) * sharded_tensor.prepend_axis_num + tuple(sharded_tensor.local_shape):
         raise UnsupportedError(
-            f"the shard {sharded_tensor.local_shape} of a flattened tensor is no chunk {arr.chunks} of its array",
+            f"the shard {sharded_tensor.local_shape} of a flattened tensor is not a chunk {arr.chunks} of its array",
             key=key,
         )
     if not isinstance(arr.store, zarr.storage.LocalStore):
-        raise UnsupportedError(f"pieces of a chunk are written into files, not into {arr.store}", key=key)
-    if x.size:
+        raise UnsupportedError(f"pieces of a chunk can be written into files only, not into {arr.store}", key=key)
+    if array.size:
         array_dir = Path(arr.store.root) / arr.path
         index = sharded_tensor.local_chunk_offset_in_global()
-        write_in_chunk(array_dir, index, held.start * x.itemsize, memoryview(x.view(np.uint8)), key=key)
+        write_in_chunk(array_dir, index, flat.start * array.itemsize, memoryview(array.view(np.uint8)), key=key)
 
 
 def _create_zarr_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> zarr.Array:
-    """A new array for a global tensor, without chunks as yet, opened for writing.
+    """Create the array of a global tensor, without chunks, and open it for writing.
 
     Raises:
-        CheckpointingException: it exists already, the shards are no regular grid, or zarr has no such type.
+        CheckpointingException: the array already exists, the shards form no regular grid, or zarr
+            does not support the dtype.
     """
     key = sharded_tensor.key
     chunk_shape = tuple(max(extent, 1) for extent in sharded_tensor.max_allowed_chunks())
@@ -215,7 +224,7 @@ def _open_for_writing(path: Path) -> zarr.Array:
 
 
 class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
-    """Loads sharded tensors from zarr 2 arrays.
+    """A strategy that loads sharded tensors from zarr 2 arrays.
 
     Args:
         backend, version: those of the checkpoints that are loaded: ``zarr``, 1.
@@ -226,52 +235,54 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
         self.backend = backend
         self.version = version
 
+    @override
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """The same tree with tensors as leaves; every rank calls this.
+        """Load the tensors of a tree, in place of its leaves; collective.
 
         Tensors with data are loaded in place; others get data on the CPU.
 
         Args:
-            sharded_state_dict: its leaves are ShardedTensors, sharded in whichever way.
-            checkpoint_dir: holds the arrays.
+            sharded_state_dict: a tree of ShardedTensors, sharded in any way.
+            checkpoint_dir: directory with the arrays.
 
         Raises:
-            UsageError: a leaf is no ShardedTensor.
-            CorruptError: a chunk is absent (MissingShardError) or damaged.
-            CheckpointingException: there is no such array or one of another shape, or a rank failed; raised on every
-                rank.
+            UsageError: a leaf is not a ShardedTensor.
+            CorruptError: a chunk is missing (MissingShardError) or damaged.
+            CheckpointingException: an array is missing or has another shape, or a rank failed; on
+                every rank.
         """
 
-        def filled() -> list[Any]:
+        def load_all() -> list[Any]:
             tensors = tensors_of(sharded_state_dict)
             for tensor in tensors:
                 tensor.init_data("cpu")
             bridge.load_tensors(tensors, Path(checkpoint_dir))
             return [tensor.data for tensor in tensors]
 
-        return with_leaves(sharded_state_dict, comm.together(filled))
+        return replace_leaves(sharded_state_dict, comm.together(load_all))
 
+    @override
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Key → ShardedTensor without data and sharding, of every array.
+        """Return a ShardedTensor without data and sharding for every array, by key.
 
         Raises:
-            CheckpointingException: an array cannot be opened, or torch has no such type.
+            CheckpointingException: an array cannot be opened, or torch does not support its dtype.
         """
-        return load_zarr_based_sharded_metadata(Path(checkpoint_dir), _zarr_shape_dtype)
 
+        def read_shape_and_dtype(path: str) -> Any:
+            array = _open_zarr_array_verbose(Path(path), "r")
+            return array.shape, array.dtype
 
-def _zarr_shape_dtype(path: str) -> Any:
-    """(shape, numpy dtype) of an array."""
-    array = _open_zarr_array_verbose(Path(path), "r")
-    return array.shape, array.dtype
+        return load_zarr_based_sharded_metadata(Path(checkpoint_dir), read_shape_and_dtype)
 
 
 def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> torch.Tensor:
-    """A new CPU tensor with what a ShardedTensor stands for, of its dtype, read by zarr.
+    """Load the tensor of a ShardedTensor by zarr, as a new CPU tensor of its dtype.
 
     Raises:
-        CheckpointingException: there is no such array, its shape differs and may not, or the cast is not made.
-        MissingShardError: a chunk is absent.
+        CheckpointingException: the array is missing, has another shape where that is not allowed,
+            or cannot be cast.
+        MissingShardError: a chunk is missing.
     """
     arr = _open_zarr_array_verbose(checkpoint_dir / sharded_tensor.key, "r")
     region = stored_region(sharded_tensor, arr.shape)
@@ -282,16 +293,16 @@ def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: Path) -> tor
 
 
 def _open_zarr_array_verbose(path: Path, mode: str, **open_kwargs: Any) -> zarr.Array:
-    """An array of zarr 2.
+    """Open a zarr 2 array.
 
     Args:
-        path: its directory.
+        path: directory of the array.
         mode: ``r`` or ``r+``.
         open_kwargs: further arguments of ``zarr.open_array``.
 
     Raises:
-        MissingShardError: there is none; what is there instead is logged.
-        CorruptError: its metadata cannot be read by zarr.
+        MissingShardError: the array does not exist; the content of its parent directory is logged.
+        CorruptError: zarr cannot read the metadata of the array.
     """
     path = Path(path)
     try:
@@ -299,8 +310,8 @@ def _open_zarr_array_verbose(path: Path, mode: str, **open_kwargs: Any) -> zarr.
     except FileNotFoundError as err:
         inside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else None
         logger.debug("no zarr array %s; its directory holds %s", path, inside)
-        missing = "" if inside is not None else f": the directory {path.parent} does not exist"
-        raise MissingShardError(f"there is no zarr array {path}{missing}", key=path.name) from err
+        reason = "" if inside is not None else f" (the directory {path.parent} does not exist)"
+        raise MissingShardError(f"zarr array not found: {path}{reason}", key=path.name) from err
     except (ValueError, TypeError, KeyError, OSError) as err:
         raise CorruptError(f"zarr cannot open the array {path}: {str(err)[:200]}", key=path.name) from err
 
@@ -308,14 +319,15 @@ def _open_zarr_array_verbose(path: Path, mode: str, **open_kwargs: Any) -> zarr.
 def load_zarr_based_sharded_metadata(
     checkpoint_dir: Path, get_shape_dtype_fn: Callable[[str], tuple[tuple[int], np.dtype]]
 ) -> ShardedStateDict:
-    """Key → ShardedTensor without data and sharding, of every array of a checkpoint.
+    """Return a ShardedTensor without data and sharding for every array of a checkpoint, by key.
 
     Args:
-        checkpoint_dir: its directories that hold a ``.zarray``, at any depth, are the arrays.
-        get_shape_dtype_fn: path of an array → its shape and numpy dtype.
+        checkpoint_dir: directory with the arrays; every directory with a ``.zarray``, at any depth,
+            is an array.
+        get_shape_dtype_fn: return shape and numpy dtype of the array at a path.
 
     Raises:
-        UnsupportedError: torch has no such type.
+        UnsupportedError: torch does not support the dtype of an array.
     """
     checkpoint_dir = Path(checkpoint_dir)
     return {
@@ -324,7 +336,7 @@ def load_zarr_based_sharded_metadata(
 
 
 def _whole_tensor(key: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ShardedTensor:
-    found = numpy_to_torch_dtype_dict.get(dtype.newbyteorder("="))
-    if found is None:
-        raise UnsupportedError(f"torch has no element type for numpy's {dtype}", key=key)
-    return bridge.whole_tensor(key, found, shape)
+    torch_dtype = numpy_to_torch_dtype_dict.get(dtype.newbyteorder("="))
+    if torch_dtype is None:
+        raise UnsupportedError(f"torch does not support the numpy dtype {dtype}", key=key)
+    return bridge.whole_tensor(key, torch_dtype, shape)

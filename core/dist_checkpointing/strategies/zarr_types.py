@@ -1,12 +1,15 @@
-"""The element types that zarr-python lacks, for its arrays of zarr 2: bfloat16 and the floats of 8 bits.
+"""The dtypes that zarr-python lacks for zarr 2 arrays: bfloat16 and the 8-bit floats.
 
-zarr-python 3.1.6 knows numpy's own types only; it refuses ``"dtype": "bfloat16"``. Of the two ways around that (serve
-such arrays by tensorstore, or tell zarr of the types) this is the second: importing this module enters one data type
-for all of them in ``zarr.dtype.data_type_registry``. In memory the elements are those of ml_dtypes; in ``.zarray`` they
-have the bare name (``bfloat16``, ``float8_e4m3fn``), as Megatron-Core 0.12 and tensorstore write it. A type that
-zarr-python has already, being newer or told by another package, is left as it is.
+zarr-python 3.1.6 supports numpy's own dtypes only; it refuses ``"dtype": "bfloat16"``. Importing
+this module registers one data type for all missing dtypes in ``zarr.dtype.data_type_registry``.
+(The alternative would be to read and write such arrays by tensorstore.) In memory the elements are
+those of ml_dtypes; in ``.zarray`` they have the bare name (``bfloat16``, ``float8_e4m3fn``), as
+Megatron-Core 0.12 and tensorstore write it. A dtype that zarr-python already
+supports, because it is a newer version or another package has registered the dtype, is left
+unchanged.
 
-Also the way between such arrays and torch's tensors: bit for bit, through no other type.
+The module also converts between such arrays and torch's tensors: bit for bit, through no other
+dtype.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 import torch
+from typing_extensions import override
 from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 
 from core.arrays.cast import cast_of, check_cast
@@ -25,14 +29,14 @@ from core.errors import UnsupportedError
 from core.formats.zarr.dtypes import v2_dtype
 
 _RAW = {1: torch.uint8, 2: torch.int16}
-"""By itemsize: the type as which elements that numpy lacks pass between torch and numpy."""
+"""Dtypes under which elements that numpy lacks pass between torch and numpy, by itemsize."""
 _NATIVE: dict[str, np.dtype[Any]] = {
     name: np.dtype(getattr(ml_dtypes, name)) for name in DTYPES if hasattr(ml_dtypes, name) and v2_dtype(name)
 }
-"""The types that ml_dtypes adds to numpy and zarr arrays may have, by canonical name."""
+"""The dtypes of zarr arrays that ml_dtypes adds to numpy, by canonical name."""
 
 
-def _known_to_zarr(name: str) -> bool:
+def _is_supported_by_zarr(name: str) -> bool:
     try:
         data_type_registry.match_dtype(_NATIVE[name])
         data_type_registry.match_json({"name": name, "object_codec_id": None}, zarr_format=2)
@@ -43,7 +47,9 @@ def _known_to_zarr(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedFloat(ZDType):  # type: ignore[type-arg,unused-ignore]
-    """A floating-point type of ml_dtypes, which zarr 2 and 3 spell by its name; see ``zarr.dtype.ZDType``.
+    """A floating-point dtype of ml_dtypes, which zarr 2 and 3 spell by its name.
+
+    The methods are those of ``zarr.dtype.ZDType``.
 
     Args:
         name: canonical dtype name.
@@ -51,24 +57,25 @@ class NamedFloat(ZDType):  # type: ignore[type-arg,unused-ignore]
 
     dtype_cls: ClassVar[type] = np.dtype
     _zarr_v3_name: ClassVar[str] = "ml_dtypes"
-    taught: ClassVar[frozenset[str]] = frozenset(name for name in _NATIVE if not _known_to_zarr(name))
+    taught: ClassVar[frozenset[str]] = frozenset(name for name in _NATIVE if not _is_supported_by_zarr(name))
 
     name: str
 
     @classmethod
+    @override
     def from_native_dtype(cls, dtype: np.dtype[Any]) -> NamedFloat:
-        """The type of a numpy type.
+        """Return the data type of a numpy dtype.
 
         Raises:
-            DataTypeValidationError: it is another's.
+            DataTypeValidationError: the dtype is not one of those registered here.
         """
         name = getattr(dtype, "name", None)
         if name not in cls.taught or dtype != _NATIVE[name]:
-            raise DataTypeValidationError(f"{dtype} is none of {sorted(cls.taught)}")
+            raise DataTypeValidationError(f"{dtype} is not one of {sorted(cls.taught)}")
         return cls(name=name)
 
+    @override
     def to_native_dtype(self) -> np.dtype[Any]:
-        """The numpy type."""
         return _NATIVE[self.name]
 
     @classmethod
@@ -78,36 +85,41 @@ class NamedFloat(ZDType):  # type: ignore[type-arg,unused-ignore]
     @classmethod
     def _from_json_v3(cls, data: Any) -> NamedFloat:
         if not isinstance(data, str) or data not in cls.taught:
-            raise DataTypeValidationError(f"{data!r} is none of {sorted(cls.taught)}")
+            raise DataTypeValidationError(f"{data!r} is not one of {sorted(cls.taught)}")
         return cls(name=data)
 
+    @override
     def to_json(self, zarr_format: int) -> Any:
-        """The name, as a ``.zarray`` or a ``zarr.json`` has it."""
+        """Return the name in the form of ``.zarray`` or ``zarr.json``."""
         return {"name": self.name, "object_codec_id": None} if zarr_format == 2 else self.name
 
     def _check_scalar(self, data: object) -> bool:
         return isinstance(data, (int, float, np.floating, np.integer, _NATIVE[self.name].type))
 
+    @override
     def cast_scalar(self, data: object) -> Any:
-        """A number as an element.
+        """Return a number as an element.
 
         Raises:
-            TypeError: it is no number.
+            TypeError: ``data`` is not a number.
         """
         if not self._check_scalar(data):
-            raise TypeError(f"{data!r} is no number that {self.name} could hold")
+            raise TypeError(f"{data!r} is not a number that {self.name} could hold")
         return _NATIVE[self.name].type(data)
 
+    @override
     def default_scalar(self) -> Any:
-        """Zero."""
+        """Return zero."""
         return _NATIVE[self.name].type(0)
 
+    @override
     def from_json_scalar(self, data: object, *, zarr_format: int) -> Any:
-        """A fill value: a number, or one of ``NaN``, ``Infinity``, ``-Infinity``."""
+        """Parse a fill value: a number, or one of ``NaN``, ``Infinity``, ``-Infinity``."""
         return self.cast_scalar(float(data) if isinstance(data, str) else data)
 
+    @override
     def to_json_scalar(self, data: object, *, zarr_format: int) -> float | str:
-        """A fill value for JSON."""
+        """Return a fill value for JSON."""
         number = float(self.cast_scalar(data))
         if np.isfinite(number):
             return number
@@ -125,29 +137,33 @@ torch_to_numpy_dtype_dict = {torch_dtype: dtype for dtype, torch_dtype in numpy_
 
 
 def numpy_of(tensor: torch.Tensor, *, key: str) -> Any:
-    """A tensor's elements as an array, in host memory, which is shared if they lie there in C order.
+    """Return a tensor's elements as a numpy array in host memory.
+
+    The memory is shared if the tensor is there already, in C order.
 
     Raises:
-        UnsupportedError: numpy and zarr have no such type.
+        UnsupportedError: numpy and zarr do not support the dtype.
     """
     dtype = torch_to_numpy_dtype_dict.get(tensor.dtype)
     if dtype is None:
-        raise UnsupportedError(f"zarr has no element type for {tensor.dtype}", key=key, hint="cast the tensor first")
+        raise UnsupportedError(f"zarr does not support {tensor.dtype}", key=key, hint="cast the tensor first")
     dense = tensor.detach().cpu().contiguous()
     return (dense.view(_RAW[dtype.itemsize]) if dtype.name in _NATIVE else dense).numpy().view(dtype)
 
 
 def tensor_of(array: Any, *, key: str) -> torch.Tensor:
-    """The tensor of an array's elements; shares its memory if it is writable, in C order and not byte-swapped.
+    """Return the tensor of an array's elements.
+
+    It shares the array's memory if that is writable, in C order and not byte-swapped.
 
     Raises:
-        UnsupportedError: torch has no such type.
+        UnsupportedError: torch does not support the dtype.
     """
     dense: Any = np.asarray(array)
     dense = np.require(dense.astype(dense.dtype.newbyteorder("="), copy=False), requirements=["C", "W"])
     dtype = numpy_to_torch_dtype_dict.get(dense.dtype)
     if dtype is None:
-        raise UnsupportedError(f"torch has no element type for numpy's {dense.dtype}", key=key)
+        raise UnsupportedError(f"torch does not support the numpy dtype {dense.dtype}", key=key)
     if dense.dtype.name not in _NATIVE:
         return torch.from_numpy(dense)
     raw = dense.reshape(-1).view(np.uint8 if dense.itemsize == 1 else np.int16)
@@ -155,16 +171,17 @@ def tensor_of(array: Any, *, key: str) -> torch.Tensor:
 
 
 def cast_array(array: Any, dtype: torch.dtype, *, key: str) -> Any:
-    """An array's elements in the type of a torch type, rounded as everywhere in this project (``core.arrays.cast``).
+    """Cast an array to a torch dtype, rounded as everywhere in this project (``core.arrays.cast``).
 
     Raises:
-        UnsupportedError: that cast would lose more than precision, or there is no such type.
+        UnsupportedError: the cast would lose more than precision, or numpy does not support the
+            dtype.
     """
     dense: Any = np.asarray(array)
     dense = np.ascontiguousarray(dense.astype(dense.dtype.newbyteorder("="), copy=False)).reshape(dense.shape)
     target = torch_to_numpy_dtype_dict.get(dtype)
     if target is None:
-        raise UnsupportedError(f"numpy has no element type for {dtype}", key=key)
+        raise UnsupportedError(f"numpy does not support {dtype}", key=key)
     if dense.dtype == target:
         return dense
     check_cast(dense.dtype.name, target.name, key=key)

@@ -1,4 +1,4 @@
-"""The bytes of a planned save: what every rank writes of its part, and what the coordinator writes in the end."""
+"""The writing of a planned save: each rank's part, and the coordinator's rest."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from core.copy.run import execute
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.batches import batches
 from core.dist_checkpointing.torch_dcp.planned_save import (
-    Layout,
-    Part,
-    Planned,
-    check_same_places,
+    PlannedSave,
+    RankPart,
+    SaveLayout,
+    check_same_positions,
     chunk_of,
-    is_finished_here,
+    is_finished_by_rank,
     is_tensor,
     lay_out,
 )
@@ -41,39 +41,43 @@ from core.stage.files import StageStore
 
 
 def write_part(
-    plan: SavePlan, planner: SavePlanner, part: Part, store: StageStore, *, threads: int
+    plan: SavePlan, planner: SavePlanner, part: RankPart, store: StageStore, *, threads: int
 ) -> list[WriteResult]:
-    """Writes the tensors of a rank's plan, a batch at a time, and finishes the files that are its own.
+    """Write the tensors of a rank's plan, in batches, and finish the files that it fills alone.
 
     Args:
-        plan, planner: of this rank.
-        part: what it writes.
+        plan, planner: the plan and the planner of this rank.
+        part: the part of the save that this rank writes.
         store: the stage.
-        threads: that copy.
+        threads: number of copying threads.
 
     Returns:
-        For every item its size; for an entry that is no tensor also its stream, which the coordinator writes.
+        The size of every item; for an entry that is not a tensor also its stream, which the
+        coordinator writes.
 
     Raises:
         UsageError: the planner gives another tensor than it planned.
-        CheckpointingException: the system refuses.
+        CheckpointingException: a file cannot be written.
     """
     catalog = part.catalog()
     crcs: dict[str, int] = {}
     results = []
+    # Write the tensors, in batches so that few of them are in host memory at a time.
     for batch in batches(filter(is_tensor, plan.items), lambda item: chunk_of(item).n_bytes):
-        tensors = [_resolved(item, planner) for item in batch]
-        live = [bridge.live(chunk_of(item), data) for item, data in zip(batch, tensors, strict=True)]
-        crcs |= _write(live, catalog, part.images, store, threads=threads)
+        tensors = [_resolve_tensor(item, planner) for item in batch]
+        live = [bridge.live_tensor(chunk_of(item), data) for item, data in zip(batch, tensors, strict=True)]
+        crcs |= _write_tensors(live, catalog, part.images, store, threads=threads)
         results += [
-            WriteResult(index=item.index, size_in_bytes=one.chunk.n_bytes, storage_data=None)
-            for item, one in zip(batch, live, strict=True)
+            WriteResult(index=item.index, size_in_bytes=tensor.chunk.n_bytes, storage_data=None)
+            for item, tensor in zip(batch, live, strict=True)
         ]
+    # Write headers and trailers, with checksums, of the files that this rank fills alone.
     for image in part.images:
-        if is_finished_here(image):
+        if is_finished_by_rank(image):
             store.create(image.path, image.size)
             for offset, data in image.literals(lambda name: crcs.get(name, 0)):
                 store.write(image.path, offset, data)
+    # Send every other entry to the coordinator.
     for item in plan.items:
         if not is_tensor(item):
             stream = planner.resolve_data(item).getvalue()
@@ -81,7 +85,7 @@ def write_part(
     return results
 
 
-def _write(
+def _write_tensors(
     tensors: Sequence[LiveTensor],
     target: TargetCatalog,
     images: Sequence[FileImage],
@@ -89,13 +93,17 @@ def _write(
     *,
     threads: int,
 ) -> dict[str, int]:
-    """Writes some tensors; returns the CRC-32 of every array that has been filled by them."""
-    mine = [one for one in tensors if one.chunk.key in target.tensors and not one.chunk.box.is_empty]
-    source, memory = live_source(mine)
-    held: dict[str, list[Box]] = {}
-    for one in mine:
-        held.setdefault(one.chunk.key, []).append(one.chunk.box)
-    share = share_of(target, images, held)
+    """Write some tensors.
+
+    Returns:
+        The CRC-32 of every array that they fill, by the array's name.
+    """
+    to_write = [tensor for tensor in tensors if tensor.chunk.key in target.tensors and not tensor.chunk.box.is_empty]
+    source, memory = live_source(to_write)
+    boxes: dict[str, list[Box]] = {}
+    for tensor in to_write:
+        boxes.setdefault(tensor.chunk.key, []).append(tensor.chunk.box)
+    share = share_of(target, images, boxes)
     plan = make_plan(source, share.target, share.images, threads=threads, compares=False, is_share=True)
     result = execute(plan, memory, store, CopyOptions(digest=False))
     arrays = [
@@ -108,8 +116,8 @@ def _write(
 
 
 def write_rest(
-    save: Planned,
-    layout: Layout,
+    save: PlannedSave,
+    layout: SaveLayout,
     streams: Mapping[str, bytes],
     store: StageStore,
     *,
@@ -117,55 +125,61 @@ def write_rest(
     dst: Path,
     max_file_bytes: int | None,
 ) -> None:
-    """Writes entries that are no tensors, headers of files that ranks shared, and metadata last.
+    """Write entries that are not tensors, headers of files that ranks share, and metadata last.
 
     Args:
-        save: what is saved.
-        layout: where ranks have written the tensors.
+        save: the combined plans.
+        layout: the files into which ranks have written the tensors.
         streams: the other entries as streams of ``torch.save``, by key.
         store: the stage.
-        format, dst, max_file_bytes: as for the layout.
+        format, dst, max_file_bytes: the arguments by which ``layout`` was made.
 
     Raises:
-        CheckpointingException: an entry is not handled, or the system refuses.
+        CheckpointingException: an entry is not supported, or a file cannot be written.
     """
-    finished = {image.path: image.size for image in layout.images if is_finished_here(image)}
+    finished = {image.path: image.size for image in layout.images if is_finished_by_rank(image)}
     _check_sizes(finished, store)
+    # Lay out the files again with the other entries, which must not move the tensors, and write the entries.
     if streams:
-        objects, arrays, memory = _read(streams, save, is_verbatim=format.name == "dcp")
-        whole_layout = lay_out(save, format, dst, objects=objects, arrays=arrays, max_file_bytes=max_file_bytes)
-        check_same_places(layout, whole_layout)
-        layout = whole_layout
+        objects, arrays, memory = _read_streams(streams, save, is_verbatim=format.name == "dcp")
+        full_layout = lay_out(save, format, dst, objects=objects, arrays=arrays, max_file_bytes=max_file_bytes)
+        check_same_positions(layout, full_layout)
+        layout = full_layout
         target = layout.target
         share = share_of(target, layout.images, {key: [whole(meta.shape)] for key, meta in target.hidden.items()})
         plan = make_plan(layout.source, share.target, share.images, compares=False, is_share=True)
         execute(plan, memory, store, CopyOptions(crc=False, digest=False))
+    # Write headers and trailers, those of metadata files last.
     for image in sorted(layout.images, key=lambda image: image.is_metadata):
         if image.path not in finished:
             finish_file(image, store)
 
 
 def _check_sizes(sizes: Mapping[str, int], store: StageStore) -> None:
-    """Returns if the files that ranks have finished are here.
+    """Raise unless the files that ranks have finished exist and have the right sizes.
+
+    Args:
+        sizes: expected size of each file, in bytes.
+        store: the stage.
 
     Raises:
-        MissingShardError: one is not.
-        CorruptError: one has another size.
+        MissingShardError: a file does not exist.
+        CorruptError: a file has another size.
     """
     for name, n_bytes in sizes.items():
         path = store.root / name
         with translated(str(path), doing="check"):
-            found = path.stat().st_size
-        if found != n_bytes:
-            raise CorruptError(f"a rank has written {found} bytes, and not {n_bytes}", file=name)
+            n_found = path.stat().st_size
+        if n_found != n_bytes:
+            raise CorruptError(f"a rank has written {n_found} bytes, expected {n_bytes}", file=name)
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    """The tensor of an item in host memory.
+def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """Return the tensor of an item in host memory.
 
     Raises:
         UsageError: the planner gives another shape or dtype than it planned.
-        UnsupportedError: it is sparse, or lies nowhere.
+        UnsupportedError: the tensor is sparse, or on the meta device.
     """
     chunk = chunk_of(item)
     data = planner.resolve_data(item).detach()
@@ -174,21 +188,24 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
             f"the planner gives a tensor of shape {tuple(data.shape)}, but planned {chunk.box.shape}", key=chunk.key
         )
     bridge.check_data(chunk, data)
-    return bridge.on_host(chunk, data)
+    return bridge.to_host(chunk, data)
 
 
-def _read(
-    streams: Mapping[str, bytes], save: Planned, *, is_verbatim: bool
+def _read_streams(
+    streams: Mapping[str, bytes], save: PlannedSave, *, is_verbatim: bool
 ) -> tuple[dict[str, StoredObject], dict[str, StoredArray], MemoryStore]:
-    """(entries that are no tensors, tensors inside them, the streams that hold these), in the order of the plans.
+    """Read the entries that are not tensors from their streams, in the order of the plans.
 
     Args:
-        streams: of ``torch.save``, by key.
-        save: what is saved.
-        is_verbatim: whether the streams themselves are stored, in a further file of the first rank.
+        streams: streams of ``torch.save``, by key.
+        save: the combined plans.
+        is_verbatim: the streams themselves are stored, in a further file of the first rank.
+
+    Returns:
+        The entries by key, the tensors inside them by name, and the memory that holds those.
 
     Raises:
-        UnsupportedError: a stream holds what is not handled.
+        UnsupportedError: a stream holds something that is not supported.
     """
     objects: dict[str, StoredObject] = {}
     arrays: dict[str, StoredArray] = {}
@@ -200,10 +217,10 @@ def _read(
             objects[key] = StoredObject(key, raw_key=stream.name, coords=((HOLDER, 0), *BEHIND))
             continue
         try:
-            value, inside = load_object(memory, stream, key=key)
+            value, tensors_inside = load_object(memory, stream, key=key)
         except CheckpointingException as err:
             err.key = err.key or key
             raise
         objects[key] = StoredObject(key, value=value)
-        arrays |= inside
+        arrays |= tensors_inside
     return objects, arrays, memory

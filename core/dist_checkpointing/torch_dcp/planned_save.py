@@ -1,12 +1,13 @@
-"""What the plans of all ranks add up to, and what each rank writes of it; no data.
+"""The combined plans of all ranks, and the part that each rank writes; no data.
 
 ::
 
-    SavePlans ── planned ──▶ Planned: regions of global tensors, and who writes them
-              ── lay_out ──▶ Layout: target catalog, file images
-              ── parts ────▶ one Part for each rank, to be sent to it
+    SavePlans ── combine_plans ──▶ PlannedSave: regions of global tensors, and the ranks that write
+    them
+              ── lay_out ────────▶ SaveLayout: target catalog, file images
+              ── split_by_rank ──▶ one RankPart for each rank, to be sent to it
 
-The coordinator alone sees the whole: with 10⁵ tensors on 10³ ranks, nobody else should get it.
+Only the coordinator has all of it: with 10⁵ tensors on 10³ ranks, no other rank should have to.
 
 Source: torch 2.13 ``torch/distributed/checkpoint/planner.py``.
 """
@@ -41,19 +42,20 @@ if TYPE_CHECKING:
     from core.pickle.nesting import Path as KeyPath
 
 Paths = Mapping[str, tuple[str | int, ...]]
-"""Key → where the entry stands in a nested state dict."""
+"""From key to the entry's path in a nested state dict."""
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """What is to be saved.
+class PlannedSave:
+    """The tensors and other entries of a save, and the ranks that write them.
 
     Args:
         tensors: the global tensors, by key.
-        pieces: key → region → the rank that writes it; disjoint regions, none empty unless the tensor is.
+        pieces: for each key, its regions and the rank that writes each; disjoint regions, none
+            empty unless the tensor is.
         objects: keys of the other entries.
-        paths: None if the state dict was not nested.
-        n_ranks: how many there are.
+        paths: paths of the entries; None if the state dict was not nested.
+        n_ranks: number of ranks.
     """
 
     tensors: dict[str, TensorMeta]
@@ -63,11 +65,11 @@ class Planned:
     n_ranks: int
 
     def catalog(self, objects: Mapping[str, StoredObject], arrays: Mapping[str, StoredArray]) -> Catalog:
-        """The source catalog.
+        """Return the source catalog.
 
         Args:
             objects: the other entries, by key.
-            arrays: where the tensors inside them lie.
+            arrays: positions of the tensors inside them, by key.
         """
 
         def fragments_of(key: str) -> Sequence[Fragment]:
@@ -79,11 +81,11 @@ class Planned:
                 for box, rank in self.pieces[key].items()
             )
 
-        made = Catalog("live", None, self.tensors, fragments_of, objects=objects, skeleton=self._skeleton(objects))
-        return made.with_hidden(arrays)
+        catalog = Catalog("live", None, self.tensors, fragments_of, objects=objects, skeleton=self._skeleton(objects))
+        return catalog.with_hidden(arrays)
 
     def _skeleton(self, objects: Mapping[str, StoredObject]) -> object:
-        """The nested containers with leaves, or None for a flat state dict."""
+        """Return the nested containers with leaves, or None for a flat state dict."""
         if self.paths is None:
             return None
         leaves: dict[KeyPath, object] = {}
@@ -93,49 +95,79 @@ class Planned:
         return nested(leaves)
 
 
-def planned(plans: Sequence[SavePlan]) -> Planned:
-    """What the ranks' plans add up to.
+def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
+    """Combine the save plans of all ranks.
 
     Raises:
         UsageError: ranks disagree on a tensor, or two of them write the same elements.
-        MissingShardError: nobody writes a region.
-        UnsupportedError: an element type that checkpoints do not have.
+        MissingShardError: no rank writes a region.
+        UnsupportedError: checkpoints do not support the dtype of a tensor.
     """
-    chunks = [[chunk_of(item) for item in plan.items if is_tensor(item)] for plan in plans]
-    tensors = metas_of_chunks(chunk for one in chunks for chunk in one)
-    pieces: dict[str, dict[Box, int]] = {key: {} for key in tensors}
-    for rank, one in enumerate(chunks):
-        for chunk in one:
-            if not chunk.box.is_empty or (tensors[chunk.key].n_elements == 0 and not pieces[chunk.key]):
-                box = chunk.box if not chunk.box.is_empty else whole(chunk.shape)
-                pieces[chunk.key].setdefault(box, rank)
-    for key, boxes in pieces.items():
-        found = [box for box in boxes if not box.is_empty]
-        twice = first_overlap(found)
-        if twice is not None:
-            first, second = (f"{described(found[n])} of rank {boxes[found[n]]}" for n in twice)
-            raise UsageError(f"{first} and {second} overlap: two ranks would write the same elements", key=key)
-        region = whole(tensors[key].shape)
-        if not region.is_empty and not is_tiled(region, found):
-            raise MissingShardError(f"no rank has {described(first_hole(region, found))} of it", key=key)
+    chunks_by_rank = [[chunk_of(item) for item in plan.items if is_tensor(item)] for plan in plans]
+    tensors = metas_of_chunks(chunk for chunks in chunks_by_rank for chunk in chunks)
+    pieces = _assign_pieces(chunks_by_rank, tensors)
+    for key, writers in pieces.items():
+        _check_pieces(tensors[key], writers)
     objects = dict.fromkeys(item.index.fqn for plan in plans for item in plan.items if not is_tensor(item))
-    paths: dict[str, tuple[str | int, ...]] = {}
-    for plan in plans:
-        paths |= plan.planner_data or {}
-    is_nested = any(plan.planner_data is not None for plan in plans)
-    return Planned(tensors, pieces, tuple(objects), paths if is_nested else None, len(plans))
+    return PlannedSave(tensors, pieces, tuple(objects), _unite_paths(plans), len(plans))
+
+
+def _unite_paths(plans: Sequence[SavePlan]) -> Paths | None:
+    """Return the paths of all ranks' entries; None if the state dict was not nested."""
+    paths_by_rank = [plan.planner_data for plan in plans if plan.planner_data is not None]
+    if not paths_by_rank:
+        return None
+    return {key: path for paths in paths_by_rank for key, path in paths.items()}
+
+
+def _assign_pieces(
+    chunks_by_rank: Sequence[Sequence[Chunk]], tensors: Mapping[str, TensorMeta]
+) -> dict[str, dict[Box, int]]:
+    """Return the regions of every tensor, each with the first rank that has it.
+
+    Empty regions are left out, except one for a tensor without elements.
+    """
+    pieces: dict[str, dict[Box, int]] = {key: {} for key in tensors}
+    for rank, chunks in enumerate(chunks_by_rank):
+        for chunk in chunks:
+            if not chunk.box.is_empty:
+                pieces[chunk.key].setdefault(chunk.box, rank)
+            elif tensors[chunk.key].n_elements == 0 and not pieces[chunk.key]:
+                pieces[chunk.key][whole(chunk.shape)] = rank
+    return pieces
+
+
+def _check_pieces(tensor: TensorMeta, writers: Mapping[Box, int]) -> None:
+    """Raise unless the regions of a tensor cover each of its elements once.
+
+    Args:
+        tensor: the global tensor.
+        writers: its regions, and the rank that writes each.
+
+    Raises:
+        UsageError: two regions overlap.
+        MissingShardError: elements are in no region.
+    """
+    boxes = [box for box in writers if not box.is_empty]
+    overlap = first_overlap(boxes)
+    if overlap is not None:
+        first, second = (f"{described(boxes[n])} of rank {writers[boxes[n]]}" for n in overlap)
+        raise UsageError(f"{first} and {second} overlap: two ranks would write the same elements", key=tensor.key)
+    region = whole(tensor.shape)
+    if not region.is_empty and not is_tiled(region, boxes):
+        raise MissingShardError(f"no rank has {described(first_hole(region, boxes))} of the tensor", key=tensor.key)
 
 
 def is_tensor(item: WriteItem) -> bool:
-    """Whether an item is (a region of) a tensor."""
+    """Return whether an item is (a region of) a tensor."""
     return bool(item.type != WriteItemType.BYTE_IO)
 
 
 def chunk_of(item: WriteItem) -> Chunk:
-    """The region that an item stands for.
+    """Return the region that an item stands for.
 
     Raises:
-        UnsupportedError: an element type that checkpoints do not have.
+        UnsupportedError: checkpoints do not support the dtype of the tensor.
     """
     key, data = item.index.fqn, item.tensor_data
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
@@ -143,55 +175,56 @@ def chunk_of(item: WriteItem) -> Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where everything goes.
+class SaveLayout:
+    """The files of a save.
 
     Args:
-        source: see ``Planned.catalog``, under the target's keys.
+        source: catalog of the planned save, under the target's keys.
         target: the target catalog.
-        images: its files.
+        images: the target's files.
     """
 
     source: Catalog
     target: TargetCatalog
     images: tuple[FileImage, ...]
 
-    def places(self) -> dict[str, tuple[str, int]]:
-        """Array → (file, byte offset)."""
+    def positions(self) -> dict[str, tuple[str, int]]:
+        """Return the file and the byte offset of every array, by the array's name."""
         return {placed.array.name: (image.path, placed.offset) for image in self.images for placed in image.arrays}
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all files."""
+        """Return the size of all files together, in bytes."""
         return sum(image.size for image in self.images)
 
 
 def lay_out(
-    save: Planned,
+    save: PlannedSave,
     format: Format,
     dst: Path,
     *,
     objects: Mapping[str, StoredObject] | None = None,
     arrays: Mapping[str, StoredArray] | None = None,
     max_file_bytes: int | None = None,
-) -> Layout:
-    """The files of a save, and the proof that every byte of their tensors has one writer.
+) -> SaveLayout:
+    """Lay out the files of a save, and prove that every byte of their tensors has one writer.
 
     Args:
-        save: what is saved.
-        format: a writable one that is not cut by ranks.
+        save: the combined plans.
+        format: a writable format whose files are not rank files.
         dst: the destination.
-        objects, arrays: see ``Planned.catalog``.
-        max_file_bytes: see ``core.convert.job.Job``.
+        objects: the other entries, by key.
+        arrays: positions of the tensors inside those, by key.
+        max_file_bytes: maximum size of a file, as in ``core.convert.job.Job``.
 
     Raises:
-        MissingShardError: nobody writes a region.
-        UnsupportedError: the format cannot hold what is to be written.
+        MissingShardError: no rank writes a region.
+        UnsupportedError: the format cannot store an entry.
     """
     assert format.lay_out is not None, "the caller has checked it"
     source, target = source_and_target(save.catalog(objects or {}, arrays or {}), format)
     if format.partition == "as_stored":
-        target = _by_writer(target, save)
+        target = _split_by_writer(target, save)
     is_file = is_file_of(format, dst)
     if is_file and not format.nests:
         target = tensors_only(target)
@@ -199,17 +232,18 @@ def lay_out(
     images = tuple(format.lay_out(target))
     if is_file:
         images = (replace(images[0], path=dst.name),)
+    # The copy plan itself is not used: making it proves that the source covers every byte.
     make_plan(source, target, images, compares=False)
-    return Layout(source, target, images)
+    return SaveLayout(source, target, images)
 
 
-def _by_writer(target: TargetCatalog, save: Planned) -> TargetCatalog:
-    """The target with an array for every piece, in a file of the rank that writes it."""
-    before = target.fragments_of
+def _split_by_writer(target: TargetCatalog, save: PlannedSave) -> TargetCatalog:
+    """Return the target with an array for every piece, in a file of the rank that writes it."""
+    target_fragments_of = target.fragments_of
 
     def fragments_of(key: str) -> Sequence[TargetFragment]:
         if key not in save.pieces:
-            return before(key)
+            return target_fragments_of(key)
         dtype = save.tensors[key].dtype
         return tuple(
             Fragment(
@@ -222,15 +256,16 @@ def _by_writer(target: TargetCatalog, save: Planned) -> TargetCatalog:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one rank writes; travels to it.
+class RankPart:
+    """The part of a save that one rank writes; it is sent to that rank.
 
     Args:
-        tensors: the target's tensors that it writes regions of.
-        fragments: those regions, and the arrays that hold them.
-        images: the files that it writes to, with only those arrays; literals only where ``is_finished_here`` says so.
-        token: of the save.
-        is_converted: whether the files are those of a checkpoint that will be converted.
+        tensors: the target's tensors of which the rank writes regions.
+        fragments: those regions, and the arrays that hold them, by key.
+        images: the files that the rank writes to, with only those arrays; literals only if
+            ``is_finished_by_rank``.
+        token: identifies the save.
+        is_converted: the files are those of a checkpoint that will be converted.
     """
 
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
@@ -240,64 +275,87 @@ class Part:
     is_converted: bool = False
 
     def catalog(self) -> TargetCatalog:
-        """The target catalog of this rank."""
+        """Return the target catalog of this rank."""
         return Catalog("live", None, self.tensors, lambda key: self.fragments[key])
 
 
-def is_finished_here(image: FileImage) -> bool:
-    """Whether one rank fills a file, and its literals can be sent there: it then finishes the file alone."""
+def is_finished_by_rank(image: FileImage) -> bool:
+    """Return whether one rank finishes a file alone.
+
+    It does if it fills the file, and the file's literals can be sent to it.
+    """
     return is_own(image) and is_dataclass(image.literals)
 
 
-def parts(layout: Layout, save: Planned, *, token: str, is_converted: bool) -> list[Part]:
-    """What each rank writes.
+def split_by_rank(layout: SaveLayout, save: PlannedSave, *, token: str, is_converted: bool) -> list[RankPart]:
+    """Split a save into the parts that the ranks write.
 
     Args:
-        layout: of the save.
-        save: what is saved.
-        token, is_converted: see ``Part``.
+        layout: the files of the save.
+        save: the combined plans.
+        token, is_converted: fields of every ``RankPart``.
     """
-    place_of = {placed.array.name: (n, placed) for n, image in enumerate(layout.images) for placed in image.arrays}
-    made = [Part(token=token, is_converted=is_converted) for _ in range(save.n_ranks)]
-    placed: list[dict[int, dict[str, PlacedArray]]] = [{} for _ in made]
-    for key, boxes in save.pieces.items():
-        target_of = {fragment.box: fragment for fragment in layout.target.fragments(key)}
+    parts = [RankPart(token=token, is_converted=is_converted) for _ in range(save.n_ranks)]
+    # Give every rank the fragments of the target that it fills with its pieces.
+    for key, writers in save.pieces.items():
+        fragment_at = {fragment.box: fragment for fragment in layout.target.fragments(key)}
         meta = layout.target.meta(key)
-        for box, rank in boxes.items():
-            same = target_of.get(box)
-            found = filled(layout.target, key, [box]) if same is None else (same,)
-            for fragment in found:
-                assert fragment.array is not None
-                number, place = place_of[fragment.array.name]
-                placed[rank].setdefault(number, {})[fragment.array.name] = place
-            made[rank].tensors[key] = meta
-            made[rank].fragments[key] = (*made[rank].fragments.get(key, ()), *found)
-    return [
-        replace(part, images=tuple(_part_of(layout.images[number], arrays) for number, arrays in of_rank.items()))
-        for part, of_rank in zip(made, placed, strict=True)
-    ]
+        for box, rank in writers.items():
+            same = fragment_at.get(box)
+            fragments = filled(layout.target, key, [box]) if same is None else (same,)
+            parts[rank].tensors[key] = meta
+            parts[rank].fragments[key] = (*parts[rank].fragments.get(key, ()), *fragments)
+    # Give it the files of those fragments' arrays.
+    position_of = {placed.array.name: (n, placed) for n, image in enumerate(layout.images) for placed in image.arrays}
+    return [replace(part, images=_images_of_rank(part, layout.images, position_of)) for part in parts]
 
 
-def _part_of(image: FileImage, arrays: Mapping[str, PlacedArray]) -> FileImage:
-    if is_finished_here(image):
-        return image
-    return replace(image, arrays=sorted(arrays.values(), key=lambda one: one.offset), literals=no_literals)
+def _images_of_rank(
+    part: RankPart, images: Sequence[FileImage], position_of: Mapping[str, tuple[int, PlacedArray]]
+) -> tuple[FileImage, ...]:
+    """Return the files that a rank writes to, in the order in which its fragments need them.
+
+    Args:
+        part: the fragments of the rank.
+        images: all files of the save.
+        position_of: the number of the file and the place in it of every array, by the array's name.
+
+    Returns:
+        A file that the rank finishes as it is; others with the rank's arrays only, and without
+        literals.
+    """
+    arrays_of: dict[int, dict[str, PlacedArray]] = {}
+    for fragments in part.fragments.values():
+        for fragment in fragments:
+            assert fragment.array is not None, "fragments of a target are stored in arrays"
+            number, placed = position_of[fragment.array.name]
+            arrays_of.setdefault(number, {})[fragment.array.name] = placed
+    return tuple(
+        images[number]
+        if is_finished_by_rank(images[number])
+        else replace(
+            images[number],
+            arrays=sorted(arrays.values(), key=lambda placed: placed.offset),
+            literals=no_literals,
+        )
+        for number, arrays in arrays_of.items()
+    )
 
 
-def check_same_places(before: Layout, after: Layout) -> None:
-    """Returns if the tensors, which ranks have written by the first layout, are in their places in the second one.
+def check_same_positions(before: SaveLayout, after: SaveLayout) -> None:
+    """Raise unless the second layout has the tensors where ranks wrote them by the first one.
 
     Raises:
-        UnsupportedError: the format moves them when there are objects.
+        UnsupportedError: the format moves tensors when there are other entries.
     """
-    now = after.places()
-    for name, place in before.places().items():
-        if now.get(name) != place:
+    positions = after.positions()
+    for name, position in before.positions().items():
+        if positions.get(name) != position:
             raise UnsupportedError(
-                f"{after.target.format} places tensors otherwise where there are other entries: {place} became "
-                f"{now.get(name)}",
+                f"{after.target.format} moves tensors if there are other entries: from {position} to "
+                f"{positions.get(name)}",
                 key=name,
-                hint="save to dcp, and convert that",
+                hint="save to dcp, and convert that checkpoint",
             )
 
 

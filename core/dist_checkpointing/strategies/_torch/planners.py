@@ -1,4 +1,4 @@
-"""Planners for torch's own dcp.save and dcp.load of what ``mcore_to_pyt_state_dict`` makes.
+"""Planners for torch's own dcp.save and dcp.load of the results of ``mcore_to_pyt_state_dict``.
 
 Source: the documented classes of ``core.dist_checkpointing.strategies.torch``; torch 2.13
 ``torch/distributed/checkpoint/{default_planner,planner_helpers}.py``.
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
+from typing_extensions import override
 
 from core.dist_checkpointing._engine.float8 import is_float8tensor
 from core.dist_checkpointing._values.objects import load_stream
@@ -24,18 +25,19 @@ from core.errors import CorruptError, MissingShardError, UsageError
 
 
 class MCoreSavePlanner(DefaultSavePlanner):
-    """Writes objects of all ranks, each as the stream that it is already.
+    """A save planner that writes objects of all ranks, each as the stream that it already is.
 
     Args:
-        args: as of torch's DefaultSavePlanner.
-        dedup_replicated_tensors: as there; torch has no use for it any more.
-        can_run_decentralized_global_plan: every rank may make its part of the global plan by itself: what it holds,
-            nobody else holds, and the state dict is flat.
-        kwargs: as of torch's DefaultSavePlanner.
+        args: arguments of torch's DefaultSavePlanner.
+        dedup_replicated_tensors: argument of torch's DefaultSavePlanner, which does not use it any
+            more.
+        can_run_decentralized_global_plan: every rank may make its part of the global plan by
+            itself, because no two ranks have the same entries and the state dict is flat.
+        kwargs: keyword arguments of torch's DefaultSavePlanner.
 
     Raises:
-        UsageError: a decentralized plan together with ``dedup_replicated_tensors`` or ``flatten_state_dict``, which
-            need to know of all ranks.
+        UsageError: a decentralized plan together with ``dedup_replicated_tensors`` or
+            ``flatten_state_dict``, which need all ranks.
     """
 
     def __init__(
@@ -55,46 +57,50 @@ class MCoreSavePlanner(DefaultSavePlanner):
     def _check_is_flat(self) -> None:
         if self.flatten_state_dict:
             raise UsageError(
-                "a decentralized plan takes the state dict as it is",
+                "a decentralized plan cannot flatten the state dict",
                 hint="pass flatten_state_dict=False, or can_run_decentralized_global_plan=False",
             )
 
+    @override
     def create_local_plan(self) -> SavePlan:
-        """All that this rank holds: chunks and objects, whether it is the coordinator or not."""
+        """Return a plan of all chunks and objects of this rank, coordinator or not."""
         return super().create_local_plan()
 
     def create_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """The plan, which needs no other rank.
+        """Return the local plan, which needs no other rank.
 
         Args:
             local_plan: of this rank.
 
         Raises:
-            UsageError: it has planner data, or the state dict was flattened.
+            UsageError: the plan has planner data, or the state dict was flattened.
         """
         self._check_is_flat()
         if local_plan.planner_data:
             raise UsageError("a decentralized plan has no planner data")
         return local_plan
 
+    @override
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """The stream of an object, which it is in most cases already.
+        """Return the stream of an object, which in most cases it already is.
 
         Args:
-            write_item: what is to be written.
+            write_item: the item to be written.
             object: a tensor, a stream, or another value.
         """
         return object if isinstance(object, io.BytesIO) else super().transform_object(write_item, object)
 
 
 class MCoreLoadPlanner(DefaultLoadPlanner):
-    """Compares global shapes with the checkpoint's, and loads objects without unpickling classes.
+    """A load planner that checks global shapes, and loads objects without unpickling classes.
 
     Args:
-        args: as of torch's DefaultLoadPlanner.
-        shapes_validation_sharded_tensors: have to have the global shape of the checkpoint.
-        allow_shape_mismatch_sharded_tensors: key → tensor whose global shape may differ: what overlaps is loaded.
-        kwargs: as of torch's DefaultLoadPlanner.
+        args: arguments of torch's DefaultLoadPlanner.
+        shapes_validation_sharded_tensors: tensors that must have the same global shape as in the
+            checkpoint.
+        allow_shape_mismatch_sharded_tensors: tensors, by key, whose global shape may differ: the
+            overlap is loaded.
+        kwargs: keyword arguments of torch's DefaultLoadPlanner.
     """
 
     metadata: Metadata | None
@@ -109,63 +115,68 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         super().__init__(*args, **kwargs)
         self.shapes_validation_sharded_tensors = shapes_validation_sharded_tensors
         self.allow_shape_mismatch_sharded_tensors = allow_shape_mismatch_sharded_tensors
-        self._aside: dict[int, torch.Tensor] = {}
+        self._float8_targets: dict[int, torch.Tensor] = {}
 
+    @override
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads.
+        """Return a plan of the reads of this rank.
 
         Raises:
             MissingShardError: the checkpoint lacks a tensor whose shape is to be compared.
-            CorruptError: it has another shape there.
+            CorruptError: a tensor has another shape in the checkpoint.
         """
         assert self.metadata is not None, "torch sets the planner up first"
         _check_shapes(self.metadata, self.shapes_validation_sharded_tensors)
+        # Let torch plan with the requested sizes in place of those that may differ.
         stored = self.metadata
-        self.metadata = _with_sizes(stored, self.allow_shape_mismatch_sharded_tensors or {})
+        self.metadata = _with_requested_sizes(stored, self.allow_shape_mismatch_sharded_tensors or {})
         try:
             return super().create_local_plan()
         finally:
             self.metadata = stored
 
+    @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Puts the value of an object into the state dict.
+        """Put the value of an object into the state dict.
 
         Args:
-            read_item: says which.
-            value: its stream.
+            read_item: the item of the object.
+            value: stream of the object.
 
         Raises:
-            UnsafeError: it names what runs code.
-            CheckpointingException: any other, from reading.
+            UnsafeError: the object names something that runs code.
+            CheckpointingException: the stream cannot be read.
         """
         key = read_item.dest_index.fqn
-        found = load_stream(value.getvalue(), key=key)
+        loaded = load_stream(value.getvalue(), key=key)
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[key], found)
+            set_element(self.original_state_dict, self.mappings[key], loaded)
         else:
-            self.state_dict[key] = found
+            self.state_dict[key] = loaded
 
+    @override
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where to read into; for eight-bit tensors of Transformer Engine a dense tensor beside them.
+        """Return the tensor to read into; for a float8 tensor, a dense one of its nominal dtype.
 
         Args:
-            read_item: what is read.
+            read_item: the item to be read.
         """
         target = super().resolve_tensor(read_item)
         if not is_float8tensor(target):
             return target
         dense = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        self._aside[dense.data_ptr()] = target
+        self._float8_targets[dense.data_ptr()] = target
         return dense
 
+    @override
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Copies what was read beside its target to there.
+        """Copy a tensor that was read in place of a float8 tensor into that.
 
         Args:
-            read_item: what was read.
-            tensor: what ``resolve_tensor`` gave.
+            read_item: the item that was read.
+            tensor: the result of ``resolve_tensor``.
         """
-        target = self._aside.pop(tensor.data_ptr(), None)
+        target = self._float8_targets.pop(tensor.data_ptr(), None)
         if target is not None:
             target.copy_(tensor)
         super().commit_tensor(read_item, tensor)
@@ -175,17 +186,20 @@ def _check_shapes(metadata: Metadata, tensors: Iterable[ShardedTensor]) -> None:
     for tensor in tensors:
         entry = metadata.state_dict_metadata.get(tensor.key)
         if not isinstance(entry, TensorStorageMetadata):
-            raise MissingShardError("the checkpoint has no such tensor", key=tensor.key)
+            raise MissingShardError("the tensor is not in the checkpoint", key=tensor.key)
         if tuple(entry.size) != tuple(tensor.global_shape):
             raise CorruptError(
-                f"the tensor has the global shape {tuple(entry.size)} in the checkpoint, but {tensor.global_shape} is "
-                "asked for",
+                f"the tensor has the global shape {tuple(entry.size)} in the checkpoint, expected "
+                f"{tensor.global_shape}",
                 key=tensor.key,
             )
 
 
-def _with_sizes(metadata: Metadata, tensors: Mapping[str, ShardedTensor]) -> Metadata:
-    """The same chunks in tensors of the sizes that are asked for, which torch then takes for the stored ones."""
+def _with_requested_sizes(metadata: Metadata, tensors: Mapping[str, ShardedTensor]) -> Metadata:
+    """Return metadata with the requested sizes of tensors, and the same chunks.
+
+    torch then takes the requested sizes for the stored ones.
+    """
     entries = dict(metadata.state_dict_metadata)
     for key, tensor in tensors.items():
         if isinstance(entries.get(key), TensorStorageMetadata):

@@ -1,18 +1,20 @@
-"""Sharded state dicts in the form that torch's own dcp.save and dcp.load take.
+"""Conversion of sharded state dicts to the form that torch's own dcp.save and dcp.load take.
 
 ::
 
-    {"model": {"w": ShardedTensor(key="w"), "b": [ShardedTensor(key="b"), …]}, "rng": ShardedObject(key="rng")}
-      ── flatten_state_dict ──▶ {"model.w": …, "model.b.0": …, "rng": …}, and the way back
-      ── by_key ──────────────▶ {"w": [ShardedTensor], "b": [ShardedTensor, …], "rng/shard_0_1": [ShardedObject]}
+    {"model": {"w": ShardedTensor(key="w"), "b": [ShardedTensor(key="b"), …]}, "rng":
+    ShardedObject(key="rng")}
+      ── flatten_state_dict ───▶ {"model.w": …, "model.b.0": …, "rng": …}, and the way back
+      ── group_by_key ─────────▶ {"w": [ShardedTensor], "b": [ShardedTensor, …], "rng/shard_0_1": [ShardedObject]}
       ── mcore_to_pyt_state_dict ▶ {"w": CheckpointableShardedTensor, "b": LocalShardsContainer,
                                     "rng/shard_0_1": BytesIO}
 
-The strategies do not need this: they go through the engine. It serves scripts that call torch with such state dicts, or
-with the planners of ``core.dist_checkpointing.strategies._torch.planners``.
+The strategies do not need this: they use the engine. It serves scripts that call torch with such
+state dicts, or with the planners of ``core.dist_checkpointing.strategies._torch.planners``.
 
-Source: the documented functions of ``core.dist_checkpointing.strategies.torch``; megatron-core 0.15 and 0.16.1 (torch's
-ShardedTensor, which they give for prepended axes, is deprecated, and needs a process group and a regular grid).
+Source: the documented functions of ``core.dist_checkpointing.strategies.torch``; megatron-core 0.15
+and 0.16.1 (torch's ShardedTensor, which they use for prepended axes, is deprecated, and needs a
+process group and a regular grid).
 """
 
 from __future__ import annotations
@@ -41,13 +43,14 @@ Leaf = ShardedTensor | ShardedObject
 
 
 def flatten_state_dict(state_dict: ShardedStateDict) -> tuple[ShardedStateDict, dict[str, Path]]:
-    """A state dict of one level, and where its entries come from.
+    """Flatten a state dict to one level, with a map for the way back.
 
     Args:
-        state_dict: dicts and lists. A list without tensors and sharded leaves in it is a leaf.
+        state_dict: dicts and lists. A list that has no tensors and sharded leaves in it is a leaf.
 
     Returns:
-        Dot-joined path → leaf; the same name → path, keys of dicts as text, indices of lists as numbers.
+        Leaves by dot-joined path; and paths by dot-joined path, with keys of dicts as strings and
+        indices of lists as numbers.
 
     Raises:
         ValueError: two leaves have one name.
@@ -57,7 +60,7 @@ def flatten_state_dict(state_dict: ShardedStateDict) -> tuple[ShardedStateDict, 
     for path, leaf in _leaves(state_dict, ()):
         name = ".".join(map(str, path))
         if name in flattened:
-            raise ValueError(f"two leaves are called {name!r} once the state dict is flat")
+            raise ValueError(f"two leaves would both be called {name!r} in the flat state dict")
         flattened[name] = leaf
         mappings[name] = path
     return flattened, mappings
@@ -82,33 +85,33 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, ShardedBase))
 
 
-def by_key(sharded_state_dict: ShardedStateDict, *, only_main_replicas: bool = False) -> dict[str, list[Leaf]]:
-    """The leaves of a sharded state dict under the names that they have in a checkpoint, in order.
+def group_by_key(sharded_state_dict: ShardedStateDict, *, only_main_replicas: bool = False) -> dict[str, list[Leaf]]:
+    """Group the leaves of a sharded state dict by their names in a checkpoint, in order.
 
     Args:
         sharded_state_dict: with no leaves but ShardedTensors and ShardedObjects.
-        only_main_replicas: leave out the others.
+        only_main_replicas: leave out other replicas.
 
     Raises:
-        UsageError: there is another leaf, or a name is both a tensor's and an object's.
+        UsageError: a leaf is of another kind, or a name is both a tensor's and an object's.
     """
-    found: dict[str, list[Leaf]] = {}
+    groups: dict[str, list[Leaf]] = {}
     for leaf in nested_values(sharded_state_dict):
-        key = name_of(leaf)
+        key = checkpoint_name(leaf)
         if only_main_replicas and not is_main_replica(leaf.replica_id):
             continue
-        leaves = found.setdefault(key, [])
+        leaves = groups.setdefault(key, [])
         if leaves and type(leaves[0]) is not type(leaf):
-            raise UsageError("the name is that of a tensor and of an object", key=key)
+            raise UsageError("a tensor and an object have the same name", key=key)
         leaves.append(leaf)
-    return found
+    return groups
 
 
-def name_of(leaf: Any) -> str:
-    """The name in a checkpoint of a ShardedTensor or a ShardedObject.
+def checkpoint_name(leaf: Any) -> str:
+    """Return the name in a checkpoint of a ShardedTensor or a ShardedObject.
 
     Raises:
-        UsageError: it is another value.
+        UsageError: the value is of another kind.
     """
     if isinstance(leaf, ShardedObject):
         return leaf.unique_key
@@ -116,31 +119,33 @@ def name_of(leaf: Any) -> str:
         return leaf.key
     raise UsageError(
         f"a sharded state dict with a {type(leaf).__name__} cannot be saved or loaded by a sharded strategy",
-        hint="common state is for the common strategy, and apply_factories builds what factories stand for",
+        hint="save common state by the common strategy, and replace factories by apply_factories",
     )
 
 
 def sharded_tensor_to_torch_sharded_tensor(
     sh_tens: list[ShardedTensor], rank: int | None = None, load_legacy_1d_flatten_tensors: bool = False
 ) -> CheckpointableShardedTensor | LocalShardsContainer:
-    """All shards of a tensor that this rank has, as one value for torch's distributed checkpoint.
+    """Return all shards of a tensor that this rank has, as one value for torch's dcp.
 
     Args:
         sh_tens: of one key, with data; at least one.
-        rank: not needed; torch's own ShardedTensor, which this is not, had to know it.
-        load_legacy_1d_flatten_tensors: not needed; flattened tensors of any number of axes are boxes of the global one.
+        rank: not used; torch's own ShardedTensor needed it.
+        load_legacy_1d_flatten_tensors: not used; flattened tensors of any number of axes are boxes
+            of the global one.
 
     Returns:
-        It has the attributes ``key`` and ``mcore_sh_ten``, the first of the shards without data.
+        A value with the attributes ``key`` and ``mcore_sh_ten``, the first of the shards without
+        data.
 
     Raises:
         UsageError: there is no shard, one has no data, or global shapes differ.
     """
     shards = [CheckpointableShardedTensor.from_sh_ten(shard) for shard in sh_tens]
-    made: Any = shards[0] if len(shards) == 1 else LocalShardsContainer([*shards])
-    made.key = sh_tens[0].key
-    made.mcore_sh_ten = sh_tens[0].without_data()
-    return made  # type: ignore[no-any-return]
+    value: Any = shards[0] if len(shards) == 1 else LocalShardsContainer([*shards])
+    value.key = sh_tens[0].key
+    value.mcore_sh_ten = sh_tens[0].without_data()
+    return value  # type: ignore[no-any-return]
 
 
 def mcore_to_pyt_state_dict(
@@ -149,37 +154,39 @@ def mcore_to_pyt_state_dict(
     init_device: torch.device = torch.device("cpu"),  # noqa: B008 (a value, and the documented default)
     load_legacy_1d_flatten_tensors: bool = False,
 ) -> dict[str, CheckpointableShardedTensor | LocalShardsContainer | io.BytesIO]:
-    """A flat state dict for torch's dcp.save or dcp.load.
+    """Return a flat state dict for torch's dcp.save or dcp.load.
 
     Args:
-        state_dict: name in the checkpoint → the ShardedTensors, or the ShardedObjects, that this rank has of it; what
-            ``by_key`` gives. ShardedTensors get the data that they lack, if it is for loading.
-        is_loading: for dcp.load: tensors without data get some, and those with ``allow_shape_mismatch`` become zero,
-            because not all of them may be in the checkpoint.
-        init_device: where missing data are made.
-        load_legacy_1d_flatten_tensors: see ``sharded_tensor_to_torch_sharded_tensor``.
+        state_dict: the ShardedTensors, or the ShardedObjects, of this rank by name in the
+            checkpoint; result of ``group_by_key``. For loading, ShardedTensors get the data that
+            they lack.
+        is_loading: for dcp.load: tensors without data get some, and those with
+            ``allow_shape_mismatch`` become zero, because the checkpoint may not have all of their
+            elements.
+        init_device: device of new data.
+        load_legacy_1d_flatten_tensors: not used.
 
     Returns:
-        The same names; objects as the stream of the list of their data.
+        Values by the same names; objects as the stream of the list of their data.
 
     Raises:
-        UsageError: data to be saved are missing.
+        UsageError: a tensor to be saved has no data.
     """
-    made: dict[str, CheckpointableShardedTensor | LocalShardsContainer | io.BytesIO] = {}
+    values: dict[str, CheckpointableShardedTensor | LocalShardsContainer | io.BytesIO] = {}
     for key, leaves in state_dict.items():
         tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
         if not tensors:
-            made[key] = io.BytesIO(stream_of([leaf.data for leaf in leaves]))
+            values[key] = io.BytesIO(stream_of([leaf.data for leaf in leaves]))
             continue
         if is_loading:
             for tensor in tensors:
-                _make_room(tensor, init_device)
-        made[key] = sharded_tensor_to_torch_sharded_tensor(tensors, comm.rank(), load_legacy_1d_flatten_tensors)
-    return made
+                _prepare_data(tensor, init_device)
+        values[key] = sharded_tensor_to_torch_sharded_tensor(tensors, comm.rank(), load_legacy_1d_flatten_tensors)
+    return values
 
 
-def _make_room(tensor: ShardedTensor, device: str | torch.device) -> None:
-    """Gives a ShardedTensor data to be filled, zeros where it may be larger than what is stored."""
+def _prepare_data(tensor: ShardedTensor, device: str | torch.device) -> None:
+    """Give a ShardedTensor data to load into: zeros if it may be larger than the stored tensor."""
     if tensor.data is None:
         tensor.init_data(device, torch.zeros if tensor.allow_shape_mismatch else torch.empty)
     elif tensor.allow_shape_mismatch:

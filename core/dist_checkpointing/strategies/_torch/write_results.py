@@ -1,8 +1,10 @@
-"""What a writing process tells the training process: where the items are that it has written, or why it failed.
+"""The report of a writing process to the training process: positions of items, or an error.
 
-A file, because both ends may be any processes of a machine, and nothing has to be started for it::
+It is a file, because both ends may be any processes of a machine, and no service has to be started
+for it::
 
-    {"files": {"0": [{"key": "w", "offset": [0, 0], "index": 0, "file": "__0_0.distcp", "at": 0, "n_bytes": 1204,
+    {"files": {"0": [{"key": "w", "offset": [0, 0], "index": 0, "file": "__0_0.distcp", "at": 0,
+    "n_bytes": 1204,
                       "transforms": null}, …], …}}
     {"error": "FileNotFoundError: …", "rank": "1"}
 """
@@ -26,27 +28,30 @@ from torch.distributed.checkpoint.storage import WriteResult
 from core.errors import WorkerError
 
 Results = dict[int, list[WriteResult]]
-"""By number of the file."""
+"""Results of the writes, by number of the file."""
 
 
 class WriteResults:
-    """A queue of one value, which may be pickled. The file goes with the value, or with the object that made it."""
+    """A queue of one value, which may be pickled.
+
+    The file is removed with the value, or with the object that created it.
+    """
 
     def __init__(self) -> None:
         self._path = Path(tempfile.gettempdir()) / f"ckpt-results-{uuid.uuid4().hex}"
         weakref.finalize(self, self._path.unlink, missing_ok=True)
 
     def __reduce__(self) -> Any:
-        return _at, (str(self._path),)
+        return _open_queue, (str(self._path),)
 
     def put(self, value: Results | Exception) -> None:
-        """Leaves a value, in any process of this machine.
+        """Store a value; callable in any process of this machine.
 
         Args:
-            value: results of all files, or why there are none.
+            value: results of all files, or the error.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: the file cannot be written.
         """
         text: dict[str, Any]
         if isinstance(value, WorkerError):
@@ -54,35 +59,36 @@ class WriteResults:
         elif isinstance(value, Exception):
             text = {"error": f"{type(value).__name__}: {value}", "rank": None}
         else:
-            text = {"files": {str(number): [*map(_as_json, results)] for number, results in value.items()}}
+            text = {"files": {str(number): [*map(_to_json, results)] for number, results in value.items()}}
+        # Rename the complete file, so that the reader never sees a part of it.
         part = self._path.with_suffix(".part")
         part.write_text(json.dumps(text))
         os.replace(part, self._path)
 
     def get_nowait(self) -> Results | Exception:
-        """The value, which is not there any more then.
+        """Return the value and remove it.
 
         Raises:
-            queue.Empty: there is none.
+            queue.Empty: no value was put.
         """
         try:
-            found = json.loads(self._path.read_text())
+            content = json.loads(self._path.read_text())
         except FileNotFoundError:
             raise queue.Empty from None
         self._path.unlink()
-        if "error" in found:
-            return WorkerError(found["error"], rank=found["rank"])
-        return {int(number): [*map(_of_json, results)] for number, results in found["files"].items()}
+        if "error" in content:
+            return WorkerError(content["error"], rank=content["rank"])
+        return {int(number): [*map(_from_json, results)] for number, results in content["files"].items()}
 
 
-def _at(path: str) -> WriteResults:
-    """The same queue in another process, which does not remove the file."""
-    made = object.__new__(WriteResults)
-    made._path = Path(path)
-    return made
+def _open_queue(path: str) -> WriteResults:
+    """Return the same queue in another process, where it does not remove the file."""
+    results = object.__new__(WriteResults)
+    results._path = Path(path)
+    return results
 
 
-def _as_json(result: WriteResult) -> dict[str, Any]:
+def _to_json(result: WriteResult) -> dict[str, Any]:
     index, info = result.index, result.storage_data
     return {
         "key": index.fqn,
@@ -95,12 +101,12 @@ def _as_json(result: WriteResult) -> dict[str, Any]:
     }
 
 
-def _of_json(found: dict[str, Any]) -> WriteResult:
-    offset = None if found["offset"] is None else torch.Size(found["offset"])
+def _from_json(entry: dict[str, Any]) -> WriteResult:
+    offset = None if entry["offset"] is None else torch.Size(entry["offset"])
     return WriteResult(
-        index=MetadataIndex(found["key"], offset, found["index"]),
-        size_in_bytes=found["n_bytes"],
+        index=MetadataIndex(entry["key"], offset, entry["index"]),
+        size_in_bytes=entry["n_bytes"],
         storage_data=_StorageInfo(
-            found["file"], found["at"], found["n_bytes"], transform_descriptors=found["transforms"]
+            entry["file"], entry["at"], entry["n_bytes"], transform_descriptors=entry["transforms"]
         ),
     )

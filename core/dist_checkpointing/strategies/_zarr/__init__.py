@@ -1,4 +1,4 @@
-"""Behind ``strategies.zarr``: arrays, shards, checkpoints.
+"""Parts of ``strategies.zarr``: arrays, shards, checkpoints.
 
 Start at ``checkpoints``.
 Imports: arrays, dist_checkpointing, dist_checkpointing._directory, dist_checkpointing._ranks,

@@ -1,7 +1,7 @@
-"""The zarr 2 arrays of a checkpoint as files: which there are, whether a region of one is there, and their removal.
+"""The zarr 2 arrays of a checkpoint as files: listing, checking of regions, writing, and removal.
 
-On disk: as in ``core.formats.zarr.format``, a directory per key with ``.zarray`` and a file per chunk. Directories
-whose names begin with a dot or end with ``.sync`` are passed over.
+On disk: as in ``core.formats.zarr.format``, a directory per key with ``.zarray`` and a file per
+chunk. Directories whose names begin with a dot or end with ``.sync`` are ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from core.arrays.box import Box, Shape
-from core.dist_checkpointing._directory.removal import beginning_so, check_prefix, delete_file
+from core.dist_checkpointing._directory.removal import check_prefix, delete_file, keys_with_prefix
 from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.files.folders import sync_folder
 from core.files.json_object import small_file
@@ -31,7 +31,7 @@ _REMOVED = ".removed-array"
 
 
 def array_keys(checkpoint_dir: Path) -> Iterator[str]:
-    """The keys of all arrays: their directories' paths, ``/`` between names.
+    """Yield the keys of all arrays: the paths of their directories, ``/`` between names.
 
     Raises:
         UnsafeError: directories are nested too deeply.
@@ -43,29 +43,30 @@ def array_keys(checkpoint_dir: Path) -> Iterator[str]:
 
 
 def array_metadata(array_dir: Path, *, key: str) -> ZarrArray:
-    """What ``.zarray`` says of an array.
+    """Read ``.zarray`` of an array.
 
     Raises:
-        MissingShardError: there is none.
-        CorruptError, UnsupportedError: it is malformed, or of a kind that is not handled.
+        MissingShardError: the file is missing.
+        CorruptError, UnsupportedError: the file is malformed, or the array of a kind that is not
+            supported.
     """
     with closing(LocalStore(array_dir)) as store:
         data = small_file(store, ARRAY_FILE, max_bytes=_MAX_ZARRAY_BYTES, key=key)
     return parse_zarray(data, file=str(array_dir / ARRAY_FILE), key=key)
 
 
-def clipped(region: Sequence[int | slice], shape: Shape, *, key: str) -> tuple[int | slice, ...]:
-    """A region without what lies beyond an array; of slices that lie beyond it as a whole, empty ones are left.
+def clip_region(region: Sequence[int | slice], shape: Shape, *, key: str) -> tuple[int | slice, ...]:
+    """Return the part of a region that lies in an array; a slice beyond it becomes empty.
 
     Args:
-        region: per axis an index, or a slice with start and stop, in elements.
+        region: an index, or a slice with start and stop, per axis; in elements.
         shape: of the array.
 
     Raises:
         CheckpointingException: the numbers of axes differ, or an index lies beyond the array.
     """
     if len(region) != len(shape):
-        raise CheckpointingException(f"the stored shape {shape} has not {len(region)} axes", key=key)
+        raise CheckpointingException(f"the stored shape {shape} does not have {len(region)} axes", key=key)
     for part, extent in zip(region, shape, strict=True):
         if isinstance(part, int) and not part < extent:
             raise CheckpointingException(f"index {part} lies beyond the stored shape {shape}", key=key)
@@ -76,14 +77,15 @@ def clipped(region: Sequence[int | slice], shape: Shape, *, key: str) -> tuple[i
 
 
 def check_region(checkpoint_dir: Path, key: str, region: Sequence[int | slice]) -> None:
-    """Returns if the chunks that hold a region are all there: readers take fill values for others.
+    """Raise unless all chunks of a region are stored: readers use fill values for missing ones.
 
     Args:
-        region: per axis an index, or a slice with start and stop, in elements; what lies beyond the array is left out.
+        region: an index, or a slice with start and stop, per axis; in elements. Parts beyond the
+            array are ignored.
 
     Raises:
-        MissingShardError: a chunk, or the ``.zarray``, is absent; names the file.
-        CorruptError: one has the wrong length.
+        MissingShardError: a chunk, or the ``.zarray``, is missing; names the file.
+        CorruptError: a chunk has the wrong length.
     """
     spans = [(part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in region]
     box = Box(tuple(start for start, _ in spans), tuple(max(stop - start, 0) for start, stop in spans))
@@ -92,27 +94,27 @@ def check_region(checkpoint_dir: Path, key: str, region: Sequence[int | slice]) 
 
 
 def check_no_array(array_dir: Path, *, key: str) -> None:
-    """Returns if a directory holds neither an array nor chunks of one.
+    """Raise if a directory holds an array, or chunks of one.
 
     Raises:
-        UsageError: it does.
+        UsageError: the directory holds an array or chunks.
     """
     listing = LocalStore(array_dir).sizes()
     if ARRAY_FILE in listing or any(map(is_like_a_chunk, listing)):
-        raise UsageError("there is an array already", file=str(array_dir), key=key, hint="save into an empty directory")
+        raise UsageError("the array already exists", file=str(array_dir), key=key, hint="save into an empty directory")
 
 
 def create_array(array_dir: Path, grid: ChunkGrid, dtype: str, *, key: str) -> None:
-    """Writes the ``.zarray`` of an array of plain chunks that are still to come.
+    """Write the ``.zarray`` of an array whose chunks, plain ones, are written later.
 
     Args:
         array_dir: need not exist.
         dtype: canonical dtype name.
 
     Raises:
-        UnsupportedError: zarr has no such type.
-        UsageError: it exists already.
-        StorageError: the system refuses.
+        UnsupportedError: zarr does not support the dtype.
+        UsageError: the array already exists.
+        StorageError: the file cannot be written.
     """
     text = zarray(grid, dtype, key=key)
     check_no_array(array_dir, key=key)
@@ -123,9 +125,10 @@ def create_array(array_dir: Path, grid: ChunkGrid, dtype: str, *, key: str) -> N
 
 
 def write_in_chunk(array_dir: Path, index: Sequence[int], offset: int, data: memoryview, *, key: str) -> None:
-    """Writes some bytes of a plain chunk and leaves the others as they are, whoever writes them meanwhile.
+    """Write some bytes of a plain chunk and leave the others as they are.
 
-    The file has the chunk's full length from then on.
+    Other processes may write other bytes of the chunk at the same time. The file has the chunk's
+    full length from then on.
 
     Args:
         index: of the chunk, per axis.
@@ -134,11 +137,11 @@ def write_in_chunk(array_dir: Path, index: Sequence[int], offset: int, data: mem
     Raises:
         UnsupportedError: the array's chunks are encoded, or not in C order.
         ValueError: the bytes do not lie in the chunk.
-        StorageError, CapacityError: the system refuses.
+        StorageError, CapacityError: the file cannot be written.
     """
     array = array_metadata(array_dir, key=key)
     if not array.coding.is_plain or array.coding.strides is not None:
-        raise UnsupportedError("a piece of an encoded chunk cannot be written", file=str(array_dir), key=key)
+        raise UnsupportedError("cannot write a part of an encoded chunk", file=str(array_dir), key=key)
     if offset + len(data) > array.coding.n_bytes:
         raise ValueError(f"bytes {offset}–{offset + len(data)} do not lie in a chunk of {array.coding.n_bytes} bytes")
     path = array_dir / array.names.name(tuple(index))
@@ -147,48 +150,49 @@ def write_in_chunk(array_dir: Path, index: Sequence[int], offset: int, data: mem
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(fd).st_size < array.coding.n_bytes:
-                os.ftruncate(fd, array.coding.n_bytes)  # only ever longer: several processes may do so at once
-            done = 0
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], offset + done)
+                os.ftruncate(fd, array.coding.n_bytes)  # never shorter: several processes may do so at once
+            n_written = 0
+            while n_written < len(data):
+                n_written += os.pwrite(fd, data[n_written:], offset + n_written)
         finally:
             os.close(fd)
 
 
 def remove_entries(checkpoint_dir: Path, key_prefix: str) -> list[str]:
-    """Removes the arrays and ShardedObjects whose keys begin with a prefix; nobody may read meanwhile.
+    """Remove the arrays and ShardedObjects whose keys begin with a prefix.
 
-    For one process. A directory is renamed to a name that readers pass over before its files go: cut short, it is there
-    or not. A manifest is deleted, as its sums would no longer be true.
+    For one process, while nobody reads. A directory is renamed to a name that readers ignore before
+    its files are deleted, so an interruption leaves all of it or nothing. A manifest is deleted, as
+    its sums would no longer be true.
 
     Returns:
         The keys that were removed.
 
     Raises:
         UsageError: the prefix is empty.
-        StorageError: the system refuses.
+        StorageError: a file or directory cannot be removed.
     """
     check_prefix(key_prefix)
-    keys = beginning_so(_entry_keys(checkpoint_dir), key_prefix, checkpoint_dir)
+    keys = keys_with_prefix(_entry_keys(checkpoint_dir), key_prefix, checkpoint_dir)
     if keys:
         delete_file(checkpoint_dir / MANIFEST)
     for key in keys:
         _remove_folder(checkpoint_dir / key)
         for folder in (checkpoint_dir / key).relative_to(checkpoint_dir).parents[:-1]:
-            with suppress(OSError):  # something is left in it
+            with suppress(OSError):  # the folder is not empty
                 (checkpoint_dir / folder).rmdir()
     return keys
 
 
 def _entry_keys(checkpoint_dir: Path) -> list[str]:
-    """Directories of arrays and ShardedObjects, those inside others first."""
+    """Return the directories of arrays and ShardedObjects, nested ones first."""
     store = LocalStore(checkpoint_dir)
-    found = [
+    keys = [
         folder
         for folder, listing, is_array in folders_of(store, is_array=lambda folder, listing: ARRAY_FILE in listing)
         if folder and (is_array or any(is_sharded_object(f"{folder}/{Path(name).stem}") for name in listing))
     ]
-    return found[::-1]
+    return keys[::-1]
 
 
 def _remove_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the strategies of backend ``zarr`` share: their version, what they take and return, removal of arrays."""
+"""The common parts of the ``zarr`` strategies: version, arguments, removal of arrays."""
 
 from __future__ import annotations
 
@@ -16,49 +16,63 @@ BACKEND, VERSION = "zarr", 1
 
 
 class ZarrCheckpoints:
-    """What all strategies share that load checkpoints of backend ``zarr``, version 1."""
+    """A base of all strategies that load checkpoints of backend ``zarr``, version 1."""
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Removes the arrays and ShardedObjects whose keys begin with a prefix, by rank 0; every rank calls this.
+        """Remove the arrays and ShardedObjects whose keys begin with a prefix; collective.
+
+        Rank 0 removes them.
 
         Raises:
             UsageError: the prefix is empty.
-            StorageError: the system refuses; raised on every rank.
+            StorageError: a file cannot be removed; on every rank.
         """
         comm.barrier()
         comm.together(lambda: remove_entries(Path(checkpoint_dir), key_prefix) if comm.rank() == 0 else [])
 
     def check_backend_compatibility(self, loaded_version: str) -> None:
-        """Returns if a checkpoint's backend (so it is, despite the name) is ``zarr``.
+        """Raise unless a checkpoint's backend is ``zarr``.
+
+        Args:
+            loaded_version: name of the backend (the parameter's name is the documented one).
 
         Raises:
-            UnsupportedError: it is another.
+            UnsupportedError: the checkpoint has another backend.
         """
         require_backend(self, loaded_version, BACKEND)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Returns if a checkpoint's version of the backend is 1.
+        """Raise unless a checkpoint's version of the backend is 1.
 
         Raises:
-            UnsupportedError: it is another.
+            UnsupportedError: the checkpoint has another version.
         """
         require_version(self, loaded_version, (VERSION,))
 
 
 def tensors_of(sharded_state_dict: ShardedStateDict) -> list[ShardedTensor]:
-    """The leaves of a tree, which are ShardedTensors."""
-    found = list(nested_values(sharded_state_dict))
-    for leaf in found:
+    """Return the leaves of a tree, after checking that they are ShardedTensors.
+
+    Raises:
+        UsageError: a leaf is not a ShardedTensor.
+    """
+    leaves = list(nested_values(sharded_state_dict))
+    for leaf in leaves:
         if not isinstance(leaf, ShardedTensor):
             raise UsageError(
                 f"the zarr strategies take ShardedTensors only, not a {type(leaf).__name__}",
                 key=getattr(leaf, "key", None),
                 hint="the common strategy stores ShardedObjects",
             )
-    return found
+    return leaves
 
 
-def with_leaves(tree: ShardedStateDict, leaves: Iterable[object]) -> ShardedStateDict:
-    """A tree whose leaves were replaced, in place, by others in the order of ``nested_values``."""
-    others = iter(leaves)
-    return dict_list_map_inplace(lambda _: next(others), tree)  # type: ignore[no-any-return]
+def replace_leaves(tree: ShardedStateDict, leaves: Iterable[object]) -> ShardedStateDict:
+    """Replace the leaves of a tree in place and return the tree.
+
+    Args:
+        tree: dicts and lists.
+        leaves: new leaves, in the order of ``nested_values``.
+    """
+    new_leaves = iter(leaves)
+    return dict_list_map_inplace(lambda _: next(new_leaves), tree)  # type: ignore[no-any-return]
