@@ -20,7 +20,7 @@ from ckpt_cli.options.values import check_rules, size_in_bytes
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import progress_bar
-from core.team.protocol import is_lead, told
+from core.team.protocol import broadcast_result, is_lead
 
 if TYPE_CHECKING:
     from ckpt_cli.options.manifest import ManifestOptions
@@ -40,7 +40,7 @@ def manifest(options: ManifestOptions) -> int:
     us = team()
     begun = time.monotonic()
     check_rules(options.rules)
-    told(us, lambda: _check_free(options))
+    broadcast_result(us, lambda: _check_free(options))
     with progress_bar(is_wanted=not options.quiet and not options.json) as progress:
         found = inventory(
             options.path,
@@ -54,7 +54,7 @@ def manifest(options: ManifestOptions) -> int:
             team=us,
             device=device(),
         )
-    path = told(us, lambda: write_inventory(found, options.output, force=options.force))
+    path = broadcast_result(us, lambda: write_inventory(found, options.output, force=options.force))
     seconds = time.monotonic() - begun
     if not is_lead(us):
         return 0

@@ -21,7 +21,7 @@ from core.calibration.trials import Trial, trial_of
 from core.device.device import Device
 from core.device.lane import host_bytes
 from core.errors import CapacityError, WorkerError
-from core.team.threads import Crew
+from core.team.threads import ThreadGroup
 
 ALL = "all"
 """In place of a kind of work."""
@@ -153,7 +153,7 @@ def bytes_per_s(
         best.append(min(times))
         n_bytes.append(size)
 
-    Crew("trial").run(work, threads)
+    ThreadGroup("trial").run(work, threads)
     return round(sum(n_bytes) / max(max(best), 1e-9))
 
 

@@ -16,7 +16,7 @@ from core.manifest.lookup import is_manifest, recorded
 from core.megatron.reshard.reshard import Rules
 from core.opening.open import located
 from core.scan.run import DEFAULT_MEMORY_BYTES
-from core.team.protocol import ALONE, Figures, Team, told
+from core.team.protocol import ALONE, Figures, Team, broadcast_result
 
 _DEFAULT_THREADS = 2
 
@@ -58,7 +58,7 @@ def against_of(
         UsageError: there is no such path, or the manifest has no fingerprints.
         CheckpointingException: it cannot be read.
     """
-    stated = told(team, lambda: _stated(path))
+    stated = broadcast_result(team, lambda: _stated(path))
     if stated is not None:
         return stated
     made = fingerprints_of_directory(

@@ -37,7 +37,7 @@ from core.pickle.reader import ReadPickle, ReadPickles, keeping_pickles, noting_
 from core.pickle.uses import Use
 from core.scan.run import DEFAULT_MEMORY_BYTES, Progress, scan
 from core.scan.sums import Wanted
-from core.team.agreement import agreed
+from core.team.agreement import require_agreement
 from core.team.protocol import ALONE, Team
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def examined(subject: Subject) -> Deep:
         subject.device = settled(
             subject.device, _device_works(subject), threads=subject.threads or len(os.sched_getaffinity(0))
         )
-    watches = agreed(team, lambda: _watches(subject), lambda found: [*found], what=str(subject.path))
+    watches = require_agreement(team, lambda: _watches(subject), lambda found: [*found], subject=str(subject.path))
     catalog = subject.salvaged.catalog
     stored = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
     more = chain.from_iterable(watch.arrays for watch in watches.values())

@@ -24,7 +24,7 @@ from core.device.device import DEQUANTIZE, QUANTIZE, Device
 from core.files.store import ReadStore
 from core.plan.items import Item, ItemNumber, Portion, items_of_portion
 from core.plan.positions import Places
-from core.team.threads import Crew
+from core.team.threads import ThreadGroup
 
 
 class Work(Protocol):
@@ -156,7 +156,7 @@ class _Run:
         self._ledger = Ledger(plan.places, stage_store, crc=options.crc, digest=options.digest)
         self._items = self._all_items()
         self._lock = threading.Lock()
-        self._crew = Crew("copy")
+        self._crew = ThreadGroup("copy")
         self._read_bytes = 0
         self._written_bytes = 0
         self._resumed_bytes = 0

@@ -45,8 +45,8 @@ from core.opening.open import FILL, Checkpoint
 from core.plan.box_reader import BoxReader
 from core.plan.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
 from core.scan.share import Share, share_in_a_row
-from core.team.agreement import agreed
-from core.team.protocol import ALONE, Figures, Team, collected, told
+from core.team.agreement import require_agreement
+from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
@@ -118,10 +118,10 @@ def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) 
             sides = sides_of(first, second, rules=load_rules(job.rules))
             return _Comparison(job, *without_prefixes(*sides, job.strip_prefix), progress, team)
 
-        comparison = agreed(team, prepared, _Comparison.sight, what=f"{job.a} and {job.b}")
+        comparison = require_agreement(team, prepared, _Comparison.observed_state, subject=f"{job.a} and {job.b}")
         comparison.compare()
         found = comparison.found(begun)
-        collected(team, lambda: _verify_unchanged(first, second))
+        gather_results(team, lambda: _verify_unchanged(first, second))
         return found
 
 
@@ -155,7 +155,7 @@ class _Comparison:
         self._tensors = self._by_name()
         self._figures: tuple[Figures, ...] = ()
 
-    def sight(self) -> object:
+    def observed_state(self) -> object:
         """What all ranks must see alike, for their shares to fit together."""
         return [(one.key, one.kind, one.a, one.b, one.is_by_fingerprint) for one in self._tensors.values()]
 
@@ -168,7 +168,7 @@ class _Comparison:
             differing = [one for one in made[0].tensors if not one.is_same]
             return tuple(differing[:1]), made[0].entries[:1], made[0].left_out[:1]
 
-        tensors, entries, left_out = told(self._team, judged)
+        tensors, entries, left_out = broadcast_result(self._team, judged)
         return made[0] if made else self._diff(begun, tensors=tensors, entries=entries, left_out=left_out)
 
     def _made(self, begun: float) -> Diff:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from core.diff.tensor_pass import Advance, Compared, TensorWork, compared_of
 from core.numbers.tally import Tally
 from core.scan.share import Meter, Share
-from core.team.protocol import Figures, Team, collected, told
+from core.team.protocol import Figures, Team, broadcast_result, gather_results
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class SharedComparison:
         Raises:
             CheckpointingException: the first error of a rank.
         """
-        first = collected(self._team, self._first)
+        first = gather_results(self._team, self._first)
         found: dict[str, tuple[tuple[str, str], Tally]] = {}
-        differing = told(self._team, lambda: _joined(found, first or []))
-        second = collected(self._team, lambda: self._second(differing))
+        differing = broadcast_result(self._team, lambda: _joined(found, first or []))
+        second = gather_results(self._team, lambda: self._second(differing))
         if first is None or second is None:
             return [], ()
         _joined(found, second)

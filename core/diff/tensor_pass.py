@@ -23,7 +23,7 @@ from core.numbers.difference import Tolerance, Values, compared, holds_nan, show
 from core.numbers.tally import Tally
 from core.plan.box_reader import BoxReader, TensorReader, bands
 from core.scan.share import Share
-from core.team.threads import Crew
+from core.team.threads import ThreadGroup
 
 BAND_BYTES = 1 << 20
 """Of the larger type; two bands then stay in the cache of a core while they are compared."""
@@ -121,7 +121,7 @@ class TensorWork:
         self._items = self._all_items(keys)
         self._again: deque[_Item] = deque()
         self._lock = threading.Lock()
-        self._crew = Crew("diff")
+        self._crew = ThreadGroup("diff")
         self._done: list[Compared] = []
         self._held: list[_Job] = []
 

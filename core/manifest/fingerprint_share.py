@@ -37,9 +37,9 @@ from core.opening.open import FILL, Checkpoint, open_checkpoint
 from core.plan.box_reader import BoxReader, TensorReader, bands
 from core.plan.plan import DECODER_BYTES, RUNTIME_BYTES
 from core.scan.share import Meter, share_in_a_row
-from core.team.agreement import agreed, sight_of_files
-from core.team.protocol import ALONE, Figures, StoppedError, Team, collected, told
-from core.team.threads import Crew
+from core.team.agreement import observe_files, require_agreement
+from core.team.protocol import ALONE, Figures, StoppedError, Team, broadcast_result, gather_results
+from core.team.threads import ThreadGroup
 
 _BAND_BYTES = 1 << 20
 _GROUP = 32
@@ -99,11 +99,11 @@ def opened_alike(path: Path, *, iteration: int | None = None, missing_chunks: st
         CheckpointingException: it cannot be opened.
         WorkerError: the ranks see different checkpoints.
     """
-    return agreed(
+    return require_agreement(
         team,
         lambda: open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks),
-        lambda found: (str(found.path), found.format.name, sight_of_files(found.store, files_below(found.store))),
-        what=str(path),
+        lambda found: (str(found.path), found.format.name, observe_files(found.store, files_below(found.store))),
+        subject=str(path),
     )
 
 
@@ -146,7 +146,7 @@ def shared_fingerprints(
 def _at_lead(team: Team, work: Callable[[], dict[str, Fingerprint]]) -> dict[str, Fingerprint]:
     """What ``work()`` gives at the lead, which keeps it; an error is one of all ranks."""
     kept: dict[str, Fingerprint] = {}
-    told(team, lambda: kept.update(work()))
+    broadcast_result(team, lambda: kept.update(work()))
     return kept
 
 
@@ -161,13 +161,13 @@ def readable_fingerprints(
     device: Device | None = None,
 ) -> SharedFingerprints:
     """The fingerprints of those tensors that can be read; as ``shared_fingerprints``, which reads the rest as well."""
-    wanted = told(team, lambda: list(keys))
+    wanted = broadcast_result(team, lambda: list(keys))
 
     def prepared() -> _Pass:
         return _Pass(catalog, store, wanted, team, settled(device, [FINGERPRINT], threads=threads))
 
-    work = agreed(team, prepared, _Pass.sight, what=store.label)
-    parts = collected(team, lambda: work.part(threads, memory_bytes))
+    work = require_agreement(team, prepared, _Pass.observed_state, subject=store.label)
+    parts = gather_results(team, lambda: work.part(threads, memory_bytes))
     return SharedFingerprints(
         {} if parts is None else work.joined(parts), () if parts is None else tuple(p.figures for p in parts)
     )
@@ -207,13 +207,13 @@ class _Pass:
         self._store = store
         self._team = team
         self._share = share_in_a_row(team, ((key, catalog.tensors[key].n_bytes) for key in keys))
-        self._crew = Crew("fingerprints")
+        self._crew = ThreadGroup("fingerprints")
         self._lock = threading.Lock()
         self._sums: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._failed: set[str] = set()
         self._meter = Meter()
 
-    def sight(self) -> object:
+    def observed_state(self) -> object:
         """What all ranks must see alike, for their shares to fit together."""
         return [(key, self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape) for key in self._share.places]
 

@@ -40,9 +40,9 @@ from core.opening.canonical import Canonical, canonical
 from core.opening.open import FILL, Checkpoint, located, open_checkpoint
 from core.scan.run import DEFAULT_MEMORY_BYTES, scan
 from core.scan.sums import Scanned, Wanted
-from core.team.agreement import agreed, sight_of_files
-from core.team.figures import added_up
-from core.team.protocol import ALONE, Figures, Team, collected, is_lead, told
+from core.team.agreement import observe_files, require_agreement
+from core.team.figures import sum_figures
+from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results, is_lead
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
@@ -118,11 +118,11 @@ def inventory(
         CheckpointingException: it cannot be read, is damaged, or changed while it was read.
         WorkerError: a rank of the team failed, or sees another checkpoint.
     """
-    source = agreed(
+    source = require_agreement(
         team,
         lambda: _opened(path, iteration=iteration, rules=rules, missing_chunks=missing_chunks),
-        _Source.sight,
-        what=str(path),
+        _Source.observed_state,
+        subject=str(path),
     )
     found = source.opened
     threads = threads or len(os.sched_getaffinity(0))
@@ -144,13 +144,13 @@ def inventory(
                 team=team,
                 device=able,
             )
-        told(team, lambda: _refuse_damage(scanned))
+        broadcast_result(team, lambda: _refuse_damage(scanned))
         made = (
             _Made()
             if feeds is None
             else _completed(feeds, source, threads=threads, memory_bytes=memory_bytes, team=team, device=device)
         )
-        collected(team, found.store.verify_unchanged)
+        gather_results(team, found.store.verify_unchanged)
         return Inventory(
             path=found.path,
             destination=found.store.root / manifest_name(found.store.entry),
@@ -161,7 +161,7 @@ def inventory(
             n_read_again=made.n_again,
             n_bytes=sum(source.files.values()),
             notes=(*found.notes, *_notes(source.form, fingerprints=fingerprints)),
-            figures=added_up([scanned.figures, made.figures]),
+            figures=sum_figures([scanned.figures, made.figures]),
         )
     finally:
         found.store.close()
@@ -183,9 +183,9 @@ class _Source:
     files: dict[str, int]
     stored: list[StoredArray]
 
-    def sight(self) -> object:
+    def observed_state(self) -> object:
         """What all ranks of a team must see alike."""
-        return str(self.opened.path), self.opened.format.name, sight_of_files(self.opened.store, self.files)
+        return str(self.opened.path), self.opened.format.name, observe_files(self.opened.store, self.files)
 
 
 def _opened(path: Path, *, iteration: int | None, rules: Path | None, missing_chunks: str) -> _Source:
@@ -252,7 +252,7 @@ def _completed(
     """All fingerprints, those included that need reading again."""
     made = feeds.found() if is_lead(team) else {}
     catalog = source.form.catalog
-    rest = told(team, lambda: [key for key in catalog.tensors if key not in made])
+    rest = broadcast_result(team, lambda: [key for key in catalog.tensors if key not in made])
     if not rest:
         again = SharedFingerprints()
     else:

@@ -33,9 +33,9 @@ from core.scan.separate_arrays import ApartReader, Budget, is_checked
 from core.scan.share import Meter, ScanPart, share_of
 from core.scan.sums import FilePart, FileSums, Problem, Scanned, SegmentSums, Sum, Wanted, sum_of_nothing
 from core.scan.windows import WINDOW_BYTES, Apart, FilePlan, Line, plan_file
-from core.team.agreement import agreed
-from core.team.protocol import ALONE, Figures, StoppedError, Team, collected, is_lead, told
-from core.team.threads import Crew
+from core.team.agreement import require_agreement
+from core.team.protocol import ALONE, Figures, StoppedError, Team, broadcast_result, gather_results, is_lead
+from core.team.threads import ThreadGroup
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog
@@ -115,13 +115,13 @@ def scan(
             device=device,
         )
 
-    run = agreed(team, prepared, _Run.sight, what=store.label)
+    run = require_agreement(team, prepared, _Run.observed_state, subject=store.label)
     n_threads = threads or len(os.sched_getaffinity(0))
     if team.size == 1:
         run.go(n_threads)
         return run.result
-    parts = collected(team, lambda: run.part(n_threads))
-    told(team, lambda: run.join(parts or []))
+    parts = gather_results(team, lambda: run.part(n_threads))
+    broadcast_result(team, lambda: run.join(parts or []))
     return run.result
 
 
@@ -211,13 +211,13 @@ class _Run:
         self._done_bytes = 0
         self._taking = threading.Lock()
         self._lock = threading.Lock()
-        self._crew = Crew("scan")
+        self._crew = ThreadGroup("scan")
 
     def go(self, n_threads: int) -> None:
         """Runs the threads; the calling thread waits and stays open to signals."""
         self._crew.run(self._work, n_threads)
 
-    def sight(self) -> object:
+    def observed_state(self) -> object:
         """What all ranks must see alike, for their shares to fit together."""
         return self._share.places, [(name, [array.name for array in found]) for name, found in self._arrays.items()]
 

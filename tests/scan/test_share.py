@@ -254,7 +254,7 @@ def with_other_directory(team: PipeTeam, path: Path, other: Path) -> str:
 def test_hosts_that_see_different_directories_are_refused(large: Path, golden: Path, tmp_path: Path) -> None:
     for other in (golden / GOLDEN[0], tmp_path / "nowhere"):
         for message in run_team(3, with_other_directory, large, other):
-            assert message.startswith("rank 1 on host1 sees something else at ")
+            assert message.startswith("rank 1 on host1 sees different data at ")
 
 
 def refused(team: PipeTeam, path: Path) -> str:

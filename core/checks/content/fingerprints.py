@@ -21,7 +21,7 @@ from core.manifest.fingerprint_feeds import ArrayFeeds, Feeds
 from core.manifest.fingerprint_read import read_fingerprints
 from core.manifest.fingerprint_share import readable_fingerprints
 from core.opening.canonical import Canonical, canonical_of
-from core.team.agreement import agreed
+from core.team.agreement import require_agreement
 from core.team.protocol import Figures, is_lead
 
 _DEFAULT_THREADS = 2
@@ -60,7 +60,7 @@ def read_together(subject: Subject) -> tuple[Figures, ...]:
     if subject.against is None:
         return ()
     try:
-        form = agreed(team, lambda: _form(subject), lambda found: found is None, what=str(subject.path))
+        form = require_agreement(team, lambda: _form(subject), lambda found: found is None, subject=str(subject.path))
         fed = _fed(subject)
     except WorkerError:
         raise
