@@ -14,7 +14,7 @@ from core.catalog.catalog import Fragment, bind_nothing
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import Extent, StoredArray
 from core.device.cast import cast_on
-from core.device.compare import differing, is_equal
+from core.device.compare import count_differing, is_equal
 from core.device.device import CAST, COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device
 from core.files.store import MemoryStore
 from core.fingerprint.definition import TABLE, form_of
@@ -187,7 +187,7 @@ def _is_comparison_exact(device: Device) -> bool:
         other = one.copy()
         other[list(places)] ^= 0x80
         views = memoryview(one), memoryview(other)
-        if any(differing(device, *views, size) != differing(None, *views, size) for size in (1, 4, 8)):
+        if any(count_differing(device, *views, size) != count_differing(None, *views, size) for size in (1, 4, 8)):
             return False
     return True
 

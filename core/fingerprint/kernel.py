@@ -132,7 +132,9 @@ def products_on(device: Device) -> Products:
         factors = factors_on(lane)
         flat: Array = np.ascontiguousarray(data).reshape(-1)
         pieces = list(
-            lane.fold((memoryview(flat).cast("B"),), products_kernel(factors, first, data.shape[1]), size=data.shape[1])
+            lane.map_pieces(
+                (memoryview(flat).cast("B"),), products_kernel(factors, first, data.shape[1]), size=data.shape[1]
+            )
         )
         found: Array = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(np.int32)
         return found.reshape(-1, LANES).astype(np.int64)
@@ -142,7 +144,7 @@ def products_on(device: Device) -> Products:
 
 def factors_on(lane: Lane) -> Any:
     """The factors of bytes, on the device."""
-    return lane.table("factors of bytes", _floats)
+    return lane.load_table("factors of bytes", _floats)
 
 
 def products_kernel(factors: Any, first: int, width: int) -> Kernel:

@@ -37,7 +37,8 @@ class Extremes:
 def extremes(device: Device, data: memoryview, kind: NumberKind) -> Extremes:
     """The extremes of a run of at least one element."""
     found = [
-        _int64s(piece) for piece in lane_of(device).fold((data,), extremes_kernel(kind.n_bytes), size=kind.n_bytes)
+        _int64s(piece)
+        for piece in lane_of(device).map_pieces((data,), extremes_kernel(kind.n_bytes), size=kind.n_bytes)
     ]
     half = 1 << (8 * kind.n_bytes - 1)
     return Extremes(
@@ -66,7 +67,7 @@ def counts(device: Device, data: memoryview, kind: NumberKind) -> dict[str, tupl
     found: dict[str, tuple[int, int]] = {}
     start = 0
     names = _sorts(kind)
-    for piece in lane_of(device).fold((data,), _counts(kind), size=size):
+    for piece in lane_of(device).map_pieces((data,), _counts(kind), size=size):
         *sums, n_elements = (int(number) for number in _int64s(piece))
         for name, n, first in zip(names, sums[::2], sums[1::2], strict=True):
             if n:

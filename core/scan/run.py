@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 from core.arrays.dtypes import itemsize
 from core.catalog.stored import StoredArray
 from core.device.device import Device
-from core.device.lane import host_buffer, showing
+from core.device.lane import host_buffer, uploaded_once
 from core.errors import CheckpointingException, MissingShardError
 from core.files.store import files_below
 from core.scan.observer import FileObserver, Observer
@@ -388,7 +388,7 @@ class _Run:
             for one in file.observers:
                 one.feed_file(name, start, data)
             sums.feed(data)
-            with showing(self._device, data):
+            with uploaded_once(self._device, data):
                 hands.feed(data, start)
             self._tell(len(data))
         for array in file.sums.add(sums, self._store):

@@ -28,7 +28,7 @@ from core.changes.quantize import dequantized, quantized
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.cast import cast_on
-from core.device.compare import differing
+from core.device.compare import count_differing
 from core.device.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device, cast_work
 from core.device.lane import LANE_BYTES, PIECE_BYTES, Lane, host_buffer, host_bytes, lane_of
 from core.errors import ReplicaMismatchError, UnsupportedError
@@ -119,7 +119,9 @@ def test_a_buffer_of_many_pieces_is_cast_in_order_from_read_only_bytes(place: st
 def test_pieces_of_a_fold_come_in_order_and_a_lane_works_on_after_an_error(place: str) -> None:
     lane = Lane(Device(place))
     data = np.arange(3 * PIECE_BYTES // 8, dtype="i8")
-    firsts = [int(piece.view("i8")[0]) for piece in lane.fold((memoryview(data.view("u1")),), lambda t: t[:8], size=8)]
+    firsts = [
+        int(piece.view("i8")[0]) for piece in lane.map_pieces((memoryview(data.view("u1")),), lambda t: t[:8], size=8)
+    ]
     assert firsts == [0, PIECE_BYTES // 8, PIECE_BYTES // 4]
 
     def broken(_: object) -> object:
@@ -137,8 +139,8 @@ def test_where_buffers_differ_is_found_across_pieces(place: str) -> None:
     one = np.zeros(PIECE_BYTES + 64, "u1")
     other = one.copy()
     other[[PIECE_BYTES // 2 + 5, PIECE_BYTES + 63]] = 1
-    found = differing(able(place, COMPARE), memoryview(one), memoryview(other), 4)
-    assert found == differing(None, memoryview(one), memoryview(other), 4)
+    found = count_differing(able(place, COMPARE), memoryview(one), memoryview(other), 4)
+    assert found == count_differing(None, memoryview(one), memoryview(other), 4)
     assert (found.n, found.first) == (2, (PIECE_BYTES // 2 + 5) // 4)
 
 
@@ -264,7 +266,7 @@ def test_work_with_other_bits_stays_on_the_cpu_path() -> None:
     work, other = cast_work("float16", "float8_e5m2"), cast_work("bfloat16", "float8_e5m2")
 
     def spoiled() -> Device | None:
-        lane_of(device).table(work, lambda: np.zeros(1 << 16, np.uint8))  # what a faulty device might make of it
+        lane_of(device).load_table(work, lambda: np.zeros(1 << 16, np.uint8))  # what a faulty device might make of it
         return settled(device, [work, other], threads=1)
 
     found = in_thread(spoiled)

@@ -129,9 +129,9 @@ def test_a_window_is_sent_once_for_all_that_look_at_parts_of_it() -> None:
     view = memoryview(window)
 
     def first_bytes(start: int) -> list[int]:
-        return [int(piece[0]) for piece in lane.fold((view[start : start + 8],), lambda data: data[:1], size=8)]
+        return [int(piece[0]) for piece in lane.map_pieces((view[start : start + 8],), lambda data: data[:1], size=8)]
 
-    with lane.showing(view):
+    with lane.uploaded_once(view):
         assert first_bytes(8) == [8]
         window[16] = 99  # it must not change; so it shows what was sent
         window[17] = 98

@@ -9,7 +9,7 @@ from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
 from core.calibration.choice import settled
 from core.catalog.decoded import DecodedStore
-from core.device.compare import differing
+from core.device.compare import count_differing
 from core.device.device import COMPARE, Device
 from core.quantize.source import SourceTensor
 from core.scan.separate_arrays import bands_of
@@ -63,7 +63,7 @@ def first_difference(
         first, second = (source.read(decoded, band) for source in sources)
         if first == second:
             continue
-        differs = differing(able, memoryview(first), memoryview(second), size)
+        differs = count_differing(able, memoryview(first), memoryview(second), size)
         n_different += differs.n
         if found is None:
             at = differs.first
