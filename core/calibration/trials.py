@@ -20,7 +20,7 @@ from core.files.store import MemoryStore
 from core.fingerprint.definition import TABLE, form_of
 from core.fingerprint.kernel import kernel, products_in_numpy, products_on
 from core.fingerprint.sums import FormSum
-from core.numbers.facts import Facts, ValueObserver
+from core.numbers.facts import ValueFacts, ValueObserver
 from core.numbers.kinds import KINDS
 from core.quantize.from_float8 import Dequantized
 from core.quantize.source import SourceTensor
@@ -117,7 +117,7 @@ def _cast(source: str, target: str, device: Device | None, n_bytes: int) -> tupl
     return lambda: made(memoryview(data), out), len(data)
 
 
-def facts_of(device: Device | None, dtype: str, data: Array) -> Facts:
+def facts_of(device: Device | None, dtype: str, data: Array) -> ValueFacts:
     """What the values of an array are, fed in windows."""
     array = StoredArray("sample", dtype, (len(data) // itemsize(dtype),))
     observer = ValueObserver(device)

@@ -19,7 +19,7 @@ from core.arrays.box import Box, Shape, flat_offset
 from core.arrays.cast import cast_of, check_cast
 from core.arrays.dtypes import itemsize
 from core.errors import CheckpointingException, UnsupportedError
-from core.numbers.difference import Tolerance, Values, compared, holds_nan, shown, square_sum
+from core.numbers.difference import Tolerance, ValueDifference, compare_elements, element_value, has_nan, sum_squares
 from core.numbers.tally import Tally
 from core.plan.box_reader import BoxReader, TensorReader, bands
 from core.scan.share import Share
@@ -48,7 +48,7 @@ class Compared:
 
     key: str
     is_same_bytes: bool
-    values: Values | None = None
+    values: ValueDifference | None = None
     is_cast: bool | None = None
     first: tuple[int | float | None, int | float | None] | None = None
 
@@ -254,11 +254,11 @@ class _Hand:
                 if not job.tally.differs:
                     job.equal.append(box)
                     return len(a) + len(b)
-            square = square_sum(a, job.dtypes[0])
+            square = sum_squares(a, job.dtypes[0])
             with lock:
                 job.tally.add_equal(n, square)
             return len(a) + len(b)
-        found = compared(a, b, dtypes=job.dtypes, rule=self._rule)
+        found = compare_elements(a, b, dtypes=job.dtypes, rule=self._rule)
         is_cast = self._is_cast(a, b, job)
         pair = None if found.first is None else _pair(a, b, found.first, job.dtypes)
         with lock:
@@ -270,7 +270,7 @@ class _Hand:
         n = prod(box.shape)
         a = self._a.first(n * itemsize(job.dtypes[0]))
         job.a.read(box, a, self._raw.view)
-        square = square_sum(a, job.dtypes[0])
+        square = sum_squares(a, job.dtypes[0])
         with lock:
             job.tally.add_equal(n, square)
         return len(a)
@@ -283,7 +283,7 @@ class _Hand:
         """
         if job.dtypes[0] != job.dtypes[1] or not self._a.begins_as(self._b, len(a)):
             return False
-        return self._rule is None or self._rule.equal_nan or not holds_nan(a, job.dtypes[0])
+        return self._rule is None or self._rule.equal_nan or not has_nan(a, job.dtypes[0])
 
     def _is_cast(self, a: memoryview, b: memoryview, job: _Job) -> bool | None:
         """Whether the narrower of two types holds the other's values, rounded; None for one type, or no such cast."""
@@ -331,6 +331,6 @@ def _pair(
     """The values of one element on both sides."""
     size_a, size_b = itemsize(dtypes[0]), itemsize(dtypes[1])
     return (
-        shown(a[index * size_a : (index + 1) * size_a], dtypes[0]),
-        shown(b[index * size_b : (index + 1) * size_b], dtypes[1]),
+        element_value(a[index * size_a : (index + 1) * size_a], dtypes[0]),
+        element_value(b[index * size_b : (index + 1) * size_b], dtypes[1]),
     )

@@ -21,7 +21,7 @@ from core.fingerprint.definition import Fingerprint
 from core.manifest.fingerprint_share import fingerprints_of_directory
 from core.manifest.stated_crcs import StatedSums
 from core.megatron.reshard.reshard import load_rules
-from core.numbers.facts import Facts, ValueObserver
+from core.numbers.facts import ValueFacts, ValueObserver
 from core.opening.open import open_checkpoint
 from core.scan.run import scan
 from core.scan.sums import Scanned, Wanted
@@ -156,7 +156,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def scanned(team: PipeTeam, path: Path) -> tuple[Scanned, dict[str, Facts]]:
+def scanned(team: PipeTeam, path: Path) -> tuple[Scanned, dict[str, ValueFacts]]:
     opened = open_checkpoint(path)
     observer = ValueObserver()
     made = Wanted(array_digests=True, file_digests=True)
