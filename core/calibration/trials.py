@@ -18,7 +18,7 @@ from core.device.compare import count_differing, is_equal
 from core.device.device import CAST, COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device
 from core.files.store import MemoryStore
 from core.fingerprint.definition import TABLE, form_of
-from core.fingerprint.kernel import kernel, products_in_numpy, products_on
+from core.fingerprint.kernel import fastest_products, products_in_numpy, products_on
 from core.fingerprint.sums import FormSum
 from core.numbers.facts import ValueFacts, ValueObserver
 from core.numbers.kinds import KINDS
@@ -172,7 +172,7 @@ def _fingerprint(device: Device | None, n_bytes: int) -> tuple[Do, int]:
     form = form_of((len(data) // 8192, 4096), 2)
 
     def do() -> None:
-        with kernel(len(data), device) as products:
+        with fastest_products(len(data), device) as products:
             for start in range(0, len(data) // 8192 * 8192, _WINDOW_BYTES):
                 FormSum(form, products).add_run(start, memoryview(data)[start : start + _WINDOW_BYTES])
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import object_of, small_file
-from core.fingerprint.definition import SCHEME, Fingerprint, lanes_of
+from core.fingerprint.definition import SCHEME, Fingerprint, parse_lanes
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore, WriteStore
@@ -228,7 +228,7 @@ def _file(entry: Any) -> FileSum:
 def _fingerprint(entry: Any, scheme: object) -> Fingerprint:
     text = str(entry["sum"])
     if scheme == SCHEME:
-        lanes_of(text)
+        parse_lanes(text)
     return Fingerprint(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), text)
 
 

@@ -25,7 +25,7 @@ from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException
 from core.files.store import ReadStore
 from core.fingerprint.definition import Fingerprint
-from core.fingerprint.kernel import Products, kernel
+from core.fingerprint.kernel import Products, fastest_products
 from core.formats.registry import sniffed
 from core.manifest.fingerprint_feeds import Feeds
 from core.manifest.fingerprint_read import read_fingerprints
@@ -43,7 +43,7 @@ class CopyFingerprints:
         plan: of the copy.
         entry: name of the destination, if it is one file.
         rules: the layout's table.
-        products: from ``core.fingerprint.kernel.kernel``.
+        products: from ``core.fingerprint.kernel.fastest_products``.
         device: on which those that are read back may be made.
     """
 
@@ -125,7 +125,7 @@ def watched(plan: Plan, *, entry: str | None, rules: Rules, device: Device | Non
         device: on which they may be made.
     """
     device = settled(device, [FINGERPRINT], threads=plan.threads)
-    with kernel(plan.write_bytes, device) as products:
+    with fastest_products(plan.write_bytes, device) as products:
         yield CopyFingerprints(plan, entry=entry, rules=rules, products=products, device=device)
 
 

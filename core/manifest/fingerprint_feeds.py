@@ -20,7 +20,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog
 from core.catalog.stored import StoredArray
 from core.errors import CheckpointingException
-from core.fingerprint.definition import LANES, Fingerprint, Form, added, form_of, text_of
+from core.fingerprint.definition import LANES, Fingerprint, Form, add_lanes, form_of, format_lanes
 from core.fingerprint.kernel import Products
 from core.fingerprint.sums import FormSum
 from core.opening.target import dense_target
@@ -53,7 +53,7 @@ class Feeds:
     Args:
         catalog: in canonical form.
         stored: the arrays that will be fed, as they lie in their files.
-        products: from ``core.fingerprint.kernel.kernel``.
+        products: from ``core.fingerprint.kernel.fastest_products``.
 
     Attributes:
         left: keys of tensors that cannot be computed from what is fed.
@@ -134,7 +134,7 @@ class Feeds:
                 _add_part(made, meta.shape, region, run, size, data[at : at + n])
                 at += n
             with self._lock:
-                self._lanes[region.key] = added((self._lanes[region.key], made.lanes))
+                self._lanes[region.key] = add_lanes((self._lanes[region.key], made.lanes))
                 self._fed[region.key] += made.n_bytes // size
 
     def pass_over(self, name: str, start: int, n_elements: int) -> None:
@@ -155,7 +155,7 @@ class Feeds:
         """The fingerprints of the tensors all of whose elements have been fed; ``left`` and the others are missing."""
         return {
             key: Fingerprint(
-                self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape, text_of(self._lanes[key])
+                self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape, format_lanes(self._lanes[key])
             )
             for key, n_stored in self._stored.items()
             if self._fed[key] == n_stored
@@ -169,7 +169,7 @@ class Feeds:
         """Takes what was fed elsewhere of other elements."""
         for key, (n, lanes) in state.items():
             self._fed[key] += n
-            self._lanes[key] = added((self._lanes[key], lanes))
+            self._lanes[key] = add_lanes((self._lanes[key], lanes))
 
 
 @dataclass(frozen=True, slots=True)

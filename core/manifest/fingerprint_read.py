@@ -17,8 +17,8 @@ from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.device import FINGERPRINT, Device
 from core.files.store import ReadStore
-from core.fingerprint.definition import LANES, Fingerprint, Form, added, form_of, text_of
-from core.fingerprint.kernel import Products, kernel
+from core.fingerprint.definition import LANES, Fingerprint, Form, add_lanes, form_of, format_lanes
+from core.fingerprint.kernel import Products, fastest_products
 from core.fingerprint.sums import FormSum
 from core.opening.target import dense_target
 from core.plan.plan import make_plan
@@ -55,7 +55,7 @@ def read_fingerprints(
     target = dense_target(metas)
     images = [_image(number, target, meta) for number, meta in enumerate(metas)]
     plan = make_plan(catalog, target, images, zeros={}, threads=threads, memory_bytes=memory_bytes, compares=False)
-    with kernel(plan.write_bytes, settled(device, [FINGERPRINT], threads=plan.threads)) as products:
+    with fastest_products(plan.write_bytes, settled(device, [FINGERPRINT], threads=plan.threads)) as products:
         sink = _Sink(metas, products)
         execute(plan, store, sink, CopyOptions(crc=False, digest=False, progress=progress, device=device))
     return sink.found()
@@ -85,7 +85,7 @@ class _Sink:
         made = FormSum(self._forms[number], self._products)
         made.add_run(offset, memoryview(data))
         with self._lock:
-            self._lanes[number] = added((self._lanes[number], made.lanes))
+            self._lanes[number] = add_lanes((self._lanes[number], made.lanes))
 
     def sync(self, name: str) -> None:
         """Nothing was written."""
@@ -100,6 +100,6 @@ class _Sink:
     def found(self) -> dict[str, Fingerprint]:
         """The fingerprints, once everything has been moved."""
         return {
-            meta.key: Fingerprint(meta.dtype, meta.shape, text_of(lanes))
+            meta.key: Fingerprint(meta.dtype, meta.shape, format_lanes(lanes))
             for meta, lanes in zip(self._metas, self._lanes, strict=True)
         }

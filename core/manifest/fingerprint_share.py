@@ -27,8 +27,8 @@ from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException
 from core.files.store import ReadStore, files_below
-from core.fingerprint.definition import LANES, Fingerprint, added, form_of, text_of
-from core.fingerprint.kernel import Products, kernel
+from core.fingerprint.definition import LANES, Fingerprint, add_lanes, form_of, format_lanes
+from core.fingerprint.kernel import Products, fastest_products
 from core.fingerprint.sums import FormSum
 from core.manifest.fingerprint_read import read_fingerprints
 from core.megatron.reshard.reshard import Rules
@@ -224,7 +224,7 @@ class _Pass:
         threads, cache_bytes = self._fitting(threads, memory_bytes)
         if threads:  # else the lead says that the memory is too small
             items = self._items(BoxReader(self._catalog, self._store, cache_bytes=cache_bytes))
-            with kernel(self._share.n_bytes, self._device) as products:
+            with fastest_products(self._share.n_bytes, self._device) as products:
                 self._crew.run(lambda: self._work(items, products), threads)
         self._meter.finish()
         rank, n_bytes = self._team.rank, sum(n for n, _ in self._sums.values())
@@ -300,7 +300,7 @@ class _Pass:
             self._meter.advance(len(data))
         with self._lock:
             n_bytes, lanes = self._sums.get(key, (0, (0,) * LANES))
-            self._sums[key] = n_bytes + made.n_bytes, added((lanes, made.lanes))
+            self._sums[key] = n_bytes + made.n_bytes, add_lanes((lanes, made.lanes))
 
     def joined(self, parts: Sequence[_Part]) -> dict[str, Fingerprint]:
         """The fingerprints of the tensors of which all bytes have been read; at the lead."""
@@ -313,5 +313,5 @@ class _Pass:
         for key, several in sums.items():
             meta = self._catalog.tensors[key]
             if key not in failed and sum(n for n, _ in several) == meta.n_bytes:
-                found[key] = Fingerprint(meta.dtype, meta.shape, text_of(added(lanes for _, lanes in several)))
+                found[key] = Fingerprint(meta.dtype, meta.shape, format_lanes(add_lanes(lanes for _, lanes in several)))
         return found

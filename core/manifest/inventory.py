@@ -29,7 +29,7 @@ from core.files.syscalls import rename_new
 from core.files.url import refuse_url
 from core.files.walk import hollow_files, walked
 from core.fingerprint.definition import Fingerprint
-from core.fingerprint.kernel import kernel
+from core.fingerprint.kernel import fastest_products
 from core.manifest.file import FileSum, ManifestArray, manifest_lines, manifest_name
 from core.manifest.fingerprint_feeds import ArrayFeeds, Feeds, is_dense_in_file
 from core.manifest.fingerprint_share import SharedFingerprints, shared_fingerprints
@@ -128,7 +128,7 @@ def inventory(
     threads = threads or len(os.sched_getaffinity(0))
     able = settled(device, [FINGERPRINT], threads=threads) if fingerprints else None
     try:
-        with kernel(sum(source.files.values()) if fingerprints else 0, able) as products:
+        with fastest_products(sum(source.files.values()) if fingerprints else 0, able) as products:
             feeds = Feeds(source.form.catalog, source.stored, products) if fingerprints else None
             scanned = scan(
                 found.catalog,

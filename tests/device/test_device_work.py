@@ -33,7 +33,7 @@ from core.device.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUE
 from core.device.lane import LANE_BYTES, PIECE_BYTES, Lane, host_buffer, host_bytes, lane_of
 from core.errors import ReplicaMismatchError, UnsupportedError
 from core.files.store import MemoryStore
-from core.fingerprint.kernel import kernel, products_in_numpy
+from core.fingerprint.kernel import fastest_products, products_in_numpy
 from core.opening.target import dense_target
 from core.plan.plan import make_plan
 
@@ -147,7 +147,7 @@ def test_where_buffers_differ_is_found_across_pieces(place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_fingerprint_products_of_odd_and_cut_rows(place: str) -> None:
     data = np.random.default_rng(0).integers(-128, 128, (50, 700)).astype(np.int8)
-    with kernel(1, able(place, FINGERPRINT)) as products:
+    with fastest_products(1, able(place, FINGERPRINT)) as products:
         for some, first in ((data, 3), (data[:1], 0), (data[:, 100:101], 4095), (data[:, 5:], 1024)):
             assert np.array_equal(products(some, first), products_in_numpy(some, first))
 

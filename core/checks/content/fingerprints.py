@@ -16,7 +16,7 @@ from core.checks.subject import Subject
 from core.checks.watch import Watch
 from core.errors import CheckpointingException, WorkerError
 from core.fingerprint.definition import Fingerprint
-from core.fingerprint.kernel import kernel
+from core.fingerprint.kernel import fastest_products
 from core.manifest.fingerprint_feeds import ArrayFeeds, Feeds
 from core.manifest.fingerprint_read import read_fingerprints
 from core.manifest.fingerprint_share import readable_fingerprints
@@ -42,7 +42,7 @@ def watch(subject: Subject) -> Watch:
     if subject.against is None or form is None or subject.catalog is None:
         return Watch()
     stack = ExitStack()
-    products = stack.enter_context(kernel(sum(subject.files.values()), subject.device))
+    products = stack.enter_context(fastest_products(sum(subject.files.values()), subject.device))
     feeds = Feeds(form.catalog, subject.catalog.stored_arrays().values(), products)
     return Watch(observers=(ArrayFeeds(feeds, stack),))
 
