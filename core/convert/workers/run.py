@@ -204,7 +204,9 @@ class _Lead:
             path = stage.stage_dir / "plan"
             digest = self._stored(path, spooled, written, self._divided(written, stage))
         order = self._order(path, digest, threads=prepared.plan.threads)
-        return replace(order, journal_of=stage.journal_of, crc=job.crc, crc_digest=job.digest, fsync=job.fsync)
+        return replace(
+            order, journal_identity=stage.journal_identity, crc=job.crc, crc_digest=job.digest, fsync=job.fsync
+        )
 
     def _order(self, plan: Path, digest: str, *, threads: int) -> Order:
         """What all orders of this job have in common."""
@@ -215,7 +217,7 @@ class _Lead:
             plan=plan,
             digest=digest,
             token=stage.workers.token,
-            journal_of=None,
+            journal_identity=None,
             written=written_path(prepared, stage),
             source=Path(prepared.source.store.root).absolute(),
             threads=threads,

@@ -242,7 +242,7 @@ def test_a_host_that_sees_other_directories_is_named(tmp_path: Path) -> None:
         plan=tmp_path / "plan",
         digest="0" * 64,
         token="0" * 32,
-        journal_of=None,
+        journal_identity=None,
         written=tmp_path / ".out.ckpt-stage" / "data",
         source=tmp_path,
         threads=1,
