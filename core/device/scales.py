@@ -1,5 +1,4 @@
-"""Compute float8 with scales on a device, as ``core.quantize.to_float8`` and ``from_float8`` define
-it.
+"""Compute float8 with scales on a device, as ``core.quantize`` defines it.
 
 Division and product of float32 follow IEEE 754 on a device as on a processor, as long as the
 divisor is a tensor on the device: by a plain number, torch multiplies with the reciprocal. NaNs get
@@ -62,8 +61,7 @@ class DevicePart:
             return self._lane.fetch(padded.view(-1, self._block).amax(dim=1))
 
     def over(self, scales: Array) -> Array:
-        """Divide the elements by the scales of their blocks; return float8_e4m3fn, in their shape.
-        """
+        """Divide the elements by their blocks' scales; return float8_e4m3fn in their shape."""
         import torch
 
         with self._lane.on_stream():

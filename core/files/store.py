@@ -519,7 +519,7 @@ class MemoryStore:
         """See WriteStore; memory needs nothing."""
 
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """See ``core.copy.output.Stage``; memory needs nothing."""
+        """See ``core.copy.output.TargetStore``; memory needs nothing."""
 
     def _content(self, name: str) -> bytearray | memoryview:
         try:

@@ -57,8 +57,7 @@ class Products(Protocol):
 
 @cache
 def _tables() -> tuple[Array, tuple[Array, ...]]:
-    """Return the factors of bytes, (4096, 16), and of the block numbers' digits, (4096, 16) each.
-    """
+    """Return the factors of bytes and those of block numbers' digits, (4096, 16) each."""
     import numpy as np
 
     number: Array = np.arange(1, 4 * TABLE * LANES + 1, dtype=np.uint64)

@@ -105,8 +105,7 @@ class FormSum:
                 at += n
 
     def _add(self, rows: range | Array, column: int, data: Array) -> None:
-        """Add columns of rows: ``data[m, :]`` are the bytes of row ``rows[m]`` from ``column`` on.
-        """
+        """Add columns of rows: ``data[m, :]`` are bytes of row ``rows[m]``, from ``column`` on."""
         block_bytes = self._form.block_bytes
         at = 0
         while at < data.shape[1]:
@@ -121,9 +120,7 @@ class FormSum:
             at += n
 
     def _multiply(self, rows: range | Array, block: int, n_blocks: int, inside: int, data: Array) -> None:
-        """Add ``n_blocks`` whole blocks of each row, or a part of one block from its byte
-        ``inside`` on.
-        """
+        """Add whole blocks of each row, or the part of one block from byte ``inside`` on."""
         width = data.shape[1] // n_blocks
         if n_blocks > 1 and len(rows) > 1 and not data.flags.c_contiguous:
             for row in range(len(rows)):

@@ -37,7 +37,7 @@ from core.plan.positions import Places
 
 
 class CopyFingerprints:
-    """Sees what a copy writes; see ``core.copy.options.Watch``.
+    """Sees what a copy writes; see ``core.copy.options.WriteObserver``.
 
     Args:
         plan: of the copy.
@@ -70,13 +70,13 @@ class CopyFingerprints:
         ]
 
     def feed(self, number: int, offset: int, data: memoryview) -> None:
-        """See ``core.copy.options.Watch``."""
+        """See ``core.copy.options.WriteObserver``."""
         known = self._arrays[number] if self._arrays else None
         if known is not None and self._feeds is not None:
             self._feeds.feed(known[0], offset // known[1], data)
 
     def pass_over(self, number: int, offset: int, n_bytes: int) -> None:
-        """See ``core.copy.options.Watch``."""
+        """See ``core.copy.options.WriteObserver``."""
         known = self._arrays[number] if self._arrays else None
         if known is not None and self._feeds is not None:
             self._feeds.pass_over(known[0], offset // known[1], n_bytes // known[1])

@@ -96,8 +96,9 @@ class ValueDifference:
 
     @property
     def cosine(self) -> float | None:
-        """Return the cosine of the angle between A and B; None if one is zero or not all are
-        numbers.
+        """Return the cosine of the angle between A and B as vectors.
+
+        None if one of them is zero, or if the values are not numbers.
         """
         norm = sqrt(self.square_a) * sqrt(self.square_b)
         if self.max_abs is None or not 0 < norm < inf or self.product != self.product:
@@ -168,7 +169,9 @@ def has_nan(data: memoryview, dtype: str) -> bool:
 
 
 def element_value(data: memoryview, dtype: str) -> Number | None:
-    """Return the value of the first element; of a complex one the real part, None without a value.
+    """Return the value of the first element, or None if the type has no values.
+
+    Of a complex element it is the real part.
     """
     if not has_numbers(dtype):
         return None

@@ -72,7 +72,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Weave:
+class Interleave:
     """Consecutive row bands of sources and destinations that hang together.
 
     Args:
@@ -112,7 +112,7 @@ class Comparison:
     dtype: str
 
 
-Item = Move | Weave | Comparison
+Item = Move | Interleave | Comparison
 ItemNumber = tuple[int, int]
 """Number of the tensor among those of the plan, and of the item among the tensor's: the same whoever does the work."""
 
@@ -307,7 +307,7 @@ def _components(pairs: list[tuple[int, int, Box]], match: Match, ends: Ends) -> 
 
 def _cut_weave(
     key: str, links: list[Link], dtypes: tuple[str, str], *, band_bytes: int, item_bytes: int
-) -> Iterator[Weave]:
+) -> Iterator[Interleave]:
     rank = links[0].box.rank
     offset = tuple(min(link.box.offset[axis] for link in links) for axis in range(rank))
     end = tuple(max(link.box.end[axis] for link in links) for axis in range(rank))
@@ -323,7 +323,7 @@ def _cut_weave(
     )
     row_bytes = links[0].destination.strides[axis] * target_size
     for bands in _bands(bounds, axis, size, row_bytes, band_bytes=wanted, item_bytes=item_bytes):
-        yield Weave(key, links, bands, is_regular, dtypes)
+        yield Interleave(key, links, bands, is_regular, dtypes)
 
 
 def _cut_axis(shape: Shape, size: int, band_bytes: int) -> int:

@@ -40,8 +40,7 @@ class StageStore:
         self._lock = threading.Lock()
 
     def create(self, name: str, n_bytes: int) -> None:
-        """Create (or keep, if it has that size) a file of ``n_bytes`` zero bytes, and reserve its
-        space.
+        """Create a file of ``n_bytes`` zero bytes and reserve its space; keep one of that size.
 
         Raises:
             CapacityError: the disk is full, or a limit on file sizes is reached.

@@ -93,8 +93,7 @@ class FileJournal:
         return None if entry is None else _record(entry)
 
     def add(self, item: ItemNumber, record: ItemRecord, files: Iterable[str]) -> None:
-        """Record an item whose bytes have been written to ``files``; now and then wait for the
-        disk.
+        """Record an item whose bytes are written to ``files``; now and then wait for the disk.
 
         Raises:
             StorageError, CapacityError: the system cannot write.

@@ -1,5 +1,4 @@
-"""Give a new destination its name, in place of an old one, and undo a replacement that stopped
-half-way.
+"""Put a new destination in place of an old one, and undo a replacement that stopped half-way.
 
 Where the kernel can swap two names, a directory takes its place in one step. Where it cannot, and
 for a single file (whose manifest is a file of its own), the old one is first set aside in the
@@ -99,8 +98,7 @@ def replace_file(data_dir: Path, dst: Path, *, force: bool) -> None:
 
 
 def put_back(stage_dir: Path, dst: Path) -> bool:
-    """Restore what an interrupted replacement had set aside, if the new destination had no name
-    yet.
+    """Restore what an interrupted replacement had set aside, unless the new destination is there.
 
     Returns:
         True if anything was restored.

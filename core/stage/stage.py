@@ -127,9 +127,7 @@ class Stage:
         return self
 
     def _begin(self) -> None:
-        """Continue or clear what an earlier run left in the stage, then open the files and the
-        journal.
-        """
+        """Continue or clear an earlier run's stage, then open the files and the journal."""
         journals = journals_in(self.stage_dir)
         with translated(str(self.stage_dir), doing="look into"):
             has_earlier_work = any(entry.name != WORKERS_LOCK for entry in self.stage_dir.iterdir())
@@ -159,9 +157,7 @@ class Stage:
             self.workers.share()
 
     def _continue_or_clear(self, journals: list[Path]) -> list[Path]:
-        """Empty the stage unless a journal in it belongs to this plan; return the journals that
-        remain.
-        """
+        """Empty the stage unless it belongs to this plan; return the journals that remain."""
         if self._resume and any(is_journal_of(path, self.journal_identity) for path in journals):
             self.notes.append("continuing the unfinished stage")
             return journals
@@ -266,8 +262,7 @@ class Stage:
             raise
 
     def _finish(self) -> None:
-        """Finish after the renames: move the manifest of a single file, and sync the directories.
-        """
+        """Move the manifest of a single file and sync directories, after the renames."""
         if self.is_file:
             with translated(str(self.dst), doing="publish the manifest of"):
                 for name in os.listdir(self.data_dir):

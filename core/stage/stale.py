@@ -26,8 +26,7 @@ def remove_stage(stage_dir: Path) -> bool:
 
 
 def clear_finished(stage_dir: Path, dst: Path, *, is_file: bool) -> bool:
-    """Remove the stage of a run that published its destination, but was killed before it cleaned
-    up.
+    """Remove the stage of a run that was killed after it had published its destination.
 
     A stage with work in it stays, and so does one that is in use.
 

@@ -90,8 +90,7 @@ def _check_states_equal(team: Team, states: list[tuple[str, str]], subject: str)
 
 
 def observe_files(store: LocalStore, files: Mapping[str, int]) -> tuple[object, ...]:
-    """Return what distinguishes a directory from others: names and sizes of its files, and the
-    times of some.
+    """Return what tells a directory from another: its file names, sizes, and some times.
 
     Args:
         files: sizes in bytes, by name.

@@ -79,14 +79,16 @@ class Team(Protocol):
         """
 
     def alarm(self) -> None:
-        """Tell the other ranks that this one has failed, so that they stop; returns at once and
-        never raises.
+        """Tell the other ranks that this one has failed, so that they stop.
+
+        Returns at once and never raises.
         """
 
 
 class StoppedError(WorkerError):
-    """Raised on a rank that stops because another has failed; ``gather_results`` raises that one's
-    error instead.
+    """Raised on a rank that stops because another rank has failed.
+
+    ``gather_results`` raises the error of that other rank instead.
     """
 
     def __init__(self) -> None:
@@ -129,8 +131,7 @@ def is_lead(team: Team) -> bool:
 
 
 def gather_results(team: Team, compute: Callable[[], T]) -> list[T] | None:
-    """Run ``compute`` on every rank and return all results, by rank, at the lead; return None
-    elsewhere.
+    """Run ``compute`` on every rank; return all results, by rank, at the lead (None elsewhere).
 
     All ranks call it. However ``compute`` ends, no rank waits for one that has failed: the first to
     fail alarms the others, whose ``Team.advance`` then raises.
@@ -179,8 +180,7 @@ def broadcast_result(team: Team, compute: Callable[[], T]) -> T:
 
 
 def _attempt(team: Team, compute: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run ``compute`` and return its result and no error, or no result and its error, made
-    picklable.
+    """Run ``compute``; return its result and None, or None and its error, made picklable.
 
     An error alarms the other ranks, unless it is the echo of an alarm.
     """
@@ -215,15 +215,15 @@ def _first_failure(errors: Sequence[Exception | None]) -> tuple[int, Exception] 
 
 
 def failed_rank_of(error: BaseException) -> int | None:
-    """Return the rank on which an error of a team happened, or None in a process that works alone.
-    """
+    """Return the rank on which an error of a team happened, or None if it has no rank."""
     rank = getattr(error, "worker", None)
     return rank if isinstance(rank, int) else None
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether a retry would fail again: the request or the checkpoint is wrong, refused, or
-    does not fit.
+    """Return whether a retry would fail again.
+
+    It would if the request or the checkpoint is wrong, is refused, or does not fit.
     """
     return isinstance(error, CheckpointingException) and error.exit_code in FINAL_CODES
 

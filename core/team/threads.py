@@ -1,6 +1,4 @@
-"""Threads that work at one task together: the first error stops all of them, and so does an
-interrupt.
-"""
+"""Run threads that work at one task and stop together, at the first error or interrupt."""
 
 from __future__ import annotations
 
@@ -67,8 +65,9 @@ class ThreadGroup:
 
 
 def _join(threads: list[threading.Thread]) -> None:
-    """Wait for threads that were asked to stop; the first interrupts are ignored, since the threads
-    still use files.
+    """Wait for threads that were asked to stop.
+
+    The first interrupts are ignored, since the threads still use files.
     """
     patience = _PATIENCE
     for thread in threads:

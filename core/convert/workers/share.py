@@ -27,7 +27,7 @@ from typing import Self
 from core.convert.stored_plan.file import StoredPlan
 from core.copy.ledger import LedgerState
 from core.copy.options import CopyOptions
-from core.copy.output import Stage as Target
+from core.copy.output import TargetStore as Target
 from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CheckpointingException, StorageError, UsageError
