@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.calibration.choice import settled
+from core.calibration.choice import choose_device
 from core.catalog.catalog import Catalog
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
@@ -277,7 +277,7 @@ def examined(subject: Subject) -> Deep:
     """
     team = subject.team
     if subject.device is not None:
-        subject.device = settled(
+        subject.device = choose_device(
             subject.device, _device_works(subject), threads=subject.threads or len(os.sched_getaffinity(0))
         )
     watches = require_agreement(team, lambda: _watches(subject), lambda found: [*found], subject=str(subject.path))

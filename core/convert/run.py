@@ -96,9 +96,9 @@ def within_memory(job: Job) -> Job:
     """
     if job.device is None:
         return job
-    from core.calibration.choice import beside
+    from core.calibration.choice import reserve_device_memory
 
-    device, memory_bytes = beside(job.device, memory_bytes=job.memory_bytes, threads=job.threads)
+    device, memory_bytes = reserve_device_memory(job.device, memory_bytes=job.memory_bytes, threads=job.threads)
     return replace(job, device=device, memory_bytes=memory_bytes)
 
 

@@ -142,9 +142,9 @@ def _quantizing_device(device: Device | None, threads: int) -> Device | None:
     """Return the device with the quantization work that it does, or None."""
     if device is None:
         return None
-    from core.calibration.choice import settled
+    from core.calibration.choice import choose_device
 
-    return settled(device, (QUANTIZE, DEQUANTIZE), threads=threads)
+    return choose_device(device, (QUANTIZE, DEQUANTIZE), threads=threads)
 
 
 class CopyRun:
@@ -211,7 +211,7 @@ class CopyRun:
             self._written_bytes += worker.written_bytes
 
     def _is_resumed(self, number: ItemNumber) -> bool:
-        """Return whether an earlier run copied an item, and its bytes still have the recorded CRCs."""
+        """Return whether an earlier run copied an item and its bytes have the recorded CRCs."""
         journal = self._options.journal
         record = None if journal is None else journal.done(number)
         if record is None:

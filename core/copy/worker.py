@@ -150,9 +150,9 @@ class CopyWorker:
         """Return the device if it does a kind of work; tries the work at the first call."""
         if self._device is None:
             return None
-        from core.calibration.choice import settled
+        from core.calibration.choice import choose_device
 
-        device = settled(self._device, [work], threads=self._threads)
+        device = choose_device(self._device, [work], threads=self._threads)
         return device if does(device, work) else None
 
     def _read_dense(self, source: Source, delta: list[int], band: Box, size: int, out: memoryview) -> None:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from core.arrays.dtypes import itemsize
-from core.calibration.choice import settled
+from core.calibration.choice import choose_device
 from core.catalog.catalog import Catalog, Fragment
 from core.catalog.file_image import FileImage
 from core.catalog.planned_store import PlannedStore
@@ -124,7 +124,7 @@ def watched(plan: Plan, *, entry: str | None, rules: Rules, device: Device | Non
         plan, entry, rules: see ``CopyFingerprints``.
         device: on which they may be made.
     """
-    device = settled(device, [FINGERPRINT], threads=plan.threads)
+    device = choose_device(device, [FINGERPRINT], threads=plan.threads)
     with fastest_products(plan.write_bytes, device) as products:
         yield CopyFingerprints(plan, entry=entry, rules=rules, products=products, device=device)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from threading import Lock
 
 from core.arrays.dtypes import itemsize
-from core.calibration.choice import settled
+from core.calibration.choice import choose_device
 from core.catalog.catalog import Catalog, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray
 from core.copy.options import CopyOptions
@@ -55,7 +55,7 @@ def read_fingerprints(
     target = dense_target(metas)
     images = [_image(number, target, meta) for number, meta in enumerate(metas)]
     plan = make_plan(catalog, target, images, zeros={}, threads=threads, memory_bytes=memory_bytes, compares=False)
-    with fastest_products(plan.write_bytes, settled(device, [FINGERPRINT], threads=plan.threads)) as products:
+    with fastest_products(plan.write_bytes, choose_device(device, [FINGERPRINT], threads=plan.threads)) as products:
         sink = _Sink(metas, products)
         execute(plan, store, sink, CopyOptions(crc=False, digest=False, progress=progress, device=device))
     return sink.found()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from core.arrays.box import Box, flat_offset
 from core.arrays.dtypes import itemsize
-from core.calibration.choice import settled
+from core.calibration.choice import choose_device
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.device.device import FINGERPRINT, Device
@@ -164,7 +164,7 @@ def readable_fingerprints(
     wanted = broadcast_result(team, lambda: list(keys))
 
     def prepared() -> _Pass:
-        return _Pass(catalog, store, wanted, team, settled(device, [FINGERPRINT], threads=threads))
+        return _Pass(catalog, store, wanted, team, choose_device(device, [FINGERPRINT], threads=threads))
 
     work = require_agreement(team, prepared, _Pass.observed_state, subject=store.label)
     parts = gather_results(team, lambda: work.part(threads, memory_bytes))

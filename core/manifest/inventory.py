@@ -19,7 +19,7 @@ from pathlib import Path
 
 from core import __version__
 from core.arrays.checksum import ALGORITHM
-from core.calibration.choice import settled
+from core.calibration.choice import choose_device
 from core.catalog.stored import StoredArray
 from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException, CorruptError, UsageError
@@ -126,7 +126,7 @@ def inventory(
     )
     found = source.opened
     threads = threads or len(os.sched_getaffinity(0))
-    able = settled(device, [FINGERPRINT], threads=threads) if fingerprints else None
+    able = choose_device(device, [FINGERPRINT], threads=threads) if fingerprints else None
     try:
         with fastest_products(sum(source.files.values()) if fingerprints else 0, able) as products:
             feeds = Feeds(source.form.catalog, source.stored, products) if fingerprints else None

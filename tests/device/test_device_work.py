@@ -18,7 +18,7 @@ import torch
 from core.arrays.box import whole
 from core.arrays.cast import cast_of, check_cast
 from core.arrays.dtypes import DTYPES, itemsize
-from core.calibration.choice import decisions, settled
+from core.calibration.choice import choose_device, decisions
 from core.calibration.trials import patterns, trial_of, typical_numbers
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
 from core.catalog.decoded import DecodedStore
@@ -267,7 +267,7 @@ def test_work_with_other_bits_stays_on_the_cpu_path() -> None:
 
     def spoiled() -> Device | None:
         lane_of(device).load_table(work, lambda: np.zeros(1 << 16, np.uint8))  # what a faulty device might make of it
-        return settled(device, [work, other], threads=1)
+        return choose_device(device, [work, other], threads=1)
 
     found = in_thread(spoiled)
     assert found is not None and found.work == {other}
@@ -280,14 +280,14 @@ def test_work_with_other_bits_stays_on_the_cpu_path() -> None:
 def test_auto_measures_both_ways_and_takes_the_faster_one() -> None:
     device = Device("cpu", is_auto=True)
     works = [VALUES, cast_work("bfloat16", "float8_e4m3fn")]
-    found = settled(device, works, threads=2)
+    found = choose_device(device, works, threads=2)
     assert found is not None and found.work is not None
     for one in decisions(device):
         assert one.cpu_bytes_per_s is not None and one.device_bytes_per_s is not None
         assert one.is_on_device == (one.device_bytes_per_s > one.cpu_bytes_per_s) == (one.work in found.work)
         assert one.reason.startswith("measured")
     assert found.is_auto
-    assert settled(None, works, threads=2) is None
+    assert choose_device(None, works, threads=2) is None
 
 
 def test_pinned_memory_is_in_the_memory_promise() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
-from core.calibration.choice import settled
+from core.calibration.choice import choose_device
 from core.catalog.decoded import DecodedStore
 from core.device.compare import count_differing
 from core.device.device import COMPARE, Device
@@ -54,7 +54,7 @@ def first_difference(
     meta = catalog.meta(one.key)
     size = itemsize(meta.dtype)
     decoded = DecodedStore(store)
-    able = settled(device, [COMPARE], threads=1)
+    able = choose_device(device, [COMPARE], threads=1)
     sources = [SourceTensor(meta.key, meta.dtype, meta.shape, (piece,), catalog.bind) for piece in (one, other)]
     n_different = 0
     found: tuple[Shape, bytes, bytes] | None = None
