@@ -36,7 +36,7 @@ from core.opening.pickled_tensors import pickled_tensors
 from core.pickle.reader import ReadPickle, ReadPickles, keeping_pickles, noting_uses
 from core.pickle.uses import Use
 from core.scan.run import DEFAULT_MEMORY_BYTES, Progress, scan
-from core.scan.sums import Wanted
+from core.scan.sums import WantedSums
 from core.team.agreement import require_agreement
 from core.team.protocol import ALONE, Team
 
@@ -291,7 +291,7 @@ def examined(subject: Subject) -> Deep:
         [one for watch in watches.values() for one in watch.observers],
         files={name: size for name, size in subject.files.items() if name not in subject.hollow},
         file_observers=[one for watch in watches.values() for one in watch.file_observers],
-        wanted=Wanted(
+        wanted=WantedSums(
             array_digests=digests,
             file_digests=digests,
             digests_of=frozenset(chain.from_iterable(watch.digests_of for watch in watches.values())),

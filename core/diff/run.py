@@ -44,7 +44,7 @@ from core.numbers.difference import Tolerance
 from core.opening.open import FILL, Checkpoint
 from core.plan.box_reader import BoxReader
 from core.plan.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
-from core.scan.share import Share, share_in_a_row
+from core.scan.share import RankShare, divide_in_order
 from core.team.agreement import require_agreement
 from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results
 
@@ -282,7 +282,7 @@ class _Comparison:
 
     def _together(self, keys: list[str]) -> list[Compared]:
         """What all ranks of a team have found; at the lead."""
-        share = share_in_a_row(self._team, ((key, self._n_bytes(key)) for key in keys))
+        share = divide_in_order(self._team, ((key, self._n_bytes(key)) for key in keys))
         work = SharedComparison(
             self._team,
             share,
@@ -292,7 +292,7 @@ class _Comparison:
         found, self._figures = work.compared()
         return found
 
-    def _work(self, keys: list[str], *, advance: Advance, share: Share | None = None) -> TensorWork:
+    def _work(self, keys: list[str], *, advance: Advance, share: RankShare | None = None) -> TensorWork:
         pairs = ((key, key) for key in keys)
         return TensorWork(self._reader_a, self._reader_b, pairs, rule=self._job.rule, advance=advance, share=share)
 

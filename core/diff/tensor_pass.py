@@ -22,7 +22,7 @@ from core.errors import CheckpointingException, UnsupportedError
 from core.numbers.difference import Tolerance, ValueDifference, compare_elements, element_value, has_nan, sum_squares
 from core.numbers.tally import Tally
 from core.plan.box_reader import BoxReader, TensorReader, bands
-from core.scan.share import Share
+from core.scan.share import RankShare
 from core.team.threads import ThreadGroup
 
 BAND_BYTES = 1 << 20
@@ -112,7 +112,7 @@ class TensorWork:
         *,
         rule: Tolerance | None = None,
         advance: Advance | None = None,
-        share: Share | None = None,
+        share: RankShare | None = None,
     ) -> None:
         self._a, self._b = a, b
         self._rule = rule
@@ -178,7 +178,7 @@ class TensorWork:
             boxes = list(bands(job.shape, max(map(itemsize, job.dtypes)), BAND_BYTES))
             if self._share is not None:
                 boxes = _own_boxes(boxes, job, self._share)
-                if not boxes and not self._share.is_mine(key):
+                if not boxes and not self._share.is_own(key):
                     continue
             groups = [boxes[at : at + _GROUP] for at in range(0, len(boxes), _GROUP)] or [[]]
             job.n_left = len(groups)
@@ -229,11 +229,11 @@ class TensorWork:
             self._done.append(compared_of(job.key, job.dtypes, job.tally))
 
 
-def _own_boxes(boxes: Iterable[Box], job: _Job, share: Share) -> list[Box]:
+def _own_boxes(boxes: Iterable[Box], job: _Job, share: RankShare) -> list[Box]:
     """Those bands that are a rank's: a tensor's bytes on both sides are places in the work of all."""
-    start, stop = share.places[job.key]
+    start, stop = share.spans[job.key]
     unit = (stop - start) // (prod(job.shape) or 1)
-    return [box for box in boxes if share.is_mine(job.key, unit * flat_offset(box, job.shape))]
+    return [box for box in boxes if share.is_own(job.key, unit * flat_offset(box, job.shape))]
 
 
 class _Hand:

@@ -36,7 +36,7 @@ from core.opening.canonical import canonical
 from core.opening.open import FILL, Checkpoint, open_checkpoint
 from core.plan.box_reader import BoxReader, TensorReader, bands
 from core.plan.plan import DECODER_BYTES, RUNTIME_BYTES
-from core.scan.share import Meter, share_in_a_row
+from core.scan.share import Meter, divide_in_order
 from core.team.agreement import observe_files, require_agreement
 from core.team.protocol import ALONE, Figures, StoppedError, Team, broadcast_result, gather_results
 from core.team.threads import ThreadGroup
@@ -206,7 +206,7 @@ class _Pass:
         self._catalog = catalog
         self._store = store
         self._team = team
-        self._share = share_in_a_row(team, ((key, catalog.tensors[key].n_bytes) for key in keys))
+        self._share = divide_in_order(team, ((key, catalog.tensors[key].n_bytes) for key in keys))
         self._crew = ThreadGroup("fingerprints")
         self._lock = threading.Lock()
         self._sums: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -215,7 +215,7 @@ class _Pass:
 
     def observed_state(self) -> object:
         """What all ranks must see alike, for their shares to fit together."""
-        return [(key, self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape) for key in self._share.places]
+        return [(key, self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape) for key in self._share.spans]
 
     def part(self, threads: int, memory_bytes: int | None) -> _Part:
         """Reads this rank's share."""
@@ -233,7 +233,7 @@ class _Pass:
 
     def _fitting(self, threads: int, memory_bytes: int | None) -> tuple[int, int]:
         """(threads, bytes for decoded units) that fit in memory; no threads if not even one does."""
-        most = max((decoding_bytes(self._catalog.fragments(key)) for key in self._share.places), default=0)
+        most = max((decoding_bytes(self._catalog.fragments(key)) for key in self._share.spans), default=0)
         if memory_bytes is None:
             return threads, DEFAULT_CACHE_BYTES
         left = memory_bytes - RUNTIME_BYTES - self._team.runtime_bytes - (DECODER_BYTES if most else 0)
@@ -242,7 +242,7 @@ class _Pass:
 
     def _items(self, reader: BoxReader) -> Iterator[tuple[str, TensorReader, list[Box]]]:
         """This rank's bands, some of one tensor at a time."""
-        for key, (start, stop) in self._share.places.items():
+        for key, (start, stop) in self._share.spans.items():
             if start == stop or not self._share.meets(key):
                 continue
             meta = self._catalog.tensors[key]
@@ -250,7 +250,7 @@ class _Pass:
             boxes = [
                 box
                 for box in bands(meta.shape, size, _BAND_BYTES)
-                if self._share.is_mine(key, size * flat_offset(box, meta.shape))
+                if self._share.is_own(key, size * flat_offset(box, meta.shape))
             ]
             if not boxes:
                 continue

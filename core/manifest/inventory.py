@@ -39,7 +39,7 @@ from core.megatron.reshard.reshard import load_rules
 from core.opening.canonical import Canonical, canonical
 from core.opening.open import FILL, Checkpoint, located, open_checkpoint
 from core.scan.run import DEFAULT_MEMORY_BYTES, scan
-from core.scan.sums import Scanned, Wanted
+from core.scan.sums import ScanResult, WantedSums
 from core.team.agreement import observe_files, require_agreement
 from core.team.figures import sum_figures
 from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results, is_lead
@@ -135,7 +135,7 @@ def inventory(
                 found.store,
                 [] if feeds is None else [ArrayFeeds(feeds)],
                 files=source.files,
-                wanted=Wanted(array_digests=True, file_digests=True),
+                wanted=WantedSums(array_digests=True, file_digests=True),
                 stated_in=StatedSums(found.store, found.format.name),
                 arrays=source.stored,
                 threads=threads,
@@ -207,14 +207,14 @@ def _opened(path: Path, *, iteration: int | None, rules: Path | None, missing_ch
         raise
 
 
-def _file_sums(scanned: Scanned, files: dict[str, int]) -> Iterator[FileSum]:
+def _file_sums(scanned: ScanResult, files: dict[str, int]) -> Iterator[FileSum]:
     for name in files:
         one = scanned.files.get(name)
         if one is not None:
             yield FileSum(name, one.n_bytes, one.crc, one.digest)
 
 
-def _refuse_damage(scanned: Scanned) -> None:
+def _refuse_damage(scanned: ScanResult) -> None:
     """Ends the work if something is wrong with what was read.
 
     Raises:
@@ -222,9 +222,9 @@ def _refuse_damage(scanned: Scanned) -> None:
     """
     if scanned.problems:
         raise scanned.problems[0].error
-    for wrong in scanned.wrong:
+    for wrong in scanned.mismatches:
         raise CorruptError(
-            f"{wrong.stated.name} has CRC-32 {wrong.found:08x}, the file states {wrong.stated.crc:08x}",
+            f"{wrong.stated.name} has CRC-32 {wrong.actual_crc:08x}, the file states {wrong.stated.crc:08x}",
             file=wrong.file,
             span=(wrong.stated.start, wrong.stated.stop),
             hint="the checkpoint is damaged: see ckpt validate --deep",
@@ -263,7 +263,7 @@ def _completed(
     return _Made({key: made[key] for key in catalog.tensors if key in made}, len(rest), again.figures)
 
 
-def _array_entries(source: _Source, scanned: Scanned) -> Iterator[ManifestArray]:
+def _array_entries(source: _Source, scanned: ScanResult) -> Iterator[ManifestArray]:
     """The arrays that lie dense in a file."""
     found, form = source.opened, source.form
     keys: dict[str, str] = {}

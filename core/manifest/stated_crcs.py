@@ -16,7 +16,7 @@ from core.files.store import LocalStore
 from core.formats.dcp import format as dcp
 from core.formats.torch.other_pickles import damaged_member, is_checkpoint_file, is_torch_zip
 from core.formats.torch.zip.container import LOCAL_SIGNATURE, read_archive
-from core.scan.windows import Stated
+from core.scan.windows import StatedCrc
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -39,7 +39,7 @@ class StatedSums:
         self._items = _items(store) if format in _WITH_ITEMS else {}
         self._items_below = cache(self._items_in)
 
-    def __call__(self, file: str, n_bytes: int, *, report: Report) -> Iterator[Stated]:
+    def __call__(self, file: str, n_bytes: int, *, report: Report) -> Iterator[StatedCrc]:
         """The CRCs in a file.
 
         Raises:
@@ -93,7 +93,7 @@ def is_zip(store: ReadStore, file: str, start: int, n_bytes: int) -> bool:
 
 def stated_in_zip(
     store: ReadStore, file: str, *, start: int = 0, n_bytes: int | None = None, report: Report = raising
-) -> Iterator[Stated]:
+) -> Iterator[StatedCrc]:
     """The CRCs of the records that lie in the file as they are; 0 stands for none.
 
     The CRC of a deflated record is that of other bytes than the file holds: who inflates it compares.
@@ -108,4 +108,4 @@ def stated_in_zip(
     archive = read_archive(store, file, start=start, n_bytes=n_bytes, report=report)
     for name, record in archive.records.items():
         if record.crc and record.packed_bytes is None:
-            yield Stated(*record.span, record.crc, f"record {name}")
+            yield StatedCrc(*record.span, record.crc, f"record {name}")

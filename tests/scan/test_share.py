@@ -24,7 +24,7 @@ from core.megatron.reshard.reshard import load_rules
 from core.numbers.facts import ValueFacts, ValueObserver
 from core.opening.open import open_checkpoint
 from core.scan.run import scan
-from core.scan.sums import Scanned, Wanted
+from core.scan.sums import ScanResult, WantedSums
 from core.team.protocol import ALONE, Team
 from core.validate.run import Validation, validate
 from tests.support.teams import PipeTeam, run_team
@@ -156,10 +156,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def scanned(team: PipeTeam, path: Path) -> tuple[Scanned, dict[str, ValueFacts]]:
+def scanned(team: PipeTeam, path: Path) -> tuple[ScanResult, dict[str, ValueFacts]]:
     opened = open_checkpoint(path)
     observer = ValueObserver()
-    made = Wanted(array_digests=True, file_digests=True)
+    made = WantedSums(array_digests=True, file_digests=True)
     stated = StatedSums(opened.store, opened.format.name)
     found = scan(opened.catalog, opened.store, [observer], wanted=made, stated_in=stated, threads=2, team=team)
     opened.store.close()
@@ -182,7 +182,7 @@ def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path) 
             read = [one.read_bytes for one in found.figures]
             assert replace(found, figures=()) == replace(expected, figures=()), n
             assert found_facts == facts
-            assert sum(read) == expected.read_bytes + expected.made_bytes
+            assert sum(read) == expected.read_bytes + expected.separate_bytes
             assert path == as_zip or (all(read) and max(read) - min(read) < 5 << 20)
     assert {key: (one.nan.n, one.nan.first) for key, one in scanned(ALONE, large)[1].items() if one.nan.n} == {
         "a.weight": (3, 3 * 1777 + 5)

@@ -12,7 +12,7 @@ from core.catalog.decoded import DecodedStore
 from core.device.compare import count_differing
 from core.device.device import COMPARE, Device
 from core.quantize.source import SourceTensor
-from core.scan.separate_arrays import bands_of
+from core.scan.separate_arrays import split_into_bands
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -58,7 +58,7 @@ def first_difference(
     sources = [SourceTensor(meta.key, meta.dtype, meta.shape, (piece,), catalog.bind) for piece in (one, other)]
     n_different = 0
     found: tuple[Shape, bytes, bytes] | None = None
-    for start, shape in bands_of(one.box.shape, max(1, _BAND_BYTES // size)):
+    for start, shape in split_into_bands(one.box.shape, max(1, _BAND_BYTES // size)):
         band = Box(tuple(a + b for a, b in zip(one.box.offset, start, strict=True)), shape)
         first, second = (source.read(decoded, band) for source in sources)
         if first == second:
