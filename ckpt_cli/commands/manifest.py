@@ -34,7 +34,7 @@ def manifest(options: ManifestOptions) -> int:
         CheckpointingException: the checkpoint cannot be read, or there is a manifest already.
     """
     from core.convert.job import DEFAULT_MEMORY_BYTES
-    from core.manifest.inventory import inventory, write_inventory
+    from core.manifest.inventory import read_inventory, write_inventory
     from core.opening.open import FILL
 
     us = team()
@@ -42,7 +42,7 @@ def manifest(options: ManifestOptions) -> int:
     check_rules(options.rules)
     broadcast_result(us, lambda: _check_free(options))
     with progress_bar(is_wanted=not options.quiet and not options.json) as progress:
-        found = inventory(
+        found = read_inventory(
             options.path,
             iteration=options.iteration,
             rules=options.rules,
@@ -66,9 +66,9 @@ def manifest(options: ManifestOptions) -> int:
 
 
 def _check_free(options: ManifestOptions) -> None:
-    from core.manifest.inventory import check_free, usual_path
+    from core.manifest.inventory import check_free, default_manifest_path
 
-    check_free(options.output or usual_path(options.path, iteration=options.iteration), force=options.force)
+    check_free(options.output or default_manifest_path(options.path, iteration=options.iteration), force=options.force)
 
 
 def _report(found: Inventory, path: Path, seconds: float) -> dict[str, object]:

@@ -12,7 +12,7 @@ from core.files.store import LocalStore
 from core.fingerprint.definition import SCHEME, Fingerprint
 from core.manifest.file import Manifest, read_manifest
 from core.manifest.fingerprint_share import fingerprints_of_directory
-from core.manifest.lookup import is_manifest, recorded
+from core.manifest.lookup import find_manifest, is_manifest
 from core.megatron.reshard.reshard import Rules
 from core.opening.open import located
 from core.scan.run import DEFAULT_MEMORY_BYTES
@@ -77,7 +77,7 @@ def _stated(path: Path) -> Against | None:
             store.close()
     place = located(path)
     place.store.close()
-    known = recorded(place.store.root, entry=place.store.entry)
+    known = find_manifest(place.store.root, entry=place.store.entry)
     if known is not None and known.manifest is not None and known.manifest.scheme == SCHEME:
         return Against(f"the manifest of {path}", known.manifest.fingerprints)
     return None

@@ -27,8 +27,8 @@ from core.formats.format import Format
 from core.formats.torch.format import SUFFIXES
 from core.formats.torch.other_pickles import Looked, is_checkpoint_file, look_into
 from core.formats.zarr.fill import fill_of
-from core.manifest.lookup import Recorded, recorded
-from core.manifest.stated_crcs import StatedSums
+from core.manifest.lookup import RecordedManifest, find_manifest
+from core.manifest.stated_crcs import StatedCrcReader
 from core.megatron.rules.rules import Rules
 from core.opening.canonical import Canonical, canonical
 from core.opening.open import FILL, Checkpoint
@@ -113,9 +113,9 @@ class Subject:
     shared: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @cached_property
-    def recorded(self) -> Recorded | None:
+    def recorded(self) -> RecordedManifest | None:
         """What its manifest says; None if there is none."""
-        return recorded(self.store.root, entry=self.store.entry)
+        return find_manifest(self.store.root, entry=self.store.entry)
 
     _uses: set[Use] = field(default_factory=set)
     _read: ReadPickles = field(default_factory=lambda: ReadPickles(()))
@@ -296,7 +296,7 @@ def examined(subject: Subject) -> Deep:
             file_digests=digests,
             digests_of=frozenset(chain.from_iterable(watch.digests_of for watch in watches.values())),
         ),
-        stated_in=StatedSums(subject.store, None if subject.format is None else subject.format.name),
+        stated_in=StatedCrcReader(subject.store, None if subject.format is None else subject.format.name),
         arrays=(
             array
             for array in chain(stored, more)

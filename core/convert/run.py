@@ -107,11 +107,11 @@ def _watch(prepared: Prepared) -> AbstractContextManager[CopyFingerprints | None
     job = prepared.job
     if not job.fingerprint:
         return nullcontext()
-    from core.manifest.fingerprint_copy import watched
+    from core.manifest.fingerprint_copy import observe_copy
 
     entry = prepared.dst.name if prepared.is_file else None
     rules = load_rules(job.rules, unknown=job.unknown)
-    return watched(prepared.plan, entry=entry, rules=rules, device=job.device)
+    return observe_copy(prepared.plan, entry=entry, rules=rules, device=job.device)
 
 
 def _seen(watch: CopyFingerprints, prepared: Prepared, stage: Stage) -> Made:

@@ -37,7 +37,7 @@ from core.diff.sides import Side, sides_of
 from core.diff.tensor_pass import BAND_BYTES, Advance, Compared, TensorWork
 from core.errors import CapacityError, UsageError, in_checkpoint
 from core.inspect.summary import bare_key
-from core.manifest.fingerprint_share import opened_alike
+from core.manifest.fingerprint_share import open_on_all_ranks
 from core.megatron.optimizer.form import role_of
 from core.megatron.reshard.reshard import load_rules
 from core.numbers.difference import Tolerance
@@ -128,7 +128,7 @@ def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) 
 def _opened(stack: ExitStack, path: Path, iteration: int | None, missing_chunks: str, team: Team) -> Checkpoint:
     """One of the checkpoints, which is the same for all ranks; closed by the stack."""
     with in_checkpoint(str(path)):
-        made = opened_alike(path, iteration=iteration, missing_chunks=missing_chunks, team=team)
+        made = open_on_all_ranks(path, iteration=iteration, missing_chunks=missing_chunks, team=team)
     stack.callback(made.store.close)
     return made
 

@@ -19,7 +19,7 @@ from core.checks.level import Level
 from core.errors import CheckpointingException, WorkerError
 from core.fingerprint.definition import Fingerprint
 from core.manifest.fingerprint_share import fingerprints_of_directory
-from core.manifest.stated_crcs import StatedSums
+from core.manifest.stated_crcs import StatedCrcReader
 from core.megatron.reshard.reshard import load_rules
 from core.numbers.facts import ValueFacts, ValueObserver
 from core.opening.open import open_checkpoint
@@ -160,7 +160,7 @@ def scanned(team: PipeTeam, path: Path) -> tuple[ScanResult, dict[str, ValueFact
     opened = open_checkpoint(path)
     observer = ValueObserver()
     made = WantedSums(array_digests=True, file_digests=True)
-    stated = StatedSums(opened.store, opened.format.name)
+    stated = StatedCrcReader(opened.store, opened.format.name)
     found = scan(opened.catalog, opened.store, [observer], wanted=made, stated_in=stated, threads=2, team=team)
     opened.store.close()
     if team.size > 1:

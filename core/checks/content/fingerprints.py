@@ -154,14 +154,14 @@ def _fed(subject: Subject) -> dict[str, Fingerprint]:
     """The fingerprints that the scan has made."""
     found: dict[str, Fingerprint] = {}
     for observer in _observers(subject):
-        found |= observer.feeds.found()
+        found |= observer.feeds.fingerprints()
     return found
 
 
 def _let_go(subject: Subject) -> None:
     """Frees what the observers of the scan hold."""
     for observer in _observers(subject):
-        observer.held.close()
+        observer.resources.close()
 
 
 def _observers(subject: Subject) -> list[ArrayFeeds]:
