@@ -132,10 +132,12 @@ def _decide(device: Device, work: str, threads: int) -> Decision:
     able = replace(device, work=frozenset({work}))
     trial = trial_of(work)
     try:
+        # The device must give the same bits ...
         if not trial.is_exact(able):
             return Decision(work, False, "the device gives other bits than the processor")
         if not device.is_auto:
             return Decision(work, True, "asked for")
+        # ... and, with ``auto``, be faster with as many threads as will work.
         cpu_speed, device_speed = (bytes_per_s(trial, place, threads=threads) for place in (None, able))
     except (CapacityError, WorkerError) as err:
         if not device.is_auto:
@@ -167,6 +169,7 @@ def bytes_per_s(
         n_bytes.append(size)
 
     ThreadGroup("trial").run(work, threads)
+    # The slowest thread counts, by its best round.
     return round(sum(n_bytes) / max(max(best), 1e-9))
 
 

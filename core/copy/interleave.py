@@ -148,8 +148,10 @@ class Interleaver:
         for band in item.bands:
             if is_stopped():
                 break
+            # Bands of one shape in a regular item share a recipe.
             if recipe is None or not item.is_regular or recipe.band.shape != band.shape:
                 recipe = self._make_recipe(_overlaps(item.links, index, band), band, size)
+            # The recipe has the addresses of its own band; this one lies ``delta`` further on.
             delta = [a - b for a, b in zip(band.offset, recipe.band.offset, strict=True)]
             self._read(recipe, delta, size, out)
             self._write(recipe, delta, size, out)
@@ -242,11 +244,13 @@ class Interleaver:
 
     def _read(self, recipe: _Recipe, delta: Sequence[int], size: int, out: BandTarget) -> None:
         """Read a band into the scratch buffer; ``delta`` is its offset from the recipe's band."""
+        # Long rows go straight to their positions in the scratch buffer.
         for vector in recipe.vectors:
             address = vector.address + _dot(delta, vector.strides)
             self._store.read_vector(vector.file, address, vector.buffers, vector.n_bytes)
             if vector.record is not None:
                 out.check(vector.record, address, vector.buffers, vector.n_bytes)
+        # Short rows are read in one piece and then copied to their positions.
         for block in recipe.blocks:
             address = block.address + _dot(delta, block.strides)
             raw = self._raw[: block.n_bytes]
@@ -256,6 +260,7 @@ class Interleaver:
             for part in block.parts:
                 source = Layout(part.address - block.address, part.link.source.strides)
                 copy_box(raw, source, self._scratch, part.scratch, shape=part.shape, itemsize=size)
+        # All others are gathered from wherever their elements lie.
         for part in recipe.gathered:
             self._gather(part, delta, size)
 

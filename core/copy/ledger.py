@@ -170,6 +170,7 @@ class Ledger:
         with self._lock:
             if not array.is_complete or self._open.pop(number, None) is None:
                 return
+        # Blocks that two items share are read back here, outside of the lock.
         crc, digest = array.finish(self._reader(number))
         with self._lock:
             self._closed.append(number)
@@ -201,11 +202,13 @@ class Ledger:
                 CRC.
             TruncatedError, StorageError: bytes that two workers share cannot be read back.
         """
+        # Arrays that the other worker has written completely.
         for row, number in enumerate(state.numbers):
             self._closed.append(number)
             self.crcs[number] = state.crcs[row]
             if self._digest:
                 self.digests[16 * number : 16 * number + 16] = state.digests[16 * row : 16 * row + 16]
+        # Arrays that several workers write: they are complete once the last part is added.
         for number, part in state.open.items():
             with self._lock:
                 array = self._array(number)

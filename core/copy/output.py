@@ -172,6 +172,8 @@ class Output:
         new: dict[tuple[int, int], RunSum] = {}
         runs: dict[int, RunSum] = {}
         for array, offset in places:
+            # A run goes on as long as pieces follow each other. Arrays that get the same
+            # bytes at the same offset share one sum.
             run = self._open.get(array)
             if run is None or run.offset + run.n_bytes != offset:
                 if run is not None:

@@ -131,6 +131,7 @@ def execute(
     options = options or CopyOptions()
     if options.journal is not None:  # it records the CRC-32 of each item
         options = replace(options, crc=True)
+    # All files get their space before the first byte moves: a full disk is found out at once.
     for image in plan.images:
         stage_store.create(image.path, image.size)
     run = CopyRun(plan, source_store, stage_store, options)
@@ -216,6 +217,7 @@ class CopyRun:
         record = None if journal is None else journal.done(number)
         if record is None:
             return False
+        # Read the item's bytes back: only those that have the recorded CRC count as written.
         buffer = memoryview(bytearray(BLOCK_BYTES))
         places = self._plan.places
         sums = []
@@ -229,6 +231,7 @@ class CopyRun:
             if run_sum.crc != run.crc:
                 return False
             sums.append((run.array, run_sum))
+        # They are as recorded, and go into the ledger as if this run had written them.
         self._ledger.check(record.checked)
         for array, run_sum in sums:
             self._ledger.add(array, run_sum)

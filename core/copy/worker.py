@@ -78,6 +78,7 @@ class CopyWorker:
             self._compare(item)
             return None, set()
         device = None if item.dtypes[0] == item.dtypes[1] else self._device_for(cast_work(*item.dtypes))
+        # Pinned buffers are allocated only once a device has work.
         if device is not None and not self._is_pinned:
             self._make_buffers(device)
         out = self._begin(item.dtypes, spare=self._extra, device=device)
@@ -107,9 +108,11 @@ class CopyWorker:
             self._extra[:] = bytes(len(self._extra))
         done = 0
         while done < item.n_elements and not self._is_stopped():
+            # Chunks end at multiples of their size in the target array, as blocks of digests do.
             room = chunk_bytes - (position + done * target_size) % chunk_bytes
             n = max(1, min(item.n_elements - done, room // target_size, chunk_bytes // source_size))
             data = self._band[: n * source_size]
+            # Elements without a file are zero, and so are the new files already.
             if source.file is None:
                 out.put_zeros(item.destinations, done, self._extra[: n * target_size])
             else:

@@ -43,6 +43,7 @@ def kernel_of(lane: Lane, source: str, target: str) -> Kernel:
     import torch
 
     if itemsize(source) <= 2 and (source, target) != ("bfloat16", "float32"):
+        # A type of at most 16 bits has so few patterns that a table holds all results.
         table = _table(lane, source, target)
         if itemsize(source) == 1:
             return lambda data: table.index_select(0, data.to(torch.int32))
@@ -58,6 +59,7 @@ def kernel_of(lane: Lane, source: str, target: str) -> Kernel:
 def _cast_from_float32(lane: Lane, target: str) -> Kernel:
     """Return the kernel that casts patterns of float32 (as int32) to the target type."""
     if itemsize(target) == 1:
+        # Rounded to odd in bfloat16, a table of bfloat16 gives the correctly rounded result.
         table = _table(lane, "bfloat16", target)
         return lambda bits: table.index_select(0, _truncate_sticky(bits))
     return {

@@ -99,6 +99,7 @@ class Lane:
         at_once = PIECE_BYTES // max(sizes)
         with device_errors(self.device):
             try:
+                # The slots take turns: while one's piece travels, the other one is filled.
                 for number, first in enumerate(range(0, n_elements, at_once)):
                     last = min(first + at_once, n_elements)
                     slot = self._slots[number % 2]
@@ -125,6 +126,7 @@ class Lane:
             try:
                 for number, first in enumerate(range(0, len(data[0]), at_once)):
                     slot = self._slots[number % 2]
+                    # A slot is free again once its earlier result has been handed on.
                     if len(under_way) == len(self._slots):
                         finished_slot, result = under_way.pop(0)
                         finished_slot.finish()
@@ -255,6 +257,7 @@ class _Slot:
         if target is None or target.numel() < n:
             target = torch.empty(max(n, PIECE_BYTES), dtype=torch.uint8, device=self._device)
             self._device_buffers[number] = target
+        # The device reads pinned memory only; other memory is copied there first.
         if self._is_cuda and not source.is_pinned():
             pinned = self._pinned_inputs.get(number)
             if pinned is None or pinned.numel() < n:

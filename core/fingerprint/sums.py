@@ -39,6 +39,7 @@ class FormSum:
         row_bytes = self._form.row_bytes
         at = 0
         while at < len(raw):
+            # A cut row at either end is added alone, the whole rows between them at once.
             row, column = divmod(start + at, row_bytes)
             if column or len(raw) - at < row_bytes:
                 n = min(row_bytes - column, len(raw) - at)
@@ -109,6 +110,7 @@ class FormSum:
         block_bytes = self._form.block_bytes
         at = 0
         while at < data.shape[1]:
+            # Likewise the whole blocks between two cut ones.
             block, inside = divmod(column + at, block_bytes)
             n_blocks = (data.shape[1] - at) // block_bytes
             if inside or not n_blocks:
@@ -122,6 +124,7 @@ class FormSum:
     def _multiply(self, rows: range | Array, block: int, n_blocks: int, inside: int, data: Array) -> None:
         """Add whole blocks of each row, or the part of one block from byte ``inside`` on."""
         width = data.shape[1] // n_blocks
+        # Reshaping a matrix with gaps would copy it; a single row has none.
         if n_blocks > 1 and len(rows) > 1 and not data.flags.c_contiguous:
             for row in range(len(rows)):
                 self._multiply(rows[row : row + 1], block, n_blocks, inside, data[row : row + 1])

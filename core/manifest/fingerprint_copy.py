@@ -96,6 +96,7 @@ class CopyFingerprints:
         Raises:
             CheckpointingException: the destination cannot be read.
         """
+        # Keep the fingerprints of tensors that lie where the plan said; read all others back.
         computed = {} if self._feeds is None else self._feeds.fingerprints()
         opened = open_checkpoint(written)
         try:

@@ -120,6 +120,7 @@ class Feeds:
         for region in self._regions.get(name, ()):
             meta = self._catalog.tensors[region.key]
             size = itemsize(meta.dtype)
+            # The part of these elements that lies in the canonical array.
             begin = max(start, region.first)
             end = min(start + len(data) // size, region.first + prod(region.shape))
             if end <= begin:

@@ -256,6 +256,7 @@ class _FingerprintPass:
                 continue
             meta = self._catalog.tensors[key]
             size = itemsize(meta.dtype)
+            # Bands of whole rows are runs of the tensor, so each has one owner.
             boxes = [
                 box
                 for box in bands(meta.shape, size, _BAND_BYTES)
@@ -314,6 +315,7 @@ class _FingerprintPass:
 
     def join(self, parts: Sequence[_RankSums]) -> dict[str, Fingerprint]:
         """Return the fingerprints of tensors whose bytes have all been read; called at the lead."""
+        # A tensor counts only if no rank failed to read a part of it.
         failed = frozenset[str]().union(*(part.failed for part in parts))
         sums: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
         for part in parts:

@@ -282,6 +282,7 @@ def _complete_fingerprints(
 def _array_entries(source: _Source, scanned: ScanResult) -> Iterator[ManifestArray]:
     """Yield the entries of arrays that lie dense in a file."""
     opened, form = source.opened, source.form
+    # An array is listed under the first tensor that it holds, if possible a canonical one.
     keys: dict[str, str] = {}
     for catalog in (form.catalog, opened.catalog):
         for fragment in catalog.all_fragments():

@@ -39,10 +39,12 @@ def finish_files(plan: Plan, result: CopyResult, store: WriteStore, *, crc: bool
         CorruptError: a literal lies outside its file or on an array.
         CapacityError, StorageError: the system cannot write.
     """
+    # Arrays are numbered in the order of the images.
     first: list[int] = [0]
     for image in plan.images:
         first.append(first[-1] + len(image.arrays))
     sums: dict[int, FileSum] = {}
+    # Metadata files come last, since they make the checkpoint recognisable.
     order = sorted(range(len(plan.images)), key=lambda n: plan.images[n].is_metadata)
     for number in order:
         image = plan.images[number]

@@ -74,6 +74,7 @@ class ValueDifference:
         self.n_elements += other.n_elements
         self.n_differing += other.n_differing
         self.n_nan += other.n_nan
+        # Of equal maxima the first position counts, so the order of adding does not matter.
         if other.max_abs is None or self.max_abs is None:
             self.max_abs = None
         elif other.max_at is not None and (

@@ -187,6 +187,8 @@ def _may_have_countable(top: int, kind: NumberKind, *, most: Callable[[], int]) 
         return top == kind.nan
     least = kind.first if kind.huge is None else kind.huge
     assert least is not None
+    # If no pattern has the sign bit, the largest one is the largest number. Otherwise it is the
+    # negative number of the largest magnitude, and the positive ones are asked for.
     sign = 1 << (8 * kind.n_bytes - 1)
     if top < sign:
         return top >= least

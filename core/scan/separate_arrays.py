@@ -128,6 +128,7 @@ class SeparateReader:
             raise UnsupportedError(
                 f"{encoding.name} data come in units that cut elements", file=extent.file, key=array.name
             )
+        # Threads wait here until a unit and its decoding fit into the shared memory.
         with self._budget.reserve(min(encoding.unit_bytes, array.n_bytes) + encoding.working_bytes, array):
             store = DecodedStore(self._store, cache_bytes=_CACHE_BYTES)
             for number in range(-(-array.n_bytes // encoding.unit_bytes)):
@@ -148,6 +149,7 @@ class SeparateReader:
         size = itemsize(array.dtype)
         strides = tuple(step * size for step in extent.strides or c_strides(array.shape))
         stored = size + sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
+        # Strides of 0 repeat elements; a few stored bytes must not become endless work.
         if array.n_bytes > _MAX_REPEATS * stored + BAND_BYTES:
             raise CapacityError(
                 f"{stored} stored bytes are repeated to {array.n_bytes} bytes", file=extent.file, key=array.name
@@ -184,6 +186,7 @@ def split_into_bands(shape: Shape, most_elements: int) -> Iterator[tuple[Shape, 
     Yields:
         The index of the first element, and the shape, of each box.
     """
+    # Trailing axes that fit completely stay whole; the axis before them is cut into runs of rows.
     axis = len(shape)
     inner = 1
     while axis > 0 and inner * shape[axis - 1] <= most_elements:

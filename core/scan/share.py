@@ -163,6 +163,7 @@ class Meter:
         Raises:
             StoppedError: another rank has failed.
         """
+        # Never more than was announced, so that the team's progress ends at exactly 100 %.
         with self._lock:
             self.n_bytes += n_bytes
             reported_bytes = min(n_bytes, self._unreported_bytes)

@@ -179,6 +179,7 @@ class SegmentSums:
         """Take bytes that no border cuts."""
         crc = crc32(data) if self._crc else 0
         _feed_with_crc(self.of_file, data, crc)
+        # Open the ranges that begin here; those that end here are closed below.
         while self._n_begun < len(self.of_ranges) and self.of_ranges[self._n_begun][0].start <= start:
             self._open.append(self.of_ranges[self._n_begun])
             self._n_begun += 1

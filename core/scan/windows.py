@@ -120,6 +120,7 @@ class FilePlan:
         number = bisect_right(self.clusters, limit, key=itemgetter(0)) - 1
         if number < 0:
             return limit
+        # In a cluster, cut at a multiple of the window size from its start; in a gap, anywhere.
         begin, end = self.clusters[number]
         return limit if limit >= end else begin + (limit - begin) // WINDOW_BYTES * WINDOW_BYTES
 

@@ -113,6 +113,7 @@ class FileJournal:
             StorageError, CapacityError: the system cannot write.
         """
         with self._line_lock:
+            # Other threads go on adding items while this batch is synced.
             with self._lock:
                 pending, files = self._pending, self._pending_files
                 self._pending, self._pending_files, self._pending_bytes = [], set(), 0

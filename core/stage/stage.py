@@ -234,6 +234,7 @@ class Stage:
                 message tells that the output is complete.
             UsageError: another process created the destination in the meantime.
         """
+        # Sync before the rename, so that a crash never leaves an incomplete destination.
         if self._fsync:
             self._sync_all()
         self.store.close()
@@ -244,6 +245,7 @@ class Stage:
                 replace(self.data_dir, self.dst, force=self._force)
             except FileExistsError as err:
                 raise UsageError(_APPEARED, file=str(self.dst)) from err
+        # From here on the output is complete, whatever fails.
         try:
             self._finish()
         except (StorageError, CapacityError) as err:
@@ -297,6 +299,7 @@ class Stage:
 
     def _clean_up(self, *, keep: bool) -> None:
         """Close everything and remove the stage; an interrupted call can be repeated."""
+        # Record what has been written since the journal's last line.
         if keep and self.journal is not None:
             try:
                 self.journal.flush()

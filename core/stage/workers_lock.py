@@ -101,6 +101,7 @@ def join_stage(stage_dir: Path, token: str) -> WorkersLock:
                 if err.errno not in WITHOUT_LOCKS:
                     raise
                 is_free, is_sure = True, False
+            # Read under the lock: while it is held, no lead can replace the token.
             stored_token = os.pread(fd, 2 * _TOKEN_BYTES + 1, 0)
             if not is_free or stored_token != token.encode("ascii") or not is_current(fd, path):
                 raise StorageError("another run has taken over the unfinished destination", file=str(stage_dir))

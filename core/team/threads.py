@@ -52,6 +52,7 @@ class ThreadGroup:
         try:
             for thread in threads:
                 thread.start()
+            # Join with a timeout, so that the calling thread gets its signals.
             for thread in threads:
                 while thread.is_alive():
                     thread.join(_WAIT_SECONDS)
