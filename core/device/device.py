@@ -11,6 +11,7 @@ Work is sent to the device only where it costs more than the transfer. Moving by
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,9 +74,10 @@ def device_named(name: str, local_rank: int = 0) -> Device | None:
         UsageError: the name is unknown, the device does not exist, or the host has fewer GPUs than
             workers.
     """
-    kind, _, number = name.partition(":")
-    if kind not in NAMES or (number and (kind != "cuda" or not number.isdecimal())) or name.endswith(":"):
+    match = re.fullmatch(r"(cpu|auto|cuda)|cuda:(\d+)", name)
+    if match is None:
         raise UsageError(f"--device: {name!r} is not one of {', '.join(NAMES)}, cuda:N")
+    kind, number = match.groups()
     if kind == "cpu":
         return None
     n_devices = _n_cuda_devices()
