@@ -33,7 +33,7 @@ from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers import current_team as teamwork
 from ckpt_cli.workers.store import GoneError
 from core.errors import CheckpointingException, WorkerError
-from core.team.protocol import ALONE, StoppedError, is_final, worker_of
+from core.team.protocol import ALONE, StoppedError, failed_rank_of, is_final
 
 if TYPE_CHECKING:
     from ckpt_cli.workers.torch_team import TorchTeam
@@ -152,7 +152,7 @@ class _Outcome:
         self._failure = failure
         self._is_secondary = isinstance(err, (StoppedError, GoneError))
         self._traceback = None if is_final(err) else "".join(traceback.format_exception(err))
-        self._origin = worker_of(err)
+        self._origin = failed_rank_of(err)
         if self.team is not None and self._origin is None:
             self.team.leave(_portable(err, failure.line))
         rank = 0 if self.place is None else self.place.rank

@@ -20,7 +20,7 @@ from ckpt_cli.options.values import check_rules, size_in_bytes
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import device, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import progress_bar
-from core.team.protocol import is_lead, told
+from core.team.protocol import broadcast_result, is_lead
 
 if TYPE_CHECKING:
     from ckpt_cli.options.manifest import ManifestOptions
@@ -34,15 +34,15 @@ def manifest(options: ManifestOptions) -> int:
         CheckpointingException: the checkpoint cannot be read, or there is a manifest already.
     """
     from core.convert.job import DEFAULT_MEMORY_BYTES
-    from core.manifest.inventory import inventory, write_inventory
+    from core.manifest.inventory import read_inventory, write_inventory
     from core.opening.open import FILL
 
     us = team()
     begun = time.monotonic()
     check_rules(options.rules)
-    told(us, lambda: _check_free(options))
+    broadcast_result(us, lambda: _check_free(options))
     with progress_bar(is_wanted=not options.quiet and not options.json) as progress:
-        found = inventory(
+        found = read_inventory(
             options.path,
             iteration=options.iteration,
             rules=options.rules,
@@ -54,7 +54,7 @@ def manifest(options: ManifestOptions) -> int:
             team=us,
             device=device(),
         )
-    path = told(us, lambda: write_inventory(found, options.output, force=options.force))
+    path = broadcast_result(us, lambda: write_inventory(found, options.output, force=options.force))
     seconds = time.monotonic() - begun
     if not is_lead(us):
         return 0
@@ -66,9 +66,9 @@ def manifest(options: ManifestOptions) -> int:
 
 
 def _check_free(options: ManifestOptions) -> None:
-    from core.manifest.inventory import check_free, usual_path
+    from core.manifest.inventory import check_free, default_manifest_path
 
-    check_free(options.output or usual_path(options.path, iteration=options.iteration), force=options.force)
+    check_free(options.output or default_manifest_path(options.path, iteration=options.iteration), force=options.force)
 
 
 def _report(found: Inventory, path: Path, seconds: float) -> dict[str, object]:

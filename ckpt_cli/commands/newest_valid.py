@@ -18,8 +18,8 @@ from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.screen.terminal import escaped, screen_of
 from ckpt_cli.workers.current_team import launch_of, team
 from core.errors import UsageError
-from core.team.figures import added_up
-from core.team.protocol import Figures, is_lead, told
+from core.team.figures import sum_figures
+from core.team.protocol import Figures, broadcast_result, is_lead
 from core.validate.newest import Newest
 from core.validate.newest import newest_valid as found_newest
 from core.validate.run import Validation
@@ -36,7 +36,7 @@ def newest_valid(options: ValidateOptions) -> int:
     """
     root = _only_root(options)
     us = team()
-    acceptance = told(us, lambda: acceptance_of(options))
+    acceptance = broadcast_result(us, lambda: acceptance_of(options))
     figures: list[tuple[Figures, ...]] = []
 
     def is_whole(path: Path) -> tuple[bool, Validation]:
@@ -46,7 +46,7 @@ def newest_valid(options: ValidateOptions) -> int:
 
     newest = found_newest(root, is_whole, team=us)
     if is_lead(us):
-        _report(newest, root, options, added_up(figures))
+        _report(newest, root, options, sum_figures(figures))
     return 1 if newest.path is None else 0
 
 

@@ -52,7 +52,7 @@ from core.convert.run import Job, TopologyChange, run
 from core.errors import ReplicaMismatchError, UsageError
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.version import parse_version
-from core.team.protocol import collected, is_lead, told
+from core.team.protocol import broadcast_result, gather_results, is_lead
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,8 +166,8 @@ def pipeline_of(options: TransferOptions) -> Pipeline | None:
 def transfer(job: Job, options: TransferOptions) -> int:
     """Runs or plans the job and tells about it; returns the exit code. Of several workers only the lead tells."""
     if options.explain:
-        return told(team(), lambda: _explain(job, options))
-    return told(team(), lambda: _plan(job, options)) if options.dry_run else _run(job, options)
+        return broadcast_result(team(), lambda: _explain(job, options))
+    return broadcast_result(team(), lambda: _plan(job, options)) if options.dry_run else _run(job, options)
 
 
 def _explain(job: Job, options: TransferOptions) -> int:
@@ -239,8 +239,8 @@ def _done(job: Job, workers: Team, progress: Progress | None) -> Report:
 
 def _published(workers: Team) -> Report | None:
     """What an earlier attempt of this launch has published; its lead may have been on another host."""
-    found = next((one for one in collected(workers, recalled) or () if one is not None), None)
-    return told(workers, lambda: None if found is None else tidied(found))
+    found = next((one for one in gather_results(workers, recalled) or () if one is not None), None)
+    return broadcast_result(workers, lambda: None if found is None else tidied(found))
 
 
 def _kept(job: Job) -> Job:

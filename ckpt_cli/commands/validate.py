@@ -26,7 +26,7 @@ from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import team
 from core.errors import UsageError
 from core.pickle.reader import gc_paused
-from core.team.protocol import is_lead, told
+from core.team.protocol import broadcast_result, is_lead
 from core.validate.accepted import baseline_text
 from core.validate.run import distinct_paths, refused
 
@@ -44,7 +44,7 @@ def validate(options: ValidateOptions) -> int:
         UsageError: the options contradict one another, or a path does not exist.
     """
     us = team()
-    told(us, lambda: _check(options))
+    broadcast_result(us, lambda: _check(options))
     if options.list_checks:
         from ckpt_cli.pages.checks_table import print_checks
 
@@ -53,9 +53,9 @@ def validate(options: ValidateOptions) -> int:
         from ckpt_cli.commands.newest_valid import newest_valid
 
         return newest_valid(options)
-    acceptance = told(us, lambda: acceptance_of(options))
+    acceptance = broadcast_result(us, lambda: acceptance_of(options))
     verdicts = []
-    errors = told(us, lambda: _paths(options))
+    errors = broadcast_result(us, lambda: _paths(options))
     # One checkpoint may have 10⁵ entries and a finding for each; of several, what each leaves must be collected.
     with gc_paused() if len(errors) == 1 else nullcontext():
         for path, error in errors.items():
@@ -66,9 +66,9 @@ def validate(options: ValidateOptions) -> int:
             )
             verdicts.append(Verdict(validation, acceptance.judged(validation.findings)))
         if options.write_baseline is not None:
-            told(us, lambda: _write_baseline(verdicts, options))
+            broadcast_result(us, lambda: _write_baseline(verdicts, options))
             return 0
-        told(us, lambda: _report(verdicts, options))
+        broadcast_result(us, lambda: _report(verdicts, options))
     return UsageError.exit_code if any(errors.values()) else exit_code_of(verdicts)
 
 

@@ -27,7 +27,7 @@ from ckpt_cli.workers.current_team import launch_of
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.registry import codes
-from core.team.figures import added_up
+from core.team.figures import sum_figures
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict
@@ -44,7 +44,7 @@ def json_lines(verdicts: Sequence[Verdict], *, level: Level, is_strict: bool) ->
         "valid": all(verdict.judgement.is_valid for verdict in verdicts),
         "checkpoints": [_checkpoint(verdict) for verdict in verdicts],
     }
-    figures = added_up(verdict.validation.figures for verdict in verdicts)
+    figures = sum_figures(verdict.validation.figures for verdict in verdicts)
     yield json.dumps(made | launch_of(figures))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import Cell, bytes_text, facts, n_text, seconds_text, shape_text, table
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
-from core.team.protocol import summary_of
+from core.team.protocol import summarize_figures
 
 if TYPE_CHECKING:
     from core.convert.explain import Explained
@@ -116,7 +116,7 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
 
 def _workers(workers: Sequence[Figures]) -> str:
     """How many there were, and how alike their shares."""
-    found = summary_of(workers)
+    found = summarize_figures(workers)
     times = [worker.seconds for worker in workers]
     return (
         f"{len(workers)} on {n_text(len({worker.host for worker in workers}), 'host')}, "

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from core.device.device import Device
-from core.team.protocol import ALONE, Figures, Team, summary_of
+from core.team.protocol import ALONE, Figures, Team, summarize_figures
 
 _team: Team = ALONE
 _device: Device | None = None
@@ -53,7 +53,7 @@ def launch_of(figures: Sequence[Figures]) -> dict[str, object]:
     """
     if not figures and _device is None:
         return {}
-    return {"launch": {**(summary_of(figures) if figures else {}), **_facts(), **_device_work()}}
+    return {"launch": {**(summarize_figures(figures) if figures else {}), **_facts(), **_device_work()}}
 
 
 def _device_work() -> dict[str, object]:

@@ -21,7 +21,7 @@ from typing import Any
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from core.convert.job import Report
 from core.stage.stage import stage_dir_of
-from core.stage.stale import finish
+from core.stage.stale import finish_publication
 from core.team.protocol import Figures
 
 _NAME = "published.json"
@@ -71,7 +71,7 @@ def tidied(report: Report) -> Report:
         StorageError: the system refuses.
     """
     dst = Path(report.dst).absolute()
-    finish(stage_dir_of(dst), dst)
+    finish_publication(stage_dir_of(dst), dst)
     return report
 
 

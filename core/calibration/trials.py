@@ -1,4 +1,4 @@
-"""Samples of every kind of work that a device can do: for its exactness, and for its speed."""
+"""Try every kind of work on samples, to prove a device exact and to measure its speed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from core.catalog.catalog import Fragment, bind_nothing
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import Extent, StoredArray
 from core.device.cast import cast_on
-from core.device.compare import differing, is_equal
+from core.device.compare import count_differing, is_equal
 from core.device.device import CAST, COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device
 from core.files.store import MemoryStore
 from core.fingerprint.definition import TABLE, form_of
-from core.fingerprint.kernel import kernel, products_in_numpy, products_on
+from core.fingerprint.kernel import fastest_products, products_in_numpy, products_on
 from core.fingerprint.sums import FormSum
-from core.numbers.facts import Facts, ValueObserver
+from core.numbers.facts import ValueFacts, ValueObserver
 from core.numbers.kinds import KINDS
 from core.quantize.from_float8 import Dequantized
 from core.quantize.source import SourceTensor
@@ -29,19 +29,23 @@ from core.quantize.to_float8 import BLOCK, Quantized, Weight
 Array = Any
 """A numpy array."""
 Do = Callable[[], None]
+"""One round of work on a sample."""
 _WINDOW_BYTES = 1 << 20
 _LOW_BITS = (0, 1, 0x0FFF, 0x1000, 0x1001, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
-"""Of float32: on, beside and between the ties of all narrower types, together with every upper half."""
+"""Lower halves of float32 patterns.
+
+Together with every upper half they lie on, next to and between the ties of all narrower types.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a kind of work is tried.
+    """The trial of a kind of work.
 
     Args:
-        is_exact: whether a device that does the work gives the CPU path's bits.
-        typical: the work on typical numbers, with a device that does it or (None) without, for the calling thread, and
-            the source bytes of it; about as many as are asked for.
+        is_exact: return whether a device that does the work gives the CPU path's bits.
+        typical: return the work on about so many bytes of typical numbers, for the calling thread,
+            and its actual source bytes; on a device that does the work, or (None) without.
     """
 
     is_exact: Callable[[Device], bool]
@@ -49,19 +53,19 @@ class Trial:
 
 
 def trial_of(work: str) -> Trial:
-    """The trial of a kind of work, by its name in ``core.device.device``.
+    """Return the trial of a kind of work (``core.device.device``).
 
     Raises:
-        KeyError: there is no such kind.
+        KeyError: no kind of work has this name.
     """
     if work.startswith(f"{CAST} "):
         source, _, target = work.removeprefix(f"{CAST} ").partition(" → ")
-        return Trial(partial(_is_cast_exact, source, target), partial(_cast, source, target))
+        return Trial(partial(_is_cast_exact, source, target), partial(_typical_cast, source, target))
     return _TRIALS[work]
 
 
 def patterns(dtype: str) -> Array:
-    """Bit patterns of a dtype, among them all that a cast might treat by itself."""
+    """Return bit patterns of a dtype, among them all that a cast might treat separately."""
     import numpy as np
 
     size = itemsize(dtype)
@@ -76,49 +80,49 @@ def patterns(dtype: str) -> Array:
     random = np.random.default_rng(0)
     with np.errstate(all="ignore"):
         wide: Array = single.view("f4").astype("f8").view("u8")
-    half = np.uint64(1 << 28)  # between two of float32
+    half = np.uint64(1 << 28)  # half-way between two numbers of float32
     nan: Array = random.integers(0, 1 << 52, 4096, dtype="u8") | np.uint64(0x7FF << 52)
     any_bits: Array = random.integers(0, 1 << 64, 1 << 14, dtype="u8")
     return np.concatenate([wide, wide + 1, wide - 1, wide | half, (wide | half) + 1, nan, nan | (1 << 63), any_bits])
 
 
 def typical_numbers(dtype: str, n_bytes: int) -> Array:
-    """Bytes of numbers as weights have them."""
+    """Return about ``n_bytes`` bytes of normally distributed numbers, as weights are."""
     import numpy as np
 
     random = np.random.default_rng(1)
     n = max(1, n_bytes // itemsize(dtype))
     if dtype_of(dtype).kind != "float":
-        made: Array = random.integers(0, 2, n * itemsize(dtype), dtype="u1")
-        return made
+        data: Array = random.integers(0, 2, n * itemsize(dtype), dtype="u1")
+        return data
     if dtype == "float8_e8m0fnu":
         return random.integers(100, 140, n, dtype="u1")
     numbers: Array = random.standard_normal(n, dtype=np.float32)
     if dtype == "float32":
         return numbers.view("u1")
-    made = np.empty(n * itemsize(dtype), "u1")
-    cast_of("float32", dtype)(memoryview(numbers.view("u1")), memoryview(made))
-    return made
+    data = np.empty(n * itemsize(dtype), "u1")
+    cast_of("float32", dtype)(memoryview(numbers.view("u1")), memoryview(data))
+    return data
 
 
 def _is_cast_exact(source: str, target: str, device: Device) -> bool:
     data: Array = patterns(source).view("u1")
     n_bytes = len(data) // itemsize(source) * itemsize(target)
     outs = [bytearray(n_bytes) for _ in range(2)]
-    for made, out in zip((cast_of(source, target), cast_on(device, source, target)), outs, strict=True):
-        made(memoryview(data), memoryview(out))
+    for cast, out in zip((cast_of(source, target), cast_on(device, source, target)), outs, strict=True):
+        cast(memoryview(data), memoryview(out))
     return outs[0] == outs[1]
 
 
-def _cast(source: str, target: str, device: Device | None, n_bytes: int) -> tuple[Do, int]:
+def _typical_cast(source: str, target: str, device: Device | None, n_bytes: int) -> tuple[Do, int]:
     data = typical_numbers(source, n_bytes)
     out = memoryview(bytearray(len(data) // itemsize(source) * itemsize(target)))
-    made = cast_on(device, source, target)
-    return lambda: made(memoryview(data), out), len(data)
+    cast = cast_on(device, source, target)
+    return lambda: cast(memoryview(data), out), len(data)
 
 
-def facts_of(device: Device | None, dtype: str, data: Array) -> Facts:
-    """What the values of an array are, fed in windows."""
+def facts_of(device: Device | None, dtype: str, data: Array) -> ValueFacts:
+    """Return the facts about the values of an array, which is fed in windows."""
     array = StoredArray("sample", dtype, (len(data) // itemsize(dtype),), Extent("sample", 0))
     observer = ValueObserver(device)
     observer.sees(array)
@@ -133,18 +137,18 @@ def _are_values_exact(device: Device) -> bool:
 
     for dtype in KINDS:
         base = {8: "float64", 4: "float32", 2: "float16", 1: "float8_e5m2"}[KINDS[dtype].n_bytes]
-        every = patterns(base)
-        data: Array = every[:: max(1, len(every) >> 14)].copy().view("u1")
+        base_patterns = patterns(base)
+        data: Array = base_patterns[:: max(1, len(base_patterns) >> 14)].copy().view("u1")
         data = data[: len(data) // itemsize(dtype) * itemsize(dtype)]
-        same: Array = np.tile(data[: itemsize(dtype)], 100)
-        plain = typical_numbers(base, 1 << 14)
-        for sample in (data, data[::-1].copy(), same, plain):
+        constant: Array = np.tile(data[: itemsize(dtype)], 100)
+        typical = typical_numbers(base, 1 << 14)
+        for sample in (data, data[::-1].copy(), constant, typical):
             if facts_of(device, dtype, sample) != facts_of(None, dtype, sample):
                 return False
     return True
 
 
-def _values(device: Device | None, n_bytes: int) -> tuple[Do, int]:
+def _typical_values(device: Device | None, n_bytes: int) -> tuple[Do, int]:
     data = typical_numbers("bfloat16", n_bytes)
 
     def do() -> None:
@@ -167,12 +171,12 @@ def _are_products_exact(device: Device) -> bool:
     )
 
 
-def _fingerprint(device: Device | None, n_bytes: int) -> tuple[Do, int]:
+def _typical_fingerprint(device: Device | None, n_bytes: int) -> tuple[Do, int]:
     data = typical_numbers("bfloat16", n_bytes)
     form = form_of((len(data) // 8192, 4096), 2)
 
     def do() -> None:
-        with kernel(len(data), device) as products:
+        with fastest_products(len(data), device) as products:
             for start in range(0, len(data) // 8192 * 8192, _WINDOW_BYTES):
                 FormSum(form, products).add_run(start, memoryview(data)[start : start + _WINDOW_BYTES])
 
@@ -182,37 +186,39 @@ def _fingerprint(device: Device | None, n_bytes: int) -> tuple[Do, int]:
 def _is_comparison_exact(device: Device) -> bool:
     import numpy as np
 
-    one: Array = np.arange(1 << 14, dtype="u4").view("u1")
-    for places in ((), (0,), (len(one) - 1,), (5, 6, 7_777)):
-        other = one.copy()
-        other[list(places)] ^= 0x80
-        views = memoryview(one), memoryview(other)
-        if any(differing(device, *views, size) != differing(None, *views, size) for size in (1, 4, 8)):
+    data: Array = np.arange(1 << 14, dtype="u4").view("u1")
+    for changed in ((), (0,), (len(data) - 1,), (5, 6, 7_777)):
+        other = data.copy()
+        other[list(changed)] ^= 0x80
+        views = memoryview(data), memoryview(other)
+        if any(count_differing(device, *views, size) != count_differing(None, *views, size) for size in (1, 4, 8)):
             return False
     return True
 
 
-def _compare(device: Device | None, n_bytes: int) -> tuple[Do, int]:
-    one = typical_numbers("bfloat16", n_bytes // 2)
-    other = one.copy()
+def _typical_comparison(device: Device | None, n_bytes: int) -> tuple[Do, int]:
+    data = typical_numbers("bfloat16", n_bytes // 2)
+    copy = data.copy()
 
     def do() -> None:
-        for start in range(0, len(one), _WINDOW_BYTES):
+        for start in range(0, len(data), _WINDOW_BYTES):
             stop = start + _WINDOW_BYTES
-            assert is_equal(device, memoryview(one)[start:stop], memoryview(other)[start:stop])
+            assert is_equal(device, memoryview(data)[start:stop], memoryview(copy)[start:stop])
 
-    return do, 2 * len(one)
+    return do, 2 * len(data)
 
 
 def _tensor(name: str, dtype: str, shape: Shape) -> SourceTensor:
+    """Return a tensor that fills the file of its name."""
     array = StoredArray(name, dtype, shape, Extent(name, 0))
     return SourceTensor(name, dtype, shape, (Fragment(name, whole(shape), array, (0,) * len(shape)),), bind_nothing)
 
 
 def _decode_all(encoding: Quantized | Dequantized, files: dict[str, bytes], device: Device | None) -> bytes:
+    """Decode a whole array of an encoding, unit by unit, on a device or the CPU path."""
     shape = encoding.weight.source.shape if isinstance(encoding, Quantized) else encoding.weight.shape
     dtype = encoding.dtype if isinstance(encoding, Dequantized) else "float8_e4m3fn"
-    array = StoredArray("made", dtype, shape, Extent("made", 0, encoding=encoding))
+    array = StoredArray("decoded", dtype, shape, Extent("decoded", 0, encoding=encoding))
     store = DecodedStore(MemoryStore(files), device=device)
     n_units = -(-array.n_bytes // encoding.unit_bytes)
     return b"".join(bytes(encoding.decode(store, array, unit)) for unit in range(n_units))
@@ -229,6 +235,7 @@ def _is_quantization_exact(device: Device) -> bool:
         ("float16", "float16"),
         ("float32", "bfloat16"),
     ):
+        # Scales of many magnitudes, with zeros, a block of zeros, and a block of subnormal numbers.
         scale: Array = np.exp(8 * random.standard_normal(shape)).astype(np.float32)
         numbers: Array = np.clip(random.standard_normal(shape, np.float32) * scale, -60000, 60000).astype(np.float32)
         numbers[random.random(shape) < 0.05] = 0
@@ -241,15 +248,14 @@ def _is_quantization_exact(device: Device) -> bool:
             data = bytes(out)
         for per_block in (True, False):
             weight = _tensor("w", source, shape)
-            one, other = (
-                _decode_all(Quantized(Weight(weight, dtype, per_block)), {"w": data}, place) for place in (None, device)
-            )
-            if one != other:
+            encoding = Quantized(Weight(weight, dtype, per_block))
+            files = {"w": data}
+            if _decode_all(encoding, files, None) != _decode_all(encoding, files, device):
                 return False
     return True
 
 
-def _quantize(device: Device | None, n_bytes: int) -> tuple[Do, int]:
+def _typical_quantization(device: Device | None, n_bytes: int) -> tuple[Do, int]:
     shape = (max(1, n_bytes // 2 // 4096), 4096)
     data = typical_numbers("bfloat16", shape[0] * 8192)
     weight = _tensor("w", "bfloat16", shape)
@@ -280,7 +286,7 @@ def _is_dequantization_exact(device: Device) -> bool:
     return _decode_all(blocks, files, None) == _decode_all(blocks, files, device)
 
 
-def _dequantize(device: Device | None, n_bytes: int) -> tuple[Do, int]:
+def _typical_dequantization(device: Device | None, n_bytes: int) -> tuple[Do, int]:
     shape = (-(-n_bytes // 4096), 4096)
     data = typical_numbers("float8_e4m3fn", shape[0] * 4096)
     scales = typical_numbers("float32", -(-shape[0] // BLOCK) * 32 * 4)
@@ -299,9 +305,9 @@ def _dequantize(device: Device | None, n_bytes: int) -> tuple[Do, int]:
 
 
 _TRIALS = {
-    VALUES: Trial(_are_values_exact, _values),
-    FINGERPRINT: Trial(_are_products_exact, _fingerprint),
-    COMPARE: Trial(_is_comparison_exact, _compare),
-    QUANTIZE: Trial(_is_quantization_exact, _quantize),
-    DEQUANTIZE: Trial(_is_dequantization_exact, _dequantize),
+    VALUES: Trial(_are_values_exact, _typical_values),
+    FINGERPRINT: Trial(_are_products_exact, _typical_fingerprint),
+    COMPARE: Trial(_is_comparison_exact, _typical_comparison),
+    QUANTIZE: Trial(_is_quantization_exact, _typical_quantization),
+    DEQUANTIZE: Trial(_is_dequantization_exact, _typical_dequantization),
 }

@@ -12,11 +12,11 @@ from core.files.store import LocalStore
 from core.fingerprint.definition import SCHEME, Fingerprint
 from core.manifest.file import Manifest, read_manifest
 from core.manifest.fingerprint_share import fingerprints_of_directory
-from core.manifest.lookup import is_manifest, recorded
+from core.manifest.lookup import find_manifest, is_manifest
 from core.megatron.reshard.reshard import Rules
 from core.opening.open import located
 from core.scan.run import DEFAULT_MEMORY_BYTES
-from core.team.protocol import ALONE, Figures, Team, told
+from core.team.protocol import ALONE, Figures, Team, broadcast_result
 
 _DEFAULT_THREADS = 2
 
@@ -58,7 +58,7 @@ def against_of(
         UsageError: there is no such path, or the manifest has no fingerprints.
         CheckpointingException: it cannot be read.
     """
-    stated = told(team, lambda: _stated(path))
+    stated = broadcast_result(team, lambda: _stated(path))
     if stated is not None:
         return stated
     made = fingerprints_of_directory(
@@ -77,7 +77,7 @@ def _stated(path: Path) -> Against | None:
             store.close()
     place = located(path)
     place.store.close()
-    known = recorded(place.store.root, entry=place.store.entry)
+    known = find_manifest(place.store.root, entry=place.store.entry)
     if known is not None and known.manifest is not None and known.manifest.scheme == SCHEME:
         return Against(f"the manifest of {path}", known.manifest.fingerprints)
     return None

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.calibration.choice import settled
+from core.calibration.choice import choose_device
 from core.catalog.catalog import Catalog
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
@@ -27,8 +27,8 @@ from core.formats.format import Format
 from core.formats.torch.format import SUFFIXES
 from core.formats.torch.other_pickles import Looked, is_checkpoint_file, look_into
 from core.formats.zarr.fill import fill_of
-from core.manifest.lookup import Recorded, recorded
-from core.manifest.stated_crcs import StatedSums
+from core.manifest.lookup import RecordedManifest, find_manifest
+from core.manifest.stated_crcs import StatedCrcReader
 from core.megatron.rules.rules import Rules
 from core.opening.canonical import Canonical, canonical
 from core.opening.open import FILL, Checkpoint
@@ -36,8 +36,8 @@ from core.opening.pickled_tensors import pickled_tensors
 from core.pickle.reader import ReadPickle, ReadPickles, keeping_pickles, noting_uses
 from core.pickle.uses import Use
 from core.scan.run import DEFAULT_MEMORY_BYTES, Progress, scan
-from core.scan.sums import Wanted
-from core.team.agreement import agreed
+from core.scan.sums import WantedSums
+from core.team.agreement import require_agreement
 from core.team.protocol import ALONE, Team
 
 if TYPE_CHECKING:
@@ -112,9 +112,9 @@ class Subject:
     shared: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     @cached_property
-    def recorded(self) -> Recorded | None:
+    def recorded(self) -> RecordedManifest | None:
         """What its manifest says; None if there is none."""
-        return recorded(self.store.root, entry=self.store.entry)
+        return find_manifest(self.store.root, entry=self.store.entry)
 
     _uses: set[Use] = field(default_factory=set)
     _read: ReadPickles = field(default_factory=lambda: ReadPickles(()))
@@ -276,10 +276,10 @@ def examined(subject: Subject) -> Deep:
     """
     team = subject.team
     if subject.device is not None:
-        subject.device = settled(
+        subject.device = choose_device(
             subject.device, _device_works(subject), threads=subject.threads or len(os.sched_getaffinity(0))
         )
-    watches = agreed(team, lambda: _watches(subject), lambda found: [*found], what=str(subject.path))
+    watches = require_agreement(team, lambda: _watches(subject), lambda found: [*found], subject=str(subject.path))
     catalog = subject.salvaged.catalog
     stored = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
     more = chain.from_iterable(watch.arrays for watch in watches.values())
@@ -290,12 +290,12 @@ def examined(subject: Subject) -> Deep:
         [one for watch in watches.values() for one in watch.observers],
         files={name: size for name, size in subject.files.items() if name not in subject.hollow},
         file_observers=[one for watch in watches.values() for one in watch.file_observers],
-        wanted=Wanted(
+        wanted=WantedSums(
             array_digests=digests,
             file_digests=digests,
             digests_of=frozenset(chain.from_iterable(watch.digests_of for watch in watches.values())),
         ),
-        stated_in=StatedSums(subject.store, None if subject.format is None else subject.format.name),
+        stated_in=StatedCrcReader(subject.store, None if subject.format is None else subject.format.name),
         arrays=(
             array
             for array in chain(stored, more)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.scan.observer import FileObserver, Observer
-from core.scan.sums import Scanned
+from core.scan.sums import ScanResult
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
@@ -46,5 +46,5 @@ class Deep:
         watches: by module name.
     """
 
-    scanned: Scanned
+    scanned: ScanResult
     watches: dict[str, Watch]

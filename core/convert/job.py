@@ -202,7 +202,7 @@ class Report:
     workers: tuple[Figures, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
-        """The report as a JSON object, without the workers (``core.team.protocol.summary_of``)."""
+        """The report as a JSON object, without the workers (``core.team.protocol.summarize_figures``)."""
         found = asdict(self)
         del found["workers"]
         return found

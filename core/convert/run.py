@@ -96,9 +96,9 @@ def within_memory(job: Job) -> Job:
     """
     if job.device is None:
         return job
-    from core.calibration.choice import beside
+    from core.calibration.choice import reserve_device_memory
 
-    device, memory_bytes = beside(job.device, memory_bytes=job.memory_bytes, threads=job.threads)
+    device, memory_bytes = reserve_device_memory(job.device, memory_bytes=job.memory_bytes, threads=job.threads)
     return replace(job, device=device, memory_bytes=memory_bytes)
 
 
@@ -107,11 +107,11 @@ def _watch(prepared: Prepared) -> AbstractContextManager[CopyFingerprints | None
     job = prepared.job
     if not job.fingerprint:
         return nullcontext()
-    from core.manifest.fingerprint_copy import watched
+    from core.manifest.fingerprint_copy import observe_copy
 
     entry = prepared.dst.name if prepared.is_file else None
     rules = load_rules(job.rules, unknown=job.unknown)
-    return watched(prepared.plan, entry=entry, rules=rules, device=job.device)
+    return observe_copy(prepared.plan, entry=entry, rules=rules, device=job.device)
 
 
 def _seen(watch: CopyFingerprints, prepared: Prepared, stage: Stage) -> Made:

@@ -1,6 +1,6 @@
-"""Runs a plan: reads, casts and writes the bytes, in threads, with checksums, in bounded memory.
+"""Run a plan: read, cast and write the bytes, in threads, with checksums, in bounded memory.
 
-Start at ``run.execute`` and its ``options``; ``worker`` is what one thread does, ``output`` the files that are written,
-``interleave`` the strided copies, ``ledger`` what is done when files are full.
+Start at ``run.execute`` and its ``options``; ``worker`` is one thread's part, ``output`` writes the
+files, ``interleave`` does the strided copies, ``ledger`` adds up checksums as files fill.
 Imports: arrays, calibration, catalog, device, errors, files, plan, team.
 """

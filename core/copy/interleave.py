@@ -1,14 +1,16 @@
-"""Weaving: one row band of many sources into many destinations.
+"""Copy the bands of a box from many sources to many destinations, interleaving their elements.
 
-For every band a *recipe* says where each destination's run of it lies in the scratch buffer and how each source's bytes
-get there:
+For every band a *recipe* tells where each destination's run of the band lies in the scratch buffer
+and how each source's bytes get there:
 
-* a source whose part of the band is consecutive is read with one vectored read straight into the places where its rows
-  belong (no copy in memory at all), or, where rows are short, into a second buffer and copied by numpy;
-* any other source (transposed, expanded, interleaved with foreign data) is gathered by ``read_box``.
+* a source whose part of the band is consecutive is read with one vectored read straight into the
+  positions where its rows belong (no copy in memory at all), or, where rows are short, into a
+  second buffer from which numpy copies them;
+* any other source (transposed, expanded, interleaved with foreign data) is gathered by
+  ``read_box``.
 
-Then every destination's run is consecutive in the scratch buffer and goes out in one write. Bands of one shape in a
-regular weave share the recipe; only addresses move.
+Then every destination's run is consecutive in the scratch buffer and goes out in one write. Bands
+of one shape in a regular item share the recipe; only addresses move.
 """
 
 from __future__ import annotations
@@ -23,38 +25,41 @@ from core.arrays.coverage import BoxIndex
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import Layout, copy_box, dense, inner_run, read_box, span, starts
 from core.plan.addresses import RecordCrc
-from core.plan.items import Link, Weave
+from core.plan.items import Interleave, Link
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 MIN_VECTOR_BYTES = 16 << 10
-"""Rows shorter than this are cheaper to copy in memory than to name to the kernel (1 KiB rows: 8 × the time)."""
+"""Minimum bytes of a row for a vectored read.
+
+Shorter rows are cheaper to copy in memory than to name to the kernel (1 KiB rows: 8 × the time).
+"""
 
 
-class Out(Protocol):
-    """Takes the finished parts of bands."""
+class BandTarget(Protocol):
+    """A receiver of the finished parts of bands."""
 
     def put(self, array: int, index: int, data: memoryview) -> None:
-        """Writes source-typed elements at a flat element index of an array."""
+        """Write elements of the source's type at a flat element index of an array."""
 
     def put_piece(self, array: int, index: int, data: memoryview) -> None:
-        """As ``put``, for pieces that do not follow each other."""
+        """Do as ``put``, for pieces that do not follow each other."""
 
     def check(self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int) -> None:
-        """Takes source bytes, read from a byte address, whose array's CRC is stated."""
+        """Add source bytes, read from a byte address, to the CRC of an array with a stated CRC."""
 
 
 @dataclass(slots=True)
-class _Part:
-    """What a link contributes to a band.
+class _BandPart:
+    """The elements that a link contributes to a band.
 
     Args:
-        link: the link.
-        shape: of the common box.
-        address: byte address of its first element in the source.
-        index: flat element index of its first element in the destination.
-        scratch: where it lies in the scratch buffer.
+        link: connects the source and the destination of the elements.
+        shape: shape of the common box of link and band.
+        address: byte address of the first element in the source.
+        index: flat element index of the first element in the destination.
+        scratch: position in the scratch buffer.
     """
 
     link: Link
@@ -65,8 +70,8 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """A run of a destination: scratch bytes [start, start + n_bytes) go to ``index`` on."""
+class _TargetRun:
+    """A run of a destination: scratch bytes [start, start + n_bytes) go to index ``index`` on."""
 
     array: int
     index: int
@@ -77,7 +82,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Vector:
-    """A consecutive run of a source that is read into many places."""
+    """A consecutive run of a source that one vectored read puts into many buffers."""
 
     file: str
     address: int
@@ -89,32 +94,43 @@ class _Vector:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A consecutive run of a source that is read as a whole and then copied to its places."""
+    """A consecutive run of a source that is read into one buffer and then copied part by part."""
 
     file: str
     address: int
     strides: Shape
     n_bytes: int
-    parts: list[_Part]
+    parts: list[_BandPart]
     record: RecordCrc | None
 
 
 @dataclass(slots=True)
 class _Recipe:
+    """The reads and writes of one band.
+
+    Args:
+        band: the band for which the recipe was made.
+        vectors, blocks: runs of sources to be read.
+        gathered: parts whose elements are not consecutive in their source.
+        read_bytes: bytes read from sources.
+        runs: runs of destinations to be written.
+        loose: parts whose elements are not consecutive in their destination.
+    """
+
     band: Box
     vectors: list[_Vector] = field(default_factory=list)
     blocks: list[_Block] = field(default_factory=list)
-    gathered: list[_Part] = field(default_factory=list)
+    gathered: list[_BandPart] = field(default_factory=list)
     read_bytes: int = 0
-    runs: list[_Run] = field(default_factory=list)
-    loose: list[_Part] = field(default_factory=list)
+    runs: list[_TargetRun] = field(default_factory=list)
+    loose: list[_BandPart] = field(default_factory=list)
 
 
-class Weaver:
-    """Weaves with two buffers of one thread.
+class Interleaver:
+    """The interleaved copies of one thread, with its two buffers.
 
     Args:
-        store: the source.
+        store: the source files.
         scratch, raw: buffers, each at least as long as a band.
     """
 
@@ -123,8 +139,8 @@ class Weaver:
         self._scratch = scratch
         self._raw = raw
 
-    def weave(self, item: Weave, out: Out, *, is_stopped: Callable[[], bool]) -> int:
-        """Does one item, or part of it if it gets stopped; returns the bytes read."""
+    def interleave(self, item: Interleave, out: BandTarget, *, is_stopped: Callable[[], bool]) -> int:
+        """Copy one item, or part of it if the copy is stopped; return the bytes read."""
         size = itemsize(item.dtypes[0])
         index = BoxIndex([link.box for link in item.links]) if len(item.links) > 8 else None
         recipe: _Recipe | None = None
@@ -132,29 +148,36 @@ class Weaver:
         for band in item.bands:
             if is_stopped():
                 break
+            # Bands of one shape in a regular item share a recipe.
             if recipe is None or not item.is_regular or recipe.band.shape != band.shape:
-                recipe = self._recipe(_meeting(item.links, index, band), band, size)
+                recipe = self._make_recipe(_overlaps(item.links, index, band), band, size)
+            # The recipe has the addresses of its own band; this one lies ``delta`` further on.
             delta = [a - b for a, b in zip(band.offset, recipe.band.offset, strict=True)]
             self._read(recipe, delta, size, out)
             self._write(recipe, delta, size, out)
             n_read += recipe.read_bytes
         return n_read
 
-    def _recipe(self, found: Iterable[tuple[Link, Box]], band: Box, size: int) -> _Recipe:
+    def _make_recipe(self, overlaps: Iterable[tuple[Link, Box]], band: Box, size: int) -> _Recipe:
+        """Return the recipe of a band, from the links that meet it and their common boxes."""
         parts = []
-        for link, common in found:
+        for link, common in overlaps:
             delta = [a - b for a, b in zip(common.offset, link.box.offset, strict=True)]
-            parts.append(_Part(link, common.shape, link.source.at(delta), link.destination.at(delta)))
+            parts.append(_BandPart(link, common.shape, link.source.at(delta), link.destination.at(delta)))
         recipe = _Recipe(band)
         recipe.read_bytes = sum(prod(part.shape) * size for part in parts if part.link.source.file is not None)
-        self._place(recipe, parts, size)
-        self._route(recipe, parts, size)
+        self._place_in_scratch(recipe, parts, size)
+        self._plan_reads(recipe, parts, size)
         return recipe
 
-    def _place(self, recipe: _Recipe, parts: list[_Part], size: int) -> None:
-        """Gives every part its place in the scratch buffer: runs of destinations as they will lie in the file."""
+    def _place_in_scratch(self, recipe: _Recipe, parts: list[_BandPart], size: int) -> None:
+        """Give every part a position in the scratch buffer, in the destination's order.
+
+        Parts that together fill a run of a destination are written by one write; the others are
+        ``loose``, and are packed densely.
+        """
         free = 0
-        of_array: dict[int, list[_Part]] = {}
+        of_array: dict[int, list[_BandPart]] = {}
         for part in parts:
             of_array.setdefault(part.link.destination.array, []).append(part)
         for array, group in of_array.items():
@@ -167,7 +190,7 @@ class Weaver:
                         strides = tuple(step * size for step in part.link.destination.strides)
                         part.scratch = Layout(free + (part.index - first.index) * size, strides)
                     strides = first.link.destination.strides
-                    recipe.runs.append(_Run(array, first.index, strides, free, n_elements * size))
+                    recipe.runs.append(_TargetRun(array, first.index, strides, free, n_elements * size))
                     free += n_elements * size
                 else:
                     for part in cluster:
@@ -175,13 +198,13 @@ class Weaver:
                         free += prod(part.shape) * size
                     recipe.loose += cluster
 
-    def _route(self, recipe: _Recipe, parts: list[_Part], size: int) -> None:
-        """Decides how the bytes of every part get to its place."""
-        alike: dict[tuple[str | None, Shape, RecordCrc | None], list[_Part]] = {}
+    def _plan_reads(self, recipe: _Recipe, parts: list[_BandPart], size: int) -> None:
+        """Decide how the bytes of every part get to its position in the scratch buffer."""
+        of_source: dict[tuple[str | None, Shape, RecordCrc | None], list[_BandPart]] = {}
         for part in parts:
             source = part.link.source
-            alike.setdefault((source.file, source.strides, source.record), []).append(part)
-        for (file, strides, record), group in alike.items():
+            of_source.setdefault((source.file, source.strides, source.record), []).append(part)
+        for (file, strides, record), group in of_source.items():
             if file is None:
                 recipe.gathered += group
                 continue
@@ -197,8 +220,8 @@ class Weaver:
                 else:
                     recipe.blocks.append(_Block(file, address, strides, n_span, cluster, record))
 
-    def _buffers(self, cluster: list[_Part], size: int) -> list[memoryview] | None:
-        """Scratch slices in the order of the source's bytes, or None if they are too short."""
+    def _buffers(self, cluster: list[_BandPart], size: int) -> list[memoryview] | None:
+        """Return the scratch slices for a vectored read, or None if the rows are too short."""
         pieces: list[tuple[int, int, int]] = []
         for part in cluster:
             source = Layout(part.address, part.link.source.strides)
@@ -206,24 +229,28 @@ class Weaver:
             if length < MIN_VECTOR_BYTES:
                 return None
             pieces += [(a, b, length) for a, b in starts(part.shape[:n_axes], source, part.scratch)]
+        # In the order of the source's bytes, pieces that follow each other in scratch become one.
         pieces.sort()
         buffers = []
-        _, at, length = pieces[0]
-        for _, start, n in pieces[1:]:
-            if start == at + length:
+        _, start, length = pieces[0]
+        for _, next_start, n in pieces[1:]:
+            if next_start == start + length:
                 length += n
             else:
-                buffers.append(self._scratch[at : at + length])
-                at, length = start, n
-        buffers.append(self._scratch[at : at + length])
+                buffers.append(self._scratch[start : start + length])
+                start, length = next_start, n
+        buffers.append(self._scratch[start : start + length])
         return buffers
 
-    def _read(self, recipe: _Recipe, delta: Sequence[int], size: int, out: Out) -> None:
+    def _read(self, recipe: _Recipe, delta: Sequence[int], size: int, out: BandTarget) -> None:
+        """Read a band into the scratch buffer; ``delta`` is its offset from the recipe's band."""
+        # Long rows go straight to their positions in the scratch buffer.
         for vector in recipe.vectors:
             address = vector.address + _dot(delta, vector.strides)
             self._store.read_vector(vector.file, address, vector.buffers, vector.n_bytes)
             if vector.record is not None:
                 out.check(vector.record, address, vector.buffers, vector.n_bytes)
+        # Short rows are read in one piece and then copied to their positions.
         for block in recipe.blocks:
             address = block.address + _dot(delta, block.strides)
             raw = self._raw[: block.n_bytes]
@@ -233,10 +260,12 @@ class Weaver:
             for part in block.parts:
                 source = Layout(part.address - block.address, part.link.source.strides)
                 copy_box(raw, source, self._scratch, part.scratch, shape=part.shape, itemsize=size)
+        # All others are gathered from wherever their elements lie.
         for part in recipe.gathered:
             self._gather(part, delta, size)
 
-    def _gather(self, part: _Part, delta: Sequence[int], size: int) -> None:
+    def _gather(self, part: _BandPart, delta: Sequence[int], size: int) -> None:
+        """Gather a part whose elements are not consecutive; without a file, fill in zeros."""
         source = part.link.source
         file = source.file
         if file is None:
@@ -255,7 +284,8 @@ class Weaver:
             raw=self._raw,
         )
 
-    def _write(self, recipe: _Recipe, delta: Sequence[int], size: int, out: Out) -> None:
+    def _write(self, recipe: _Recipe, delta: Sequence[int], size: int, out: BandTarget) -> None:
+        """Write a band from the scratch buffer; ``delta`` is its offset from the recipe's band."""
         for run in recipe.runs:
             out.put(run.array, run.index + _dot(delta, run.strides), self._scratch[run.start : run.start + run.n_bytes])
         for part in recipe.loose:
@@ -263,13 +293,15 @@ class Weaver:
             index = part.index + _dot(delta, destination.strides)
             target = Layout(index, destination.strides)
             n_axes, n_elements = inner_run(part.shape, 1, target)
-            at = part.scratch.start
+            scratch_start = part.scratch.start
             for (start,) in starts(part.shape[:n_axes], target):
-                out.put_piece(destination.array, start, self._scratch[at : at + n_elements * size])
-                at += n_elements * size
+                piece = self._scratch[scratch_start : scratch_start + n_elements * size]
+                out.put_piece(destination.array, start, piece)
+                scratch_start += n_elements * size
 
 
-def _meeting(links: Sequence[Link], index: BoxIndex | None, band: Box) -> Iterator[tuple[Link, Box]]:
+def _overlaps(links: Sequence[Link], index: BoxIndex | None, band: Box) -> Iterator[tuple[Link, Box]]:
+    """Yield the links that meet a band, with the common boxes; ``index`` is for long lists."""
     if index is not None:
         for number, common in index.meeting(band):
             yield links[number], common
@@ -280,9 +312,16 @@ def _meeting(links: Sequence[Link], index: BoxIndex | None, band: Box) -> Iterat
             yield link, common_box
 
 
-def _clusters(group: list[_Part], extent_of: Callable[[_Part], tuple[int, int]]) -> Iterator[tuple[list[_Part], int]]:
-    """Parts whose address ranges overlap or touch, in order, and the length of their common range."""
-    cluster: list[_Part] = []
+def _clusters(
+    group: list[_BandPart], extent_of: Callable[[_BandPart], tuple[int, int]]
+) -> Iterator[tuple[list[_BandPart], int]]:
+    """Yield groups of parts whose ranges overlap or touch, with the length of their range.
+
+    Args:
+        group: parts in the order of their ranges.
+        extent_of: gives the start and the length of a part's range.
+    """
+    cluster: list[_BandPart] = []
     start = stop = 0
     for part in group:
         first, length = extent_of(part)

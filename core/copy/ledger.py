@@ -1,4 +1,4 @@
-"""The books of a copy: which bytes of which array have been written, with which checksums."""
+"""Add up what a copy has written: which bytes of which array, with which checksums."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Readable(Protocol):
-    """The part of a stage that the books need, to hash blocks that two items share."""
+    """The part of a stage that the ledger needs, to hash blocks that two items share."""
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fills ``buffer`` from ``offset``."""
+        """Fill ``buffer`` with the bytes of a file from ``offset`` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class CheckedRun:
     """A run of source bytes whose array has a stated CRC.
 
     Args:
-        record: what the source states.
+        record: the CRC that the source states.
         offset, n_bytes: bytes of the source array.
         crc: CRC-32 of these bytes, as read.
     """
@@ -57,14 +57,17 @@ class CheckedRun:
 
 @dataclass(frozen=True, slots=True)
 class ItemRecord:
-    """What one item did."""
+    """The runs that one item has written, and those that it has read and checked."""
 
     written: tuple[WrittenRun, ...] = ()
     checked: tuple[CheckedRun, ...] = ()
 
 
-class _Runs:
-    """What has been read of a source array. Parts of it may be read several times, each for a place of its own."""
+class _SourceRuns:
+    """The runs that have been read of one source array.
+
+    Parts of an array may be read several times, each for another destination.
+    """
 
     def __init__(self) -> None:
         self._longest: dict[int, CheckedRun] = {}  # by offset
@@ -74,14 +77,14 @@ class _Runs:
         return iter(self._longest.values())
 
     def add(self, run: CheckedRun) -> None:
-        """Takes a run."""
-        known = self._longest.get(run.offset)
-        if known is None or known.n_bytes < run.n_bytes:
+        """Add a run; of several with one offset the longest counts."""
+        previous = self._longest.get(run.offset)
+        if previous is None or previous.n_bytes < run.n_bytes:
             self._longest[run.offset] = run
-            self._n_bytes += run.n_bytes - (known.n_bytes if known else 0)
+            self._n_bytes += run.n_bytes - (previous.n_bytes if previous else 0)
 
     def crc_of(self, n_bytes: int) -> int | None:
-        """The CRC-32 of the whole array of ``n_bytes``; None as long as no runs are known that tile it."""
+        """Return the CRC-32 of the array of ``n_bytes``, or None until the runs tile it."""
         if self._n_bytes < n_bytes:
             return None
         crc = reached = 0
@@ -96,13 +99,13 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """The books of one worker, small enough to travel.
+    """The ledger of one worker, in a form small enough to be sent to the lead.
 
     Args:
-        numbers: arrays that it has written whole.
+        numbers: numbers of the arrays that the worker has written completely.
         crcs: their CRC-32s.
         digests: 16 bytes of each; empty if switched off.
-        open: what it knows of arrays that others write too.
+        open: checksums of arrays that others write too, by number.
         checked: runs of source arrays of which others read the rest.
     """
 
@@ -114,12 +117,12 @@ class LedgerState:
 
 
 class Ledger:
-    """Joins the runs of all items; safe for threads.
+    """The checksums of all arrays of a copy, from the runs of its items; safe for threads.
 
     Args:
-        places: the arrays.
-        stage: where they are written.
-        crc, digest: what is computed.
+        places: where the target arrays lie.
+        stage: the files that are written.
+        crc, digest: which checksums are computed.
 
     Attributes:
         crcs: CRC-32 by array number.
@@ -133,7 +136,7 @@ class Ledger:
         self._digest = digest
         self._lock = threading.Lock()
         self._open: dict[int, ArraySum] = {}
-        self._checked: dict[tuple[str, str], _Runs] = {}
+        self._checked: dict[tuple[str, str], _SourceRuns] = {}
         self._closed = columns("q")
         self.crcs = columns("I", bytes(4 * len(places)))
         self.digests = bytearray(16 * len(places)) if digest else bytearray()
@@ -143,29 +146,31 @@ class Ledger:
                     self.digests[16 * number : 16 * number + 16] = digest_of(b"")
 
     def add(self, number: int, run: RunSum) -> None:
-        """Takes a run of an array that has been fed to its end."""
+        """Add a run of an array that has been fed to its end."""
         with self._lock:
             array = self._array(number)
             array.add(run)
         self._close_if_complete(number, array)
 
     def add_unsummed(self, number: int, n_bytes: int) -> None:
-        """Takes bytes of an array that were written piecemeal."""
+        """Add bytes of an array that were written piecemeal, without checksums."""
         with self._lock:
             array = self._array(number)
             array.add_unsummed(n_bytes)
         self._close_if_complete(number, array)
 
     def _array(self, number: int) -> ArraySum:
-        found = self._open.get(number)
-        if found is None:
-            found = self._open[number] = ArraySum(self._places.bytes_of(number), crc=self._crc, digest=self._digest)
-        return found
+        array = self._open.get(number)
+        if array is None:
+            array = self._open[number] = ArraySum(self._places.bytes_of(number), crc=self._crc, digest=self._digest)
+        return array
 
     def _close_if_complete(self, number: int, array: ArraySum) -> None:
+        """Compute the checksums of an array once all of its bytes have been added."""
         with self._lock:
             if not array.is_complete or self._open.pop(number, None) is None:
                 return
+        # Blocks that two items share are read back here, outside of the lock.
         crc, digest = array.finish(self._reader(number))
         with self._lock:
             self._closed.append(number)
@@ -174,12 +179,12 @@ class Ledger:
                 self.digests[16 * number : 16 * number + 16] = digest
 
     def _reader(self, number: int) -> ReadArray:
-        """Reads an array back from the stage."""
+        """Return a function that reads an array back from the stage."""
         file, base = self._places.file_of(number), self._places.offset_of(number)
         return lambda offset, buffer: self._stage.read_into(file, base + offset, buffer)
 
     def state(self) -> LedgerState:
-        """What has been found out, once all items of this worker are done."""
+        """Return the checksums of this worker, once all its items are done."""
         digests = b"".join(self.digests[16 * n : 16 * n + 16] for n in self._closed) if self._digest else b""
         return LedgerState(
             self._closed,
@@ -190,48 +195,51 @@ class Ledger:
         )
 
     def join(self, state: LedgerState) -> None:
-        """Takes the books of another worker; arrays that are complete now are closed.
+        """Add the ledger of another worker; compute the checksums of arrays that are complete now.
 
         Raises:
-            CorruptError: a source array that several have read does not have its stated CRC.
+            CorruptError: a source array that several workers have read does not have its stated
+                CRC.
             TruncatedError, StorageError: bytes that two workers share cannot be read back.
         """
-        for place, number in enumerate(state.numbers):
+        # Arrays that the other worker has written completely.
+        for row, number in enumerate(state.numbers):
             self._closed.append(number)
-            self.crcs[number] = state.crcs[place]
+            self.crcs[number] = state.crcs[row]
             if self._digest:
-                self.digests[16 * number : 16 * number + 16] = state.digests[16 * place : 16 * place + 16]
-        for number, found in state.open.items():
+                self.digests[16 * number : 16 * number + 16] = state.digests[16 * row : 16 * row + 16]
+        # Arrays that several workers write: they are complete once the last part is added.
+        for number, part in state.open.items():
             with self._lock:
                 array = self._array(number)
-                array.join(found)
+                array.join(part)
             self._close_if_complete(number, array)
         self.check(state.checked)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every array that has bytes has been written whole."""
-        n_wanted = sum(self._places.bytes_of(number) > 0 for number in range(len(self._places)))
-        return not self._open and len(set(self._closed)) == n_wanted
+        """Return whether every array that has bytes has been written completely."""
+        n_arrays = sum(self._places.bytes_of(number) > 0 for number in range(len(self._places)))
+        return not self._open and len(set(self._closed)) == n_arrays
 
     def check(self, runs: Iterable[CheckedRun]) -> None:
-        """Takes runs of source arrays, and compares the CRC of an array once it has been read whole.
+        """Add runs of source arrays, and compare the CRC of each array that is complete.
 
         Raises:
-            CorruptError: it is not what the source states.
+            CorruptError: the CRC is not the one that the source states.
         """
         for run in runs:
             record = run.record
             with self._lock:
-                found = self._checked.setdefault((record.file, record.array), _Runs())
-                found.add(run)
-                crc = found.crc_of(record.n_bytes)
+                source_runs = self._checked.setdefault((record.file, record.array), _SourceRuns())
+                source_runs.add(run)
+                crc = source_runs.crc_of(record.n_bytes)
                 if crc is None:
                     continue
                 del self._checked[record.file, record.array]
             if crc != record.crc:
                 raise CorruptError(
-                    f"the bytes have CRC-32 {crc:08x}, the file states {record.crc:08x}",
+                    f"checksum mismatch: the bytes have CRC-32 {crc:08x}, the file states {record.crc:08x}",
                     file=record.file,
                     key=record.array,
                     span=(record.start, record.start + record.n_bytes),

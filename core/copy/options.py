@@ -17,7 +17,7 @@ Progress = Callable[[int], None]
 
 
 class Journal(Protocol):
-    """A record of the items that are finished, see ``core.stage.journal``."""
+    """A record of the items that are finished (``core.stage.journal``)."""
 
     def done(self, item: ItemNumber) -> ItemRecord | None:
         """Return what an earlier run recorded for an item, or None."""
@@ -26,11 +26,14 @@ class Journal(Protocol):
         """Record an item whose bytes have been written to ``files``."""
 
 
-class Watch(Protocol):
+class WriteObserver(Protocol):
     """An observer of the bytes that are written to arrays; called from several threads."""
 
     def feed(self, number: int, offset: int, data: memoryview) -> None:
-        """Take whole elements of an array, ``offset`` bytes from its start; ``data`` is valid during the call only."""
+        """Take whole elements of an array, ``offset`` bytes from its start.
+
+        ``data`` is valid during the call only.
+        """
 
     def pass_over(self, number: int, offset: int, n_bytes: int) -> None:
         """Take a range of an array whose elements are all zero."""
@@ -41,15 +44,20 @@ class CopyOptions:
     """How ``core.copy.run.execute`` copies.
 
     Args:
-        buffer_bytes: most bytes of buffers per thread; None takes the plan's. A third of it bounds a band.
+        buffer_bytes: most bytes of buffers per thread; None takes the plan's. A third of it bounds
+            a band.
         item_bytes: about how many bytes a thread copies before it takes the next item.
-        crc: compute CRC-32s, and check those that the source states. With a journal they are computed in any case.
+        crc: compute CRC-32s, and check those that the source states. With a journal they are
+            computed in any case.
         digest: compute content digests.
-        progress: told about written bytes.
-        journal: finished items are recorded in it; items that it lists already are checked and not copied again.
-        watch: told what is written, but not what an earlier run had written.
-        device: for casts, comparisons and quantized encodings where it is faster; None does all on the CPU.
-        before_item: called before each item, also before those that write nothing; an exception of it ends the copy.
+        progress: called with the number of bytes just written.
+        journal: finished items are recorded in it; items that it lists already are checked and not
+            copied again.
+        watch: observes what is written, but not what an earlier run had written.
+        device: for casts, comparisons and quantized encodings where it is faster; None does all on
+            the CPU.
+        before_item: called before each item, also before those that write nothing; an exception of
+            it ends the copy.
     """
 
     buffer_bytes: int | None = None
@@ -58,6 +66,6 @@ class CopyOptions:
     digest: bool = True
     progress: Progress | None = None
     journal: Journal | None = None
-    watch: Watch | None = None
+    watch: WriteObserver | None = None
     device: Device | None = None
     before_item: Callable[[], None] | None = None

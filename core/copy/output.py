@@ -1,4 +1,4 @@
-"""Write the elements of one work item: cast them, sum them and write them, in the order in which they come."""
+"""Cast, sum and write the elements of one work item, in the order in which they come."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from core.plan.positions import Places
 
 _SETTLED_BYTES = 8 << 20
+"""Finished bytes of an array after which the stage may start to write them to the disk."""
 
 
-class Stage(WriteStore, Protocol):
+class TargetStore(WriteStore, Protocol):
     """The target of a copy: a write store that can be read back."""
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
@@ -38,9 +39,9 @@ class Output:
     Args:
         dtypes: of the source and of the target.
         options: of the copy; its checksums, progress and watch count here.
-        stage: gets the bytes.
+        stage: receives the bytes.
         places: where the target arrays lie.
-        ledger: gets the checksums.
+        ledger: receives the checksums.
         spare: buffer for casts.
         device: makes the cast; None for the CPU.
     """
@@ -50,7 +51,7 @@ class Output:
         dtypes: tuple[str, str],
         options: CopyOptions,
         *,
-        stage: Stage,
+        stage: TargetStore,
         places: Places,
         ledger: Ledger,
         spare: memoryview,
@@ -71,11 +72,17 @@ class Output:
         self.written_bytes = 0
 
     def put(self, array: int, index: int, data: memoryview) -> None:
-        """See ``core.copy.interleave.Out``."""
+        """Write elements of the source's type at a flat element index of an array."""
         self.put_all(((array, index),), 0, data)
 
     def put_all(self, destinations: Sequence[tuple[int, int]], delta: int, data: memoryview) -> None:
-        """Write source-typed elements, ``delta`` elements after each of the destinations."""
+        """Write elements of the source's type to several arrays.
+
+        Args:
+            destinations: array numbers and flat element indices.
+            delta: number of elements after each index at which the data begin.
+            data: the elements.
+        """
         for skip, piece in self._casted(data):
             places = [(array, (index + delta + skip) * self._size) for array, index in destinations]
             self._feed(places, piece)
@@ -98,7 +105,7 @@ class Output:
         self._report(len(zeros) * len(destinations))
 
     def put_piece(self, array: int, index: int, data: memoryview) -> None:
-        """See ``core.copy.interleave.Out``."""
+        """Do as ``put``, for pieces that do not follow each other; prevents a resume."""
         self._is_recordable = False
         for skip, piece in self._casted(data):
             offset = self._places.offset_of(array) + (index + skip) * self._size
@@ -109,7 +116,7 @@ class Output:
             self._report(len(piece))
 
     def check(self, record: RecordCrc, address: int, data: Iterable[memoryview], n_bytes: int) -> None:
-        """See ``core.copy.interleave.Out``."""
+        """Add source bytes, read from a byte address, to the CRC of an array with a stated CRC."""
         if not self._options.crc:
             return
         offset = address - record.start
@@ -144,7 +151,11 @@ class Output:
         return ItemRecord(written, checked), files
 
     def _casted(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Yield (elements before it, bytes) of the target-typed pieces of some elements."""
+        """Cast elements to the target's type, piece by piece.
+
+        Yields:
+            The number of elements before the piece, and the bytes of the piece.
+        """
         if self._cast is None:
             yield 0, data
             return
@@ -161,6 +172,8 @@ class Output:
         new: dict[tuple[int, int], RunSum] = {}
         runs: dict[int, RunSum] = {}
         for array, offset in places:
+            # A run goes on as long as pieces follow each other. Arrays that get the same
+            # bytes at the same offset share one sum.
             run = self._open.get(array)
             if run is None or run.offset + run.n_bytes != offset:
                 if run is not None:
@@ -176,6 +189,7 @@ class Output:
             run.feed(piece)
 
     def _settle(self, array: int, file: str, end: int, *, is_last: bool = False) -> None:
+        """Report the bytes of an array up to ``end`` as finished, if there are enough of them."""
         start = self._settled[array]
         if end - start >= (_SETTLED_BYTES >> 3 if is_last else _SETTLED_BYTES):
             self._stage.settle(file, self._places.offset_of(array) + start, end - start)

@@ -1,7 +1,8 @@
-"""Run a plan: read, interleave, cast, check and write, in several threads, through small reused buffers.
+"""Run a plan in several threads, through small reused buffers.
 
-Checksums are made in the same pass, of the bytes as they are written. Files are created with their space allocated
-before the first byte moves, so a full disk is found out early. The first error stops all threads and is raised.
+Checksums are made in the same pass, of the bytes as they are written. Files are created with their
+space allocated before the first byte moves, so a full disk is found out early. The first error
+stops all threads and is raised.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray
 from core.copy.ledger import Ledger
 from core.copy.options import CopyOptions
-from core.copy.output import Stage
-from core.copy.worker import Copier, band_bytes_of
+from core.copy.output import TargetStore
+from core.copy.worker import CopyWorker, band_bytes_of
 from core.device.device import DEQUANTIZE, QUANTIZE, Device
 from core.files.store import ReadStore
 from core.plan.items import Item, ItemNumber, Portion, items_of_portion
 from core.plan.positions import Places
-from core.team.threads import Crew
+from core.team.threads import ThreadGroup
 
 
 class Work(Protocol):
-    """The work of a copy: a whole plan (``core.plan.plan``), or one worker's share of it
-    (``core.convert.stored_plan.file``).
+    """The work of a copy: a whole plan, or one worker's share of it.
+
+    ``core.plan.plan`` and ``core.convert.stored_plan.file`` implement it.
 
     Attributes:
-        images: the files to make.
+        images: the files to create.
         places: where the target's arrays lie.
-        threads, buffer_bytes, cache_bytes: see ``core.plan.plan.Plan``.
+        threads, buffer_bytes, cache_bytes: the resources of the copy (``core.plan.plan.Plan``).
     """
 
     @property
@@ -56,7 +58,7 @@ class Work(Protocol):
         """Yield the work, tensor by tensor."""
 
     def bind(self, store: ReadStore, array: StoredArray) -> StoredArray:
-        """See ``Catalog.bind``."""
+        """Return a late-bound array with its position in a file (``Catalog.bind``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class CopyResult:
         """Return the CRC-32 of an array, by name; 0 if none was computed.
 
         Raises:
-            KeyError: there is no such array.
+            KeyError: no array has this name.
         """
         return self.crcs[self._number_of(name)]
 
@@ -98,7 +100,7 @@ class CopyResult:
         """Return the digest of an array in hexadecimal digits, by name; None if none was computed.
 
         Raises:
-            KeyError: there is no such array.
+            KeyError: no array has this name.
         """
         number = self._number_of(name)
         return None if self.digests is None else self.digests[16 * number : 16 * number + 16].hex()
@@ -110,13 +112,15 @@ class CopyResult:
         return number
 
 
-def execute(plan: Work, source_store: ReadStore, stage_store: Stage, options: CopyOptions | None = None) -> CopyResult:
+def execute(
+    plan: Work, source_store: ReadStore, stage_store: TargetStore, options: CopyOptions | None = None
+) -> CopyResult:
     """Create the files of a plan and fill their arrays.
 
     Args:
         plan: the proven work, or a share of it.
-        source_store: holds the source's files.
-        stage_store: gets the files.
+        source_store: the source files.
+        stage_store: receives the new files.
         options: None for the defaults.
 
     Raises:
@@ -127,36 +131,37 @@ def execute(plan: Work, source_store: ReadStore, stage_store: Stage, options: Co
     options = options or CopyOptions()
     if options.journal is not None:  # it records the CRC-32 of each item
         options = replace(options, crc=True)
+    # All files get their space before the first byte moves: a full disk is found out at once.
     for image in plan.images:
         stage_store.create(image.path, image.size)
-    run = _Run(plan, source_store, stage_store, options)
-    run.go()
+    run = CopyRun(plan, source_store, stage_store, options)
+    run.run_threads()
     return run.result()
 
 
-def _computing(device: Device | None, threads: int) -> Device | None:
-    """Return the device with those quantized encodings that it does, or None."""
+def _quantizing_device(device: Device | None, threads: int) -> Device | None:
+    """Return the device with the quantization work that it does, or None."""
     if device is None:
         return None
-    from core.calibration.choice import settled
+    from core.calibration.choice import choose_device
 
-    return settled(device, (QUANTIZE, DEQUANTIZE), threads=threads)
+    return choose_device(device, (QUANTIZE, DEQUANTIZE), threads=threads)
 
 
-class _Run:
+class CopyRun:
     """The state that the threads of one copy share."""
 
-    def __init__(self, plan: Work, source_store: ReadStore, stage_store: Stage, options: CopyOptions) -> None:
+    def __init__(self, plan: Work, source_store: ReadStore, stage_store: TargetStore, options: CopyOptions) -> None:
         self._plan = plan
         self._options = options
-        computing = _computing(options.device, plan.threads) if plan.cache_bytes else None
-        self._source_store = DecodedStore(source_store, cache_bytes=plan.cache_bytes, device=computing)
+        quantizing = _quantizing_device(options.device, plan.threads) if plan.cache_bytes else None
+        self._source_store = DecodedStore(source_store, cache_bytes=plan.cache_bytes, device=quantizing)
         self._stage_store = stage_store
         self._band_bytes = band_bytes_of(options.buffer_bytes or plan.buffer_bytes)
         self._ledger = Ledger(plan.places, stage_store, crc=options.crc, digest=options.digest)
         self._items = self._all_items()
         self._lock = threading.Lock()
-        self._crew = Crew("copy")
+        self._threads = ThreadGroup("copy")
         self._read_bytes = 0
         self._written_bytes = 0
         self._resumed_bytes = 0
@@ -174,18 +179,18 @@ class _Run:
     def _bind(self, array: StoredArray) -> StoredArray:
         return self._source_store.placed(self._plan.bind(self._source_store, array))
 
-    def go(self) -> None:
-        """Run the threads; the calling thread waits and stays open to signals."""
-        self._crew.run(self._work, self._plan.threads)
+    def run_threads(self) -> None:
+        """Copy all items in threads; the calling thread waits and stays open to signals."""
+        self._threads.run(self._work, self._plan.threads)
 
-    def _next(self) -> tuple[ItemNumber, Item] | None:
+    def _next_item(self) -> tuple[ItemNumber, Item] | None:
         if self._options.before_item is not None:
             self._options.before_item()
         with self._lock:
-            return None if self._crew.is_stopped() else next(self._items, None)
+            return None if self._threads.is_stopped() else next(self._items, None)
 
     def _work(self) -> None:
-        copier = Copier(
+        worker = CopyWorker(
             self._source_store,
             self._stage_store,
             self._plan.places,
@@ -193,25 +198,26 @@ class _Run:
             self._options,
             band_bytes=self._band_bytes,
             threads=self._plan.threads,
-            is_stopped=self._crew.is_stopped,
+            is_stopped=self._threads.is_stopped,
         )
         journal = self._options.journal
-        while (numbered := self._next()) is not None:
+        while (numbered := self._next_item()) is not None:
             number, item = numbered
             if not self._is_resumed(number):
-                record, files = copier.do(item)
+                record, files = worker.do(item)
                 if journal is not None and record is not None:
                     journal.add(number, record, files)
         with self._lock:
-            self._read_bytes += copier.read_bytes
-            self._written_bytes += copier.written_bytes
+            self._read_bytes += worker.read_bytes
+            self._written_bytes += worker.written_bytes
 
     def _is_resumed(self, number: ItemNumber) -> bool:
-        """Return whether an earlier run copied an item, and its bytes are in the stage with the CRCs it recorded."""
+        """Return whether an earlier run copied an item and its bytes have the recorded CRCs."""
         journal = self._options.journal
         record = None if journal is None else journal.done(number)
         if record is None:
             return False
+        # Read the item's bytes back: only those that have the recorded CRC count as written.
         buffer = memoryview(bytearray(BLOCK_BYTES))
         places = self._plan.places
         sums = []
@@ -225,6 +231,7 @@ class _Run:
             if run_sum.crc != run.crc:
                 return False
             sums.append((run.array, run_sum))
+        # They are as recorded, and go into the ledger as if this run had written them.
         self._ledger.check(record.checked)
         for array, run_sum in sums:
             self._ledger.add(array, run_sum)

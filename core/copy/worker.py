@@ -1,4 +1,4 @@
-"""What one copying thread does with one work item, and its buffers."""
+"""Copy work items in one thread, with its buffers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from core.arrays.checksum import BLOCK_BYTES
 from core.arrays.dtypes import itemsize
 from core.arrays.gather import Layout, dense, is_dense, read_box
-from core.copy.interleave import Weaver
-from core.copy.output import Output, Stage
+from core.copy.interleave import Interleaver
+from core.copy.output import Output, TargetStore
 from core.device.compare import is_equal
 from core.device.device import COMPARE, Device, cast_work, does
 from core.device.lane import PIECE_BYTES, host_buffer
 from core.errors import ReplicaMismatchError
 from core.plan.addresses import Source
-from core.plan.items import Comparison, Item, Move, Weave
+from core.plan.items import Comparison, Interleave, Item, Move
 
 if TYPE_CHECKING:
     from core.arrays.box import Box
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
     from core.plan.positions import Places
 
 CHUNK_BYTES = BLOCK_BYTES
-"""Bytes that a move holds at once; they stay in the processor's second-level cache."""
+"""Bytes that a move copies at once; they stay in the processor's second-level cache."""
 DEVICE_CHUNK_BYTES = 2 * PIECE_BYTES
-"""The same, of a move that a device casts; whole blocks, and a piece for each slot of the device."""
+"""Bytes that a move copies at once if a device casts: whole blocks, and a piece for each slot."""
 
 
-class Copier:
+class CopyWorker:
     """The buffers and counters of one copying thread.
 
     Args:
         source: the source files.
         stage: the target files.
         places: where the target arrays lie.
-        ledger: gets the checksums.
-        options: of the copy.
-        band_bytes: most bytes of a band, see ``band_bytes_of``.
-        threads: how many copy.
-        is_stopped: asked between chunks whether to give up.
+        ledger: receives the checksums.
+        options: options of the copy.
+        band_bytes: maximum bytes of a band (``band_bytes_of``).
+        threads: number of threads that copy.
+        is_stopped: asked between chunks whether the copy has been stopped.
     """
 
     def __init__(
         self,
         source: ReadStore,
-        stage: Stage,
+        stage: TargetStore,
         places: Places,
         ledger: Ledger,
         options: CopyOptions,
@@ -71,19 +71,21 @@ class Copier:
         """Copy an item, or part of it if the copy is stopped.
 
         Returns:
-            What to record of it (None if it cannot be resumed), and the files it wrote to.
+            The record for the journal (None if the item cannot be resumed), and the files written
+            to.
         """
         if isinstance(item, Comparison):
             self._compare(item)
             return None, set()
         device = None if item.dtypes[0] == item.dtypes[1] else self._device_for(cast_work(*item.dtypes))
+        # Pinned buffers are allocated only once a device has work.
         if device is not None and not self._is_pinned:
             self._make_buffers(device)
         out = self._begin(item.dtypes, spare=self._extra, device=device)
         if isinstance(item, Move):
             self._move(item, out, min(CHUNK_BYTES if device is None else DEVICE_CHUNK_BYTES, self._band_bytes))
         else:
-            self._weave(item, out)
+            self._interleave(item, out)
         self.written_bytes += out.written_bytes
         if self._is_stopped():
             return None, set()
@@ -98,6 +100,7 @@ class Copier:
         self._extra = host_buffer(device, min(chunk_bytes, self._band_bytes))
 
     def _move(self, item: Move, out: Output, chunk_bytes: int) -> None:
+        """Copy consecutive elements, in chunks that end at multiples of ``chunk_bytes``."""
         source_size, target_size = (itemsize(name) for name in item.dtypes)
         position = item.destinations[0][1] * target_size
         source = item.source
@@ -105,9 +108,11 @@ class Copier:
             self._extra[:] = bytes(len(self._extra))
         done = 0
         while done < item.n_elements and not self._is_stopped():
+            # Chunks end at multiples of their size in the target array, as blocks of digests do.
             room = chunk_bytes - (position + done * target_size) % chunk_bytes
             n = max(1, min(item.n_elements - done, room // target_size, chunk_bytes // source_size))
             data = self._band[: n * source_size]
+            # Elements without a file are zero, and so are the new files already.
             if source.file is None:
                 out.put_zeros(item.destinations, done, self._extra[: n * target_size])
             else:
@@ -119,11 +124,16 @@ class Copier:
                 out.put_all(item.destinations, done, data)
             done += n
 
-    def _weave(self, item: Weave, out: Output) -> None:
-        weaver = Weaver(self._source, self._band, self._raw)
-        self.read_bytes += weaver.weave(item, out, is_stopped=self._is_stopped)
+    def _interleave(self, item: Interleave, out: Output) -> None:
+        interleaver = Interleaver(self._source, self._band, self._raw)
+        self.read_bytes += interleaver.interleave(item, out, is_stopped=self._is_stopped)
 
     def _compare(self, item: Comparison) -> None:
+        """Compare copies that must be equal, band by band.
+
+        Raises:
+            ReplicaMismatchError: two copies differ.
+        """
         size = itemsize(item.dtype)
         device = self._device_for(COMPARE)
         for band in item.bands:
@@ -140,12 +150,12 @@ class Copier:
                     raise _mismatch(item, copy, band, bytes(first), bytes(other))
 
     def _device_for(self, work: str) -> Device | None:
-        """Return the device if it does a kind of work, which is tried when it is first needed."""
+        """Return the device if it does a kind of work; tries the work at the first call."""
         if self._device is None:
             return None
-        from core.calibration.choice import settled
+        from core.calibration.choice import choose_device
 
-        device = settled(self._device, [work], threads=self._threads)
+        device = choose_device(self._device, [work], threads=self._threads)
         return device if does(device, work) else None
 
     def _read_dense(self, source: Source, delta: list[int], band: Box, size: int, out: memoryview) -> None:
@@ -159,7 +169,7 @@ class Copier:
             self._source.read_into(file, address, out)
         else:
             read_box(
-                lambda at, buffer: self._source.read_into(file, at, buffer),
+                lambda start, buffer: self._source.read_into(file, start, buffer),
                 Layout(address, source.strides),
                 out,
                 dense(band.shape, size),
@@ -170,20 +180,24 @@ class Copier:
 
 
 def band_bytes_of(buffer_bytes: int) -> int:
-    """Return the most bytes of a band: a third of a thread's buffers, beside its raw source and a buffer for casts."""
+    """Return the maximum bytes of a band: a third of a thread's buffers.
+
+    The other two thirds are the raw source bytes and the buffer for casts.
+    """
     return buffer_bytes // 3 & ~63
 
 
 def _mismatch(item: Comparison, copy: Source, band: Box, first: bytes, other: bytes) -> ReplicaMismatchError:
-    at = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b) // itemsize(item.dtype)
+    """Return the error for two copies that differ; it names the first differing element."""
+    flat = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b) // itemsize(item.dtype)
     index = []
     for extent, offset in zip(reversed(band.shape), reversed(band.offset), strict=True):
-        index.append(offset + at % extent)
-        at //= extent
+        index.append(offset + flat % extent)
+        flat //= extent
     return ReplicaMismatchError(
         f"two copies differ, first at index {tuple(reversed(index))}: {item.primary.file} and {copy.file}",
         file=copy.file,
         key=item.key,
         hint="the ranks disagree: the checkpoint is damaged or was saved by diverged ranks; "
-        "--on-replica-mismatch first takes the first one's",
+        "--on-replica-mismatch first takes the copy of the first rank",
     )

@@ -1,6 +1,6 @@
-"""One accelerator, and one thread's way to it: streams, pinned buffers, casts and comparisons on the card.
+"""One accelerator and one thread's way to it: streams, pinned buffers, casts and comparisons on it.
 
-Start at ``device``, which says what kinds of work there are; ``lane`` moves the bytes. ``core.calibration`` decides
-what a device may do.
+Start at ``device``, which names the kinds of work; ``lane`` moves the bytes. ``core.calibration``
+decides what a device may do.
 Imports: arrays, errors.
 """

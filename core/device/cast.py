@@ -1,9 +1,9 @@
-"""Casts on a device, bit for bit those of ``core.arrays.cast``.
+"""Cast elements on a device, bit for bit as ``core.arrays.cast`` does.
 
-Roundings are the device's own where they are IEEE's (float64 → float32 → float16, to nearest even); all else is done
-with integers: tables of ``core.arrays.cast`` for types of at most 16 bits, the rounding to bfloat16, and every NaN,
-whose sign and payload a device would not keep. Only kernels are used that CUDA has: none of uint16, uint32 or float8
-tensors.
+Rounding is the device's own where it follows IEEE 754 (float64 → float32 → float16, to nearest
+even). All else is done with integers: tables of ``core.arrays.cast`` for types of at most 16 bits,
+the rounding to bfloat16, and every NaN, whose sign and payload a device would not keep. Only
+kernels that CUDA has are used: none of uint16, uint32 or float8 tensors.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from core.device.device import Device, cast_work
 from core.device.lane import Kernel, Lane, Tensor, lane_of
 
 _SIGNED = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Names of torch's integer types that hold patterns, by their size."""
+"""Names of torch's integer types for bit patterns, by their bytes."""
 
 
 def cast_on(device: Device | None, source: str, target: str) -> Cast:
-    """The function that casts dense little-endian elements; for the calling thread.
+    """Return the function that casts dense little-endian elements, for use in the calling thread.
+
+    Args:
+        device: does the cast if it does this kind of work; else the CPU path does.
+        source, target: dtype names.
 
     Raises:
-        UnsupportedError: the cast is not made.
-        CapacityError, WorkerError: see ``core.device.device.device_errors``.
+        UnsupportedError: no such cast exists.
+        CapacityError, WorkerError: the device fails (``core.device.device.device_errors``).
     """
     if device is None or not device.does(cast_work(source, target)):
         return cast_of(source, target)
@@ -35,23 +39,29 @@ def cast_on(device: Device | None, source: str, target: str) -> Cast:
 
 
 def kernel_of(lane: Lane, source: str, target: str) -> Kernel:
-    """The cast of bytes on the device, giving the patterns of the target."""
+    """Return the kernel that casts bytes on the device to bit patterns of the target type."""
+    import torch
+
     if itemsize(source) <= 2 and (source, target) != ("bfloat16", "float32"):
+        # A type of at most 16 bits has so few patterns that a table holds all results.
         table = _table(lane, source, target)
-        return lambda data: table.index_select(0, _indices(data, itemsize(source)))
+        if itemsize(source) == 1:
+            return lambda data: table.index_select(0, data.to(torch.int32))
+        return lambda data: table.index_select(0, data.view(torch.int16).to(torch.int32) & 0xFFFF)
     if dtype_of(source).kind != "float":
         return lambda data: _from_integers(data, source, target)
     if source == target:
         return lambda data: data
-    rounding = _rounding(lane, target)
-    return lambda data: rounding(float32_bits(data, source))
+    cast = _cast_from_float32(lane, target)
+    return lambda data: cast(float32_bits(data, source))
 
 
-def _rounding(lane: Lane, target: str) -> Kernel:
-    """From patterns of float32 (as int32)."""
+def _cast_from_float32(lane: Lane, target: str) -> Kernel:
+    """Return the kernel that casts patterns of float32 (as int32) to the target type."""
     if itemsize(target) == 1:
+        # Rounded to odd in bfloat16, a table of bfloat16 gives the correctly rounded result.
         table = _table(lane, "bfloat16", target)
-        return lambda bits: table.index_select(0, _sticky(bits))
+        return lambda bits: table.index_select(0, _truncate_sticky(bits))
     return {
         "float64": _to_float64,
         "float32": lambda bits: bits,
@@ -61,7 +71,7 @@ def _rounding(lane: Lane, target: str) -> Kernel:
 
 
 def float32_bits(data: Tensor, source: str) -> Tensor:
-    """Elements of a wider float type or of bfloat16 as patterns of float32."""
+    """Return elements of float64, float32 or bfloat16 as patterns of float32 (int32)."""
     import torch
 
     if source == "bfloat16":
@@ -70,10 +80,11 @@ def float32_bits(data: Tensor, source: str) -> Tensor:
         return data.view(torch.int32)
     assert source == "float64"
     bits = data.view(torch.int64)
-    made = data.view(torch.float64).to(torch.float32).view(torch.int32)
+    rounded = data.view(torch.float64).to(torch.float32).view(torch.int32)
+    # A NaN keeps its sign and the upper bits of its payload, and becomes a quiet one.
     sign = (bits >> 32).to(torch.int32) & -0x8000_0000
     payload = (bits >> 29).to(torch.int32) & 0x3F_FFFF
-    return torch.where(data.view(torch.float64).isnan(), sign | 0x7FC0_0000 | payload, made)
+    return torch.where(data.view(torch.float64).isnan(), sign | 0x7FC0_0000 | payload, rounded)
 
 
 def _to_float64(bits: Tensor) -> Tensor:
@@ -81,38 +92,42 @@ def _to_float64(bits: Tensor) -> Tensor:
 
     wide = bits.to(torch.int64)
     nan = (wide & -0x8000_0000) << 32 | 0x7FF8 << 48 | (wide & 0x3F_FFFF) << 29
-    return torch.where(_is_nan(bits), nan, bits.view(torch.float32).to(torch.float64).view(torch.int64))
+    return torch.where(is_nan(bits), nan, bits.view(torch.float32).to(torch.float64).view(torch.int64))
 
 
 def _to_float16(bits: Tensor) -> Tensor:
     import torch
 
-    made = bits.view(torch.float32).to(torch.float16).view(torch.int16)
-    payload = ((bits >> 13) & 0x3FF).clamp(min=1)  # as numpy: signalling ones stay so
+    rounded = bits.view(torch.float32).to(torch.float16).view(torch.int16)
+    payload = ((bits >> 13) & 0x3FF).clamp(min=1)  # as numpy: signalling NaNs stay signalling
     nan = ((bits >> 16) & -0x8000 | 0x7C00 | payload).to(torch.int16)
-    return torch.where(_is_nan(bits), nan, made)
+    return torch.where(is_nan(bits), nan, rounded)
 
 
 def _to_bfloat16(bits: Tensor) -> Tensor:
     import torch
 
-    made = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
-    return torch.where(_is_nan(bits), (bits >> 16) & -0x8000 | 0x7FC0, made).to(torch.int16)
+    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16  # to nearest, ties to even
+    return torch.where(is_nan(bits), (bits >> 16) & -0x8000 | 0x7FC0, rounded).to(torch.int16)
 
 
-def _is_nan(bits: Tensor) -> Tensor:
+def is_nan(bits: Tensor) -> Tensor:
+    """Return which patterns of float32 are NaN."""
     return (bits & 0x7FFF_FFFF) > 0x7F80_0000
 
 
-def _sticky(bits: Tensor) -> Tensor:
-    """See ``core.arrays.cast``: cut to bfloat16 patterns, odd if something was cut off."""
+def _truncate_sticky(bits: Tensor) -> Tensor:
+    """Cut patterns of float32 to bfloat16's bits, and set the last bit if anything was cut off.
+
+    Rounding the result to a narrower type gives what rounding the float32 would give.
+    """
     import torch
 
     return (bits >> 16) & 0xFFFF | ((bits & 0xFFFF) != 0).to(torch.int32)
 
 
 def _from_integers(data: Tensor, source: str, target: str) -> Tensor:
-    """32-bit integers, exact in 64 bits; wider ones are cast to nothing else."""
+    """Cast 32-bit integers to 64-bit integers or float64, exactly; no other cast of them exists."""
     import torch
 
     assert itemsize(source) == 4 and itemsize(target) == 8
@@ -122,14 +137,8 @@ def _from_integers(data: Tensor, source: str, target: str) -> Tensor:
     return values.to(torch.float64) if target == "float64" else values
 
 
-def _indices(data: Tensor, size: int) -> Tensor:
-    import torch
-
-    if size == 1:
-        return data.to(torch.int32)
-    return data.view(torch.int16).to(torch.int32) & 0xFFFF
-
-
 def _table(lane: Lane, source: str, target: str) -> Any:
-    """The cast of every pattern, on the device."""
-    return lane.table(cast_work(source, target), lambda: patterns_of(source, target).view(_SIGNED[itemsize(target)]))
+    """Return the cast of every pattern of the source type, as a table on the device."""
+    return lane.load_table(
+        cast_work(source, target), lambda: patterns_of(source, target).view(_SIGNED[itemsize(target)])
+    )

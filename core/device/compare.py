@@ -1,4 +1,4 @@
-"""Comparing two buffers on a device, byte by byte."""
+"""Compare two buffers on a device, byte by byte."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from core.device.device import COMPARE, Device, does
 from core.device.lane import Kernel, Tensor, lane_of
 
 _NONE = (1 << 63) - 1
+"""In place of the index of the first differing element, where none differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """Elements in which two buffers differ.
+    """The elements in which two buffers differ.
 
     Args:
-        n: how many.
-        first: index of the first one; None without any.
+        n: number of elements that differ.
+        first: index of the first one; None if none differs.
     """
 
     n: int
     first: int | None
 
 
-def is_equal(device: Device | None, one: memoryview, other: memoryview) -> bool:
-    """Whether two buffers of one length hold the same bytes."""
+def is_equal(device: Device | None, a: memoryview, b: memoryview) -> bool:
+    """Return whether two buffers of one length hold the same bytes."""
     if not does(device, COMPARE):
-        return bytes(one) == bytes(other)  # views would be compared element by element
-    return differing(device, one, other, 1).n == 0
+        return bytes(a) == bytes(b)  # views would be compared element by element
+    return count_differing(device, a, b, 1).n == 0
 
 
-def differing(device: Device | None, one: memoryview, other: memoryview, size: int) -> Differing:
-    """Where two buffers of one length differ.
+def count_differing(device: Device | None, a: memoryview, b: memoryview, size: int) -> Differing:
+    """Count the elements in which two buffers of one length differ.
 
     Args:
         size: bytes of an element.
@@ -40,28 +41,36 @@ def differing(device: Device | None, one: memoryview, other: memoryview, size: i
     import numpy as np
 
     if device is None or not device.does(COMPARE):
-        rows = [np.frombuffer(data, "u1").reshape(-1, size) for data in (one, other)]
-        differs = (rows[0] != rows[1]).any(axis=1)
+        elements_a, elements_b = (np.frombuffer(data, "u1").reshape(-1, size) for data in (a, b))
+        differs = (elements_a != elements_b).any(axis=1)
         n = int(differs.sum())
         return Differing(n, int(differs.argmax()) if n else None)
     n, first, start = 0, None, 0
-    for piece in lane_of(device).fold((one, other), differing_kernel(size), size=size):
-        n_here, first_here, n_elements = (int(number) for number in piece.view(np.int64))
-        if n_here and first is None:
-            first = start + first_here
-        n += n_here
+    for counts in lane_of(device).map_pieces((a, b), count_differing_kernel(size), size=size):
+        n_in_piece, first_in_piece, n_elements = (int(number) for number in counts.view(np.int64))
+        if n_in_piece and first is None:
+            first = start + first_in_piece
+        n += n_in_piece
         start += n_elements
     return Differing(n, first)
 
 
-def differing_kernel(size: int) -> Kernel:
-    """Gives (how many elements of so many bytes differ, index of the first, how many there are)."""
+def count_differing_kernel(size: int) -> Kernel:
+    """Return a kernel that compares two tensors of bytes.
 
-    def kernel(one: Tensor, other: Tensor) -> Tensor:
+    Args:
+        size: bytes of an element.
+
+    Returns:
+        A kernel that gives three numbers: how many elements differ, the index of the first of them,
+        and how many elements were compared.
+    """
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
         import torch
 
-        differs = (one != other).view(-1, size).any(dim=1)
-        index: Any = torch.arange(len(differs), device=one.device)
+        differs = (a != b).view(-1, size).any(dim=1)
+        index: Any = torch.arange(len(differs), device=a.device)
         first = torch.where(differs, index, _NONE).amin()
         return torch.stack([differs.sum(), first, torch.full_like(first, len(differs))])
 

@@ -1,15 +1,17 @@
-"""The accelerator on which a worker does its per-byte work: which one, for which kinds of work, and its errors.
+"""The accelerator on which a worker does its per-byte work: its name, kinds of work, and errors.
 
-``None`` in place of a ``Device`` is the CPU path of the engine, which needs none of this and no torch. A ``Device`` is
-a plain value that says what is wanted; what is open on it (streams, pinned memory) belongs to ``core.device.lane``.
-Whatever the device, the bytes that are written and the findings are the same, bit for bit; a kind of work that does not
-give the CPU path's bits on the device at hand is left to the CPU (``core.calibration.choice``).
+``None`` in place of a ``Device`` is the CPU path of the engine, which needs no torch. A ``Device``
+is a plain value that describes what is wanted; open resources (streams, pinned memory) belong to
+``core.device.lane``. The bytes that are written and the findings do not depend on the device; a
+kind of work for which the device gives other bits than the CPU path is left to the CPU
+(``core.calibration.choice``).
 
-Work is worth a trip to the device only where it costs more than the trip. Moving bytes never is.
+Work is sent to the device only where it costs more than the transfer. Moving bytes never does.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,22 +22,22 @@ from core.errors import CapacityError, CheckpointingException, UsageError, Worke
 CAST, VALUES, FINGERPRINT, COMPARE = "cast", "values", "fingerprint", "compare"
 QUANTIZE, DEQUANTIZE = "quantize", "dequantize"
 NAMES = ("cpu", "cuda", "auto")
-"""What ``--device`` may say."""
+"""The values of ``--device``, besides ``cuda:N``."""
 
 
 def cast_work(source: str, target: str) -> str:
-    """The name of the work of a cast between two dtypes."""
+    """Return the name of the kind of work that is the cast from one dtype to another."""
     return f"{CAST} {source} → {target}"
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where per-byte work is done.
+    """A device for per-byte work.
 
     Args:
         torch_name: ``cuda:0``, or ``cpu`` for the same code on torch's CPU, which tests use.
-        is_auto: each kind of work is done there only if it is faster, by measurement.
-        work: kinds of work that are done there; None if that is not settled yet, then nothing is.
+        is_auto: use the device for a kind of work only if it is measured to be faster there.
+        work: kinds of work that the device does; None, before this is decided, means none.
     """
 
     torch_name: str
@@ -44,36 +46,38 @@ class Device:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it has memory of its own."""
+        """Return whether this is a CUDA device, which has memory of its own."""
         return self.torch_name.startswith("cuda")
 
     def does(self, work: str) -> bool:
-        """Whether a kind of work is done there."""
+        """Return whether the device does a kind of work."""
         return self.work is not None and work in self.work
 
 
 def does(device: Device | None, work: str) -> bool:
-    """Whether a kind of work is done on a device, and not on the CPU path."""
+    """Return whether a device does a kind of work; False for the CPU path."""
     return device is not None and device.does(work)
 
 
 def device_named(name: str, local_rank: int = 0) -> Device | None:
-    """The device of a worker; imports torch unless it is ``cpu``.
+    """Return the device that ``--device NAME`` gives a worker; imports torch unless it is ``cpu``.
 
     Args:
-        name: ``cpu``; ``cuda``: the GPU with the number of the worker's local rank; ``cuda:N``; ``auto``: that GPU
-            for what it is faster at, the CPU path without one.
+        name: ``cpu``; ``cuda``: the GPU with the number of the worker's local rank; ``cuda:N``;
+            ``auto``: the same GPU for the work that is faster there, or the CPU path without a GPU.
         local_rank: the worker's number on its host.
 
     Returns:
-        None for the CPU path.
+        The device, or None for the CPU path.
 
     Raises:
-        UsageError: there is no such device, or fewer GPUs than workers on this host.
+        UsageError: the name is unknown, the device does not exist, or the host has fewer GPUs than
+            workers.
     """
-    kind, _, number = name.partition(":")
-    if kind not in NAMES or (number and (kind != "cuda" or not number.isdecimal())) or name.endswith(":"):
-        raise UsageError(f"--device: {name!r} is none of: {', '.join(NAMES)}, cuda:N")
+    match = re.fullmatch(r"(cpu|auto|cuda)|cuda:(\d+)", name)
+    if match is None:
+        raise UsageError(f"--device: {name!r} is not one of {', '.join(NAMES)}, cuda:N")
+    kind, number = match.groups()
     if kind == "cpu":
         return None
     n_devices = _n_cuda_devices()
@@ -81,13 +85,13 @@ def device_named(name: str, local_rank: int = 0) -> Device | None:
         return Device(f"cuda:{local_rank}", is_auto=True) if local_rank < n_devices else None
     if not n_devices:
         raise UsageError(
-            "--device cuda: torch finds no CUDA device here", hint=f"say --device cpu or auto; {_why_no_cuda()}"
+            "--device cuda: torch finds no CUDA device here", hint=f"use --device cpu or auto; {_why_no_cuda()}"
         )
     index = int(number) if number else local_rank
     if index >= n_devices:
         raise UsageError(
-            f"--device {name}: worker {local_rank} of this host needs GPU {index}, but there are {n_devices}",
-            hint=f"start at most {n_devices} workers on this host (--nproc-per-node), or say --device auto",
+            f"--device {name}: worker {local_rank} of this host needs GPU {index}, but the host has {n_devices}",
+            hint=f"start at most {n_devices} workers on this host (--nproc-per-node), or use --device auto",
         )
     return Device(f"cuda:{index}")
 
@@ -101,22 +105,23 @@ def _n_cuda_devices() -> int:
 
 
 def _why_no_cuda() -> str:
+    """Return the reason why torch finds no CUDA device, for a hint."""
     try:
         import torch
     except ImportError:
         return "torch is not installed"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
-    return f"torch {torch.__version__} was built for CUDA {torch.version.cuda}: look at the driver (nvidia-smi)"
+    return f"torch {torch.__version__} was built for CUDA {torch.version.cuda}: check the driver (nvidia-smi)"
 
 
 @contextmanager
 def device_errors(device: Device) -> Iterator[None]:
-    """Turns the errors of a device into the project's.
+    """Translate torch's errors about a device into this toolkit's.
 
     Raises:
-        CapacityError: its memory is used up.
-        WorkerError: it failed otherwise.
+        CapacityError: the device is out of memory.
+        WorkerError: the device failed otherwise.
     """
     try:
         yield
@@ -126,19 +131,15 @@ def device_errors(device: Device) -> Iterator[None]:
         if not device.is_cuda:
             raise
         text = str(err).partition("\n")[0]
-        if _is_out_of_memory(err):
+        import torch
+
+        out_of_memory: Any = torch.cuda.OutOfMemoryError
+        if isinstance(err, out_of_memory) or "out of memory" in str(err):
             raise CapacityError(
-                f"the memory of {device.torch_name} is used up: {text}",
-                hint="end what else runs on it, use fewer --threads, or say --device cpu",
+                f"{device.torch_name} is out of memory: {text}",
+                hint="end other programs that use it, use fewer --threads, or use --device cpu",
             ) from err
         raise WorkerError(
             f"{device.torch_name} failed: {text}",
-            hint="run it again, or say --device cpu; look at dmesg and nvidia-smi",
+            hint="run it again, or use --device cpu; dmesg and nvidia-smi may tell the cause",
         ) from err
-
-
-def _is_out_of_memory(err: RuntimeError) -> bool:
-    import torch
-
-    kind: Any = torch.cuda.OutOfMemoryError
-    return isinstance(err, kind) or "out of memory" in str(err)

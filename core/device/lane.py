@@ -1,15 +1,16 @@
-"""One thread's way to a device and back: two slots, each with a stream, pinned host memory and memory of the device.
+"""One thread's way to a device and back.
 
-::
+A lane has two slots, each with a stream, pinned host memory and memory on the device::
 
     slot 0   host → device │ kernel │ device → host │               │ host → device │ …
     slot 1                 │ host → device │ kernel │ device → host │               …
 
-While one slot's data travel and are worked at, the thread fills the other one. Buffers that are pinned themselves
-(``host_buffer``) are read and written by the device without a copy in between. With the device ``cpu`` the same code
-runs on torch's CPU, one piece after the other.
+While one slot's data travel and are worked on, the thread fills the other slot. Buffers that are
+pinned themselves (``host_buffer``) are read and written by the device without a copy in between.
+With the device ``cpu`` the same code runs on torch's CPU, one piece after the other.
 
-Memory: at most ``LANE_BYTES`` of the host a thread, and on the device what the kernel makes of two pieces.
+Memory: at most ``LANE_BYTES`` of host memory per thread; on the device, what the kernel allocates
+for two pieces.
 """
 
 from __future__ import annotations
@@ -27,28 +28,37 @@ Tensor = Any
 Array = Any
 """A numpy array."""
 Kernel = Callable[..., Tensor]
-"""Makes a tensor of tensors of bytes, all on the device; it neither waits for the device nor keeps what it gets."""
+"""Computes a tensor from tensors of bytes, all on the device.
+
+A kernel neither waits for the device nor keeps its arguments.
+"""
 
 PIECE_BYTES = 4 << 20
-"""Most bytes that a slot sends or receives at once; the start of a kernel costs as much as moving 100 KiB."""
+"""Maximum bytes that a slot sends or receives at once.
+
+Starting a kernel costs as much as moving 100 KiB.
+"""
 LANE_BYTES = 4 * PIECE_BYTES
 _ALIGNMENT = 8
-"""Bytes; elements that are looked at on the device begin at multiples of their size."""
+"""Bytes; the device reads elements at addresses that are multiples of their size."""
 _WINDOW = -1
+"""Number of the device buffer that holds an uploaded window."""
 CUDA_BYTES = 768 << 20
-"""Host memory that CUDA's context, its libraries and torch's part for it take; an estimate, not counted by kernel."""
+"""Host memory that CUDA's context, its libraries and torch's CUDA part take; an estimate."""
 
 
 def host_bytes(device: Device | None, threads: int) -> int:
-    """Host memory that a device takes in a process beside the engine's own; 0 for the CPU path."""
+    """Return the host memory, in bytes, that the use of a device adds to a process."""
     if device is None:
         return 0
     return threads * LANE_BYTES + (CUDA_BYTES if device.is_cuda else 0)
 
 
 def host_buffer(device: Device | None, n_bytes: int) -> memoryview:
-    """Memory that counts only once it is used, and goes back to the system afterwards; pinned for a device, then it
-    counts at once.
+    """Allocate host memory for ``n_bytes`` bytes, pinned if a CUDA device will use it.
+
+    Pinned memory is occupied at once. Other memory is occupied when it is first written, and goes
+    back to the system when the buffer is released.
     """
     if device is None or not device.is_cuda:
         return memoryview(mmap.mmap(-1, n_bytes))
@@ -59,10 +69,10 @@ def host_buffer(device: Device | None, n_bytes: int) -> memoryview:
 
 
 class Lane:
-    """Sends bytes through kernels; belongs to one thread, see ``lane_of``.
+    """One thread's way to a device, through two slots; get it from ``lane_of``.
 
     Args:
-        device: where to.
+        device: the device to which the bytes are sent.
     """
 
     def __init__(self, device: Device) -> None:
@@ -70,260 +80,276 @@ class Lane:
 
         self.device = device
         with device_errors(device):
-            self.place = torch.device(device.torch_name)
+            self.torch_device = torch.device(device.torch_name)
             if device.is_cuda:
-                torch.cuda.set_device(self.place)  # of this thread; others start with GPU 0
-            self._slots = [_Slot(self.place) for _ in range(2)]
+                torch.cuda.set_device(self.torch_device)  # of this thread; others start with GPU 0
+            self._slots = [_Slot(self.torch_device) for _ in range(2)]
         self._tables: dict[str, Tensor] = {}
 
     def map(self, data: memoryview, out: memoryview, kernel: Kernel, *, sizes: tuple[int, int]) -> None:
-        """Writes what a kernel makes of each element.
+        """Apply a kernel to each element and write the results to ``out``.
 
         Args:
-            data, out: dense elements of ``sizes`` bytes; the counts agree.
-            kernel: gives as many elements as it gets.
+            data, out: as many dense elements, of ``sizes`` bytes each.
+            kernel: gives one element for each element that it gets.
+            sizes: bytes of an element of ``data`` and of ``out``.
         """
-        wide, narrow = sizes
-        n_elements = len(data) // wide
+        data_size, out_size = sizes
+        n_elements = len(data) // data_size
         at_once = PIECE_BYTES // max(sizes)
         with device_errors(self.device):
             try:
+                # The slots take turns: while one's piece travels, the other one is filled.
                 for number, first in enumerate(range(0, n_elements, at_once)):
                     last = min(first + at_once, n_elements)
                     slot = self._slots[number % 2]
                     slot.finish()
-                    slot.begin((data[first * wide : last * wide],), kernel, out[first * narrow : last * narrow])
+                    piece = data[first * data_size : last * data_size]
+                    slot.begin((piece,), kernel, out[first * out_size : last * out_size])
                 for slot in self._slots:
                     slot.finish()
             except BaseException:
                 self._abandon()
                 raise
 
-    def fold(self, data: Sequence[memoryview], kernel: Kernel, *, size: int) -> Iterator[Array]:
-        """What a kernel makes of each piece, in order, as bytes.
+    def map_pieces(self, data: Sequence[memoryview], kernel: Kernel, *, size: int) -> Iterator[Array]:
+        """Apply a kernel to each piece of some buffers and yield the results, in order, as bytes.
 
         Args:
-            data: buffers of one length; the kernel gets as many tensors.
-            kernel: gives a small tensor.
-            size: no piece cuts elements of so many bytes.
+            data: buffers of one length; the kernel gets the same piece of each.
+            kernel: gives a small tensor for each piece.
+            size: bytes of an element; pieces do not cut elements.
         """
         at_once = PIECE_BYTES // size // len(data) * size
-        waiting: list[tuple[_Slot, Array]] = []
+        under_way: list[tuple[_Slot, Array]] = []
         with device_errors(self.device):
             try:
                 for number, first in enumerate(range(0, len(data[0]), at_once)):
                     slot = self._slots[number % 2]
-                    if len(waiting) == len(self._slots):
-                        ended, found = waiting.pop(0)
-                        ended.finish()
-                        yield found
-                    out: Array = slot.begin(tuple(one[first : first + at_once] for one in data), kernel, None)
-                    waiting.append((slot, out))
-                for slot, found in waiting:
+                    # A slot is free again once its earlier result has been handed on.
+                    if len(under_way) == len(self._slots):
+                        finished_slot, result = under_way.pop(0)
+                        finished_slot.finish()
+                        yield result
+                    pieces = tuple(buffer[first : first + at_once] for buffer in data)
+                    out: Array = slot.begin(pieces, kernel, None)
+                    under_way.append((slot, out))
+                for slot, result in under_way:
                     slot.finish()
-                    yield found
+                    yield result
             except BaseException:
                 self._abandon()
                 raise
 
-    def sent(self, data: Any, number: int = 0) -> Tensor:
-        """Bytes (a buffer) on the device, for use within ``working``.
+    def send(self, data: Any, number: int = 0) -> Tensor:
+        """Send a buffer's bytes to the device, for use within ``on_stream``.
 
         Args:
-            number: which of the lane's buffers they take, until others do.
+            number: the lane's device buffer that the bytes take, until the next use of that buffer.
         """
-        self._slots[0].wait()  # what was sent from the same pinned memory before has left
-        return self._slots[0].sent(shown(data), number)
+        self._slots[0].wait()  # the bytes sent before from the same pinned memory have left it
+        return self._slots[0].send(as_tensor(data), number)
 
     @contextmanager
-    def showing(self, data: memoryview) -> Iterator[None]:
-        """Bytes that do not change within this: they are sent once at most, for all kernels that get parts of them."""
-        self._slots[0].show(shown(data))
+    def uploaded_once(self, data: memoryview) -> Iterator[None]:
+        """Send ``data`` at most once, for all kernels that get parts of it within the block.
+
+        The bytes must not change within the block.
+        """
+        self._slots[0].set_window(as_tensor(data))
         try:
             yield
         finally:
-            self._slots[0].show(None)
+            self._slots[0].set_window(None)
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Work on the device outside of kernels is done within this.
+    def on_stream(self) -> Iterator[None]:
+        """Let the block use the device directly, outside of ``map`` and ``map_pieces``.
 
         Raises:
-            CapacityError, WorkerError: see ``core.device.device.device_errors``.
+            CapacityError, WorkerError: the device fails (``core.device.device.device_errors``).
         """
-        with device_errors(self.device), self._slots[0].streaming():
+        with device_errors(self.device), self._slots[0].stream_context():
             yield
 
-    def fetched(self, tensor: Tensor) -> Array:
-        """A tensor as a numpy array, once it is made; within ``working``."""
+    def fetch(self, tensor: Tensor) -> Array:
+        """Return a tensor of the device as a numpy array, once it is computed; in ``on_stream``."""
         if not self.device.is_cuda:
             return tensor.numpy()
         import torch
 
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        found.copy_(tensor, non_blocking=True)
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
         self._slots[0].wait()
-        return found.numpy()
+        return pinned.numpy()
 
-    def table(self, name: str, make: Callable[[], Array]) -> Tensor:
-        """A numpy array on the device, kept under a name."""
-        found = self._tables.get(name)
-        if found is None:
+    def load_table(self, name: str, make: Callable[[], Array]) -> Tensor:
+        """Return an array on the device; ``make`` computes it when its name is first asked for."""
+        table = self._tables.get(name)
+        if table is None:
             import torch
 
-            found = self._tables[name] = torch.from_numpy(make()).to(self.place)
+            table = self._tables[name] = torch.from_numpy(make()).to(self.torch_device)
             if self.device.is_cuda:
-                torch.cuda.synchronize(self.place)  # the slots' streams do not wait for this one
-        return found
+                torch.cuda.synchronize(self.torch_device)  # the slots' streams do not wait for this one
+        return table
 
     def _abandon(self) -> None:
-        """Waits for what still is on its way, so that nothing is written to buffers that others use again."""
+        """Wait for pieces under way, so that nothing is written to buffers that are used again."""
         for slot in self._slots:
             slot.abandon()
 
 
 class _Slot:
-    """A piece on its way.
+    """The buffers and the stream of one piece under way.
 
     Args:
-        place: a torch device.
+        device: a torch device.
     """
 
-    def __init__(self, place: Any) -> None:
+    def __init__(self, device: Any) -> None:
         import torch
 
-        self._place = place
-        self._is_cuda = place.type == "cuda"
-        self._stream = torch.cuda.Stream(place) if self._is_cuda else None
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._done = torch.cuda.Event(blocking=True) if self._is_cuda else None
-        self._there: dict[int, Tensor] = {}
-        self._in: dict[int, Tensor] = {}
-        self._out: Tensor | None = None
+        self._device_buffers: dict[int, Tensor] = {}
+        self._pinned_inputs: dict[int, Tensor] = {}
+        self._pinned_output: Tensor | None = None
         self._is_busy = False
-        self._rest: tuple[Tensor, Tensor] | None = None
+        self._copy_back: tuple[Tensor, Tensor] | None = None  # (target, pinned memory)
         self._window: Tensor | None = None
-        self._window_there: Tensor | None = None
+        self._window_on_device: Tensor | None = None
 
-    def show(self, window: Tensor | None) -> None:
-        """See ``Lane.showing``; None ends it."""
-        self._window, self._window_there = window, None
+    def set_window(self, window: Tensor | None) -> None:
+        """Set the bytes that ``send`` sends once and takes parts of; None for none."""
+        self._window, self._window_on_device = window, None
 
-    def streaming(self) -> AbstractContextManager[Any]:
-        """Work goes to this slot's stream."""
+    def stream_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which torch's work goes to this slot's stream."""
         if self._stream is None:
             return nullcontext()
         import torch
 
-        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
-        return stream
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return context
 
-    def sent(self, source: Tensor, number: int = 0) -> Tensor:
-        """Host bytes on the device; the stream is the current one.
+    def send(self, source: Tensor, number: int = 0) -> Tensor:
+        """Send host bytes to the device, on the current stream; a part of the window goes with it.
 
         Args:
-            number: which of the slot's buffers they take.
+            number: the slot's device buffer that the bytes take.
         """
         window = self._window
         start = -1 if window is None else source.data_ptr() - window.data_ptr()
         if window is None or start < 0 or start + source.numel() > window.numel() or start % _ALIGNMENT:
-            return self._sent_alone(source, number)
-        if self._window_there is None:
-            self._window_there = self._sent_alone(window, _WINDOW)
-        return self._window_there[start : start + source.numel()]
+            return self._send_alone(source, number)
+        if self._window_on_device is None:
+            self._window_on_device = self._send_alone(window, _WINDOW)
+        return self._window_on_device[start : start + source.numel()]
 
-    def _sent_alone(self, source: Tensor, number: int) -> Tensor:
+    def _send_alone(self, source: Tensor, number: int) -> Tensor:
         import torch
 
         n = source.numel()
-        there = self._there.get(number)
-        if there is None or there.numel() < n:
-            there = self._there[number] = torch.empty(max(n, PIECE_BYTES), dtype=torch.uint8, device=self._place)
+        target = self._device_buffers.get(number)
+        if target is None or target.numel() < n:
+            target = torch.empty(max(n, PIECE_BYTES), dtype=torch.uint8, device=self._device)
+            self._device_buffers[number] = target
+        # The device reads pinned memory only; other memory is copied there first.
         if self._is_cuda and not source.is_pinned():
-            held = self._in.get(number)
-            if held is None or held.numel() < n:
-                held = self._in[number] = torch.empty(max(n, 1 << 20), dtype=torch.uint8, pin_memory=True)
-            held[:n].copy_(source)
-            source = held[:n]
-        there[:n].copy_(source, non_blocking=True)
-        return there[:n]
+            pinned = self._pinned_inputs.get(number)
+            if pinned is None or pinned.numel() < n:
+                pinned = torch.empty(max(n, 1 << 20), dtype=torch.uint8, pin_memory=True)
+                self._pinned_inputs[number] = pinned
+            pinned[:n].copy_(source)
+            source = pinned[:n]
+        target[:n].copy_(source, non_blocking=True)
+        return target[:n]
 
     def begin(self, sources: Sequence[memoryview], kernel: Kernel, out: memoryview | None) -> Array:
-        """Sends pieces through a kernel.
+        """Send pieces through a kernel, without waiting for the result.
 
         Args:
-            out: gets the bytes that it makes once ``finish`` returns; None makes room for them.
+            out: gets the resulting bytes; None allocates memory for them.
 
         Returns:
-            The bytes, valid after ``finish``; of ``out``, where that is given.
+            The resulting bytes, in ``out`` where it is given; valid after ``finish``.
         """
         import torch
 
-        with self.streaming():
-            made = kernel(*(self.sent(shown(source), number) for number, source in enumerate(sources)))
-            made = made.contiguous().view(-1).view(torch.uint8)
-            n = made.numel()
+        with self.stream_context():
+            result = kernel(*(self.send(as_tensor(source), number) for number, source in enumerate(sources)))
+            result = result.contiguous().view(-1).view(torch.uint8)
+            n = result.numel()
             self._is_busy = True
-            wanted = torch.empty(n, dtype=torch.uint8, pin_memory=self._is_cuda) if out is None else shown(out)
+            wanted = torch.empty(n, dtype=torch.uint8, pin_memory=self._is_cuda) if out is None else as_tensor(out)
             assert wanted.numel() == n
+
+            # The device writes to pinned memory only; ``finish`` copies from there to other memory.
             target = wanted
             if self._is_cuda and not wanted.is_pinned():
-                if self._out is None or self._out.numel() < n:
-                    self._out = torch.empty(max(n, 1 << 20), dtype=torch.uint8, pin_memory=True)
-                target = self._out[:n]
-                self._rest = (wanted, target)
-            target.copy_(made, non_blocking=True)
+                if self._pinned_output is None or self._pinned_output.numel() < n:
+                    self._pinned_output = torch.empty(max(n, 1 << 20), dtype=torch.uint8, pin_memory=True)
+                target = self._pinned_output[:n]
+                self._copy_back = (wanted, target)
+            target.copy_(result, non_blocking=True)
             if self._done is not None:
                 self._done.record(self._stream)
         return wanted.numpy()
 
     def finish(self) -> None:
-        """Waits until the piece is back, if one is on its way."""
+        """Wait until the piece is back, if one is under way."""
         if self._is_busy and self._done is not None:
             self._done.synchronize()
         self._is_busy = False
-        if self._rest is not None:
-            wanted, target = self._rest
-            self._rest = None
-            wanted.copy_(target)
+        if self._copy_back is not None:
+            wanted, pinned = self._copy_back
+            self._copy_back = None
+            wanted.copy_(pinned)
 
     def wait(self) -> None:
-        """Waits until the stream has nothing to do."""
+        """Wait until the stream has nothing to do."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def abandon(self) -> None:
-        """Forgets the piece, once nothing is on its way."""
-        self._is_busy, self._rest = False, None
+        """Drop the piece under way, once the device no longer uses its buffers."""
+        self._is_busy, self._copy_back = False, None
         self.wait()
 
 
-class _Shown:
-    """Bytes shown to numpy as writable: torch warns of others, although nothing is written to sources."""
+class _WritableView:
+    """Bytes that numpy takes for writable.
+
+    torch warns of read-only arrays, although nothing is written to sources.
+    """
 
     def __init__(self, data: Array) -> None:
-        self._kept = data
+        self._kept = data  # the memory must live as long as this view
         address = data.__array_interface__["data"][0]
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": data.shape, "data": (address, False)}
 
 
-def shown(data: Any) -> Tensor:
-    """A buffer's bytes as a tensor, without a copy."""
+def as_tensor(data: Any) -> Tensor:
+    """Return a buffer's bytes as a tensor, without a copy."""
     import numpy as np
     import torch
 
-    found: Array = np.frombuffer(data, np.uint8)
-    if not found.flags.writeable and len(found):
-        found = np.asarray(_Shown(found))
-    return torch.from_numpy(found)
+    array: Array = np.frombuffer(data, np.uint8)
+    if not array.flags.writeable and len(array):
+        array = np.asarray(_WritableView(array))
+    return torch.from_numpy(array)
 
 
 @contextmanager
-def showing(device: Device | None, data: memoryview) -> Iterator[None]:
-    """See ``Lane.showing``, for the calling thread; nothing without a device that does something."""
+def uploaded_once(device: Device | None, data: memoryview) -> Iterator[None]:
+    """Do as ``Lane.uploaded_once`` for the calling thread; nothing if the device does no work."""
     if device is None or not device.work:
         yield
         return
-    with lane_of(device).showing(data):
+    with lane_of(device).uploaded_once(data):
         yield
 
 
@@ -331,9 +357,9 @@ _of_thread = threading.local()
 
 
 def lane_of(device: Device) -> Lane:
-    """The calling thread's lane to a device; it ends with the thread."""
+    """Return the calling thread's lane to a device; it ends with the thread."""
     lanes: dict[str, Lane] = _of_thread.__dict__.setdefault("lanes", {})
-    found = lanes.get(device.torch_name)
-    if found is None:
-        found = lanes[device.torch_name] = Lane(device)
-    return found
+    lane = lanes.get(device.torch_name)
+    if lane is None:
+        lane = lanes[device.torch_name] = Lane(device)
+    return lane

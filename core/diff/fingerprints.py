@@ -15,7 +15,7 @@ from core.errors import CheckpointingException
 from core.files.store import translated
 from core.fingerprint.definition import Fingerprint
 from core.manifest.file import Manifest
-from core.manifest.lookup import Recorded, recorded
+from core.manifest.lookup import RecordedManifest, find_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def stated_equal(a: Side, b: Side) -> Stated:
     found: list[Manifest] = []
     for name, side in zip("AB", (a, b), strict=True):
         try:
-            known = recorded(side.source.store.root, entry=side.source.store.entry)
+            known = find_manifest(side.source.store.root, entry=side.source.store.entry)
             if known is not None and known.failure is not None:
                 raise known.failure
             manifest = None if known is None else known.manifest
@@ -65,7 +65,7 @@ def _is_equal(key: str, a: Side, b: Side, one: Mapping[str, Fingerprint], other:
     )
 
 
-def _distrust(side: Side, known: Recorded, manifest: Manifest) -> str | None:
+def _distrust(side: Side, known: RecordedManifest, manifest: Manifest) -> str | None:
     """Why a manifest is not believed, or None."""
     store = side.source.store
     with translated(store.label, doing="check"):

@@ -9,7 +9,7 @@ from core.catalog.catalog import TensorMeta
 from core.diff.entries import EntryDiff
 from core.diff.sides import Side
 from core.megatron.optimizer.form import role_of
-from core.numbers.difference import Tolerance, Values
+from core.numbers.difference import Tolerance, ValueDifference
 from core.team.protocol import Figures
 
 KINDS = ("only_a", "only_b", "shape", "dtype", "values", "close", "unread", "equal")
@@ -37,7 +37,7 @@ class TensorDiff:
     kind: str
     a: TensorMeta | None = None
     b: TensorMeta | None = None
-    values: Values | None = None
+    values: ValueDifference | None = None
     is_cast: bool | None = None
     first: tuple[int | float | None, int | float | None] | None = None
     is_by_fingerprint: bool = False

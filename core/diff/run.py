@@ -37,16 +37,16 @@ from core.diff.sides import Side, sides_of
 from core.diff.tensor_pass import BAND_BYTES, Advance, Compared, TensorWork
 from core.errors import CapacityError, UsageError, in_checkpoint
 from core.inspect.summary import bare_key
-from core.manifest.fingerprint_share import opened_alike
+from core.manifest.fingerprint_share import open_on_all_ranks
 from core.megatron.optimizer.form import role_of
 from core.megatron.reshard.reshard import load_rules
 from core.numbers.difference import Tolerance
 from core.opening.open import FILL, Checkpoint
 from core.plan.box_reader import BoxReader
 from core.plan.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
-from core.scan.share import Share, share_in_a_row
-from core.team.agreement import agreed
-from core.team.protocol import ALONE, Figures, Team, collected, told
+from core.scan.share import RankShare, divide_in_order
+from core.team.agreement import require_agreement
+from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
@@ -118,17 +118,17 @@ def diff(job: DiffJob, *, progress: Progress | None = None, team: Team = ALONE) 
             sides = sides_of(first, second, rules=load_rules(job.rules))
             return _Comparison(job, *without_prefixes(*sides, job.strip_prefix), progress, team)
 
-        comparison = agreed(team, prepared, _Comparison.sight, what=f"{job.a} and {job.b}")
+        comparison = require_agreement(team, prepared, _Comparison.observed_state, subject=f"{job.a} and {job.b}")
         comparison.compare()
         found = comparison.found(begun)
-        collected(team, lambda: _verify_unchanged(first, second))
+        gather_results(team, lambda: _verify_unchanged(first, second))
         return found
 
 
 def _opened(stack: ExitStack, path: Path, iteration: int | None, missing_chunks: str, team: Team) -> Checkpoint:
     """One of the checkpoints, which is the same for all ranks; closed by the stack."""
     with in_checkpoint(str(path)):
-        made = opened_alike(path, iteration=iteration, missing_chunks=missing_chunks, team=team)
+        made = open_on_all_ranks(path, iteration=iteration, missing_chunks=missing_chunks, team=team)
     stack.callback(made.store.close)
     return made
 
@@ -155,7 +155,7 @@ class _Comparison:
         self._tensors = self._by_name()
         self._figures: tuple[Figures, ...] = ()
 
-    def sight(self) -> object:
+    def observed_state(self) -> object:
         """What all ranks must see alike, for their shares to fit together."""
         return [(one.key, one.kind, one.a, one.b, one.is_by_fingerprint) for one in self._tensors.values()]
 
@@ -168,7 +168,7 @@ class _Comparison:
             differing = [one for one in made[0].tensors if not one.is_same]
             return tuple(differing[:1]), made[0].entries[:1], made[0].left_out[:1]
 
-        tensors, entries, left_out = told(self._team, judged)
+        tensors, entries, left_out = broadcast_result(self._team, judged)
         return made[0] if made else self._diff(begun, tensors=tensors, entries=entries, left_out=left_out)
 
     def _made(self, begun: float) -> Diff:
@@ -282,7 +282,7 @@ class _Comparison:
 
     def _together(self, keys: list[str]) -> list[Compared]:
         """What all ranks of a team have found; at the lead."""
-        share = share_in_a_row(self._team, ((key, self._n_bytes(key)) for key in keys))
+        share = divide_in_order(self._team, ((key, self._n_bytes(key)) for key in keys))
         work = SharedComparison(
             self._team,
             share,
@@ -292,7 +292,7 @@ class _Comparison:
         found, self._figures = work.compared()
         return found
 
-    def _work(self, keys: list[str], *, advance: Advance, share: Share | None = None) -> TensorWork:
+    def _work(self, keys: list[str], *, advance: Advance, share: RankShare | None = None) -> TensorWork:
         pairs = ((key, key) for key in keys)
         return TensorWork(self._reader_a, self._reader_b, pairs, rule=self._job.rule, advance=advance, share=share)
 

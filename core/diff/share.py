@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from core.diff.tensor_pass import Advance, Compared, TensorWork, compared_of
 from core.numbers.tally import Tally
-from core.scan.share import Meter, Share
-from core.team.protocol import Figures, Team, collected, told
+from core.scan.share import Meter, RankShare
+from core.team.protocol import Figures, Team, broadcast_result, gather_results
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,9 @@ class SharedComparison:
         threads: that compare.
     """
 
-    def __init__(self, team: Team, share: Share, work: Callable[[Share, Advance], TensorWork], *, threads: int) -> None:
+    def __init__(
+        self, team: Team, share: RankShare, work: Callable[[RankShare, Advance], TensorWork], *, threads: int
+    ) -> None:
         self._team = team
         self._share = share
         self._work = work(share, self._advance)
@@ -57,10 +59,10 @@ class SharedComparison:
         Raises:
             CheckpointingException: the first error of a rank.
         """
-        first = collected(self._team, self._first)
+        first = gather_results(self._team, self._first)
         found: dict[str, tuple[tuple[str, str], Tally]] = {}
-        differing = told(self._team, lambda: _joined(found, first or []))
-        second = collected(self._team, lambda: self._second(differing))
+        differing = broadcast_result(self._team, lambda: _joined(found, first or []))
+        second = gather_results(self._team, lambda: self._second(differing))
         if first is None or second is None:
             return [], ()
         _joined(found, second)
@@ -68,7 +70,7 @@ class SharedComparison:
             Figures(rank, self._team.hosts[rank], one.n_bytes + two.n_bytes, 0, one.seconds + two.seconds)
             for rank, (one, two) in enumerate(zip(first, second, strict=True))
         )
-        return [compared_of(key, *found[key]) for key in self._share.places], figures
+        return [compared_of(key, *found[key]) for key in self._share.spans], figures
 
     def _first(self) -> _Part:
         """Compares the bands of the share."""

@@ -19,11 +19,11 @@ from core.arrays.box import Box, Shape, flat_offset
 from core.arrays.cast import cast_of, check_cast
 from core.arrays.dtypes import itemsize
 from core.errors import CheckpointingException, UnsupportedError
-from core.numbers.difference import Tolerance, Values, compared, holds_nan, shown, square_sum
+from core.numbers.difference import Tolerance, ValueDifference, compare_elements, element_value, has_nan, sum_squares
 from core.numbers.tally import Tally
 from core.plan.box_reader import BoxReader, TensorReader, bands
-from core.scan.share import Share
-from core.team.threads import Crew
+from core.scan.share import RankShare
+from core.team.threads import ThreadGroup
 
 BAND_BYTES = 1 << 20
 """Of the larger type; two bands then stay in the cache of a core while they are compared."""
@@ -48,7 +48,7 @@ class Compared:
 
     key: str
     is_same_bytes: bool
-    values: Values | None = None
+    values: ValueDifference | None = None
     is_cast: bool | None = None
     first: tuple[int | float | None, int | float | None] | None = None
 
@@ -112,7 +112,7 @@ class TensorWork:
         *,
         rule: Tolerance | None = None,
         advance: Advance | None = None,
-        share: Share | None = None,
+        share: RankShare | None = None,
     ) -> None:
         self._a, self._b = a, b
         self._rule = rule
@@ -121,7 +121,7 @@ class TensorWork:
         self._items = self._all_items(keys)
         self._again: deque[_Item] = deque()
         self._lock = threading.Lock()
-        self._crew = Crew("diff")
+        self._crew = ThreadGroup("diff")
         self._done: list[Compared] = []
         self._held: list[_Job] = []
 
@@ -178,7 +178,7 @@ class TensorWork:
             boxes = list(bands(job.shape, max(map(itemsize, job.dtypes)), BAND_BYTES))
             if self._share is not None:
                 boxes = _own_boxes(boxes, job, self._share)
-                if not boxes and not self._share.is_mine(key):
+                if not boxes and not self._share.is_own(key):
                     continue
             groups = [boxes[at : at + _GROUP] for at in range(0, len(boxes), _GROUP)] or [[]]
             job.n_left = len(groups)
@@ -229,11 +229,11 @@ class TensorWork:
             self._done.append(compared_of(job.key, job.dtypes, job.tally))
 
 
-def _own_boxes(boxes: Iterable[Box], job: _Job, share: Share) -> list[Box]:
+def _own_boxes(boxes: Iterable[Box], job: _Job, share: RankShare) -> list[Box]:
     """Those bands that are a rank's: a tensor's bytes on both sides are places in the work of all."""
-    start, stop = share.places[job.key]
+    start, stop = share.spans[job.key]
     unit = (stop - start) // (prod(job.shape) or 1)
-    return [box for box in boxes if share.is_mine(job.key, unit * flat_offset(box, job.shape))]
+    return [box for box in boxes if share.is_own(job.key, unit * flat_offset(box, job.shape))]
 
 
 class _Hand:
@@ -254,11 +254,11 @@ class _Hand:
                 if not job.tally.differs:
                     job.equal.append(box)
                     return len(a) + len(b)
-            square = square_sum(a, job.dtypes[0])
+            square = sum_squares(a, job.dtypes[0])
             with lock:
                 job.tally.add_equal(n, square)
             return len(a) + len(b)
-        found = compared(a, b, dtypes=job.dtypes, rule=self._rule)
+        found = compare_elements(a, b, dtypes=job.dtypes, rule=self._rule)
         is_cast = self._is_cast(a, b, job)
         pair = None if found.first is None else _pair(a, b, found.first, job.dtypes)
         with lock:
@@ -270,7 +270,7 @@ class _Hand:
         n = prod(box.shape)
         a = self._a.first(n * itemsize(job.dtypes[0]))
         job.a.read(box, a, self._raw.view)
-        square = square_sum(a, job.dtypes[0])
+        square = sum_squares(a, job.dtypes[0])
         with lock:
             job.tally.add_equal(n, square)
         return len(a)
@@ -283,7 +283,7 @@ class _Hand:
         """
         if job.dtypes[0] != job.dtypes[1] or not self._a.begins_as(self._b, len(a)):
             return False
-        return self._rule is None or self._rule.equal_nan or not holds_nan(a, job.dtypes[0])
+        return self._rule is None or self._rule.equal_nan or not has_nan(a, job.dtypes[0])
 
     def _is_cast(self, a: memoryview, b: memoryview, job: _Job) -> bool | None:
         """Whether the narrower of two types holds the other's values, rounded; None for one type, or no such cast."""
@@ -331,6 +331,6 @@ def _pair(
     """The values of one element on both sides."""
     size_a, size_b = itemsize(dtypes[0]), itemsize(dtypes[1])
     return (
-        shown(a[index * size_a : (index + 1) * size_a], dtypes[0]),
-        shown(b[index * size_b : (index + 1) * size_b], dtypes[1]),
+        element_value(a[index * size_a : (index + 1) * size_a], dtypes[0]),
+        element_value(b[index * size_b : (index + 1) * size_b], dtypes[1]),
     )

@@ -513,7 +513,7 @@ class MemoryStore:
         self._content(name)[offset : offset + len(data)] = data
 
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """See ``core.copy.output.Stage``; memory needs nothing."""
+        """See ``core.copy.output.TargetStore``; memory needs nothing."""
 
     def _content(self, name: str) -> bytearray | memoryview:
         try:

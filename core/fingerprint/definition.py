@@ -1,41 +1,45 @@
-"""Fingerprints: what a tensor holds, in 16 numbers, however it is stored.
+"""Define fp1, a fingerprint of 16 numbers for a tensor's content, however the tensor is stored.
 
-A fingerprint belongs to a *canonical* tensor (``core.opening.canonical``: global, one layer, one expert, no padding
-rows). It is a sum over the tensor's bytes in which every byte has a weight of its own, so any part of the tensor
-contributes
-independently: rank files, chunks of any shape and any order of reading give the same sum. Two tensors are called equal
-if dtype, shape and fingerprint are.
+A fingerprint belongs to a *canonical* tensor (``core.opening.canonical``: global, one layer, one
+expert, no padding rows). It is a sum over the tensor's bytes in which every byte has a weight of
+its own, so any part of the tensor contributes independently: rank files, chunks of any shape and
+any order of reading give the same sum. Two tensors are called equal if dtype, shape and fingerprint
+are.
 
-Definition of ``fp1``. The tensor's elements are little-endian bytes in C order; each byte is read as a signed number
-x, -128 … 127. All else is integer arithmetic.
+Definition of ``fp1``. The tensor's elements are little-endian bytes in C order; each byte is read
+as a signed number x, -128 … 127. All else is integer arithmetic.
 
-* *Rows.* Trailing axes are joined, from the last on, until they hold at least 512 bytes (or until no axis is left).
-  That is a row of R bytes; the axes before it number the rows, r = 0, 1, … in C order.
-* *Blocks.* Rows are cut into blocks of B bytes, where B is the largest divisor of R that is at most 4096; if that is
-  below 512 and R above 4096, B is 4096 and the last block of each row is shorter. The q-th of a row's Q blocks has
-  number b = r·Q + q.
+* *Rows.* Trailing axes are joined, from the last on, until they hold at least 512 bytes (or until
+  no axis is left). That is a row of R bytes; the axes before it number the rows, r = 0, 1, … in C
+  order.
+* *Blocks.* Rows are cut into blocks of B bytes, where B is the largest divisor of R that is at most
+  4096; if that is below 512 and R above 4096, B is 4096 and the last block of each row is shorter.
+  The q-th of a row's Q blocks has number b = r·Q + q.
 * *Lanes.* There are 16, l = 0 … 15, each with factors of its own. p is the prime 2^31 - 1.
 
       sum of a block     S(l, b) = Σ_j  x_j · f(0, j, l)      j = 0 … B-1, the place in the block
-      weight of a block  W(l, b) = f(1, b mod 4096, l) · f(2, ⌊b/4096⌋ mod 4096, l) · f(3, ⌊b/4096²⌋, l)  mod p
+      weight of a block  W(l, b) = f(1, b mod 4096, l) · f(2, ⌊b/4096⌋ mod 4096, l)
+                                   · f(3, ⌊b/4096²⌋, l)  mod p
       fingerprint        F(l)    = Σ_b  S(l, b) · W(l, b)  mod p
 
-* *Factors.* z is output number ((4096·k + i)·16 + l) of SplitMix64 with seed 0, counted from 0. f(0, i, l) is
-  2·⌊z / 2^57⌋ - 127: odd, -127 … 127. f(k, i, l) for k = 1, 2, 3 is 1 + z mod (p - 1): never 0.
+* *Factors.* z is output number ((4096·k + i)·16 + l) of SplitMix64 with seed 0, counted from 0.
+  f(0, i, l) is 2·⌊z / 2^57⌋ - 127: odd, -127 … 127. f(k, i, l) for k = 1, 2, 3 is 1 + z mod
+  (p - 1): never 0.
 * *Text.* The 16 numbers, lane 0 first, eight hexadecimal digits each.
 
-Zeros add nothing, so padding does not matter; an empty tensor has sixteen zeros. Tensors of more than 2^36 blocks have
-no fingerprint.
+Zeros add nothing, so padding does not matter; an empty tensor has sixteen zeros. Tensors of more
+than 2^36 blocks have no fingerprint.
 
-What it says. A change of one byte is always seen: the difference, the factor and the weight are no multiples of p. For
-any other two tensors that were chosen without regard to the factors, and factors that are as good as independent and
-uniform: in a lane, the sums of all blocks agree with probability at most 1/128, and if they do not, the weighted sum
-vanishes for at most 3 / (p - 1) of the weights (a polynomial of degree 3 in them). So the fingerprints of different
-tensors are equal with probability below (1/128 + 3·2^-31)^16, about 2^-112. The factors are public: whoever wants to
-make two tensors with one fingerprint can. It is no cryptographic hash, and no signature.
+Strength. A change of one byte is always detected: the difference, the factor and the weight are no
+multiples of p. For any other two tensors that were chosen without regard to the factors, and
+factors that are as good as independent and uniform: in a lane, the sums of all blocks agree with
+probability at most 1/128, and if they do not, the weighted sum vanishes for at most 3 / (p - 1) of
+the weights (a polynomial of degree 3 in them). So the fingerprints of different tensors are equal
+with probability below (1/128 + 3·2^-31)^16, about 2^-112. The factors are public: whoever wants to
+make two tensors with one fingerprint can. It is not a cryptographic hash, and not a signature.
 
-Source: written for this toolkit; SplitMix64 as in java.util.SplittableRandom; the vanishing polynomial is the lemma of
-Schwartz and Zippel.
+Source: written for this toolkit; SplitMix64 as in java.util.SplittableRandom; the vanishing
+polynomial is the lemma of Schwartz and Zippel.
 """
 
 from __future__ import annotations
@@ -52,20 +56,20 @@ SCHEME = "fp1"
 LANES = 16
 PRIME = (1 << 31) - 1
 TABLE = 4096
-"""Factors of a table, a power of two; also the most bytes of a block."""
+"""Factors of a table, a power of two; also the maximum bytes of a block."""
 LEAST_BYTES = 512
-"""Rows have at least as many, where there are axes to join; blocks, where rows can be divided so."""
+"""Minimum bytes of a row, if there are axes to join, and of a block, if a row has such a divisor."""
 _TEXT_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a canonical tensor holds.
+    """The fingerprint of a canonical tensor.
 
     Args:
         dtype: canonical dtype name.
         shape: in elements.
-        text: the sum, see ``text_of``.
+        text: the 16 numbers as ``format_lanes`` writes them.
     """
 
     dtype: str
@@ -75,13 +79,13 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a tensor is cut for its fingerprint.
+    """The division of a tensor into rows and blocks for its fingerprint.
 
     Args:
-        n_rows: rows.
+        n_rows: rows of the tensor.
         row_bytes: bytes of a row.
         block_bytes: bytes of a block.
-        n_outer: axes that number the rows; those after them are joined to rows.
+        n_outer: number of axes that number the rows; the axes after them are joined to rows.
     """
 
     n_rows: int
@@ -91,63 +95,61 @@ class Form:
 
     @property
     def n_blocks(self) -> int:
-        """Blocks of a row."""
+        """Return the number of blocks in a row."""
         return -(-self.row_bytes // self.block_bytes)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Return the bytes of the tensor."""
         return self.n_rows * self.row_bytes
 
 
 def form_of(shape: Shape, itemsize: int) -> Form:
-    """How a tensor is cut.
+    """Divide a tensor into rows and blocks.
 
     Args:
         shape: in elements.
         itemsize: bytes of an element.
 
     Raises:
-        UnsupportedError: it is too large.
+        UnsupportedError: the tensor has more than 2^36 blocks.
     """
     row_bytes, n_outer = itemsize, len(shape)
     while n_outer and row_bytes < LEAST_BYTES:
         n_outer -= 1
         row_bytes *= shape[n_outer]
-    form = Form(prod(shape[:n_outer]), row_bytes, _block_bytes(row_bytes), n_outer)
+    if row_bytes <= TABLE:
+        block_bytes = max(row_bytes, 1)
+    else:
+        divisors = (n for n in range(TABLE, LEAST_BYTES - 1, -1) if row_bytes % n == 0)
+        block_bytes = next(divisors, TABLE)
+    form = Form(prod(shape[:n_outer]), row_bytes, block_bytes, n_outer)
     if form.n_rows * form.n_blocks > TABLE**3:
         raise UnsupportedError(f"a tensor of {form.n_bytes} bytes is too large for a fingerprint")
     return form
 
 
-def _block_bytes(row_bytes: int) -> int:
-    if row_bytes <= TABLE:
-        return max(row_bytes, 1)
-    fitting = (n for n in range(TABLE, LEAST_BYTES - 1, -1) if row_bytes % n == 0)
-    return next(fitting, TABLE)
-
-
-def text_of(lanes: Sequence[int]) -> str:
-    """A fingerprint as manifests write it."""
+def format_lanes(lanes: Sequence[int]) -> str:
+    """Return the 16 numbers of a fingerprint as manifests write them."""
     return "".join(f"{lane % PRIME:0{_TEXT_DIGITS}x}" for lane in lanes)
 
 
-def lanes_of(text: str) -> tuple[int, ...]:
-    """The numbers of a fingerprint.
+def parse_lanes(text: str) -> tuple[int, ...]:
+    """Return the 16 numbers of a fingerprint that ``format_lanes`` wrote.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a fingerprint.
     """
     if len(text) != LANES * _TEXT_DIGITS or set(text) - set("0123456789abcdef"):
         raise ValueError(f"not a fingerprint: {text[:160]!r}")
-    lanes = tuple(int(text[at : at + _TEXT_DIGITS], 16) for at in range(0, len(text), _TEXT_DIGITS))
+    lanes = tuple(int(text[start : start + _TEXT_DIGITS], 16) for start in range(0, len(text), _TEXT_DIGITS))
     if max(lanes) >= PRIME:
         raise ValueError(f"not a fingerprint: {text!r}")
     return lanes
 
 
-def added(parts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The fingerprint of what consists of disjoint parts, from their contributions."""
+def add_lanes(parts: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the sum of the contributions of disjoint parts: the numbers of what they make up."""
     total = [0] * LANES
     for part in parts:
         total = [(a + b) % PRIME for a, b in zip(total, part, strict=True)]

@@ -1,13 +1,16 @@
-"""The fast arithmetic of fingerprints: exact sums of bytes times small factors, for many blocks at once.
+"""Multiply bytes by the factors of a fingerprint: exact sums for many blocks at once.
 
-Bytes times factors is a matrix product, (blocks × bytes) · (bytes × 16). Two engines give the same numbers:
+Bytes times factors is a matrix product, (blocks × bytes) · (bytes × 16). Two engines give the same
+numbers:
 
-* torch's int8 product with int32 sums, where it is exact on this processor (tried once with the extreme values: some
-  processors add pairs in 16 bits and cut them off);
-* numpy's product of float32, exact because every partial sum of 1024 products is an integer below 2^24.
+* torch's int8 product with int32 sums, where it is exact on this processor (tried once with the
+  extreme values: some processors add pairs in 16 bits and cut them off);
+* numpy's product of float32, exact because every partial sum of 1024 products is an integer below
+  2^24.
 
-A device (``core.device.device``) multiplies float32 likewise; bytes and factors are exact in TF32 and bfloat16 too, so
-its sums are, whatever its matrix units do, as long as these add in float32.
+A device (``core.device.device``) multiplies float32 likewise. Bytes and factors are exact in TF32
+and bfloat16 too, so its sums are exact whatever its matrix units do, as long as they add in
+float32.
 """
 
 from __future__ import annotations
@@ -24,28 +27,37 @@ from core.device.lane import Kernel, Lane, lane_of
 from core.fingerprint.definition import LANES, PRIME, TABLE
 
 Array = Any
-"""A numpy array; of int8 where it is bytes, of int64 where it is sums and block numbers."""
+"""A numpy array: bytes as int8, sums and block numbers as int64."""
 
 TORCH_BYTES = 64 << 20
-"""From this amount of data on, it pays to import torch."""
+"""Amount of data from which the import of torch pays."""
 _EXACT_TERMS = 1024
 """Products of a byte and a factor that float32 adds exactly: 1024 · 128 · 127 < 2^24."""
 _FEW = 32
-"""Blocks that, sharing the upper digits of their numbers, are worth a step of their own."""
+"""Average number of blocks with the same upper digits from which each such run is added by itself.
+"""
 _SAFE_TERMS = 32
 """Products of a block's sum (26 bits) and a weight (31 bits) that int64 adds without overflow."""
 
 
 class Products(Protocol):
-    """Multiplies bytes by factors."""
+    """An engine that multiplies bytes by factors."""
 
     def __call__(self, data: Array, first: int) -> Array:
-        """Sums of ``data[m, :] * factors[first : first + n, :]`` for every row m, as (rows, 16)."""
+        """Return the sum over j of ``data[m, j] * factors[first + j, :]`` for every row m.
+
+        Args:
+            data: (rows, bytes), int8.
+            first: place in the block of the first byte of each row.
+
+        Returns:
+            (rows, 16), int64.
+        """
 
 
 @cache
 def _tables() -> tuple[Array, tuple[Array, ...]]:
-    """The factors of bytes, (4096, 16), and of block numbers' digits, (4096, 16) each."""
+    """Return the factors of bytes and those of block numbers' digits, (4096, 16) each."""
     import numpy as np
 
     number: Array = np.arange(1, 4 * TABLE * LANES + 1, dtype=np.uint64)
@@ -60,24 +72,25 @@ def _tables() -> tuple[Array, tuple[Array, ...]]:
 
 @cache
 def _floats() -> Array:
+    """Return the factors of bytes as float32."""
     import numpy as np
 
     return _tables()[0].astype(np.float32)
 
 
 def products_in_numpy(data: Array, first: int) -> Array:
-    """See ``Products``."""
+    """Multiply by numpy's product of float32 (``Products``)."""
     import numpy as np
 
-    made = np.zeros((data.shape[0], LANES), np.int64)
+    sums = np.zeros((data.shape[0], LANES), np.int64)
     for start in range(0, data.shape[1], _EXACT_TERMS):
         part = data[:, start : start + _EXACT_TERMS].astype(np.float32)
-        made += (part @ _floats()[first + start : first + start + part.shape[1]]).astype(np.int64)
-    return made
+        sums += (part @ _floats()[first + start : first + start + part.shape[1]]).astype(np.int64)
+    return sums
 
 
 def products_in_torch(data: Array, first: int) -> Array:
-    """See ``Products``."""
+    """Multiply by torch's int8 product (``Products``), on one processor core."""
     import numpy as np
     import torch
 
@@ -100,7 +113,7 @@ def _torch_factors() -> Any:
 
 @cache
 def _is_exact_in_torch() -> bool:
-    """Whether torch's product is there and exact, also for the largest sums and for parts of blocks."""
+    """Return whether torch has an int8 product that is exact, also for the largest sums."""
     import numpy as np
 
     try:
@@ -122,50 +135,57 @@ def _is_exact_in_torch() -> bool:
 
 
 def products_on(device: Device) -> Products:
-    """Multiplies on a device, in the calling thread's lane."""
+    """Return an engine that multiplies on a device, in the calling thread's lane."""
 
     def products(data: Array, first: int) -> Array:
-        """See ``Products``."""
         import numpy as np
 
         lane = lane_of(device)
         factors = factors_on(lane)
         flat: Array = np.ascontiguousarray(data).reshape(-1)
-        pieces = list(
-            lane.fold((memoryview(flat).cast("B"),), products_kernel(factors, first, data.shape[1]), size=data.shape[1])
-        )
-        found: Array = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(np.int32)
-        return found.reshape(-1, LANES).astype(np.int64)
+        width = data.shape[1]
+        kernel = products_kernel(factors, first, width)
+        pieces = list(lane.map_pieces((memoryview(flat).cast("B"),), kernel, size=width))
+        sums: Array = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(np.int32)
+        return sums.reshape(-1, LANES).astype(np.int64)
 
     return products
 
 
 def factors_on(lane: Lane) -> Any:
-    """The factors of bytes, on the device."""
-    return lane.table("factors of bytes", _floats)
+    """Return the factors of bytes as a tensor on the device."""
+    return lane.load_table("factors of bytes", _floats)
 
 
 def products_kernel(factors: Any, first: int, width: int) -> Kernel:
+    """Return a kernel that multiplies rows of bytes by factors.
+
+    Args:
+        factors: from ``factors_on``.
+        first: place in the block of the first byte of each row.
+        width: bytes of a row.
+    """
+
     def kernel(data: Any) -> Any:
         import torch
 
         rows = data.view(torch.int8).view(-1, width).to(torch.float32)
-        made = torch.zeros((len(rows), LANES), dtype=torch.int32, device=data.device)
+        sums = torch.zeros((len(rows), LANES), dtype=torch.int32, device=data.device)
         for start in range(0, width, _EXACT_TERMS):
             part = rows[:, start : start + _EXACT_TERMS]
-            made += (part @ factors[first + start : first + start + part.shape[1]]).to(torch.int32)
-        return made
+            sums += (part @ factors[first + start : first + start + part.shape[1]]).to(torch.int32)
+        return sums
 
     return kernel
 
 
 @contextmanager
-def kernel(n_bytes: int, device: Device | None = None) -> Iterator[Products]:
-    """The faster engine for an amount of data, for the length of a block.
+def fastest_products(n_bytes: int, device: Device | None = None) -> Iterator[Products]:
+    """Yield the fastest engine for an amount of data; torch's thread count is restored afterwards.
 
     Args:
-        n_bytes: to be summed up.
-        device: is used if it does fingerprints.
+        n_bytes: data to be summed up.
+        device: used if it does fingerprints.
     """
     if device is not None and device.does(FINGERPRINT):
         yield products_on(device)
@@ -173,38 +193,38 @@ def kernel(n_bytes: int, device: Device | None = None) -> Iterator[Products]:
     if n_bytes < TORCH_BYTES and "torch" not in sys.modules:
         yield products_in_numpy
         return
-    before = _torch_threads()
-    if before is None or not _is_exact_in_torch():
-        yield products_in_numpy
-        return
-    import torch
-
-    try:
-        yield products_in_torch
-    finally:
-        torch.set_num_threads(before)
-        _of_thread.torch_threads = None
-
-
-def _torch_threads() -> int | None:
     try:
         import torch
     except ImportError:
-        return None
-    return int(torch.get_num_threads())
+        yield products_in_numpy
+        return
+    n_threads = int(torch.get_num_threads())
+    if not _is_exact_in_torch():
+        yield products_in_numpy
+        return
+    try:
+        yield products_in_torch
+    finally:
+        torch.set_num_threads(n_threads)
+        _of_thread.torch_threads = None
 
 
-def weighed(sums: Array, blocks: range | Array) -> Array:
-    """The contributions of blocks, added up: 16 numbers below p.
+def weigh_blocks(sums: Array, blocks: range | Array) -> Array:
+    """Multiply the sums of blocks by the blocks' weights and add them up.
 
     Args:
-        sums: of the blocks, (blocks, 16).
-        blocks: their numbers; a range has step 1.
+        sums: sums of the blocks, (blocks, 16).
+        blocks: numbers of the blocks; a range has step 1.
+
+    Returns:
+        16 numbers below p.
     """
     import numpy as np
 
     low, middle, high = _tables()[1]
     total: Array = np.zeros(LANES, np.int64)
+
+    # Consecutive blocks share the upper digits of their numbers for up to TABLE blocks.
     if isinstance(blocks, range):
         start = blocks.start
         while start < blocks.stop:
@@ -216,26 +236,28 @@ def weighed(sums: Array, blocks: range | Array) -> Array:
         return total % PRIME
     if not len(blocks):
         return total
+
+    # Any other blocks: where few share their upper digits, each gets a weight of its own.
     upper_digits = blocks // TABLE
-    places = blocks - upper_digits * TABLE
+    low_digits = blocks - upper_digits * TABLE
     borders: Array = np.flatnonzero(np.diff(upper_digits)) + 1
     if len(borders) * _FEW > len(blocks):
-        weights = low[places] * middle[upper_digits % TABLE] % PRIME
+        weights = low[low_digits] * middle[upper_digits % TABLE] % PRIME
         return _dot(sums, weights * high[upper_digits // TABLE] % PRIME)
-    for start, stop in zip((0, *borders), (*borders, len(blocks)), strict=True):  # runs that share their upper digits
+    for start, stop in zip((0, *borders), (*borders, len(blocks)), strict=True):  # one run per upper digits
         upper = int(upper_digits[start])
-        part = _dot(sums[start:stop], low[places[start:stop]])
+        part = _dot(sums[start:stop], low[low_digits[start:stop]])
         total += part * (middle[upper % TABLE] * high[upper // TABLE] % PRIME) % PRIME
     return total % PRIME
 
 
 def _dot(sums: Array, weights: Array) -> Array:
-    """Σ sums · weights mod p, per lane."""
+    """Return Σ sums · weights mod p, per lane."""
     terms = sums * weights
     n_groups = len(terms) // _SAFE_TERMS
-    whole = n_groups * _SAFE_TERMS
-    total: Array = terms[whole:].sum(axis=0) % PRIME
-    if whole:  # any terms may be added together, and far ones are added fastest
-        groups = terms[:whole].reshape(_SAFE_TERMS, -1).sum(axis=0) % PRIME
+    n_grouped = n_groups * _SAFE_TERMS
+    total: Array = terms[n_grouped:].sum(axis=0) % PRIME
+    if n_grouped:  # any terms may be added together; those far apart are added fastest
+        groups = terms[:n_grouped].reshape(_SAFE_TERMS, -1).sum(axis=0) % PRIME
         total = (total + groups.reshape(n_groups, LANES).sum(axis=0)) % PRIME
     return total

@@ -1,21 +1,21 @@
-"""Contributions of runs and boxes of a tensor to its fingerprint (``core.fingerprint.definition``)."""
+"""Add runs and boxes of a tensor to its fingerprint (``core.fingerprint.definition``)."""
 
 from __future__ import annotations
 
 from core.arrays.box import Box, Shape, c_strides
 from core.fingerprint.definition import LANES, PRIME, Form
-from core.fingerprint.kernel import Array, Products, weighed
+from core.fingerprint.kernel import Array, Products, weigh_blocks
 
 _PIECE_BYTES = 1 << 20
-"""Bytes that are multiplied at once; they stay in the processor's second-level cache."""
+"""Bytes multiplied at once; they stay in the processor's second-level cache."""
 
 
 class FormSum:
-    """Adds up contributions to one tensor's fingerprint; not safe for threads.
+    """The sum of contributions to one tensor's fingerprint; not safe for threads.
 
     Args:
-        form: of the tensor.
-        products: from ``core.fingerprint.kernel.kernel``.
+        form: division of the tensor into rows and blocks.
+        products: from ``core.fingerprint.kernel.fastest_products``.
 
     Attributes:
         n_bytes: bytes that have been added.
@@ -29,41 +29,43 @@ class FormSum:
 
     @property
     def lanes(self) -> tuple[int, ...]:
-        """The sum so far."""
+        """Return the 16 numbers of the sum so far."""
         return (0,) * LANES if self._total is None else tuple(int(lane) for lane in self._total)
 
     def add_run(self, start: int, data: memoryview) -> None:
-        """Adds consecutive bytes of the tensor in C order, from byte ``start`` on."""
+        """Add consecutive bytes of the tensor in C order, from byte ``start`` on."""
         raw = _array_of(data)
         self.n_bytes += len(raw)
         row_bytes = self._form.row_bytes
         at = 0
         while at < len(raw):
+            # A cut row at either end is added alone, the whole rows between them at once.
             row, column = divmod(start + at, row_bytes)
             if column or len(raw) - at < row_bytes:
                 n = min(row_bytes - column, len(raw) - at)
-                self._add_rows(row, 1, column, raw[at : at + n].reshape(1, n))
+                self._add(range(row, row + 1), column, raw[at : at + n].reshape(1, n))
             else:
                 n_rows = (len(raw) - at) // row_bytes
                 n = n_rows * row_bytes
-                self._add_rows(row, n_rows, 0, raw[at : at + n].reshape(n_rows, row_bytes))
+                self._add(range(row, row + n_rows), 0, raw[at : at + n].reshape(n_rows, row_bytes))
             at += n
 
     def add_box(self, shape: Shape, box: Box, itemsize: int, data: memoryview) -> None:
-        """Adds a box of the tensor whose elements are given in C order.
+        """Add a box of the tensor.
 
         Args:
-            shape: of the tensor, in elements.
+            shape: shape of the tensor, in elements.
             box: in elements.
             itemsize: bytes of an element.
-            data: its bytes.
+            data: the bytes of the box's elements, in C order.
         """
         import numpy as np
 
-        start = _run_of(shape, box)
+        start = _start_of_run(shape, box)
         if start is not None:
             self.add_run(start * itemsize, data)
             return
+        # The outer axes of the box give the numbers of its rows; the inner axes lie in each row.
         raw = _array_of(data)
         self.n_bytes += len(raw)
         n_outer = self._form.n_outer
@@ -74,18 +76,27 @@ class FormSum:
         self._add_inner(rows, shape[n_outer:], inner, itemsize, raw.reshape(len(rows), -1))
 
     def _add_inner(self, rows: Array, shape: Shape, box: Box, itemsize: int, data: Array) -> None:
-        """Adds a box of the axes that are joined to rows, the same of each row; ``data`` is (rows, its bytes)."""
+        """Add the same box of the inner axes for each of several rows.
+
+        Args:
+            rows: numbers of the rows.
+            shape: the inner axes, which are joined to rows, in elements.
+            box: box of the inner axes.
+            itemsize: bytes of an element.
+            data: (rows, bytes of the box).
+        """
         steps = c_strides(shape)
-        first = sum(step * at for step, at in zip(steps, box.offset, strict=True))
+        first = sum(step * offset for step, offset in zip(steps, box.offset, strict=True))
         n_span = 1 + sum(step * (n - 1) for step, n in zip(steps, box.shape, strict=True))
-        if n_span == box.n_elements:
+        if n_span == box.n_elements:  # the box is one run of the row
             self._add(rows, first * itemsize, data)
-        elif n_span * itemsize <= _PIECE_BYTES:
+        elif n_span * itemsize <= _PIECE_BYTES:  # fill the gaps of the run with zeros, which add nothing
             step_rows = max(1, _PIECE_BYTES // (n_span * itemsize))
             for start in range(0, len(rows), step_rows):
-                some = slice(start, start + step_rows)
-                self._add(rows[some], first * itemsize, _spread(data[some], box.shape, steps, n_span, itemsize))
-        else:
+                piece = slice(start, start + step_rows)
+                run = _spread(data[piece], box.shape, steps, n_span, itemsize)
+                self._add(rows[piece], first * itemsize, run)
+        else:  # halve the box until its runs are short enough
             axis = next(axis for axis, n in enumerate(box.shape) if n > 1)
             sizes = (box.shape[axis] // 2, box.shape[axis] - box.shape[axis] // 2)
             at = 0
@@ -94,14 +105,12 @@ class FormSum:
                 self._add_inner(rows, shape, half, itemsize, data[:, at : at + n])
                 at += n
 
-    def _add_rows(self, row: int, n_rows: int, column: int, data: Array) -> None:
-        self._add(range(row, row + n_rows), column, data)
-
     def _add(self, rows: range | Array, column: int, data: Array) -> None:
-        """Adds columns of rows: ``data[m, :]`` is the bytes of row ``rows[m]`` from ``column`` on."""
+        """Add columns of rows: ``data[m, :]`` are bytes of row ``rows[m]``, from ``column`` on."""
         block_bytes = self._form.block_bytes
         at = 0
         while at < data.shape[1]:
+            # Likewise the whole blocks between two cut ones.
             block, inside = divmod(column + at, block_bytes)
             n_blocks = (data.shape[1] - at) // block_bytes
             if inside or not n_blocks:
@@ -113,8 +122,9 @@ class FormSum:
             at += n
 
     def _multiply(self, rows: range | Array, block: int, n_blocks: int, inside: int, data: Array) -> None:
-        """Adds ``n_blocks`` whole blocks of each row, or one part of a block from its byte ``inside`` on."""
+        """Add whole blocks of each row, or the part of one block from byte ``inside`` on."""
         width = data.shape[1] // n_blocks
+        # Reshaping a matrix with gaps would copy it; a single row has none.
         if n_blocks > 1 and len(rows) > 1 and not data.flags.c_contiguous:
             for row in range(len(rows)):
                 self._multiply(rows[row : row + 1], block, n_blocks, inside, data[row : row + 1])
@@ -123,24 +133,29 @@ class FormSum:
         numbers = self._numbers(rows, block, n_blocks)
         step = max(1, _PIECE_BYTES // max(width, 1))
         for start in range(0, len(matrix), step):
-            made = weighed(self._products(matrix[start : start + step], inside), numbers[start : start + step])
-            self._total = made if self._total is None else (self._total + made) % PRIME
+            sums = self._products(matrix[start : start + step], inside)
+            weighted = weigh_blocks(sums, numbers[start : start + step])
+            self._total = weighted if self._total is None else (self._total + weighted) % PRIME
 
     def _numbers(self, rows: range | Array, block: int, n_blocks: int) -> range | Array:
-        """The numbers of ``n_blocks`` blocks of each row, from its block ``block`` on."""
+        """Return the numbers of ``n_blocks`` blocks of each row, from its block ``block`` on."""
         import numpy as np
 
-        every = self._form.n_blocks
-        if isinstance(rows, range) and (n_blocks == every or len(rows) == 1):
-            first = rows.start * every + block
+        blocks_per_row = self._form.n_blocks
+        if isinstance(rows, range) and (n_blocks == blocks_per_row or len(rows) == 1):
+            first = rows.start * blocks_per_row + block
             return range(first, first + len(rows) * n_blocks)
-        starts = np.asarray(rows, np.int64) * every
+        starts = np.asarray(rows, np.int64) * blocks_per_row
         numbers: Array = (starts[:, None] + np.arange(block, block + n_blocks)).reshape(-1)
         return numbers
 
 
-def _run_of(shape: Shape, box: Box) -> int | None:
-    """The first element of a box whose elements follow each other in the tensor, else None; 0 for an empty one."""
+def _start_of_run(shape: Shape, box: Box) -> int | None:
+    """Return the flat index at which the elements of a box begin, if they follow each other.
+
+    Returns:
+        The index in the tensor; 0 for an empty box, None if the elements are not one run.
+    """
     if box.is_empty:
         return 0
     is_cut = False
@@ -148,40 +163,44 @@ def _run_of(shape: Shape, box: Box) -> int | None:
         if is_cut and n != 1:
             return None
         is_cut |= n != extent
-    return sum(step * at for step, at in zip(c_strides(shape), box.offset, strict=True))
+    return sum(step * offset for step, offset in zip(c_strides(shape), box.offset, strict=True))
 
 
 def _spread(data: Array, shape: Shape, steps: Shape, n_span: int, itemsize: int) -> Array:
-    """Elements at the places that they have in a row, with zeros between them.
+    """Put the elements of a box where they lie in a row, with zeros between them.
 
     Args:
-        data: (rows, bytes of a box).
-        shape: of the box, in elements.
-        steps: of its axes in the row, in elements.
+        data: (rows, bytes of the box).
+        shape: shape of the box, in elements.
+        steps: strides of its axes in the row, in elements.
         n_span: elements from the box's first to its last.
+        itemsize: bytes of an element.
     """
     import numpy as np
 
-    made: Array = np.zeros((len(data), n_span, itemsize), np.int8)
+    spread: Array = np.zeros((len(data), n_span, itemsize), np.int8)
     numbers: Array = np.zeros(1, np.int64)
     for step, n in zip(steps, shape, strict=True):
         numbers = (numbers[:, None] + step * np.arange(n, dtype=np.int64)).reshape(-1)
-    made[:, numbers] = data.reshape(len(data), -1, itemsize)
-    return made.reshape(len(data), -1)
+    spread[:, numbers] = data.reshape(len(data), -1, itemsize)
+    return spread.reshape(len(data), -1)
 
 
-class _Shown:
-    """Read-only bytes, shown to numpy as writable: torch warns of others, although nothing is written."""
+class _WritableBytes:
+    """Read-only bytes that numpy takes for writable.
+
+    torch warns of read-only arrays, although nothing is written.
+    """
 
     def __init__(self, data: Array) -> None:
-        self._kept = data
+        self._kept = data  # the memory must live as long as this view
         address = data.__array_interface__["data"][0]
         self.__array_interface__ = {"version": 3, "typestr": "|i1", "shape": data.shape, "data": (address, False)}
 
 
 def _array_of(data: memoryview) -> Array:
-    """The bytes as int8, without a copy."""
+    """Return the bytes as an int8 array, without a copy."""
     import numpy as np
 
-    made = np.frombuffer(data, np.int8)
-    return made if made.flags.writeable or not len(made) else np.asarray(_Shown(made))
+    array = np.frombuffer(data, np.int8)
+    return array if array.flags.writeable or not len(array) else np.asarray(_WritableBytes(array))

@@ -1,7 +1,7 @@
-"""What is written down about a checkpoint (sizes, CRCs, digests, fingerprints), by reading it or while it is copied.
+"""Manifests of checkpoints (sizes, CRCs, digests, fingerprints), made by reading or while copying.
 
-Start at ``file``, the format of a manifest. ``inventory`` is ``ckpt manifest``; ``of_copy`` and ``fingerprint_copy``
-cost a conversion no second read; ``lookup`` finds a manifest again.
-Imports: arrays, calibration, catalog, copy, core, device, errors, files, fingerprint, formats, formats.dcp,
-formats.torch, formats.torch.zip, megatron.reshard, opening, plan, scan, team.
+Start at ``file``, the format of a manifest. ``inventory`` is ``ckpt manifest``; ``of_copy`` and
+``fingerprint_copy`` spare a conversion a second read; ``lookup`` finds a manifest again.
+Imports: arrays, calibration, catalog, copy, core, device, errors, files, fingerprint, formats,
+formats.dcp, formats.torch, formats.torch.zip, megatron.reshard, opening, plan, scan, team.
 """

@@ -1,6 +1,7 @@
-"""The manifest file: sizes, CRC-32s and content digests of a checkpoint, and its fingerprints, for later checking.
+"""Write and read manifests: sizes, CRC-32s, content digests and fingerprints of a checkpoint.
 
-``ckpt-manifest.json`` in the checkpoint's directory, or ``FILE.ckpt-manifest.json`` beside a single file::
+A manifest is ``ckpt-manifest.json`` in the checkpoint's directory, or ``FILE.ckpt-manifest.json``
+next to a single file::
 
     {"schema": "ckpt-manifest", "version": 2, "tool": "ckpt-toolkit 0.1.0", "digest": "xxh3-128/1MiB",
      "files": [
@@ -15,13 +16,15 @@
       {"key": "w", "dtype": "float32", "shape": [2, 3], "sum": "…"},
       …]}
 
-One entry a line, in the order of the plan or of the checkpoint; no time stamps and no paths of the machine, so equal
-work gives equal manifests. ``key`` of an array is the first tensor that it holds (a part of), ``name`` the array's own;
-its bytes are dense in the file. What was switched off is null. Files of a copy have no digest: their arrays have.
+One entry per line, in the order of the plan or of the checkpoint. There are no time stamps and no
+paths of the machine, so equal work gives equal manifests. ``key`` of an array is the first tensor
+that it holds (a part of), ``name`` is the array's own; its bytes are dense in the file. Sums that
+were switched off are null. Files of a copy have no digest: their arrays have.
 
-``fingerprints`` are of canonical tensors (``core.opening.canonical``), whose keys are the same in every format and
-layout; ``fingerprint`` names their definition (``core.fingerprint.definition``). Version 1 has none of the two; without
-fingerprints it is version 1 that is written.
+``fingerprints`` are those of canonical tensors (``core.opening.canonical``), whose keys are the
+same in every format and layout; ``fingerprint`` names their definition
+(``core.fingerprint.definition``). Version 1 has neither of the two; a manifest without fingerprints
+is written as version 1.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import object_of, small_file
-from core.fingerprint.definition import SCHEME, Fingerprint, lanes_of
+from core.fingerprint.definition import SCHEME, Fingerprint, parse_lanes
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore, WriteStore
@@ -43,23 +46,23 @@ SCHEMA = "ckpt-manifest"
 VERSION = 2
 MAX_BYTES = 512 << 20
 MAX_VALUES = 12_000_000
-"""Most values in it; 10⁵ arrays have 2 · 10⁶."""
+"""Maximum number of JSON values in a manifest; 10⁵ arrays have 2 · 10⁶."""
 
 
 def manifest_name(file: str | None = None) -> str:
-    """Name of the manifest of a directory, or of a single file."""
+    """Return the name of the manifest of a directory, or of a single file."""
     return MANIFEST if file is None else f"{file}.{MANIFEST}"
 
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """A finished file.
+    """A file as its manifest describes it.
 
     Args:
-        path: relative to the destination.
-        n_bytes: its size.
-        crc: CRC-32 of the whole file; None if checksums are off.
-        digest: of the whole file, hexadecimal; None if it is not known.
+        path: relative to the checkpoint.
+        n_bytes: size of the file.
+        crc: CRC-32 of the whole file; None if checksums are switched off.
+        digest: digest of the whole file, hexadecimal; None if it is not known.
     """
 
     path: str
@@ -70,7 +73,10 @@ class FileSum:
 
 @dataclass(frozen=True, slots=True)
 class ManifestArray:
-    """An array as its manifest describes it; ``crc`` and ``digest`` (hexadecimal) are None where switched off."""
+    """An array as its manifest describes it.
+
+    ``crc`` and ``digest`` (hexadecimal) are None if they are switched off.
+    """
 
     key: str
     name: str
@@ -84,14 +90,14 @@ class ManifestArray:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a manifest states.
+    """The content of a manifest.
 
     Args:
-        tool: who wrote it.
-        digest: name of the digest, None if there are none.
+        tool: name and version of the software that wrote it.
+        digest: name of the digest; None if there are no digests.
         files: the files.
         arrays: the arrays.
-        scheme: name of the fingerprints' definition, None if there are none.
+        scheme: name of the fingerprints' definition; None if there are no fingerprints.
         fingerprints: by key of the canonical tensor.
     """
 
@@ -110,13 +116,13 @@ def manifest_lines(
     arrays: Iterable[ManifestArray],
     fingerprints: Mapping[str, Fingerprint] | None = None,
 ) -> Iterator[str]:
-    """The text of a manifest, in pieces.
+    """Yield the text of a manifest, in pieces.
 
     Args:
         tool: name and version of the writing software.
-        digest: name of the digest; None if there are none.
+        digest: name of the digest; None if there are no digests.
         files, arrays: the entries.
-        fingerprints: by key; None for a manifest without.
+        fingerprints: by key; None for a manifest without fingerprints.
     """
     version = 1 if fingerprints is None else VERSION
     head = {"schema": SCHEMA, "version": version, "tool": tool, "digest": digest}
@@ -127,19 +133,20 @@ def manifest_lines(
     if fingerprints is not None:
         yield f'],\n"fingerprint": "{SCHEME}",\n"fingerprints": [\n'
         yield from _entries(
-            {"key": key, "dtype": found.dtype, "shape": list(found.shape), "sum": found.text}
-            for key, found in fingerprints.items()
+            {"key": key, "dtype": fingerprint.dtype, "shape": list(fingerprint.shape), "sum": fingerprint.text}
+            for key, fingerprint in fingerprints.items()
         )
     yield "]}\n"
 
 
 def _entries(entries: Iterable[dict[str, object]]) -> Iterator[str]:
+    """Yield the entries of a list as JSON, one per line."""
     separator = ""
     for entry in entries:
         text = json.dumps(entry, ensure_ascii=False)
         try:
             text.encode()
-        except UnicodeEncodeError:  # a name that is no UTF-8, or a key of half a character
+        except UnicodeEncodeError:  # a name that is not UTF-8, or a key with half a character
             text = json.dumps(entry)
         yield separator + text
         separator = ",\n"
@@ -168,10 +175,10 @@ def _hex(crc: int | None) -> str | None:
 
 
 def write_lines(store: WriteStore, name: str, lines: Iterable[str]) -> None:
-    """Writes a text, a thousand lines at a time.
+    """Write a text file, a thousand lines at a time.
 
     Raises:
-        CapacityError, StorageError: the system refuses.
+        CapacityError, StorageError: the system cannot write.
     """
     store.create(name, 0)
     offset = 0
@@ -185,54 +192,55 @@ def write_lines(store: WriteStore, name: str, lines: Iterable[str]) -> None:
 
 
 def _put(store: WriteStore, name: str, offset: int, lines: list[str]) -> int:
+    """Write lines at an offset and return their bytes."""
     data = "".join(lines).encode()
     store.write(name, offset, data)
     return len(data)
 
 
 def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        MissingShardError: there is none.
-        CorruptError: it is not a manifest.
-        UnsupportedError: it is of a newer version.
+        MissingShardError: the file does not exist.
+        CorruptError: the file is not a manifest.
+        UnsupportedError: the manifest is of a newer version.
     """
     data = small_file(store, name, max_bytes=MAX_BYTES)
     try:
-        found: Any = object_of(data, file=name, max_values=MAX_VALUES)
-        if found["schema"] != SCHEMA:
-            raise ValueError(found["schema"])
-        if found["version"] > VERSION:
-            raise UnsupportedError(f"manifest version {found['version']} is newer than {VERSION}", file=name)
-        digest, scheme = found["digest"], found.get("fingerprint")
+        content: Any = object_of(data, file=name, max_values=MAX_VALUES)
+        if content["schema"] != SCHEMA:
+            raise ValueError(content["schema"])
+        if content["version"] > VERSION:
+            raise UnsupportedError(f"manifest version {content['version']} is newer than {VERSION}", file=name)
+        digest, scheme = content["digest"], content.get("fingerprint")
         return Manifest(
-            tool=str(found["tool"]),
+            tool=str(content["tool"]),
             digest=None if digest is None else str(digest),
-            files=tuple(_file(entry) for entry in found["files"]),
-            arrays=tuple(_array(entry) for entry in found["arrays"]),
+            files=tuple(_file(entry) for entry in content["files"]),
+            arrays=tuple(_array(entry) for entry in content["arrays"]),
             scheme=None if scheme is None else str(scheme),
-            fingerprints={str(one["key"]): _fingerprint(one, scheme) for one in found.get("fingerprints", ())},
+            fingerprints={str(entry["key"]): _fingerprint(entry, scheme) for entry in content.get("fingerprints", ())},
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, CorruptError) as err:
-        why = err.message if isinstance(err, CorruptError) else "an entry is missing or is something else"
+        reason = err.message if isinstance(err, CorruptError) else "an entry is missing or has the wrong type"
         raise CorruptError(
-            f"not a ckpt manifest: {why}", file=name, hint="remove it, and make a new one with ckpt manifest"
+            f"not a ckpt manifest: {reason}", file=name, hint="remove it, and create a new one with ckpt manifest"
         ) from err
 
 
 def _file(entry: Any) -> FileSum:
-    return FileSum(str(entry["path"]), int(entry["size"]), _crc(entry["crc32"]), _text(entry.get("digest")))
+    return FileSum(str(entry["path"]), int(entry["size"]), _crc(entry["crc32"]), _optional_text(entry.get("digest")))
 
 
 def _fingerprint(entry: Any, scheme: object) -> Fingerprint:
     text = str(entry["sum"])
     if scheme == SCHEME:
-        lanes_of(text)
+        parse_lanes(text)
     return Fingerprint(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), text)
 
 
-def _text(value: Any) -> str | None:
+def _optional_text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
@@ -249,5 +257,5 @@ def _array(entry: Any) -> ManifestArray:
         str(entry["dtype"]),
         tuple(int(n) for n in entry["shape"]),
         _crc(entry["crc32"]),
-        _text(entry["digest"]),
+        _optional_text(entry["digest"]),
     )

@@ -1,10 +1,10 @@
-"""Fingerprints of what a copy writes, made while it is written.
+"""Compute the fingerprints of a destination while a copy writes it.
 
-Which canonical tensor a byte of the destination will belong to is asked of the readers: they read the destination that
-is planned (``core.catalog.planned_store``), and its canonical form says it. Once it is written it is read again,
-really. What the two do not agree on, and what no array of the destination holds as it is (tensors that are computed
-from others), is then read back: so the fingerprints are those that reading the destination gives, whatever the plan had
-promised.
+The readers tell which canonical tensor a byte of the destination will belong to: they read the
+destination as it is planned (``core.catalog.planned_store``), and bring it into canonical form.
+Once it is written, they read the real destination. Tensors about which the two disagree, and those
+that no array of the destination holds as they are (tensors computed from others), are then read
+back. So the fingerprints are those that reading the destination gives, whatever the plan promised.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from core.arrays.dtypes import itemsize
-from core.calibration.choice import settled
+from core.calibration.choice import choose_device
 from core.catalog.catalog import Catalog, Fragment
 from core.catalog.file_image import FileImage
 from core.catalog.planned_store import PlannedStore
@@ -25,7 +25,7 @@ from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException
 from core.files.store import ReadStore
 from core.fingerprint.definition import Fingerprint
-from core.fingerprint.kernel import Products, kernel
+from core.fingerprint.kernel import Products, fastest_products
 from core.formats.registry import sniffed
 from core.manifest.fingerprint_feeds import Feeds
 from core.manifest.fingerprint_read import read_fingerprints
@@ -37,14 +37,14 @@ from core.plan.positions import Places
 
 
 class CopyFingerprints:
-    """Sees what a copy writes; see ``core.copy.options.Watch``.
+    """The fingerprints of what a copy writes (a ``core.copy.options.WriteObserver``).
 
     Args:
-        plan: of the copy.
-        entry: name of the destination, if it is one file.
-        rules: the layout's table.
-        products: from ``core.fingerprint.kernel.kernel``.
-        device: on which those that are read back may be made.
+        plan: the plan of the copy.
+        entry: name of the destination, if it is a single file.
+        rules: the layout rules.
+        products: from ``core.fingerprint.kernel.fastest_products``.
+        device: may compute the fingerprints of tensors that are read back.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class CopyFingerprints:
         self._planned: Catalog | None = None
         self._feeds: Feeds | None = None
         self._arrays: list[tuple[str, int] | None] = []
-        prefix = _prefix_of(plan.images)
+        prefix = _iteration_prefix(plan.images)
         store = PlannedStore(plan.images, prefix=prefix, entry=entry)
         try:
-            found = sniffed(store).read(store)
-            self._planned = _bound(canonical_of(found, store, rules=rules).catalog, store)
+            planned = sniffed(store).read(store)
+            self._planned = _bind_arrays(canonical_of(planned, store, rules=rules).catalog, store)
         except CheckpointingException:
-            return  # it cannot be read before it is written, with links to other files for instance
-        arrays = _arrays_of(plan, prefix)
+            return  # not readable before it is written, for instance because it links to other files
+        arrays = _planned_arrays(plan, prefix)
         self._feeds = Feeds(self._planned, arrays.values(), products)
         self._arrays = [
             (name, itemsize(arrays[name].dtype)) if name in arrays and self._feeds.sees(name) else None
@@ -70,34 +70,40 @@ class CopyFingerprints:
         ]
 
     def feed(self, number: int, offset: int, data: memoryview) -> None:
-        """See ``core.copy.options.Watch``."""
-        known = self._arrays[number] if self._arrays else None
-        if known is not None and self._feeds is not None:
-            self._feeds.feed(known[0], offset // known[1], data)
+        """Add elements of an array, ``offset`` bytes from its start."""
+        array = self._arrays[number] if self._arrays else None
+        if array is not None and self._feeds is not None:
+            name, size = array
+            self._feeds.feed(name, offset // size, data)
 
     def pass_over(self, number: int, offset: int, n_bytes: int) -> None:
-        """See ``core.copy.options.Watch``."""
-        known = self._arrays[number] if self._arrays else None
-        if known is not None and self._feeds is not None:
-            self._feeds.pass_over(known[0], offset // known[1], n_bytes // known[1])
+        """Add a range of an array whose elements are all zero."""
+        array = self._arrays[number] if self._arrays else None
+        if array is not None and self._feeds is not None:
+            name, size = array
+            self._feeds.pass_over(name, offset // size, n_bytes // size)
 
     def finish(self, written: Path, *, threads: int, memory_bytes: int | None) -> tuple[dict[str, Fingerprint], int]:
-        """The fingerprints of what has been written, and how many tensors were read back for them.
+        """Return the fingerprints of what has been written.
 
         Args:
-            written: where the destination is now; all its files are complete.
-            threads, memory_bytes: for reading back.
+            written: path of the destination now; all its files are complete.
+            threads, memory_bytes: resources for reading tensors back.
+
+        Returns:
+            The fingerprints by canonical key, and how many tensors were read back for them.
 
         Raises:
-            CheckpointingException: it cannot be read.
+            CheckpointingException: the destination cannot be read.
         """
-        made = {} if self._feeds is None else self._feeds.found()
+        # Keep the fingerprints of tensors that lie where the plan said; read all others back.
+        computed = {} if self._feeds is None else self._feeds.fingerprints()
         opened = open_checkpoint(written)
         try:
             real = canonical(opened, rules=self._rules).catalog
-            bound = _bound(real, opened.store)
-            kept = {key: found for key, found in made.items() if self._is_as_planned(bound, key)}
-            rest = [key for key in real.tensors if key not in kept]
+            bound = _bind_arrays(real, opened.store)
+            confirmed = {key: computed[key] for key in computed if self._is_as_planned(bound, key)}
+            rest = [key for key in real.tensors if key not in confirmed]
             read = (
                 read_fingerprints(
                     real, opened.store, rest, threads=threads, memory_bytes=memory_bytes, device=self._device
@@ -107,52 +113,59 @@ class CopyFingerprints:
             )
         finally:
             opened.store.close()
-        return {key: kept[key] if key in kept else read[key] for key in real.tensors}, len(rest)
+        fingerprints = confirmed | read
+        return {key: fingerprints[key] for key in real.tensors}, len(rest)
 
     def _is_as_planned(self, real: Catalog, key: str) -> bool:
+        """Return whether a tensor lies in the destination as it was planned."""
         assert self._planned is not None
-        return real.tensors.get(key) == self._planned.tensors[key] and _lie_alike(
+        return real.tensors.get(key) == self._planned.tensors[key] and _have_same_positions(
             real.fragments(key), self._planned.fragments(key)
         )
 
 
 @contextmanager
-def watched(plan: Plan, *, entry: str | None, rules: Rules, device: Device | None = None) -> Iterator[CopyFingerprints]:
-    """Makes fingerprints of what is copied in the block.
+def observe_copy(
+    plan: Plan, *, entry: str | None, rules: Rules, device: Device | None = None
+) -> Iterator[CopyFingerprints]:
+    """Yield an observer for the copy of a plan that is made in the block.
 
     Args:
-        plan, entry, rules: see ``CopyFingerprints``.
-        device: on which they may be made.
+        plan, entry, rules: as for ``CopyFingerprints``.
+        device: may compute the fingerprints.
     """
-    device = settled(device, [FINGERPRINT], threads=plan.threads)
-    with kernel(plan.write_bytes, device) as products:
+    device = choose_device(device, [FINGERPRINT], threads=plan.threads)
+    with fastest_products(plan.write_bytes, device) as products:
         yield CopyFingerprints(plan, entry=entry, rules=rules, products=products, device=device)
 
 
-def _prefix_of(images: Sequence[FileImage]) -> str:
-    """The directory of the checkpoint in a destination that is a training root, with its slash; else nothing."""
+def _iteration_prefix(images: Sequence[FileImage]) -> str:
+    """Return the checkpoint's directory in a training root, with a slash.
+
+    Returns "" for other destinations.
+    """
     if not any(image.path == TRACKER for image in images):
         return ""
     return next((image.path.partition("/")[0] + "/" for image in images if "/" in image.path), "")
 
 
-def _arrays_of(plan: Plan, prefix: str) -> dict[str, StoredArray]:
-    """The arrays that the plan fills, at their places."""
+def _planned_arrays(plan: Plan, prefix: str) -> dict[str, StoredArray]:
+    """Return the arrays that the plan fills, with their positions, by name."""
     places: Places = plan.places
-    found: dict[str, StoredArray] = {}
+    arrays: dict[str, StoredArray] = {}
     for key in iter(plan.keys()):
         for fragment in plan.target.fragments(key):
             array = fragment.array
             number = None if array is None else places.number_of(array.name)
-            if array is None or number is None or array.name in found:
+            if array is None or number is None or array.name in arrays:
                 continue
             extent = Extent(places.file_of(number).removeprefix(prefix), places.offset_of(number))
-            found[array.name] = array.at(extent)
-    return found
+            arrays[array.name] = array.at(extent)
+    return arrays
 
 
-def _bound(catalog: Catalog, store: ReadStore) -> Catalog:
-    """The catalog with every array where it lies; what cannot be found stays as it is."""
+def _bind_arrays(catalog: Catalog, store: ReadStore) -> Catalog:
+    """Return the catalog with the positions of late-bound arrays, as far as they can be found."""
     bind: Callable[[StoredArray], StoredArray] = lru_cache(maxsize=1024)(lambda array: catalog.bind(store, array))
 
     def placed(fragment: Fragment) -> Fragment:
@@ -167,15 +180,15 @@ def _bound(catalog: Catalog, store: ReadStore) -> Catalog:
     return replace(catalog, fragments_of=lambda key: tuple(placed(fragment) for fragment in catalog.fragments_of(key)))
 
 
-def _lie_alike(some: Sequence[Fragment], others: Sequence[Fragment]) -> bool:
-    """Whether fragments are of the same boxes, and lie at the same places; CRCs do not matter."""
-    return len(some) == len(others) and all(
-        (one.box, one.at, _place(one.array)) == (other.box, other.at, _place(other.array))
-        for one, other in zip(some, others, strict=True)
+def _have_same_positions(a: Sequence[Fragment], b: Sequence[Fragment]) -> bool:
+    """Return whether fragments have the same boxes and positions; their CRCs do not matter."""
+    return len(a) == len(b) and all(
+        (first.box, first.at, _position(first.array)) == (second.box, second.at, _position(second.array))
+        for first, second in zip(a, b, strict=True)
     )
 
 
-def _place(array: StoredArray | None) -> object:
-    if array is None:
+def _position(array: StoredArray | None) -> object:
+    if array is None or array.extent is None:
         return None
     return array.dtype, array.shape, replace(array.extent, crc=None)

@@ -1,9 +1,10 @@
-"""From the elements of stored arrays, as they pass by, to the fingerprints of the canonical tensors that they hold.
+"""Compute fingerprints from the elements of stored arrays, as they pass by.
 
-Whoever has a checkpoint's bytes in his hands anyway (a scan, a copy) feeds them here, array by array, in any order and
-from any thread. A canonical tensor lies in (parts of) arrays; a canonical array may itself be a part of a stored one
-(``core.catalog.stored.part_of``). Tensors whose arrays are none of the stored ones, such as those computed from others,
-are left to whoever reads them through the engine (``core.manifest.fingerprint_read``).
+Code that has a checkpoint's bytes at hand anyway (a scan, a copy) feeds them here, array by array,
+in any order and from any thread. A canonical tensor lies in (parts of) arrays; a canonical array
+may itself be a part of a stored one (``core.catalog.stored.part_of``). Tensors that lie in no
+stored array, such as those computed from others, must be read through the engine
+(``core.manifest.fingerprint_read``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.stored import StoredArray
 from core.errors import CheckpointingException
-from core.fingerprint.definition import LANES, Fingerprint, Form, added, form_of, text_of
+from core.fingerprint.definition import LANES, Fingerprint, Form, add_lanes, form_of, format_lanes
 from core.fingerprint.kernel import Products
 from core.fingerprint.sums import FormSum
 from core.opening.target import dense_target
@@ -33,11 +34,11 @@ class _Region:
     """A part of a canonical tensor in a stored array.
 
     Args:
-        key: the tensor.
-        first: the stored array's element at which the canonical array begins.
-        shape: of the canonical array.
-        inside: the region in the canonical array.
-        offset: where the region begins in the tensor.
+        key: key of the tensor.
+        first: element of the stored array at which the canonical array begins.
+        shape: shape of the canonical array.
+        inside: box of the region in the canonical array.
+        offset: offset of the region in the tensor.
     """
 
     key: str
@@ -48,15 +49,12 @@ class _Region:
 
 
 class Feeds:
-    """Adds up the fingerprints of the tensors of a catalog.
+    """The sums of the fingerprints of a catalog's tensors.
 
     Args:
         catalog: in canonical form.
         stored: the arrays that will be fed, as they lie in their files.
-        products: from ``core.fingerprint.kernel.kernel``.
-
-    Attributes:
-        left: keys of tensors that cannot be computed from what is fed.
+        products: from ``core.fingerprint.kernel.fastest_products``.
     """
 
     def __init__(self, catalog: Catalog, stored: Iterable[StoredArray], products: Products) -> None:
@@ -68,77 +66,77 @@ class Feeds:
         self._fed: dict[str, int] = {}
         self._lanes: dict[str, tuple[int, ...]] = {}
         self._lock = threading.Lock()
-        self.left: list[str] = []
-        homes = _Homes(stored)
+        stored_arrays = _StoredArrays(stored)
         target = dense_target(catalog.tensors.values())
         for key in catalog.tensors:
-            self._add(key, homes, target)
+            self._add(key, stored_arrays, target)
 
-    def _add(self, key: str, homes: _Homes, target: TargetCatalog) -> None:
-        """Finds out where a tensor lies."""
+    def _add(self, key: str, stored_arrays: _StoredArrays, target: TargetCatalog) -> None:
+        """Find the stored arrays that hold a tensor; without one, leave the tensor out."""
         meta = self._catalog.tensors[key]
         size = itemsize(meta.dtype)
-        found: list[tuple[str, _Region]] = []
+        regions: list[tuple[str, _Region]] = []
         n_stored = 0
         try:
             form = form_of(meta.shape, size)
             pieces = match(self._catalog, target, key).pieces
-        except CheckpointingException:  # told by whoever reads it again
-            self.left.append(key)
+        except CheckpointingException:  # whoever reads the tensor again reports it
             return
         for box, fragment in pieces:
             array = fragment.array
             if array is None:
                 continue
-            home = homes.of(array)
+            position = stored_arrays.find(array)
             shape = region_shape(box, len(array.shape))
-            if home is None or shape is None:
-                self.left.append(key)
+            if position is None or shape is None:
                 return
+            # The array may have fewer or more axes than the tensor: missing ones have size 1.
             extra = box.rank - len(array.shape)
             moved = tuple(a - b for a, b in zip(box.offset, fragment.box.offset, strict=True))
             moved = moved[extra:] if extra >= 0 else (0,) * -extra + moved
             inside = Box(tuple(a + b for a, b in zip(fragment.at, moved, strict=True)), shape)
-            found.append((home[0], _Region(key, home[1], array.shape, inside, box.offset)))
+            name, first = position
+            regions.append((name, _Region(key, first, array.shape, inside, box.offset)))
             n_stored += box.n_elements
         self._forms[key] = form
         self._stored[key] = n_stored
         self._fed[key] = 0
         self._lanes[key] = (0,) * LANES
-        for name, region in found:
+        for name, region in regions:
             self._regions.setdefault(name, []).append(region)
 
     def sees(self, name: str) -> bool:
-        """Whether anything of a stored array is needed."""
+        """Return whether a stored array holds a part of a tensor."""
         return name in self._regions
 
     def feed(self, name: str, start: int, data: memoryview) -> None:
-        """Takes elements of a stored array, each exactly once; safe for threads.
+        """Add elements of a stored array, each exactly once; safe for threads.
 
         Args:
-            name: of the array.
-            start: index of the first element in its C order.
-            data: the elements, whole ones.
+            name: name of the array.
+            start: index of the first element in the array's C order.
+            data: whole elements.
         """
         for region in self._regions.get(name, ()):
             meta = self._catalog.tensors[region.key]
             size = itemsize(meta.dtype)
+            # The part of these elements that lies in the canonical array.
             begin = max(start, region.first)
             end = min(start + len(data) // size, region.first + prod(region.shape))
             if end <= begin:
                 continue
-            made = FormSum(self._forms[region.key], self._products)
-            at = (begin - start) * size
+            total = FormSum(self._forms[region.key], self._products)
+            position = (begin - start) * size
             for run in boxes_of_flat_range(region.shape, begin - region.first, end - region.first):
                 n = run.n_elements * size
-                _add_part(made, meta.shape, region, run, size, data[at : at + n])
-                at += n
+                _add_region(total, meta.shape, region, run, size, data[position : position + n])
+                position += n
             with self._lock:
-                self._lanes[region.key] = added((self._lanes[region.key], made.lanes))
-                self._fed[region.key] += made.n_bytes // size
+                self._lanes[region.key] = add_lanes((self._lanes[region.key], total.lanes))
+                self._fed[region.key] += total.n_bytes // size
 
     def pass_over(self, name: str, start: int, n_elements: int) -> None:
-        """Takes elements of a stored array that are all zero."""
+        """Add elements of a stored array that are all zero."""
         for region in self._regions.get(name, ()):
             begin, end = max(start, region.first), min(start + n_elements, region.first + prod(region.shape))
             if end <= begin:
@@ -151,66 +149,69 @@ class Feeds:
             with self._lock:
                 self._fed[region.key] += n
 
-    def found(self) -> dict[str, Fingerprint]:
-        """The fingerprints of the tensors all of whose elements have been fed; ``left`` and the others are missing."""
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Return the fingerprints of the tensors whose elements have all been fed, by key."""
         return {
             key: Fingerprint(
-                self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape, text_of(self._lanes[key])
+                self._catalog.tensors[key].dtype, self._catalog.tensors[key].shape, format_lanes(self._lanes[key])
             )
             for key, n_stored in self._stored.items()
             if self._fed[key] == n_stored
         }
 
     def state(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """What has been fed: by key, how many elements and their contribution; for ``merge`` on another rank."""
+        """Return how many elements of each tensor were fed, and their sums, for ``merge``."""
         return {key: (n, self._lanes[key]) for key, n in self._fed.items() if n}
 
     def merge(self, state: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
-        """Takes what was fed elsewhere of other elements."""
+        """Add the state of another rank, which was fed other elements."""
         for key, (n, lanes) in state.items():
             self._fed[key] += n
-            self._lanes[key] = added((self._lanes[key], lanes))
+            self._lanes[key] = add_lanes((self._lanes[key], lanes))
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayFeeds:
-    """Hands the arrays that a scan sees on; see ``core.scan.observer.Observer``.
+    """An observer of a scan that feeds the arrays to ``Feeds`` (a ``core.scan.observer.Observer``).
 
     Args:
-        feeds: what gets them.
-        held: what is held open while it does.
+        feeds: gets the elements.
+        resources: what must stay open meanwhile.
     """
 
     feeds: Feeds
-    held: ExitStack = field(default_factory=ExitStack)
+    resources: ExitStack = field(default_factory=ExitStack)
 
     def sees(self, array: StoredArray) -> bool:
-        """See ``core.scan.observer.Observer``."""
+        """Return whether a stored array holds a part of a tensor."""
         return self.feeds.sees(array.name)
 
     def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
-        """See ``core.scan.observer.Observer``."""
+        """Add elements of an array; see ``Feeds.feed``."""
         self.feeds.feed(array.name, start, data)
 
     def state(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """See ``core.scan.observer.Observer``."""
+        """Return the state of the feeds, to be merged on another rank."""
         return self.feeds.state()
 
     def merge(self, state: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
-        """See ``core.scan.observer.Observer``."""
+        """Add the state of another rank's feeds."""
         self.feeds.merge(state)
 
     def finish(self, array: StoredArray) -> None:
-        """See ``core.scan.observer.Observer``; an array's end means nothing to a tensor."""
+        """Do nothing: the end of an array is not that of a tensor."""
 
 
-def _add_part(made: FormSum, shape: Shape, region: _Region, run: Box, size: int, data: memoryview) -> None:
-    """Adds what a region has of a box of its canonical array.
+def _add_region(total: FormSum, shape: Shape, region: _Region, run: Box, size: int, data: memoryview) -> None:
+    """Add those elements of a box that belong to a region.
 
     Args:
-        shape: of the tensor.
-        run: in the canonical array.
-        data: its elements in C order.
+        total: the sum of the tensor.
+        shape: shape of the tensor.
+        region: the region of the canonical array that belongs to the tensor.
+        run: the box in the canonical array.
+        size: bytes of an element.
+        data: the elements of the box, in C order.
     """
     common = run.intersect(region.inside)
     if common is None:
@@ -221,17 +222,18 @@ def _add_part(made: FormSum, shape: Shape, region: _Region, run: Box, size: int,
         inner = tuple(slice(a - o, b - o) for a, b, o in zip(common.offset, common.end, run.offset, strict=True))
         elements = np.frombuffer(data, f"V{size}").reshape(run.shape)[inner]
         data = memoryview(np.ascontiguousarray(elements).view(np.uint8).reshape(-1))
+    # From the axes of the array to those of the tensor, which may be more or fewer.
     moved = tuple(a - b for a, b in zip(common.offset, region.inside.offset, strict=True))
     extra = len(shape) - len(moved)
     if extra >= 0:
         moved, extents = (0,) * extra + moved, (1,) * extra + common.shape
     else:
         moved, extents = moved[-extra:], common.shape[-extra:]
-    made.add_box(shape, Box(tuple(a + b for a, b in zip(region.offset, moved, strict=True)), extents), size, data)
+    total.add_box(shape, Box(tuple(a + b for a, b in zip(region.offset, moved, strict=True)), extents), size, data)
 
 
-class _Homes:
-    """Finds the stored arrays that canonical arrays are, or are parts of.
+class _StoredArrays:
+    """An index of stored arrays, to find the one that a canonical array is or is a part of.
 
     Args:
         stored: the stored arrays.
@@ -248,13 +250,18 @@ class _Homes:
                 self._late.setdefault((extent.file, extent.offset), array)
             elif extent.encoding is None and is_dense_in_file(array) and array.n_bytes:
                 runs.setdefault(extent.file, []).append((extent.offset, array))
-        self._runs = {file: sorted(found, key=lambda item: item[0]) for file, found in runs.items()}
+        self._runs = {file: sorted(arrays, key=lambda item: item[0]) for file, arrays in runs.items()}
 
-    def of(self, array: StoredArray) -> tuple[str, int] | None:
-        """(name of the stored array, its element at which ``array`` begins), or None if it is a part of none."""
-        known = self._arrays.get(array.name)
+    def find(self, array: StoredArray) -> tuple[str, int] | None:
+        """Find the stored array that a canonical array is, or is a part of.
+
+        Returns:
+            The stored array's name, and its element at which ``array`` begins; None if there is no
+            such stored array.
+        """
+        same = self._arrays.get(array.name)
         extent = array.extent
-        if known is not None and known.extent == extent and known.shape == array.shape and known.dtype == array.dtype:
+        if same is not None and (same.extent, same.shape, same.dtype) == (extent, array.shape, array.dtype):
             return array.name, 0
         if extent.encoding is not None:
             return None
@@ -263,22 +270,23 @@ class _Homes:
             if base is None or base.dtype != array.dtype or base.extent.part_of is not None:
                 return None
             return base.name, extent.part_of[1] if extent.part_of is not None else 0
-        return self._run_of(array) if is_dense_in_file(array) else None
+        return self._find_by_position(array) if is_dense_in_file(array) else None
 
-    def _run_of(self, array: StoredArray) -> tuple[str, int] | None:
+    def _find_by_position(self, array: StoredArray) -> tuple[str, int] | None:
+        """Find the stored array whose bytes in the file include those of ``array``."""
         runs = self._runs.get(array.extent.file, [])
         number = bisect_right(runs, array.extent.offset, key=lambda item: item[0]) - 1
         if number < 0:
             return None
-        start, home = runs[number]
+        start, stored = runs[number]
         inside = array.extent.offset - start
         size = itemsize(array.dtype)
-        if itemsize(home.dtype) != size or inside % size or inside + array.n_bytes > home.n_bytes:
+        if itemsize(stored.dtype) != size or inside % size or inside + array.n_bytes > stored.n_bytes:
             return None
-        return home.name, inside // size
+        return stored.name, inside // size
 
 
 def is_dense_in_file(array: StoredArray) -> bool:
-    """Whether an array's elements follow each other in its file, in C order."""
+    """Return whether an array's elements follow each other in its file, in C order."""
     extent = array.extent
     return extent.strides is None or is_c_contiguous(array.shape, extent.strides)

@@ -1,6 +1,7 @@
-"""The fingerprints of a checkpoint by reading it, through the engine that copies: any format, any layout.
+"""Compute the fingerprints of a checkpoint of any format and layout by reading it.
 
-The canonical tensors are moved to dense files that do not exist; what would be written to them is summed up.
+The engine that copies moves the canonical tensors to dense files that do not exist; the bytes that
+would be written to them are summed up.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 
 from core.arrays.dtypes import itemsize
-from core.calibration.choice import settled
+from core.calibration.choice import choose_device
 from core.catalog.catalog import Catalog, TargetCatalog, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.device import FINGERPRINT, Device
 from core.files.store import ReadStore
-from core.fingerprint.definition import LANES, Fingerprint, Form, added, form_of, text_of
-from core.fingerprint.kernel import Products, kernel
+from core.fingerprint.definition import LANES, Fingerprint, Form, add_lanes, form_of, format_lanes
+from core.fingerprint.kernel import Products, fastest_products
 from core.fingerprint.sums import FormSum
 from core.opening.target import dense_target
 from core.plan.plan import make_plan
@@ -39,12 +40,12 @@ def read_fingerprints(
 
     Args:
         catalog: in canonical form.
-        store: its files.
-        keys: which tensors; None for all.
-        threads: that read.
-        memory_bytes: most bytes the process may use; None for no limit.
-        progress: told about bytes of tensors.
-        device: on which they may be made; None for the CPU path.
+        store: the checkpoint's files.
+        keys: keys of the tensors; None for all.
+        threads: number of threads that read.
+        memory_bytes: maximum bytes the process may use; None for no limit.
+        progress: called with the bytes of tensors just read.
+        device: may compute the fingerprints; None for the CPU path.
 
     Raises:
         CheckpointingException: a tensor cannot be read, or does not fit in memory.
@@ -54,19 +55,20 @@ def read_fingerprints(
     target = dense_target(metas)
     images = [_image(number, target, meta) for number, meta in enumerate(metas)]
     plan = make_plan(catalog, target, images, zeros={}, threads=threads, memory_bytes=memory_bytes, compares=False)
-    with kernel(plan.write_bytes, settled(device, [FINGERPRINT], threads=plan.threads)) as products:
-        sink = _Sink(metas, products)
+    with fastest_products(plan.write_bytes, choose_device(device, [FINGERPRINT], threads=plan.threads)) as products:
+        sink = _SummingStore(metas, products)
         execute(plan, store, sink, CopyOptions(crc=False, digest=False, progress=progress, device=device))
-    return sink.found()
+    return sink.fingerprints()
 
 
 def _image(number: int, target: TargetCatalog, meta: TensorMeta) -> FileImage:
+    """Return a file that holds nothing but one tensor, dense."""
     array = target.whole_array(meta.key)
     return FileImage(str(number), array.n_bytes, (PlacedArray(0, array),))
 
 
-class _Sink:
-    """A stage that keeps sums only; file n is tensor n, as dense elements."""
+class _SummingStore:
+    """A target of a copy that keeps only sums; file n is tensor n, as dense elements."""
 
     def __init__(self, metas: Sequence[TensorMeta], products: Products) -> None:
         self._metas = metas
@@ -76,26 +78,26 @@ class _Sink:
         self._lock = Lock()
 
     def create(self, name: str, n_bytes: int) -> None:
-        """Nothing is made."""
+        """Create nothing."""
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
-        """Adds bytes of a tensor."""
+        """Add bytes of a tensor to its sum."""
         number = int(name)
-        made = FormSum(self._forms[number], self._products)
-        made.add_run(offset, memoryview(data))
+        total = FormSum(self._forms[number], self._products)
+        total.add_run(offset, memoryview(data))
         with self._lock:
-            self._lanes[number] = added((self._lanes[number], made.lanes))
+            self._lanes[number] = add_lanes((self._lanes[number], total.lanes))
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Never asked: there are no checksums whose blocks two pieces of work could share."""
+        """Raise: no checksums are computed whose blocks two pieces of work could share."""
         raise NotImplementedError
 
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """Nothing was written."""
+        """Do nothing: there are no files."""
 
-    def found(self) -> dict[str, Fingerprint]:
-        """The fingerprints, once everything has been moved."""
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Return the fingerprints by key, once everything has been moved."""
         return {
-            meta.key: Fingerprint(meta.dtype, meta.shape, text_of(lanes))
+            meta.key: Fingerprint(meta.dtype, meta.shape, format_lanes(lanes))
             for meta, lanes in zip(self._metas, self._lanes, strict=True)
         }

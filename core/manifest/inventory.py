@@ -1,25 +1,26 @@
-"""The manifest of a checkpoint that exists already: every file and every stored array is read once and summed up.
+"""Make the manifest of an existing checkpoint: read every file and every stored array once.
 
-Arrays are listed where their bytes lie dense in a file; compressed and strided ones are covered by their file's digest.
-Fingerprints are made of the same bytes as they pass by, save for tensors that are computed from others: those are read
-again (``core.manifest.fingerprint_feeds``, ``core.manifest.fingerprint_read``).
+Arrays are listed if their bytes lie dense in a file; compressed and strided ones are covered by
+their file's digest. Fingerprints are computed from the same bytes as they pass by, except for
+tensors that are computed from others: those are read again (``core.manifest.fingerprint_feeds``,
+``core.manifest.fingerprint_read``).
 
-A manifest says that a checkpoint is as it was, so none is made of one that is damaged already: what cannot be read, or
-does not have the CRCs that its own containers state, is an error. Copies on other ranks are summed up, but not compared
-with each other: ``ckpt validate --deep`` does that.
+A manifest promises that a checkpoint is as it was, so none is made of one that is damaged already:
+what cannot be read, or does not have the CRCs that its own containers state, is an error. Copies on
+other ranks are summed up, but not compared with each other: ``ckpt validate --deep`` does that.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from core import __version__
 from core.arrays.checksum import ALGORITHM
-from core.calibration.choice import settled
+from core.calibration.choice import choose_device
 from core.catalog.stored import StoredArray
 from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException, CorruptError, UsageError
@@ -29,42 +30,42 @@ from core.files.syscalls import rename_new
 from core.files.url import refuse_url
 from core.files.walk import hollow_files, walked
 from core.fingerprint.definition import Fingerprint
-from core.fingerprint.kernel import kernel
+from core.fingerprint.kernel import fastest_products
 from core.manifest.file import FileSum, ManifestArray, manifest_lines, manifest_name
 from core.manifest.fingerprint_feeds import ArrayFeeds, Feeds, is_dense_in_file
 from core.manifest.fingerprint_share import SharedFingerprints, shared_fingerprints
 from core.manifest.lookup import is_manifest
-from core.manifest.stated_crcs import StatedSums
+from core.manifest.stated_crcs import StatedCrcReader
 from core.megatron.reshard.reshard import load_rules
 from core.opening.canonical import Canonical, canonical
 from core.opening.open import FILL, Checkpoint, located, open_checkpoint
 from core.scan.run import DEFAULT_MEMORY_BYTES, scan
-from core.scan.sums import Scanned, Wanted
-from core.team.agreement import agreed, sight_of_files
-from core.team.figures import added_up
-from core.team.protocol import ALONE, Figures, Team, collected, is_lead, told
+from core.scan.sums import ScanResult, WantedSums
+from core.team.agreement import observe_files, require_agreement
+from core.team.figures import sum_figures
+from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results, is_lead
 
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all)."""
+"""Takes the bytes done so far, and all bytes."""
 
 _PART = ".ckpt-part"
-"""Ending of a manifest that is being written; a run that was killed leaves such a file."""
+"""Ending of a manifest that is being written; a killed run leaves such a file behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """What a manifest is going to say.
+    """The content of a manifest to be written.
 
     Args:
         path: the checkpoint.
-        destination: where its manifest belongs.
-        format: name of its format.
+        destination: the usual path of its manifest.
+        format: name of the checkpoint's format.
         files, arrays: the entries.
-        fingerprints: by canonical key; None if they were not asked for.
-        n_read_again: tensors that were read a second time for their fingerprints.
-        n_bytes: of all files.
-        notes: what the user should know.
-        figures: of the workers, where several read it.
+        fingerprints: by canonical key; None if they were not wanted.
+        n_read_again: number of tensors that were read a second time for their fingerprints.
+        n_bytes: bytes of all files.
+        notes: remarks for the user.
+        figures: figures of the workers, if several read the checkpoint.
     """
 
     path: Path
@@ -79,12 +80,12 @@ class Inventory:
     figures: tuple[Figures, ...] = ()
 
     def lines(self) -> Iterator[str]:
-        """The text of the manifest, in pieces."""
+        """Yield the text of the manifest, in pieces."""
         tool = f"ckpt-toolkit {__version__}"
         return manifest_lines(tool, ALGORITHM, self.files, self.arrays, self.fingerprints)
 
 
-def inventory(
+def read_inventory(
     path: Path,
     *,
     iteration: int | None = None,
@@ -97,84 +98,91 @@ def inventory(
     team: Team = ALONE,
     device: Device | None = None,
 ) -> Inventory:
-    """Reads a checkpoint once, and sums it up.
+    """Read a checkpoint once, and compute the content of its manifest.
 
     Args:
-        path: see ``core.opening.open``.
-        iteration: which iteration of a training root.
+        path: as for ``core.opening.open.open_checkpoint``.
+        iteration: iteration of a training root.
         rules: a TOML file with additional layout rules.
-        missing_chunks: what zarr chunks are that are not stored, see ``core.opening.open``.
-        fingerprints: whether to make them.
-        threads: that read; None for as many as there are processors.
-        memory_bytes: most memory that decoding and reading again may take.
-        progress: told about bytes; of this rank.
-        device: on which fingerprints may be made; None for the CPU path.
-        team: which divides the reading; every rank calls this with the same arguments.
+        missing_chunks: how zarr chunks count that are not stored (``core.opening.open``).
+        fingerprints: compute fingerprints.
+        threads: number of threads that read; None for as many as there are processors.
+        memory_bytes: maximum bytes that decoding and reading again may take.
+        progress: called with the bytes that this rank has read.
+        team: divides the reading; every rank calls this with the same arguments.
+        device: may compute the fingerprints; None for the CPU path.
 
     Returns:
-        What the manifest says; on other ranks than the lead without files, arrays and fingerprints.
+        The content; on ranks other than the lead without files, arrays and fingerprints.
 
     Raises:
-        CheckpointingException: it cannot be read, is damaged, or changed while it was read.
+        CheckpointingException: the checkpoint cannot be read, is damaged, or changed meanwhile.
         WorkerError: a rank of the team failed, or sees another checkpoint.
     """
-    source = agreed(
+    source = require_agreement(
         team,
-        lambda: _opened(path, iteration=iteration, rules=rules, missing_chunks=missing_chunks),
-        _Source.sight,
-        what=str(path),
+        lambda: _open_source(path, iteration=iteration, rules=rules, missing_chunks=missing_chunks),
+        _Source.observed_state,
+        subject=str(path),
     )
-    found = source.opened
+    opened = source.opened
     threads = threads or len(os.sched_getaffinity(0))
-    able = settled(device, [FINGERPRINT], threads=threads) if fingerprints else None
+    device_for_sums = choose_device(device, [FINGERPRINT], threads=threads) if fingerprints else None
     try:
-        with kernel(sum(source.files.values()) if fingerprints else 0, able) as products:
+        # One pass over all bytes: sums of files and arrays, and fingerprints on the way.
+        with fastest_products(sum(source.files.values()) if fingerprints else 0, device_for_sums) as products:
             feeds = Feeds(source.form.catalog, source.stored, products) if fingerprints else None
             scanned = scan(
-                found.catalog,
-                found.store,
+                opened.catalog,
+                opened.store,
                 [] if feeds is None else [ArrayFeeds(feeds)],
                 files=source.files,
-                wanted=Wanted(array_digests=True, file_digests=True),
-                stated_in=StatedSums(found.store, found.format.name),
+                wanted=WantedSums(array_digests=True, file_digests=True),
+                stated_in=StatedCrcReader(opened.store, opened.format.name),
                 arrays=source.stored,
                 threads=threads,
                 memory_bytes=memory_bytes,
                 progress=progress,
                 team=team,
-                device=able,
+                device=device_for_sums,
             )
-        told(team, lambda: _refuse_damage(scanned))
-        made = (
-            _Made()
+        broadcast_result(team, lambda: _check_intact(scanned))
+
+        # Tensors that are computed from others are read once more.
+        complete = (
+            _AllFingerprints()
             if feeds is None
-            else _completed(feeds, source, threads=threads, memory_bytes=memory_bytes, team=team, device=device)
+            else _complete_fingerprints(
+                feeds, source, threads=threads, memory_bytes=memory_bytes, team=team, device=device
+            )
         )
-        collected(team, found.store.verify_unchanged)
+
+        # Nothing may have changed meanwhile; then the lead has the content of the manifest.
+        gather_results(team, opened.store.verify_unchanged)
         return Inventory(
-            path=found.path,
-            destination=found.store.root / manifest_name(found.store.entry),
-            format=found.format.name,
-            files=tuple(_file_sums(scanned, source.files)) if is_lead(team) else (),
+            path=opened.path,
+            destination=opened.store.root / manifest_name(opened.store.entry),
+            format=opened.format.name,
+            files=tuple(_file_entries(scanned, source.files)) if is_lead(team) else (),
             arrays=tuple(_array_entries(source, scanned)) if is_lead(team) else (),
-            fingerprints=None if feeds is None else made.fingerprints,
-            n_read_again=made.n_again,
+            fingerprints=None if feeds is None else complete.fingerprints,
+            n_read_again=complete.n_read_again,
             n_bytes=sum(source.files.values()),
-            notes=(*found.notes, *_notes(source.form, fingerprints=fingerprints)),
-            figures=added_up([scanned.figures, made.figures]),
+            notes=(*opened.notes, *_notes(source.form, fingerprints=fingerprints)),
+            figures=sum_figures([scanned.figures, complete.figures]),
         )
     finally:
-        found.store.close()
+        opened.store.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The checkpoint that is summed up.
+    """The checkpoint that is read.
 
     Args:
-        opened: it.
-        form: its tensors.
-        files: name → size.
+        opened: the checkpoint.
+        form: its tensors in canonical form.
+        files: sizes in bytes of its files, by name.
         stored: its arrays.
     """
 
@@ -183,97 +191,106 @@ class _Source:
     files: dict[str, int]
     stored: list[StoredArray]
 
-    def sight(self) -> object:
-        """What all ranks of a team must see alike."""
-        return str(self.opened.path), self.opened.format.name, sight_of_files(self.opened.store, self.files)
+    def observed_state(self) -> object:
+        """Return what all ranks of a team must see alike."""
+        return str(self.opened.path), self.opened.format.name, observe_files(self.opened.store, self.files)
 
 
-def _opened(path: Path, *, iteration: int | None, rules: Path | None, missing_chunks: str) -> _Source:
-    """Opens a checkpoint, and refuses what cannot be whole."""
-    found = open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks)
+def _open_source(path: Path, *, iteration: int | None, rules: Path | None, missing_chunks: str) -> _Source:
+    """Open a checkpoint.
+
+    Raises:
+        CheckpointingException: the checkpoint cannot be read, or a file is sparse: its copy was
+            interrupted.
+    """
+    opened = open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks)
     try:
-        form = canonical(found, rules=load_rules(rules))
-        every = walked(found.store.root, entry=found.store.entry, without=found.below).files
-        files = {name: size for name, size in every.items() if not is_manifest(name.removesuffix(_PART))}
-        for name in sorted(hollow_files(found.store, files)):
+        form = canonical(opened, rules=load_rules(rules))
+        sizes = walked(opened.store.root, entry=opened.store.entry, without=opened.below).files
+        files = {name: size for name, size in sizes.items() if not is_manifest(name.removesuffix(_PART))}
+        for name in sorted(hollow_files(opened.store, files)):
             raise CorruptError(
-                "the disk holds next to none of the file's bytes",
+                "almost none of the file's bytes are on the disk",
                 file=name,
-                hint="copy it again: it may not have ended",
+                hint="copy it again: an earlier copy may have been interrupted",
             )
-        return _Source(found, form, files, list(found.catalog.stored_arrays().values()))
+        return _Source(opened, form, files, list(opened.catalog.stored_arrays().values()))
     except BaseException:
-        found.store.close()
+        opened.store.close()
         raise
 
 
-def _file_sums(scanned: Scanned, files: dict[str, int]) -> Iterator[FileSum]:
+def _file_entries(scanned: ScanResult, files: Iterable[str]) -> Iterator[FileSum]:
+    """Yield the entries of the files that were read, in the order of ``files``."""
     for name in files:
-        one = scanned.files.get(name)
-        if one is not None:
-            yield FileSum(name, one.n_bytes, one.crc, one.digest)
+        total = scanned.files.get(name)
+        if total is not None:
+            yield FileSum(name, total.n_bytes, total.crc, total.digest)
 
 
-def _refuse_damage(scanned: Scanned) -> None:
-    """Ends the work if something is wrong with what was read.
+def _check_intact(scanned: ScanResult) -> None:
+    """Raise if a file could not be read, or does not have a CRC that it states.
 
     Raises:
         CheckpointingException: the first problem.
     """
     if scanned.problems:
         raise scanned.problems[0].error
-    for wrong in scanned.wrong:
+    for mismatch in scanned.mismatches:
+        stated = mismatch.stated
         raise CorruptError(
-            f"{wrong.stated.name} has CRC-32 {wrong.found:08x}, the file states {wrong.stated.crc:08x}",
-            file=wrong.file,
-            span=(wrong.stated.start, wrong.stated.stop),
-            hint="the checkpoint is damaged: see ckpt validate --deep",
+            f"checksum mismatch: {stated.name} has CRC-32 {mismatch.actual_crc:08x}, the file states {stated.crc:08x}",
+            file=mismatch.file,
+            span=(stated.start, stated.stop),
+            hint="the checkpoint is damaged; ckpt validate --deep lists all damage",
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """All fingerprints.
+class _AllFingerprints:
+    """The fingerprints of all tensors.
 
     Args:
-        fingerprints: in the order of the tensors; none on other ranks than the lead.
-        n_again: how many of them needed reading again.
-        figures: of the workers that read again together.
+        fingerprints: in the order of the tensors; empty on ranks other than the lead.
+        n_read_again: how many tensors were read again for them.
+        figures: figures of the workers that read again together.
     """
 
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
-    n_again: int = 0
+    n_read_again: int = 0
     figures: tuple[Figures, ...] = ()
 
 
-def _completed(
+def _complete_fingerprints(
     feeds: Feeds, source: _Source, *, threads: int, memory_bytes: int, team: Team, device: Device | None
-) -> _Made:
-    """All fingerprints, those included that need reading again."""
-    made = feeds.found() if is_lead(team) else {}
+) -> _AllFingerprints:
+    """Return all fingerprints; read those tensors again that the scan could not cover."""
+    fingerprints = feeds.fingerprints() if is_lead(team) else {}
     catalog = source.form.catalog
-    rest = told(team, lambda: [key for key in catalog.tensors if key not in made])
+    rest = broadcast_result(team, lambda: [key for key in catalog.tensors if key not in fingerprints])
     if not rest:
-        again = SharedFingerprints()
+        reread = SharedFingerprints()
     else:
-        again = shared_fingerprints(
+        reread = shared_fingerprints(
             catalog, source.opened.store, rest, threads=threads, memory_bytes=memory_bytes, team=team, device=device
         )
-    made |= again.fingerprints
-    return _Made({key: made[key] for key in catalog.tensors if key in made}, len(rest), again.figures)
+    fingerprints |= reread.fingerprints
+    in_order = {key: fingerprints[key] for key in catalog.tensors if key in fingerprints}
+    return _AllFingerprints(in_order, len(rest), reread.figures)
 
 
-def _array_entries(source: _Source, scanned: Scanned) -> Iterator[ManifestArray]:
-    """The arrays that lie dense in a file."""
-    found, form = source.opened, source.form
+def _array_entries(source: _Source, scanned: ScanResult) -> Iterator[ManifestArray]:
+    """Yield the entries of arrays that lie dense in a file."""
+    opened, form = source.opened, source.form
+    # An array is listed under the first tensor that it holds, if possible a canonical one.
     keys: dict[str, str] = {}
-    for catalog in (form.catalog, found.catalog):
+    for catalog in (form.catalog, opened.catalog):
         for fragment in catalog.all_fragments():
             if fragment.array is not None:
                 keys.setdefault(fragment.array.name, fragment.key)
     for array in source.stored:
-        with suppress(CheckpointingException):  # the scan has read it, or said why not
-            placed = found.catalog.bind(found.store, array)
+        with suppress(CheckpointingException):  # the scan has read it, or reported why not
+            placed = opened.catalog.bind(opened.store, array)
             known, extent = scanned.arrays.get(array.name), placed.extent
             if known is None or extent.encoding is not None or not is_dense_in_file(placed):
                 continue
@@ -284,76 +301,79 @@ def _array_entries(source: _Source, scanned: Scanned) -> Iterator[ManifestArray]
 
 
 def _notes(form: Canonical, *, fingerprints: bool) -> Iterator[str]:
-    """What keeps the fingerprints from being comparable with those of other layouts."""
+    """Yield a note if the fingerprints cannot be compared with those of other layouts."""
     if not fingerprints or form.failure is None:
         return
-    what = "the tensors" if not form.has_layout else "the optimizer's states"
-    effect = "the fingerprints are of this layout only" if not form.has_layout else "they have no fingerprints"
-    yield f"{what} are not in canonical form, so {effect}: {form.failure.message}"
+    subject = "the tensors" if not form.has_layout else "the optimizer's states"
+    effect = "the fingerprints are valid for this layout only" if not form.has_layout else "they have no fingerprints"
+    yield f"{subject} are not in canonical form, so {effect}: {form.failure.message}"
 
 
-def write_inventory(found: Inventory, destination: Path | None = None, *, force: bool = False) -> Path:
-    """Writes a manifest: whole or not at all.
+def write_inventory(content: Inventory, destination: Path | None = None, *, force: bool = False) -> Path:
+    """Write a manifest, completely or not at all.
 
     Args:
-        found: what it says.
-        destination: its name; None for the usual one.
-        force: replace one that is there.
+        content: the content of the manifest.
+        destination: path of the manifest; None for the usual one.
+        force: replace an existing file.
 
     Returns:
-        Its name.
+        The path of the manifest.
 
     Raises:
-        UsageError: it exists, or its directory does not.
-        CapacityError, StorageError: the system refuses.
+        UsageError: the file exists, or its directory does not.
+        CapacityError, StorageError: the system cannot write.
     """
-    path = found.destination if destination is None else destination
+    path = content.destination if destination is None else destination
     check_free(path, force=force)
-    aside = path.with_name(f".{path.name}{_PART}")
+    partial = path.with_name(f".{path.name}{_PART}")
     with translated(str(path), doing="write"):
         try:
             with suppress(FileNotFoundError):
-                aside.unlink()  # of a run that was killed; a link there would lead the bytes elsewhere
-            with open(aside, "x", encoding="utf-8") as file:
-                file.writelines(found.lines())
+                partial.unlink()  # left by a killed run; a link in its place would lead the bytes elsewhere
+            with open(partial, "x", encoding="utf-8") as file:
+                file.writelines(content.lines())
                 file.flush()
                 os.fsync(file.fileno())
             if force:
-                os.replace(aside, path)
+                os.replace(partial, path)
             else:
-                rename_new(aside, path)
+                rename_new(partial, path)
         except FileExistsError as err:
             raise _taken(path) from err
         finally:
             with suppress(FileNotFoundError):
-                aside.unlink()
+                partial.unlink()
     sync_folder(path.parent)
     return path
 
 
-def usual_path(path: Path, *, iteration: int | None = None) -> Path:
-    """Where the manifest of a checkpoint belongs, found without reading it.
+def default_manifest_path(path: Path, *, iteration: int | None = None) -> Path:
+    """Return the usual path of a checkpoint's manifest, without reading the checkpoint.
 
     Raises:
-        UsageError: there is no such path.
+        UsageError: the path does not exist.
     """
-    place = located(path, iteration=iteration)
-    place.store.close()
-    return place.store.root / manifest_name(place.store.entry)
+    location = located(path, iteration=iteration)
+    location.store.close()
+    return location.store.root / manifest_name(location.store.entry)
 
 
 def check_free(path: Path, *, force: bool) -> None:
-    """Refuses a name that a manifest cannot get, before the work begins.
+    """Raise if a manifest cannot be written to a path; called before the work begins.
 
     Raises:
-        UsageError: see ``write_inventory``.
+        UsageError: the path is a URL or a directory, its directory does not exist, or it is taken
+            and ``force`` is not given.
     """
     refuse_url(path)
     if not path.parent.is_dir():
-        raise UsageError("there is no such directory", file=str(path.parent), hint="make it first")
+        raise UsageError("directory not found", file=str(path.parent), hint="create it first")
     if path.is_dir() or (os.path.lexists(path) and not force):
         raise _taken(path)
 
 
 def _taken(path: Path) -> UsageError:
-    return UsageError("it exists already", file=str(path), hint="check it with ckpt validate, or pass --force")
+    return UsageError(
+        "the manifest exists already", file=str(path), hint="check it with ckpt validate, or pass --force"
+    )

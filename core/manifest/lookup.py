@@ -1,4 +1,4 @@
-"""What was written down about a checkpoint: its manifest, found beside it or in the training root above it."""
+"""Find the manifest of a checkpoint, next to it or in the training root above it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from core.manifest.file import MANIFEST, Manifest, manifest_name, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """A manifest that speaks of a checkpoint.
+class RecordedManifest:
+    """A manifest that was found for a checkpoint.
 
     Args:
-        name: where it is, relative to the checkpoint.
-        manifest: what it says, with paths relative to the checkpoint; None if it cannot be read.
-        failure: why it cannot.
+        name: path of the manifest file, relative to the checkpoint.
+        manifest: its content, with paths relative to the checkpoint; None if it cannot be read.
+        failure: the reason why it cannot be read.
     """
 
     name: str
@@ -26,47 +26,54 @@ class Recorded:
 
 
 def is_manifest(name: str) -> bool:
-    """Whether a file is a manifest, by its name."""
+    """Return whether a file is a manifest, by its name."""
     last = name.rpartition("/")[2]
     return last == MANIFEST or last.endswith(f".{MANIFEST}")
 
 
-def recorded(folder: Path, *, entry: str | None = None) -> Recorded | None:
-    """The manifest of a checkpoint; None if there is none.
+def find_manifest(folder: Path, *, entry: str | None = None) -> RecordedManifest | None:
+    """Find the manifest of a checkpoint; return None if there is none.
 
-    A conversion to a training root puts its manifest beside the tracker, so the directory above is looked at too.
+    A conversion to a training root puts its manifest next to the tracker, so the parent directory
+    is searched too.
 
     Args:
         folder: the checkpoint's directory.
-        entry: the one file in it that is the checkpoint.
+        entry: the single file in it that is the checkpoint.
     """
-    name = manifest_name(entry)
-    found = _read(folder, name)
-    if found is not None or entry is not None:
-        return found
-    above = folder.resolve()
-    found = _read(above.parent, MANIFEST)
-    if found is None or found.manifest is None:
-        return None  # a broken one may be about something else
-    prefix = f"{above.name}/"
+    result = _read(folder, manifest_name(entry))
+    if result is not None or entry is not None:
+        return result
+    resolved = folder.resolve()
+    result = _read(resolved.parent, MANIFEST)
+    if result is None or result.manifest is None:
+        return None  # a damaged manifest may be about something else
+
+    # Of a training root's manifest, only the entries of this iteration count.
+    prefix = f"{resolved.name}/"
     files = tuple(
-        replace(one, path=one.path.removeprefix(prefix)) for one in found.manifest.files if one.path.startswith(prefix)
+        replace(file, path=file.path.removeprefix(prefix))
+        for file in result.manifest.files
+        if file.path.startswith(prefix)
     )
     arrays = tuple(
-        replace(one, file=one.file.removeprefix(prefix)) for one in found.manifest.arrays if one.file.startswith(prefix)
+        replace(array, file=array.file.removeprefix(prefix))
+        for array in result.manifest.arrays
+        if array.file.startswith(prefix)
     )
     if not files:
         return None
-    return Recorded(f"../{MANIFEST}", replace(found.manifest, files=files, arrays=arrays))
+    return RecordedManifest(f"../{MANIFEST}", replace(result.manifest, files=files, arrays=arrays))
 
 
-def _read(folder: Path, name: str) -> Recorded | None:
+def _read(folder: Path, name: str) -> RecordedManifest | None:
+    """Read a manifest if the file exists; a damaged one is returned with its failure."""
     store = LocalStore(folder)
     try:
         if not store.exists(name):
             return None
-        return Recorded(name, read_manifest(store, name))
+        return RecordedManifest(name, read_manifest(store, name))
     except CheckpointingException as err:
-        return Recorded(name, None, err)
+        return RecordedManifest(name, None, err)
     finally:
         store.close()

@@ -1,4 +1,4 @@
-"""What a copy does once its arrays are written: the literals of the files, their sums, and the manifest."""
+"""Finish a copy once its arrays are written: write literals, sum up files, write the manifest."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ if TYPE_CHECKING:
 
 
 def finish_files(plan: Plan, result: CopyResult, store: WriteStore, *, crc: bool = True) -> list[FileSum]:
-    """Writes the literals of all file images, metadata files last.
+    """Write the literals of all file images, metadata files last.
 
     Args:
         plan: the plan that was executed.
-        result: its checksums, which the literals may state.
-        store: the stage; the files exist.
-        crc: sum whole files; needs the arrays' CRCs in ``result``.
+        result: checksums of the arrays, which the literals may contain.
+        store: the stage, in which the files exist.
+        crc: compute CRC-32s of whole files, from those of the arrays in ``result``.
 
     Returns:
         The files, in the order of the images.
 
     Raises:
         CorruptError: a literal lies outside its file or on an array.
-        CapacityError, StorageError: the system refuses.
+        CapacityError, StorageError: the system cannot write.
     """
+    # Arrays are numbered in the order of the images.
     first: list[int] = [0]
     for image in plan.images:
         first.append(first[-1] + len(image.arrays))
     sums: dict[int, FileSum] = {}
+    # Metadata files come last, since they make the checkpoint recognisable.
     order = sorted(range(len(plan.images)), key=lambda n: plan.images[n].is_metadata)
     for number in order:
         image = plan.images[number]
@@ -51,13 +53,13 @@ def finish_files(plan: Plan, result: CopyResult, store: WriteStore, *, crc: bool
             if data:
                 store.write(image.path, offset, data)
                 pieces.add(offset, data)
-        whole = pieces.crc_of(image)
-        sums[number] = FileSum(image.path, image.size, whole if crc else None)
+        file_crc = pieces.crc_of(image)  # also checks that the pieces do not overlap
+        sums[number] = FileSum(image.path, image.size, file_crc if crc else None)
     return [sums[number] for number in range(len(plan.images))]
 
 
 class _Pieces:
-    """Arrays and literals of one file, as columns."""
+    """The arrays and literals of one file, as columns."""
 
     def __init__(self, places: Places, result: CopyResult, numbers: range) -> None:
         self._offsets = columns("q", (places.offset_of(n) for n in numbers))
@@ -65,12 +67,17 @@ class _Pieces:
         self._crcs = columns("I", (result.crcs[n] for n in numbers))
 
     def add(self, offset: int, data: bytes) -> None:
+        """Add a literal."""
         self._offsets.append(offset)
         self._sizes.append(len(data))
         self._crcs.append(crc32(data))
 
     def crc_of(self, image: FileImage) -> int:
-        """CRC-32 of the whole file; what no piece covers is zero."""
+        """Return the CRC-32 of the whole file; bytes that no piece covers are zero.
+
+        Raises:
+            CorruptError: a piece lies outside the file or on another piece.
+        """
         crc = end = 0
         for n in sorted(range(len(self._offsets)), key=self._offsets.__getitem__):
             offset, n_bytes = self._offsets[n], self._sizes[n]
@@ -98,25 +105,26 @@ def write_manifest(
     crc: bool = True,
     fingerprints: Mapping[str, Fingerprint] | None = None,
 ) -> None:
-    """Writes the manifest of a finished stage.
+    """Write the manifest of a finished stage.
 
     Args:
         store: the stage.
-        name: of the manifest, see ``manifest_name``.
-        plan, result: what was done.
+        name: name of the manifest (``manifest_name``).
+        plan, result: the plan that was executed, and its result.
         files: from ``finish_files``.
         tool: name and version of the writing software.
-        crc: whether CRC-32s were computed.
-        fingerprints: of the canonical tensors; None if they were not asked for.
+        crc: CRC-32s were computed.
+        fingerprints: fingerprints by canonical key; None if they were not wanted.
 
     Raises:
-        CapacityError, StorageError: the system refuses.
+        CapacityError, StorageError: the system cannot write.
     """
     digest = ALGORITHM if result.digests else None
     write_lines(store, name, manifest_lines(tool, digest, files, _arrays(plan, result, crc=crc), fingerprints))
 
 
 def _arrays(plan: Plan, result: CopyResult, *, crc: bool) -> Iterator[ManifestArray]:
+    """Yield the entries of the arrays that the plan filled, each once."""
     places = plan.places
     is_listed = bytearray(len(places))
     for key in iter(plan.keys()):

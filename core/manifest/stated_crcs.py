@@ -1,7 +1,7 @@
-"""All the CRC-32s that the files of a checkpoint state: those in torch zips, whole files or items of DCP files.
+"""Read the CRC-32s that files state: torch zips, whole or as items of DCP files.
 
-A DCP checkpoint may lie in a folder of its own inside the directory (torchtitan's parts, Lightning's, accelerate's
-``pytorch_model_fsdp_0``); its data files have items like any other's.
+A DCP checkpoint may lie in a folder of its own inside the directory (torchtitan's parts,
+Lightning's, accelerate's ``pytorch_model_fsdp_0``); its data files have items like any other's.
 """
 
 from __future__ import annotations
@@ -16,91 +16,108 @@ from core.files.store import LocalStore
 from core.formats.dcp import format as dcp
 from core.formats.torch.other_pickles import damaged_member, is_checkpoint_file, is_torch_zip
 from core.formats.torch.zip.container import LOCAL_SIGNATURE, read_archive
-from core.scan.windows import Stated
+from core.scan.windows import StatedCrc
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 _WITH_ITEMS = ("dcp", "torch_dist")
 _ITEMS_SUFFIX = ".distcp"
-"""Of files that hold items one after the other, and are no zip as a whole."""
+"""Ending of files that hold items one after the other; such a file as a whole is not a zip."""
 
 
-class StatedSums:
-    """Finds the CRCs that files state, see ``core.scan.run.StatedIn``.
+class StatedCrcReader:
+    """A reader of the CRCs that files state (``core.scan.run.StatedIn``).
 
     Args:
         store: the checkpoint.
-        format: name of its format; None if it is not known.
+        format: name of the checkpoint's format; None if it is not known.
     """
 
     def __init__(self, store: LocalStore, format: str | None) -> None:
         self._store = store
-        self._items = _items(store) if format in _WITH_ITEMS else {}
+        self._items = _read_item_positions(store) if format in _WITH_ITEMS else {}
         self._items_below = cache(self._items_in)
 
-    def __call__(self, file: str, n_bytes: int, *, report: Report) -> Iterator[Stated]:
-        """The CRCs in a file.
+    def __call__(self, file: str, n_bytes: int, *, report: Report) -> Iterator[StatedCrc]:
+        """Yield the CRCs that a file states.
+
+        Args:
+            file: name of the file.
+            n_bytes: size of the file.
+            report: takes the errors in single items or records.
 
         Raises:
-            CheckpointingException: the file, which is one zip, is broken.
+            CheckpointingException: the file, which is a zip as a whole, is damaged.
         """
+        items = self._items_of(file)
+        if items is not None:
+            yield from self._read_items(file, n_bytes, items, report)
+        elif not is_zip(self._store, file, 0, n_bytes):
+            return
+        elif is_checkpoint_file(file) or is_torch_zip(self._store, file, n_bytes):
+            yield from read_stated_crcs(self._store, file, report=report)
+        else:
+            damage = damaged_member(self._store, file, n_bytes)
+            if damage is not None:
+                report(CorruptError(damage, file=file))
+
+    def _items_of(self, file: str) -> Iterable[tuple[int, int]] | None:
+        """Return offsets and lengths of a file's items, or None if it does not hold items."""
         items = self._items.get(file)
         if items is None and file.endswith(_ITEMS_SUFFIX):
             folder, _, name = file.rpartition("/")
             items = self._items_below(folder).get(name, ()) if folder else ()
-        if items is None:
-            if not is_zip(self._store, file, 0, n_bytes):
-                return
-            if not is_checkpoint_file(file) and not is_torch_zip(self._store, file, n_bytes):
-                damage = damaged_member(self._store, file, n_bytes)
-                if damage is not None:
-                    report(CorruptError(damage, file=file))
-            else:
-                yield from stated_in_zip(self._store, file, report=report)
-            return
+        return items
+
+    def _read_items(
+        self, file: str, n_bytes: int, items: Iterable[tuple[int, int]], report: Report
+    ) -> Iterator[StatedCrc]:
+        """Yield the CRCs that the items of a file state; a damaged item is reported."""
         for start, length in items:
             try:
                 if start + length <= n_bytes and is_zip(self._store, file, start, length):
-                    yield from stated_in_zip(self._store, file, start=start, n_bytes=length, report=report)
+                    yield from read_stated_crcs(self._store, file, start=start, n_bytes=length, report=report)
             except CheckpointingException as err:
                 err.span = err.span or (start, start + length)
                 report(err)
 
     def _items_in(self, folder: str) -> Mapping[str, Iterable[tuple[int, int]]]:
+        """Return the items of the files of a folder that is a DCP checkpoint of its own."""
         with closing(LocalStore(self._store.root / folder)) as store:
-            return _items(store)
+            return _read_item_positions(store)
 
 
-def _items(store: ReadStore) -> Mapping[str, Iterable[tuple[int, int]]]:
-    """File → (offset, length) of the items in it; nothing if the metadata cannot be read."""
+def _read_item_positions(store: ReadStore) -> Mapping[str, Iterable[tuple[int, int]]]:
+    """Return offsets and lengths of the items of each file; {} if the metadata cannot be read."""
     try:
         metadata = dcp.metadata_of(store)
     except CheckpointingException:
         return {}
-    found: dict[str, list[tuple[int, int]]] = {name: [] for name in metadata.files}
+    positions: dict[str, list[tuple[int, int]]] = {name: [] for name in metadata.files}
     for file, offset, n_bytes in zip(metadata.file_index, metadata.item_offset, metadata.item_bytes, strict=True):
-        found[metadata.files[file]].append((offset, n_bytes))
+        positions[metadata.files[file]].append((offset, n_bytes))
     for item in metadata.objects.values():
-        found.setdefault(item.file, []).append((item.offset, item.n_bytes))
-    return {name: sorted(set(items)) for name, items in found.items()}
+        positions.setdefault(item.file, []).append((item.offset, item.n_bytes))
+    return {name: sorted(set(items)) for name, items in positions.items()}
 
 
 def is_zip(store: ReadStore, file: str, start: int, n_bytes: int) -> bool:
-    """Whether a file holds a zip at a byte."""
+    """Return whether a zip begins at byte ``start`` of a file."""
     return n_bytes >= len(LOCAL_SIGNATURE) and store.read(file, start, len(LOCAL_SIGNATURE)) == LOCAL_SIGNATURE
 
 
-def stated_in_zip(
+def read_stated_crcs(
     store: ReadStore, file: str, *, start: int = 0, n_bytes: int | None = None, report: Report = raising
-) -> Iterator[Stated]:
-    """The CRCs of the records that lie in the file as they are; 0 stands for none.
+) -> Iterator[StatedCrc]:
+    """Yield the CRCs of the uncompressed records of a zip; a CRC of 0 means that there is none.
 
-    The CRC of a deflated record is that of other bytes than the file holds: who inflates it compares.
+    The CRC of a deflated record belongs to other bytes than those in the file; the reader that
+    inflates the record compares it.
 
     Args:
-        start, n_bytes: where the zip lies; None for all the rest of the file.
-        report: told of what is wrong with single records.
+        start, n_bytes: position of the zip in the file; None for all the rest of the file.
+        report: takes the errors in single records.
 
     Raises:
         CheckpointingException: as for ``core.formats.torch.zip.container.read_archive``.
@@ -108,4 +125,4 @@ def stated_in_zip(
     archive = read_archive(store, file, start=start, n_bytes=n_bytes, report=report)
     for name, record in archive.records.items():
         if record.crc and record.packed_bytes is None:
-            yield Stated(*record.span, record.crc, f"record {name}")
+            yield StatedCrc(*record.span, record.crc, f"record {name}")

@@ -1,6 +1,6 @@
-"""What is computed of the elements of arrays: NaN and infinities, differences, tallies.
+"""Numbers in arrays: NaN and infinities, differences between two arrays, and tallies of them.
 
-Start at ``facts`` (for ``validate``) and ``difference`` (for ``diff``); both are sums, so that threads and ranks may
-add in any order.
+Start at ``facts`` (for ``validate``) and ``difference`` (for ``diff``); both are sums, so that
+threads and ranks may add in any order.
 Imports: arrays, catalog, device.
 """

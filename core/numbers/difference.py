@@ -1,15 +1,16 @@
-"""What two runs of numbers have in common: how many differ, by how much, where first, and in which direction.
+"""Compare two runs of numbers: how many differ, by how much, where first, and in which direction.
 
-Exact: two elements are equal if their bits are. So ``0.0`` and ``-0.0`` differ (by 0), and NaNs are equal if their
-payloads are. With a tolerance they are equal as ``torch.isclose`` has it, A being the input and B the other::
+Without a tolerance two elements are equal if their bits are. So ``0.0`` and ``-0.0`` differ (by 0),
+and NaNs are equal if their payloads are. With a tolerance they are equal as ``torch.isclose``
+defines it, A being the input and B the other::
 
-    |A - B| <= atol + rtol * |B|        equal infinities are close; NaN is close to NaN unless equal_nan is switched off
+    |A - B| <= atol + rtol * |B|     equal infinities are close; NaN is close to NaN if equal_nan
 
-computed in float64 (exactly converted; the difference of integers of one type is exact), where torch computes in the
-tensors' own type. Elements of different types are equal if their values are.
+computed in float64 (exactly converted; the difference of integers of one type is exact), where
+torch computes in the tensors' own type. Elements of different types are equal if their values are.
 
-Statistics are those of the elements that are finite on both sides; only in ``max_abs`` an infinity counts. numpy is
-imported here, when the first differing run is met.
+Statistics count only elements that are finite on both sides, except that ``max_abs`` counts
+infinities. numpy is imported here, when the first differing run is met.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from core.arrays.dtypes import DTYPES, itemsize
 Number = int | float
 
 _AT_ONCE = 1 << 16
-"""Elements; the temporary arrays then stay in the cache."""
+"""Elements that are compared at once; the temporary arrays then stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Which values count as equal; see the module's docstring."""
+    """Limits within which two values count as equal: ``|A - B| <= atol + rtol * |B|``.
+
+    Args:
+        rtol, atol: relative and absolute tolerance.
+        equal_nan: NaN is equal to NaN.
+    """
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -37,17 +43,19 @@ class Tolerance:
 
 
 @dataclass(slots=True)
-class Values:
-    """What a comparison of elements found.
+class ValueDifference:
+    """The result of comparing elements of two arrays A and B.
 
     Args:
-        n_elements: compared.
-        n_differing: that are not equal.
-        n_nan: of which one is NaN and the other is not.
-        max_abs: greatest |A - B|; exact for integers of one type. 0 if none differ, None if values are not numbers.
+        n_elements: elements that were compared.
+        n_differing: elements that are not equal.
+        n_nan: elements of which one is NaN and the other is not.
+        max_abs: greatest |A - B|; exact for integers of one type. 0 if no elements differ, None if
+            the values are not numbers.
         max_at: flat index of that element.
         first: flat index of the first element that differs, None if none does.
-        square_a, square_b, product, square_delta: sums of A², B², A·B and (A - B)² over finite elements.
+        square_a, square_b, product, square_delta: sums of A², B², A·B and (A - B)² over finite
+            elements.
     """
 
     n_elements: int = 0
@@ -61,11 +69,12 @@ class Values:
     product: float = 0.0
     square_delta: float = 0.0
 
-    def add(self, other: Values, *, start: int = 0) -> None:
-        """Adds what was found in another run, ``start`` elements further on."""
+    def add(self, other: ValueDifference, *, start: int = 0) -> None:
+        """Add the result of comparing another run, which begins ``start`` elements later."""
         self.n_elements += other.n_elements
         self.n_differing += other.n_differing
         self.n_nan += other.n_nan
+        # Of equal maxima the first position counts, so the order of adding does not matter.
         if other.max_abs is None or self.max_abs is None:
             self.max_abs = None
         elif other.max_at is not None and (
@@ -83,12 +92,15 @@ class Values:
 
     @property
     def share(self) -> float:
-        """Differing elements, of all."""
+        """Return the fraction of elements that differ."""
         return self.n_differing / self.n_elements if self.n_elements else 0.0
 
     @property
     def cosine(self) -> float | None:
-        """Cosine of the angle between A and B as vectors; None where one is zero, or it cannot be told."""
+        """Return the cosine of the angle between A and B as vectors.
+
+        None if one of them is zero, or if the values are not numbers.
+        """
         norm = sqrt(self.square_a) * sqrt(self.square_b)
         if self.max_abs is None or not 0 < norm < inf or self.product != self.product:
             return None
@@ -96,7 +108,7 @@ class Values:
 
     @property
     def relative(self) -> float | None:
-        """Length of A - B in lengths of A; inf where A is zero and B is not, None where it cannot be told."""
+        """Return |A - B| / |A| as vectors; inf if only A is zero, None if it is undefined."""
         if self.max_abs is None or self.square_delta != self.square_delta:
             return None
         if self.square_delta == 0:
@@ -104,26 +116,28 @@ class Values:
         return sqrt(self.square_delta / self.square_a) if self.square_a > 0 else inf
 
 
-def compared(a: memoryview, b: memoryview, *, dtypes: tuple[str, str], rule: Tolerance | None = None) -> Values:
-    """Compares two runs of as many elements.
+def compare_elements(
+    a: memoryview, b: memoryview, *, dtypes: tuple[str, str], rule: Tolerance | None = None
+) -> ValueDifference:
+    """Compare two runs of elements, as many in each.
 
     Args:
         a, b: dense little-endian elements.
-        dtypes: of A and of B.
-        rule: None for exact.
+        dtypes: dtype names of A and of B.
+        rule: the tolerance; None compares bits (or values, if the dtypes differ).
     """
     size_a, size_b = itemsize(dtypes[0]), itemsize(dtypes[1])
     n = len(a) // size_a
-    found = Values()
+    result = ValueDifference()
     for first in range(0, n, _AT_ONCE):
         last = min(first + _AT_ONCE, n)
         part_a, part_b = a[first * size_a : last * size_a], b[first * size_b : last * size_b]
-        found.add(_compared(part_a, part_b, dtypes, rule), start=first)
-    return found
+        result.add(_compare_block(part_a, part_b, dtypes, rule), start=first)
+    return result
 
 
-def square_sum(data: memoryview, dtype: str) -> float:
-    """The sum of the squares of the finite elements of a run; 0 for what are no numbers."""
+def sum_squares(data: memoryview, dtype: str) -> float:
+    """Return the sum of the squares of the finite elements; 0 for types without numeric values."""
     import numpy as np
 
     if not has_numbers(dtype):
@@ -131,7 +145,7 @@ def square_sum(data: memoryview, dtype: str) -> float:
     size = itemsize(dtype)
     total = 0.0
     for first in range(0, len(data), _AT_ONCE * size):
-        values = _parts(_decoded(data[first : first + _AT_ONCE * size], dtype))
+        values = _float64_parts(_decode(data[first : first + _AT_ONCE * size], dtype))
         with np.errstate(all="ignore"):
             part = float(np.einsum("i,i->", values, values))
             if not part < inf:
@@ -142,109 +156,117 @@ def square_sum(data: memoryview, dtype: str) -> float:
 
 
 def has_numbers(dtype: str) -> bool:
-    """Whether elements of a type have values that can be subtracted."""
+    """Return whether elements of a type have values that can be subtracted."""
     return DTYPES[dtype].kind != "packed"
 
 
-def holds_nan(data: memoryview, dtype: str) -> bool:
-    """Whether one of some elements is NaN."""
+def has_nan(data: memoryview, dtype: str) -> bool:
+    """Return whether any of the elements is NaN."""
     import numpy as np
 
     if DTYPES[dtype].kind not in ("float", "complex"):
         return False
-    return bool(np.isnan(_decoded(data, dtype)).any())
+    return bool(np.isnan(_decode(data, dtype)).any())
 
 
-def shown(data: memoryview, dtype: str) -> Number | None:
-    """The value of one element; the real part of a complex one, None for what is no number."""
+def element_value(data: memoryview, dtype: str) -> Number | None:
+    """Return the value of the first element, or None if the type has no values.
+
+    Of a complex element it is the real part.
+    """
     if not has_numbers(dtype):
         return None
-    value = _decoded(data, dtype)[0]
+    value = _decode(data, dtype)[0]
     if DTYPES[dtype].kind == "complex":
         value = value.real
     return int(value) if DTYPES[dtype].kind in ("int", "uint", "bool") else float(value)
 
 
-def _compared(a: memoryview, b: memoryview, dtypes: tuple[str, str], rule: Tolerance | None) -> Values:
-    """As ``compared``, for a run that fits into the cache."""
+def _compare_block(a: memoryview, b: memoryview, dtypes: tuple[str, str], rule: Tolerance | None) -> ValueDifference:
+    """Do as ``compare_elements``, for a run whose temporary arrays fit into the cache."""
     import numpy as np
 
     if not (has_numbers(dtypes[0]) and has_numbers(dtypes[1])):
-        found = _counted(_differing_bits(a, b, itemsize(dtypes[0])))
-        found.max_abs = None
-        return found
-    va, vb = _decoded(a, dtypes[0]), _decoded(b, dtypes[1])
+        result = _count_differing(_differing_bits(a, b, itemsize(dtypes[0])))
+        result.max_abs = None
+        return result
+    values_a, values_b = _decode(a, dtypes[0]), _decode(b, dtypes[1])
     with np.errstate(all="ignore"):
-        delta = _distance(va, vb)
+        delta = _distance(values_a, values_b)
         if rule is not None:
-            is_different = ~_close(va, vb, delta, rule)
+            is_different = ~_is_close(values_a, values_b, delta, rule)
         elif dtypes[0] == dtypes[1]:
             is_different = _differing_bits(a, b, itemsize(dtypes[0]))
         else:
-            is_different = (va != vb) & ~(np.isnan(va) & np.isnan(vb))
-        found = _counted(is_different)
-        _measure(found, va, vb, delta)
-    return found
+            is_different = (values_a != values_b) & ~(np.isnan(values_a) & np.isnan(values_b))
+        result = _count_differing(is_different)
+        _fill_statistics(result, values_a, values_b, delta)
+    return result
 
 
-def _counted(is_different: Any) -> Values:
+def _count_differing(is_different: Any) -> ValueDifference:
+    """Return a result with its counts and without statistics."""
     import numpy as np
 
     n = int(np.count_nonzero(is_different))
-    return Values(len(is_different), n, first=int(is_different.argmax()) if n else None)
+    return ValueDifference(len(is_different), n, first=int(is_different.argmax()) if n else None)
 
 
-def _measure(found: Values, va: Any, vb: Any, delta: Any) -> None:
-    """Puts the statistics into what was found; ``delta`` is |A - B|, NaN where one of them is."""
+def _fill_statistics(result: ValueDifference, values_a: Any, values_b: Any, delta: Any) -> None:
+    """Set the statistics of a result; ``delta`` is |A - B|, NaN where one of them is."""
     import numpy as np
 
+    # The maximum; usually all elements are finite, and then nothing has to be masked.
     top = delta.max()
-    is_odd = delta.dtype.kind == "f" and not top < inf
-    if is_odd:
-        nan_a, nan_b = np.isnan(va), np.isnan(vb)
-        found.n_nan = int(np.count_nonzero(nan_a != nan_b))
-        delta = np.where(nan_a | nan_b | (va == vb), 0.0, delta)  # equal infinities differ by NaN
+    has_non_finite = delta.dtype.kind == "f" and not top < inf
+    if has_non_finite:
+        nan_a, nan_b = np.isnan(values_a), np.isnan(values_b)
+        result.n_nan = int(np.count_nonzero(nan_a != nan_b))
+        # The difference of two equal infinities is NaN, and counts as 0.
+        delta = np.where(nan_a | nan_b | (values_a == values_b), 0.0, delta)
         top = delta.max()
     if top > 0:
-        found.max_abs = int(top) if delta.dtype.kind == "u" else float(top)
-        found.max_at = int(delta.argmax())
-    xa, xb = _parts(va), _parts(vb)
-    if is_odd:
-        is_finite = np.isfinite(xa) & np.isfinite(xb)
-        xa, xb = xa[is_finite], xb[is_finite]
-    difference = xa - xb
-    found.square_a = float(np.einsum("i,i->", xa, xa))
-    found.square_b = float(np.einsum("i,i->", xb, xb))
-    found.product = float(np.einsum("i,i->", xa, xb))
-    found.square_delta = float(np.einsum("i,i->", difference, difference))
+        result.max_abs = int(top) if delta.dtype.kind == "u" else float(top)
+        result.max_at = int(delta.argmax())
+
+    # The sums, over elements that are finite on both sides.
+    parts_a, parts_b = _float64_parts(values_a), _float64_parts(values_b)
+    if has_non_finite:
+        is_finite = np.isfinite(parts_a) & np.isfinite(parts_b)
+        parts_a, parts_b = parts_a[is_finite], parts_b[is_finite]
+    difference = parts_a - parts_b
+    result.square_a = float(np.einsum("i,i->", parts_a, parts_a))
+    result.square_b = float(np.einsum("i,i->", parts_b, parts_b))
+    result.product = float(np.einsum("i,i->", parts_a, parts_b))
+    result.square_delta = float(np.einsum("i,i->", difference, difference))
 
 
-def _close(va: Any, vb: Any, delta: Any, rule: Tolerance) -> Any:
-    """Which elements are equal within the tolerance."""
+def _is_close(values_a: Any, values_b: Any, delta: Any, rule: Tolerance) -> Any:
+    """Return which elements are equal within the tolerance, as a mask."""
     import numpy as np
 
-    allowed = rule.atol + rule.rtol * np.abs(vb if vb.dtype.kind == "c" else _parts(vb))
-    is_close = (va == vb) | ((delta <= allowed) & np.isfinite(delta))
+    allowed = rule.atol + rule.rtol * np.abs(values_b if values_b.dtype.kind == "c" else _float64_parts(values_b))
+    is_close = (values_a == values_b) | ((delta <= allowed) & np.isfinite(delta))
     if rule.equal_nan:
-        is_close |= np.isnan(va) & np.isnan(vb)
+        is_close |= np.isnan(values_a) & np.isnan(values_b)
     return is_close
 
 
-def _distance(va: Any, vb: Any) -> Any:
-    """|A - B|: exact and unsigned for integers of one type, else in float64."""
+def _distance(values_a: Any, values_b: Any) -> Any:
+    """Return |A - B|: exact and unsigned for integers of one type, else in float64."""
     import numpy as np
 
-    if va.dtype == vb.dtype and va.dtype.kind in "iu":
-        unsigned = f"u{va.dtype.itemsize}"
-        ua, ub = va.view(unsigned), vb.view(unsigned)
-        return np.where(va > vb, ua - ub, ub - ua)
-    if va.dtype.kind != "c" and vb.dtype.kind != "c":
-        va, vb = _parts(va), _parts(vb)
-    return np.abs(va - vb)
+    if values_a.dtype == values_b.dtype and values_a.dtype.kind in "iu":
+        unsigned = f"u{values_a.dtype.itemsize}"
+        ua, ub = values_a.view(unsigned), values_b.view(unsigned)
+        return np.where(values_a > values_b, ua - ub, ub - ua)
+    if values_a.dtype.kind != "c" and values_b.dtype.kind != "c":
+        values_a, values_b = _float64_parts(values_a), _float64_parts(values_b)
+    return np.abs(values_a - values_b)
 
 
-def _parts(values: Any) -> Any:
-    """Values as float64; real and imaginary parts one after the other."""
+def _float64_parts(values: Any) -> Any:
+    """Return values as float64; of complex ones, real and imaginary parts one after the other."""
     import numpy as np
 
     if values.dtype.kind == "c":
@@ -253,7 +275,7 @@ def _parts(values: Any) -> Any:
 
 
 def _differing_bits(a: memoryview, b: memoryview, size: int) -> Any:
-    """Which elements differ as opaque bits."""
+    """Return which elements differ in any bit, as a mask."""
     import numpy as np
 
     if size <= 8:
@@ -262,8 +284,12 @@ def _differing_bits(a: memoryview, b: memoryview, size: int) -> Any:
     return halves.reshape(-1, size // 8).any(axis=1)
 
 
-def _decoded(data: memoryview, dtype: str) -> Any:
-    """Elements as numbers: integers as they are, floats as float64, complex ones as complex128; bool as bytes."""
+def _decode(data: memoryview, dtype: str) -> Any:
+    """Decode elements to numbers of a type that numpy has.
+
+    Returns:
+        Integers in their own type, bool as bytes, floats as float64, complex ones as complex128.
+    """
     import numpy as np
 
     row = DTYPES[dtype]
@@ -278,11 +304,11 @@ def _decoded(data: memoryview, dtype: str) -> Any:
     if dtype == "float64":
         return np.frombuffer(data, "f8")
     with np.errstate(invalid="ignore"):  # signalling NaNs
-        return _single(data, dtype).astype("f8")
+        return _decode_float32(data, dtype).astype("f8")
 
 
-def _single(data: memoryview, dtype: str) -> Any:
-    """Floats of at most 32 bits as float32."""
+def _decode_float32(data: memoryview, dtype: str) -> Any:
+    """Decode floats of at most 32 bits to float32."""
     import numpy as np
 
     if dtype == "float32":

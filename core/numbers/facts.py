@@ -1,7 +1,8 @@
-"""What the numbers of arrays look like: NaN, infinities, and whether all are the same.
+"""Find NaN, infinities and constant values in floating-point arrays.
 
-The usual block is proven finite by two maxima: the largest pattern as an unsigned integer is the negative number of the
-largest magnitude, the largest as a signed one the positive. Only blocks with something in them are counted.
+The usual block is proven finite by two maxima: the largest pattern as an unsigned integer is the
+negative number of the largest magnitude, the largest as a signed integer the positive one. Only
+blocks that may hold something worth counting are looked at element by element.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from core.device.device import VALUES, Device, does
-from core.numbers.facts_on_device import counts, extremes
+from core.numbers.facts_on_device import count_on_device, find_extremes
 from core.numbers.kinds import KINDS, NumberKind
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Count:
-    """Elements of one sort; of complex ones, any part counts.
+class ElementCount:
+    """A count of elements of one sort, such as NaN; a complex element counts if any part does.
 
     Args:
-        n: how many.
+        n: number of elements.
         first: index of the first one in C order; None without any.
     """
 
@@ -32,97 +33,101 @@ class Count:
     first: int | None = None
 
     def add(self, n: int, first: int) -> None:
-        """Takes some more, ``n`` > 0."""
+        """Count ``n`` more elements (at least one), the first of them at index ``first``."""
         self.n += n
         self.first = first if self.first is None else min(self.first, first)
 
-    def join(self, other: Count) -> None:
-        """Takes those of other elements of the array."""
+    def join(self, other: ElementCount) -> None:
+        """Add the count of other elements of the same array."""
         if other.first is not None:
             self.add(other.n, other.first)
 
 
 @dataclass(slots=True)
-class Facts:
-    """About the elements of an array.
+class ValueFacts:
+    """The facts about the elements of one array.
 
     Args:
-        nan, infinite: what is not finite.
-        huge: finite numbers of 2¹⁰⁰ and more.
-        value: the pattern that all numbers have, as an integer; None where they differ, or there are none.
-        is_read: all elements have been seen.
+        nan, infinite: elements that are not finite.
+        huge: finite elements of 2¹⁰⁰ and more.
+        value: the bit pattern that all elements have, as an integer; None if they differ, or if
+            there are none.
+        is_read: all elements have been looked at.
     """
 
-    nan: Count = field(default_factory=Count)
-    infinite: Count = field(default_factory=Count)
-    huge: Count = field(default_factory=Count)
+    nan: ElementCount = field(default_factory=ElementCount)
+    infinite: ElementCount = field(default_factory=ElementCount)
+    huge: ElementCount = field(default_factory=ElementCount)
     value: int | None = None
     is_read: bool = False
 
     @property
     def is_usual(self) -> bool:
-        """Whether nothing was counted."""
+        """Return whether the array has no NaN, infinite or huge element."""
         return self.nan.n == self.infinite.n == self.huge.n == 0
 
 
 _VARIOUS = -1
+"""``ValueFacts.value`` while elements are still being read, once two of them differ."""
 
 
 class ValueObserver:
-    """Gathers facts about all floating-point arrays (``core.scan.observer.Observer``).
+    """Gathers facts about all floating-point arrays (a ``core.scan.observer.Observer``).
 
     Args:
-        device: where numbers are looked at, if it does that kind of work.
+        device: looks at the numbers, if it does that kind of work.
 
     Attributes:
         facts: by array name.
     """
 
     def __init__(self, device: Device | None = None) -> None:
-        self.facts: dict[str, Facts] = {}
+        self.facts: dict[str, ValueFacts] = {}
         self._device = device if does(device, VALUES) else None
         self._lock = threading.Lock()
 
     def sees(self, array: StoredArray) -> bool:
-        """See Observer: floating-point arrays."""
+        """Begin the facts of an array; return whether it is a floating-point array."""
         if array.dtype not in KINDS:
             return False
-        self.facts[array.name] = Facts()
+        self.facts[array.name] = ValueFacts()
         return True
 
     def feed(self, array: StoredArray, start: int, data: memoryview) -> None:
-        """See Observer."""
+        """Take the elements of an array from index ``start`` on; see ``Observer.feed``."""
         kind = KINDS[array.dtype]
         facts = self.facts[array.name]
         if self._device is not None:
             self._feed_device(self._device, facts, data, kind, start)
             return
-        numbers = _numbers(data, kind)
+        import numpy as np
+
+        numbers: Any = np.frombuffer(data, f"<u{kind.n_bytes}")
         top = int(numbers.max())
         if facts.value != _VARIOUS:
-            self._settle(facts, numbers, top)
-        if _is_suspect(numbers, top, kind):
+            # Three elements rule out a constant array in most cases, without another full pass.
+            samples = int(numbers[0]), int(numbers[len(numbers) // 2]), int(numbers[-1])
+            is_constant = samples == (top, top, top) and int(numbers.min()) == top
+            self._note_value(facts, top if is_constant else _VARIOUS)
+        if _has_countable(numbers, top, kind):
             self._count(facts, numbers, kind, start)
 
-    def _feed_device(self, device: Device, facts: Facts, data: memoryview, kind: NumberKind, start: int) -> None:
-        found = extremes(device, data, kind)
-        self._note_value(facts, found.top if found.least == found.top else _VARIOUS)
-        if kind.nan == 0x80 or _may_be_suspect(found.top, kind, most=lambda: found.most):
-            for name, (n, first) in counts(device, data, kind).items():
+    def _feed_device(self, device: Device, facts: ValueFacts, data: memoryview, kind: NumberKind, start: int) -> None:
+        extremes = find_extremes(device, data, kind)
+        self._note_value(facts, extremes.top if extremes.least == extremes.top else _VARIOUS)
+        # The pattern 80 is no extreme, so types in which it is NaN are always counted.
+        if kind.nan == 0x80 or _may_have_countable(extremes.top, kind, most=lambda: extremes.most):
+            for name, (n, first) in count_on_device(device, data, kind).items():
                 with self._lock:
                     getattr(facts, name).add(n, start + first)
 
-    def _settle(self, facts: Facts, numbers: Any, top: int) -> None:
-        """Finds out whether all numbers still are the same."""
-        ends = int(numbers[0]), int(numbers[len(numbers) // 2]), int(numbers[-1])
-        self._note_value(facts, top if ends == (top, top, top) and int(numbers.min()) == top else _VARIOUS)
-
-    def _note_value(self, facts: Facts, value: int) -> None:
-        """Takes the pattern that all numbers of a run have, or that they differ."""
+    def _note_value(self, facts: ValueFacts, value: int) -> None:
+        """Note the pattern that all numbers of a run have, or ``_VARIOUS``."""
         with self._lock:
             facts.value = value if facts.value in (None, value) else _VARIOUS
 
-    def _count(self, facts: Facts, numbers: Any, kind: NumberKind, start: int) -> None:
+    def _count(self, facts: ValueFacts, numbers: Any, kind: NumberKind, start: int) -> None:
+        """Add the NaN, infinite and huge elements of a run to the facts."""
         for name, mask in _masks(numbers, kind).items():
             if kind.n_parts > 1:
                 mask = mask.reshape(-1, kind.n_parts).any(axis=1)
@@ -132,18 +137,18 @@ class ValueObserver:
                     getattr(facts, name).add(n, start + int(mask.argmax()))
 
     def finish(self, array: StoredArray) -> None:
-        """See Observer."""
+        """Note that all elements of an array have been read."""
         facts = self.facts[array.name]
         facts.is_read = True
         if facts.value == _VARIOUS:
             facts.value = None
 
-    def state(self) -> dict[str, Facts]:
-        """See Observer."""
+    def state(self) -> dict[str, ValueFacts]:
+        """Return the facts by array name, to be merged on another rank."""
         return self.facts
 
-    def merge(self, state: dict[str, Facts]) -> None:
-        """See Observer."""
+    def merge(self, state: dict[str, ValueFacts]) -> None:
+        """Add the facts that another rank's observer gathered about other elements."""
         for name, other in state.items():
             facts = self.facts.setdefault(name, other)
             if facts is other:
@@ -157,33 +162,33 @@ class ValueObserver:
                 facts.value = _VARIOUS
 
 
-def _numbers(data: memoryview, kind: NumberKind) -> Any:
-    import numpy as np
-
-    return np.frombuffer(data, f"<u{kind.n_bytes}")
-
-
-def _is_suspect(numbers: Any, top: int, kind: NumberKind) -> bool:
-    """Whether something may be to count.
+def _has_countable(numbers: Any, top: int, kind: NumberKind) -> bool:
+    """Return whether a run may hold a NaN, an infinity or a huge number.
 
     Args:
-        top: the largest pattern, unsigned.
+        numbers: the bit patterns, unsigned.
+        top: the largest of them.
     """
     if kind.nan == 0x80:
         return top >= kind.nan and bool((numbers == kind.nan).any())
-    return _may_be_suspect(top, kind, most=lambda: int(numbers.view(f"<i{kind.n_bytes}").max()))
+    return _may_have_countable(top, kind, most=lambda: int(numbers.view(f"<i{kind.n_bytes}").max()))
 
 
-def _may_be_suspect(top: int, kind: NumberKind, *, most: Callable[[], int]) -> bool:
-    """See ``_is_suspect``; the single NaN ``80`` is no extreme, and not seen here.
+def _may_have_countable(top: int, kind: NumberKind, *, most: Callable[[], int]) -> bool:
+    """Return whether the extremes of a run leave room for a NaN, an infinity or a huge number.
+
+    Types whose only NaN is the pattern 80 need a look at every element, as it is no extreme.
 
     Args:
+        top: the largest pattern, unsigned.
         most: gives the largest pattern as a signed integer.
     """
     if kind.nan is not None:
         return top == kind.nan
     least = kind.first if kind.huge is None else kind.huge
     assert least is not None
+    # If no pattern has the sign bit, the largest one is the largest number. Otherwise it is the
+    # negative number of the largest magnitude, and the positive ones are asked for.
     sign = 1 << (8 * kind.n_bytes - 1)
     if top < sign:
         return top >= least
@@ -191,13 +196,13 @@ def _may_be_suspect(top: int, kind: NumberKind, *, most: Callable[[], int]) -> b
 
 
 def _masks(numbers: Any, kind: NumberKind) -> dict[str, Any]:
-    """Which numbers are of each sort, by the names of ``Facts``."""
+    """Return masks of the numbers of each sort, by the field names of ``ValueFacts``."""
     if kind.first is None:
         return {"nan": numbers == kind.nan}
     magnitudes = numbers & numbers.dtype.type((1 << (8 * kind.n_bytes - 1)) - 1)
     if not kind.has_infinity:
         return {"nan": magnitudes >= kind.first}
-    found = {"nan": magnitudes > kind.first, "infinite": magnitudes == kind.first}
+    masks = {"nan": magnitudes > kind.first, "infinite": magnitudes == kind.first}
     if kind.huge is not None:
-        found["huge"] = (magnitudes >= kind.huge) & (magnitudes < kind.first)
-    return found
+        masks["huge"] = (magnitudes >= kind.huge) & (magnitudes < kind.first)
+    return masks

@@ -1,13 +1,14 @@
-"""What the numbers of arrays look like, found out on a device; ``core.numbers.facts`` says what is looked for.
+"""Find NaN, infinities and constant values on a device, as ``core.numbers.facts`` defines them.
 
-The device is asked for three numbers of each run: the smallest and the largest pattern as unsigned integers, and the
-largest as signed ones. Only if these leave room for a NaN, an infinity or a huge number, elements are counted.
+The device gives three numbers for each run: the smallest and the largest pattern as unsigned
+integers, and the largest as signed ones. Only if these leave room for a NaN, an infinity or a huge
+number, elements are counted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from core.device.lane import Kernel, Tensor, lane_of
 
@@ -17,16 +18,16 @@ if TYPE_CHECKING:
 
 _SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 _NONE = (1 << 63) - 1
-"""In place of the index of a first element, where there is none."""
+"""In place of the index of the first element of a sort, where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
-    """Of some patterns.
+    """The extremes of some bit patterns.
 
     Args:
-        least, top: the smallest and the largest as unsigned integers.
-        most: the largest as signed ones.
+        least, top: the smallest and the largest pattern as unsigned integers.
+        most: the largest pattern as a signed integer.
     """
 
     least: int
@@ -34,49 +35,63 @@ class Extremes:
     most: int
 
 
-def extremes(device: Device, data: memoryview, kind: NumberKind) -> Extremes:
-    """The extremes of a run of at least one element."""
-    found = [
-        _int64s(piece) for piece in lane_of(device).fold((data,), extremes_kernel(kind.n_bytes), size=kind.n_bytes)
-    ]
+def find_extremes(device: Device, data: memoryview, kind: NumberKind) -> Extremes:
+    """Return the extremes of a run of at least one element."""
+    import numpy as np
+
+    kernel = extremes_kernel(kind.n_bytes)
+    pieces = [piece.view(np.int64) for piece in lane_of(device).map_pieces((data,), kernel, size=kind.n_bytes)]
     half = 1 << (8 * kind.n_bytes - 1)
     return Extremes(
-        least=min(int(low) for low, _, _ in found) + half,
-        top=max(int(high) for _, high, _ in found) + half,
-        most=max(int(most) for _, _, most in found),
+        least=min(int(low) for low, _, _ in pieces) + half,
+        top=max(int(high) for _, high, _ in pieces) + half,
+        most=max(int(most) for _, _, most in pieces),
     )
 
 
 def extremes_kernel(n_bytes: int) -> Kernel:
-    """Gives (least, top, most) of patterns of so many bytes; the first two less half of their range."""
+    """Return a kernel that finds the extremes of patterns of ``n_bytes`` bytes.
+
+    Returns:
+        A kernel that gives ``least``, ``top`` and ``most`` of ``Extremes`` as int64; the first two
+        reduced by half of their range.
+    """
 
     def kernel(data: Tensor) -> Tensor:
         import torch
 
         numbers = data.view(getattr(torch, _SIGNED[n_bytes]))
-        low, high = (numbers ^ -(1 << (8 * n_bytes - 1))).aminmax()  # in the order of unsigned ones
+        low, high = (numbers ^ -(1 << (8 * n_bytes - 1))).aminmax()  # ordered as unsigned integers
         return torch.stack([low, high, numbers.amax()]).to(torch.int64)
 
     return kernel
 
 
-def counts(device: Device, data: memoryview, kind: NumberKind) -> dict[str, tuple[int, int]]:
-    """(how many, index of the first) of each sort of elements that there is, by the names of ``core.numbers.facts``."""
+def count_on_device(device: Device, data: memoryview, kind: NumberKind) -> dict[str, tuple[int, int]]:
+    """Count NaN, infinite and huge elements of a run.
+
+    Returns:
+        Number of elements and index of the first one, by the field names of
+        ``core.numbers.facts.ValueFacts``; sorts without any element are left out.
+    """
+    import numpy as np
+
     size = kind.n_bytes * kind.n_parts
-    found: dict[str, tuple[int, int]] = {}
+    totals: dict[str, tuple[int, int]] = {}
     start = 0
     names = _sorts(kind)
-    for piece in lane_of(device).fold((data,), _counts(kind), size=size):
-        *sums, n_elements = (int(number) for number in _int64s(piece))
-        for name, n, first in zip(names, sums[::2], sums[1::2], strict=True):
+    for piece in lane_of(device).map_pieces((data,), _count_kernel(kind), size=size):
+        *counts, n_elements = (int(number) for number in piece.view(np.int64))
+        for name, n, first in zip(names, counts[::2], counts[1::2], strict=True):
             if n:
-                before = found.get(name)
-                found[name] = (n, start + first) if before is None else (before[0] + n, before[1])
+                total = totals.get(name)
+                totals[name] = (n, start + first) if total is None else (total[0] + n, total[1])
         start += n_elements
-    return found
+    return totals
 
 
 def _sorts(kind: NumberKind) -> list[str]:
+    """Return the sorts of elements that a type can have, by the field names of ``ValueFacts``."""
     names = ["nan"]
     if kind.first is not None and kind.has_infinity:
         names.append("infinite")
@@ -85,37 +100,39 @@ def _sorts(kind: NumberKind) -> list[str]:
     return names
 
 
-def _counts(kind: NumberKind) -> Kernel:
+def _count_kernel(kind: NumberKind) -> Kernel:
+    """Return a kernel that counts elements.
+
+    Returns:
+        A kernel that gives, for each of ``_sorts``, the number of elements and the index of the
+        first one, and last the number of all elements.
+    """
+
     def kernel(data: Tensor) -> Tensor:
         import torch
 
         numbers = data.view(getattr(torch, _SIGNED[kind.n_bytes]))
         masks = _masks(numbers, kind)
         index = torch.arange(len(numbers) // kind.n_parts, device=data.device)
-        sums = []
+        counts = []
         for name in _sorts(kind):
             mask = masks[name].view(-1, kind.n_parts).any(dim=1)
-            sums += [mask.sum(), torch.where(mask, index, _NONE).amin()]
-        sums.append(torch.full((), len(index), dtype=torch.int64, device=data.device))
-        return torch.stack(sums)
+            counts += [mask.sum(), torch.where(mask, index, _NONE).amin()]
+        counts.append(torch.full((), len(index), dtype=torch.int64, device=data.device))
+        return torch.stack(counts)
 
     return kernel
 
 
 def _masks(numbers: Tensor, kind: NumberKind) -> dict[str, Tensor]:
+    """Return masks of the numbers of each sort, as ``core.numbers.facts`` does in numpy."""
     if kind.first is None:
         assert kind.n_bytes == 1 and kind.nan is not None
         return {"nan": numbers == kind.nan - 256}  # as a signed byte
     magnitudes = numbers & (1 << (8 * kind.n_bytes - 1)) - 1
     if not kind.has_infinity:
         return {"nan": magnitudes >= kind.first}
-    found = {"nan": magnitudes > kind.first, "infinite": magnitudes == kind.first}
+    masks = {"nan": magnitudes > kind.first, "infinite": magnitudes == kind.first}
     if kind.huge is not None:
-        found["huge"] = (magnitudes >= kind.huge) & (magnitudes < kind.first)
-    return found
-
-
-def _int64s(data: Any) -> Any:
-    import numpy as np
-
-    return data.view(np.int64)
+        masks["huge"] = (magnitudes >= kind.huge) & (magnitudes < kind.first)
+    return masks

@@ -1,8 +1,8 @@
-"""Which bit patterns of the floating-point types are not finite.
+"""Describe which bit patterns of the floating-point types are not finite.
 
-A pattern is looked at as an integer of the type's width. In types with a sign bit and IEEE's order of magnitudes, it is
-not finite if its magnitude (all but the sign) is at least ``first``: equal to ``first`` is infinite where the type has
-infinities, everything above is NaN.
+A pattern is taken as an integer of the type's width. In types with a sign bit and IEEE 754's order
+of magnitudes, it is not finite if its magnitude (all bits but the sign) is at least ``first``:
+``first`` itself is infinity where the type has infinities, and everything above is NaN.
 
 =================  ==========  ==========================================
 type               first       remark
@@ -18,10 +18,11 @@ float8_e5m2fnuz    –           only 80 is NaN
 float8_e8m0fnu     –           no sign; only ff is NaN
 =================  ==========  ==========================================
 
-Complex numbers are two of float64, float32 or float16. ``float4_e2m1fn_x2`` has neither NaN nor infinity.
+Complex numbers are two of float64, float32 or float16. ``float4_e2m1fn_x2`` has neither NaN nor
+infinity.
 
-Source: IEEE 754-2019; OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0; ml_dtypes 0.6 for the
-``fnuz`` types.
+Source: IEEE 754-2019; OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0;
+ml_dtypes 0.6 for the ``fnuz`` types.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NumberKind:
-    """A floating-point type, or what the elements of a complex one are made of.
+    """A floating-point type, or the type of the parts of a complex one.
 
     Args:
-        n_bytes: of one number.
+        n_bytes: bytes of one number.
         first: the smallest magnitude that is not finite; None where a single pattern is NaN.
         has_infinity: ``first`` is infinity.
         nan: the only pattern that is NaN, where ``first`` is None.
         n_parts: numbers in an element.
-        huge: the magnitude of 2¹⁰⁰, where the type has such numbers: no weight is so large, but a flipped bit of the
-            exponent makes one.
+        huge: the magnitude of 2¹⁰⁰, where the type has such numbers: no weight is so large, but a
+            flipped bit of the exponent makes one.
     """
 
     n_bytes: int
@@ -65,4 +66,4 @@ KINDS = {
     "complex64": NumberKind(4, 0x7F80_0000, n_parts=2, huge=(127 + 100) << 23),
     "complex32": NumberKind(2, 0x7C00, n_parts=2),
 }
-"""By canonical dtype name; types that are not here are always finite."""
+"""Floating-point types by canonical dtype name; types that are not listed are always finite."""

@@ -1,6 +1,7 @@
-"""What was found of one tensor so far: the same whatever the order in which threads and ranks add to it.
+"""Add up the differences in one tensor, with the same result in any order of threads and ranks.
 
-Sums over a tensor are kept exactly, and rounded at the end: floating-point addition in any order is none.
+Sums over a tensor are kept exactly and rounded at the end, because the result of floating-point
+addition depends on its order.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf, isfinite
 
-from core.numbers.difference import Values
+from core.numbers.difference import ValueDifference
 
 _DIGITS = 1074
-"""Binary places of the smallest float64."""
+"""Binary digits after the point of the smallest positive float64."""
 
 
 @dataclass(slots=True)
@@ -19,31 +20,31 @@ class ExactSum:
     """A sum of float64 numbers, rounded only when it is read.
 
     Args:
-        units: the finite ones, in units of 2^-1074.
-        odd: the sum of those that are not finite.
+        units: the sum of the finite numbers, in units of 2^-1074.
+        non_finite: the sum of the others.
     """
 
     units: int = 0
-    odd: float = 0.0
+    non_finite: float = 0.0
 
     def add(self, number: float) -> None:
-        """Takes a number."""
+        """Add a number."""
         if isfinite(number):
             numerator, denominator = number.as_integer_ratio()
             self.units += numerator << (_DIGITS + 1 - denominator.bit_length())
         else:
-            self.odd += number
+            self.non_finite += number
 
     def join(self, other: ExactSum) -> None:
-        """Takes another sum."""
+        """Add another sum."""
         self.units += other.units
-        self.odd += other.odd
+        self.non_finite += other.non_finite
 
     @property
     def value(self) -> float:
-        """The float64 next to it."""
-        if self.odd:  # an infinity, or NaN
-            return self.odd
+        """Return the float64 nearest to the sum."""
+        if self.non_finite:  # an infinity, or NaN
+            return self.non_finite
         try:
             return self.units / (1 << _DIGITS)
         except OverflowError:
@@ -52,34 +53,34 @@ class ExactSum:
 
 @dataclass(slots=True)
 class Sums:
-    """The sums in ``core.numbers.difference.Values`` of runs that are compared in any order."""
+    """Exact counterparts of the sums in ``core.numbers.difference.ValueDifference``."""
 
     square_a: ExactSum = field(default_factory=ExactSum)
     square_b: ExactSum = field(default_factory=ExactSum)
     product: ExactSum = field(default_factory=ExactSum)
     square_delta: ExactSum = field(default_factory=ExactSum)
 
-    def add(self, values: Values) -> None:
-        """Takes those of a run."""
+    def add(self, values: ValueDifference) -> None:
+        """Add the sums of a run."""
         self.square_a.add(values.square_a)
         self.square_b.add(values.square_b)
         self.product.add(values.product)
         self.square_delta.add(values.square_delta)
 
     def add_equal(self, square: ExactSum) -> None:
-        """Takes the squares of elements that are equal on both sides."""
-        for one in (self.square_a, self.square_b, self.product):
-            one.join(square)
+        """Add the sum of the squares of elements that are equal on both sides."""
+        for total in (self.square_a, self.square_b, self.product):
+            total.join(square)
 
     def join(self, other: Sums) -> None:
-        """Takes those of other runs."""
+        """Add the sums of other runs."""
         self.square_a.join(other.square_a)
         self.square_b.join(other.square_b)
         self.product.join(other.product)
         self.square_delta.join(other.square_delta)
 
-    def write_to(self, values: Values) -> None:
-        """Puts them, rounded, into what was found of the tensor."""
+    def write_to(self, values: ValueDifference) -> None:
+        """Set the sums of ``values`` to these, rounded."""
         values.square_a = self.square_a.value
         values.square_b = self.square_b.value
         values.product = self.product.value
@@ -87,51 +88,58 @@ class Sums:
 
 
 Pair = tuple[int | float | None, int | float | None]
-"""Values of A and of B."""
+"""An element's values in A and in B."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What comparing bands of one tensor found.
+    """The differences found in the bands of one tensor.
 
     Args:
         differs: whether a band differs.
-        values: what differs; its sums are only right once ``sums`` are written to it.
-        sums: the exact ones.
-        is_cast: see ``core.diff.tensor_pass.Compared``; None before a band of two types has been compared.
+        values: the differences; its sums are right only after ``sums.write_to(values)``.
+        sums: the exact sums.
+        is_cast: whether the narrower type holds the other's values, rounded
+            (``core.diff.tensor_pass.Compared``); None before a band of two types was compared.
         first: flat index of the first element that differs, and its values.
     """
 
     differs: bool = False
-    values: Values = field(default_factory=Values)
+    values: ValueDifference = field(default_factory=ValueDifference)
     sums: Sums = field(default_factory=Sums)
     is_cast: bool | None = None
     first: tuple[int, Pair] | None = None
 
-    def add(self, found: Values, *, start: int, is_cast: bool | None, pair: Pair | None) -> None:
-        """Takes a band that differs.
+    def add(self, result: ValueDifference, *, start: int, is_cast: bool | None, pair: Pair | None) -> None:
+        """Add a band that differs.
 
         Args:
-            found: what was found in it.
+            result: its differences.
             start: flat index of its first element.
-            is_cast: whether the narrower type holds the other's values, rounded; None where that is no question.
-            pair: values of its first element that differs, if there is one.
+            is_cast: whether the narrower type holds the other's values, rounded; None for bands of
+                one type.
+            pair: values of its first element that differs, if any.
         """
-        first = None if found.first is None or pair is None else (start + found.first, pair)
-        made = Tally(True, Values(), Sums(), is_cast, first)
-        made.values.add(found, start=start)
-        made.sums.add(found)
-        self.join(made)
+        first = None if result.first is None or pair is None else (start + result.first, pair)
+        band = Tally(True, ValueDifference(), Sums(), is_cast, first)
+        band.values.add(result, start=start)
+        band.sums.add(result)
+        self.join(band)
 
     def add_equal(self, n_elements: int, square: float) -> None:
-        """Takes a band that is equal bit for bit: its elements, and the sum of their squares."""
+        """Add a band that is equal bit for bit.
+
+        Args:
+            n_elements: elements of the band.
+            square: the sum of their squares.
+        """
         self.values.n_elements += n_elements
         exact = ExactSum()
         exact.add(square)
         self.sums.add_equal(exact)
 
     def join(self, other: Tally) -> None:
-        """Takes what was found of other bands."""
+        """Add the differences found in other bands."""
         self.differs |= other.differs
         self.values.add(other.values)
         self.sums.join(other.sums)

@@ -3,9 +3,10 @@
 The matched boxes of a tensor become
 
 * **moves**: a run of bytes that is consecutive in its source and in all its destinations; streamed;
-* **weaves**: sources and destinations that meet in boxes which are not consecutive on both sides (splits and merges
-  along an inner axis). All sources and destinations that hang together are walked in common row bands, so that every
-  source byte is read once and every destination byte is written once, both in long runs;
+* **interleaves**: sources and destinations that meet in boxes which are not consecutive on both sides
+  (splits and merges along an inner axis). All sources and destinations that hang together are walked
+  in common row bands, so that every source byte is read once and every destination byte is written
+  once, both in long runs;
 * **comparisons**: replicas with their primary.
 
 Items are about ``ITEM_BYTES`` long, so that threads share the largest tensor too. Which items there are, and their
@@ -72,7 +73,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Weave:
+class Interleave:
     """Consecutive row bands of sources and destinations that hang together.
 
     Args:
@@ -112,7 +113,7 @@ class Comparison:
     dtype: str
 
 
-Item = Move | Weave | Comparison
+Item = Move | Interleave | Comparison
 ItemNumber = tuple[int, int]
 """Number of the tensor among those of the plan, and of the item among the tensor's: the same whoever does the work."""
 
@@ -167,10 +168,10 @@ def weight_of(item: Item) -> int:
 def items_of(
     match: Match, *, places: Places, bind: Bind, band_bytes: int, item_bytes: int = ITEM_BYTES
 ) -> Iterator[Item]:
-    """The work items of one tensor: comparisons, then moves, then weaves.
+    """The work items of one tensor: comparisons, then moves, then interleaves.
 
     Args:
-        band_bytes: most source bytes that a band of a weave may hold.
+        band_bytes: most source bytes that a band of an interleave may hold.
         item_bytes: about how many bytes an item is to hold.
     """
     if match.meta.n_elements == 0:
@@ -180,24 +181,24 @@ def items_of(
     size = itemsize(match.dtype)
     dtypes = (match.dtype, match.meta.dtype)
     runs: dict[tuple[int, Box], list[int]] = {}
-    woven: list[tuple[int, int, Box]] = []
+    interleaved: list[tuple[int, int, Box]] = []
     for n_piece, n_target, box in match.pairs:
         in_source = is_dense(box.shape, size, ends.source(n_piece).strides)
         if in_source and is_dense(box.shape, 1, ends.destination(n_target).strides):
             runs.setdefault((n_piece, box), []).append(n_target)
         else:
-            woven.append((n_piece, n_target, box))
+            interleaved.append((n_piece, n_target, box))
     if _are_many_and_small(match, runs, size):
-        woven += [(n_piece, n_target, box) for (n_piece, box), targets in runs.items() for n_target in targets]
+        interleaved += [(n_piece, n_target, box) for (n_piece, box), targets in runs.items() for n_target in targets]
         runs = {}
     for (n_piece, box), n_targets in runs.items():
         source = ends.source_of(n_piece, box)
         to = [ends.destination_of(n_target, box) for n_target in n_targets]
         move = Move(match.meta.key, box.n_elements, source, tuple((end.array, end.start) for end in to), dtypes)
         yield from _cut_move(move, _item_bytes(item_bytes, 1 + len(to)))
-    for layer in _layers(woven):
+    for layer in _layers(interleaved):
         for links in _components(layer, match, ends):
-            yield from _cut_weave(match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes)
+            yield from _cut_interleave(match.meta.key, links, dtypes, band_bytes=band_bytes, item_bytes=item_bytes)
 
 
 def _item_bytes(item_bytes: int, n_ends: int) -> int:
@@ -206,7 +207,7 @@ def _item_bytes(item_bytes: int, n_ends: int) -> int:
 
 
 def _are_many_and_small(match: Match, runs: Mapping[tuple[int, Box], object], size: int) -> bool:
-    """Whether so many tiny runs share so few arrays on one side that weaving them makes long ones."""
+    """Whether so many tiny runs share so few arrays on one side that interleaving them makes long ones."""
     return (
         len(runs) > _MANY_RUNS
         and sum(box.n_elements for _, box in runs) * size < _SMALL_BYTES * len(runs)
@@ -305,9 +306,9 @@ def _components(pairs: list[tuple[int, int, Box]], match: Match, ends: Ends) -> 
     yield from groups.values()
 
 
-def _cut_weave(
+def _cut_interleave(
     key: str, links: list[Link], dtypes: tuple[str, str], *, band_bytes: int, item_bytes: int
-) -> Iterator[Weave]:
+) -> Iterator[Interleave]:
     rank = links[0].box.rank
     offset = tuple(min(link.box.offset[axis] for link in links) for axis in range(rank))
     end = tuple(max(link.box.end[axis] for link in links) for axis in range(rank))
@@ -323,7 +324,7 @@ def _cut_weave(
     )
     row_bytes = links[0].destination.strides[axis] * target_size
     for bands in _bands(bounds, axis, size, row_bytes, band_bytes=wanted, item_bytes=item_bytes):
-        yield Weave(key, links, bands, is_regular, dtypes)
+        yield Interleave(key, links, bands, is_regular, dtypes)
 
 
 def _cut_axis(shape: Shape, size: int, band_bytes: int) -> int:

@@ -23,7 +23,7 @@ from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.decoded import device_of
 from core.device.device import DEQUANTIZE, Device
 from core.device.lane import lane_of
-from core.device.scales import multiplied
+from core.device.scales import multiply_by_scales
 from core.errors import UnsupportedError
 from core.quantize.source import SourceTensor, number_type
 
@@ -130,7 +130,7 @@ class Dequantized:
 
         def on_device(weight: memoryview, scales: Any, out: Any) -> None:
             dtypes = self.weight.dtype, self.dtype
-            found = multiplied(lane, weight, scales, dtypes=dtypes, shape=out.shape, columns=block_columns)
+            found = multiply_by_scales(lane, weight, scales, dtypes=dtypes, shape=out.shape, columns=block_columns)
             out.view(np.uint8).reshape(-1)[:] = found
 
         return on_device

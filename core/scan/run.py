@@ -1,16 +1,18 @@
-"""The scan: one pass over every byte of a checkpoint, in several threads, in bounded memory.
+"""Scan a checkpoint: one pass over every byte, in several threads, in bounded memory.
 
-Files are read in segments, each byte once, and handed on while they lie in the processor's cache: to the sums
-(``core.scan.sums``) and, array by array, to *observers*. Arrays whose elements do not follow each other in their file,
-or must be decoded, are read by themselves (``core.scan.separate_arrays``) and handed on as dense elements; sums are
-made of these too.
+Files are read in segments, each byte once, and handed on while they lie in the processor's cache:
+to the sums (``core.scan.sums``) and, array by array, to *observers*. Arrays whose elements do not
+follow each other in their file, or must be decoded, are read separately
+(``core.scan.separate_arrays``) and handed on as dense elements, of which sums are made too.
 
-What cannot be read is noted, and the scan goes on. Observers' own errors end it, unless they are of the project's tree.
+What cannot be read is noted, and the scan goes on. Errors of observers end the scan, unless they
+are of this toolkit's own tree.
 
-The ranks of a team divide the files (``core.scan.share``); what they found is then the lead's, as if it had read all.
+The ranks of a team divide the files (``core.scan.share``); the lead joins their results, as if it
+had read everything.
 
-Memory: a window of 1 MiB a thread; for strided arrays two bands more; for encoded arrays one unit and what decoding it
-takes, within ``memory_bytes``; about half a kilobyte for every array.
+Memory: a window of 1 MiB per thread; for strided arrays two bands more; for encoded arrays one unit
+and what decoding takes, within ``memory_bytes``; about half a kilobyte for every array.
 """
 
 from __future__ import annotations
@@ -25,35 +27,40 @@ from typing import TYPE_CHECKING, Protocol
 from core.arrays.dtypes import itemsize
 from core.catalog.stored import StoredArray
 from core.device.device import Device
-from core.device.lane import host_buffer, showing
+from core.device.lane import host_buffer, uploaded_once
 from core.errors import CheckpointingException, MissingShardError
 from core.files.store import files_below
 from core.scan.observer import FileObserver, Observer
-from core.scan.separate_arrays import ApartReader, Budget, is_checked
-from core.scan.share import Meter, ScanPart, share_of
-from core.scan.sums import FilePart, FileSums, Problem, Scanned, SegmentSums, Sum, Wanted, sum_of_nothing
-from core.scan.windows import WINDOW_BYTES, Apart, FilePlan, Line, plan_file
-from core.team.agreement import agreed
-from core.team.protocol import ALONE, Figures, StoppedError, Team, collected, is_lead, told
-from core.team.threads import Crew
+from core.scan.separate_arrays import MemoryBudget, SeparateReader, is_checked
+from core.scan.share import Meter, ScanPart, divide_files
+from core.scan.sums import FilePart, FileSums, ReadProblem, ScanResult, SegmentSums, Sum, WantedSums, empty_sum
+from core.scan.windows import WINDOW_BYTES, FilePlan, FileRange, SeparateArray, plan_file
+from core.team.agreement import require_agreement
+from core.team.protocol import ALONE, Figures, StoppedError, Team, broadcast_result, gather_results, is_lead
+from core.team.threads import ThreadGroup
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog
     from core.errors import Report
     from core.files.store import ReadStore
-    from core.scan.windows import Stated
+    from core.scan.windows import StatedCrc
 
 DEFAULT_MEMORY_BYTES = 512 << 20
-CRCS = Wanted()
+CRCS = WantedSums()
 Progress = Callable[[int, int], None]
-"""(bytes of files read, bytes of all files); called from the reading threads."""
+"""Takes the bytes of files read so far and the bytes of all files; called from reading threads."""
 
 
 class StatedIn(Protocol):
-    """Finds the CRCs that files state of their parts."""
+    """A reader of the CRCs that files state of their parts."""
 
-    def __call__(self, file: str, n_bytes: int, *, report: Report) -> Iterable[Stated]:
-        """The CRCs in a file of that size; what is wrong with parts of it is reported."""
+    def __call__(self, file: str, n_bytes: int, *, report: Report) -> Iterable[StatedCrc]:
+        """Return the CRCs that a file states.
+
+        Args:
+            n_bytes: size of the file.
+            report: takes the errors in parts of the file that are passed over.
+        """
 
 
 def scan(
@@ -63,7 +70,7 @@ def scan(
     *,
     files: Mapping[str, int] | None = None,
     file_observers: Sequence[FileObserver] = (),
-    wanted: Wanted = CRCS,
+    wanted: WantedSums = CRCS,
     stated_in: StatedIn | None = None,
     arrays: Iterable[StoredArray] | None = None,
     threads: int | None = None,
@@ -71,39 +78,43 @@ def scan(
     progress: Progress | None = None,
     team: Team = ALONE,
     device: Device | None = None,
-) -> Scanned:
-    """Reads every file once.
+) -> ScanResult:
+    """Read every file once.
 
     Args:
-        catalog: whose arrays are handed on; None if the metadata cannot be read: then only files are.
+        catalog: its arrays are handed on; None if the metadata cannot be read: then only files are.
         store: the checkpoint's files.
-        observers: get elements of arrays.
-        files: name → size of what to read; None for all files of the store.
-        file_observers: get bytes of files.
-        wanted: which sums are made.
-        stated_in: finds the CRCs that files state; without it none is compared.
-        arrays: in place of all arrays of the catalog; an array of a name that came before is passed over.
+        observers: get the elements of arrays.
+        files: size by name of the files to read; None for all files of the store.
+        file_observers: get the bytes of files.
+        wanted: the sums to compute.
+        stated_in: reads the CRCs that files state; without it none is compared.
+        arrays: arrays to read, in place of all arrays of the catalog; an array whose name came
+            before is passed over.
         threads: None for as many as there are processors.
-        memory_bytes: most bytes that decoding may take at once.
-        progress: told about bytes that were read; of this rank.
-        team: which divides the work; each rank calls this with the same arguments, and observers of its own.
-        device: on which observers work, so that what it reads of is pinned, and sent to it once for all of them.
+        memory_bytes: maximum bytes that decoding may take at once.
+        progress: called with the bytes that this rank has read.
+        team: divides the work; each rank calls this with the same arguments, and observers of its
+            own.
+        device: the device on which observers work; bytes that are read for it are pinned, and sent
+            to it once for all observers.
 
     Returns:
-        What was found; on other ranks than the lead of their shares only. The lead's observers have seen everything.
+        The results; on ranks other than the lead only those of their shares. The lead's observers
+        have got everything.
 
     Raises:
         WorkerError: the ranks of a team do not see the same files.
     """
     if arrays is None:
-        found = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
-        arrays = (array for array in found if array is not None)
+        candidates = () if catalog is None else (fragment.array for fragment in catalog.all_fragments())
+        arrays = (array for array in candidates if array is not None)
 
-    def prepared() -> _Run:
-        return _Run(
+    def prepare() -> ScanRun:
+        return ScanRun(
             store,
             files_below(store) if files is None else files,
-            _by_file(arrays),
+            _group_by_file(arrays),
             bind=(lambda array: array) if catalog is None else lambda array: catalog.bind(store, array),
             observers=observers,
             file_observers=file_observers,
@@ -115,64 +126,68 @@ def scan(
             device=device,
         )
 
-    run = agreed(team, prepared, _Run.sight, what=store.label)
+    run = require_agreement(team, prepare, ScanRun.observed_state, subject=store.label)
     n_threads = threads or len(os.sched_getaffinity(0))
     if team.size == 1:
-        run.go(n_threads)
+        run.run_threads(n_threads)
         return run.result
-    parts = collected(team, lambda: run.part(n_threads))
-    told(team, lambda: run.join(parts or []))
+    parts = gather_results(team, lambda: run.read_share(n_threads))
+    broadcast_result(team, lambda: run.join(parts or []))
     return run.result
 
 
-def _by_file(arrays: Iterable[StoredArray]) -> dict[str, list[StoredArray]]:
-    """The arrays of each file, each once."""
+def _group_by_file(arrays: Iterable[StoredArray]) -> dict[str, list[StoredArray]]:
+    """Return the arrays of each file, without those whose name came before."""
     names: set[str] = set()
-    found: dict[str, list[StoredArray]] = {}
+    by_file: dict[str, list[StoredArray]] = {}
     for array in arrays:
         if array.name not in names:
             names.add(array.name)
-            found.setdefault(array.extent.file, []).append(array)
-    return found
+            by_file.setdefault(array.extent.file, []).append(array)
+    return by_file
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _ScannedFile:
     """A file that is being read.
 
     Args:
-        plan: how.
-        sums: its sums.
-        observers: of its bytes.
-        seen: observers by array name, of the arrays that any wants.
+        plan: how the file is read.
+        sums: the sums of the file.
+        readers: observers of the file's bytes.
+        observers: observers by array name, of the arrays that any observer wants.
     """
 
     plan: FilePlan
     sums: FileSums
-    observers: Sequence[FileObserver]
-    seen: Mapping[str, Sequence[Observer]]
+    readers: Sequence[FileObserver]
+    observers: Mapping[str, Sequence[Observer]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """A piece of work: a part of a file."""
 
-    file: _File
+    file: _ScannedFile
     start: int
     stop: int
-    lines: Sequence[Line]
+    ranges: Sequence[FileRange]
 
 
 @dataclass(frozen=True, slots=True)
-class _Single:
-    """A piece of work: an array that is read by itself."""
+class _SeparateItem:
+    """A piece of work: an array that is read separately."""
 
-    file: _File
-    array: Apart
+    file: _ScannedFile
+    array: SeparateArray
 
 
-class _Run:
-    """What the threads of one scan share."""
+_Errors = list[tuple[StoredArray | None, CheckpointingException]]
+"""Arrays that cannot be read (None for the whole file), with the reasons."""
+
+
+class ScanRun:
+    """The state that the threads of one scan share."""
 
     def __init__(
         self,
@@ -183,7 +198,7 @@ class _Run:
         bind: Callable[[StoredArray], StoredArray],
         observers: Sequence[Observer],
         file_observers: Sequence[FileObserver],
-        wanted: Wanted,
+        wanted: WantedSums,
         stated_in: StatedIn | None,
         memory_bytes: int,
         progress: Progress | None,
@@ -191,7 +206,7 @@ class _Run:
         device: Device | None,
     ) -> None:
         self._device = device
-        self.result = Scanned()
+        self.result = ScanResult()
         self._store = store
         self._arrays = arrays
         self._bind = bind
@@ -200,174 +215,216 @@ class _Run:
         self._wanted = wanted
         self._stated_in = stated_in
         self._progress = progress
-        self._budget = Budget(memory_bytes)
+        self._budget = MemoryBudget(memory_bytes)
         self._team = team
-        self._share = share_of(team, files, arrays)
+        self._share = divide_files(team, files, arrays)
         self._meter = Meter()
-        self._split: dict[str, _File | None] = {}
+        self._divided_files: dict[str, _ScannedFile | None] = {}  # those that several ranks read
         self._items = self._all_items()
         self._n_bytes = sum(files.values())
         self._done_bytes = 0
-        self._taking = threading.Lock()
+        self._items_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._crew = Crew("scan")
+        self._threads = ThreadGroup("scan")
 
-    def go(self, n_threads: int) -> None:
-        """Runs the threads; the calling thread waits and stays open to signals."""
-        self._crew.run(self._work, n_threads)
+    def run_threads(self, n_threads: int) -> None:
+        """Read in threads; the calling thread waits and stays open to signals."""
+        self._threads.run(self._work, n_threads)
 
-    def sight(self) -> object:
-        """What all ranks must see alike, for their shares to fit together."""
-        return self._share.places, [(name, [array.name for array in found]) for name, found in self._arrays.items()]
+    def observed_state(self) -> object:
+        """Return what all ranks must see alike, for their shares to fit together."""
+        names = [(file, [array.name for array in arrays]) for file, arrays in self._arrays.items()]
+        return self._share.spans, names
 
-    def part(self, n_threads: int) -> ScanPart:
-        """Reads this rank's share."""
+    def read_share(self, n_threads: int) -> ScanPart:
+        """Read this rank's share and return the results for the lead."""
         begun = time.monotonic()
         self._meter = Meter(self._team, self._share.n_bytes)
-        self.go(n_threads)
+        self.run_threads(n_threads)
         self._meter.finish()
-        rank, n_bytes = self._team.rank, self.result.read_bytes + self.result.made_bytes
-        files = {} if is_lead(self._team) else dict(self._file_parts())
+        rank, n_bytes = self._team.rank, self.result.read_bytes + self.result.separate_bytes
+        files = {} if is_lead(self._team) else dict(self._parts_of_divided_files())
         figures = Figures(rank, self._team.hosts[rank], n_bytes, 0, time.monotonic() - begun)
         if is_lead(self._team):
             return ScanPart(figures)
-        states, file_states = ([one.state() for one in group] for group in (self._observers, self._file_observers))
+        states = [observer.state() for observer in self._observers]
+        file_states = [observer.state() for observer in self._file_observers]
         return ScanPart(figures, self.result, files, states, file_states)
 
-    def _file_parts(self) -> Iterator[tuple[str, FilePart]]:
-        """What this rank has of files that it shares with others."""
-        for name, file in self._split.items():
+    def _parts_of_divided_files(self) -> Iterator[tuple[str, FilePart]]:
+        """Yield the sums that this rank has of files that it shares with others, by name."""
+        for name, file in self._divided_files.items():
             if file is None or file.sums.is_complete:
                 continue
             try:
-                found = file.sums.part(self._store)
+                part = file.sums.part(self._store)
             except CheckpointingException as err:
                 self._note(name, None, err)
                 continue
-            if found.of_file.runs:
-                yield name, found
+            if part.of_file.runs:
+                yield name, part
 
     def join(self, parts: Sequence[ScanPart]) -> None:
-        """Takes what all ranks have found; at the lead."""
-        for name in self._share.places:
-            if name not in self._split and any(name in part.files for part in parts):
-                self._split[name] = self._planned(name, self._arrays.get(name, []), is_owner=False)
+        """Add the results of all ranks, by rank; called at the lead."""
+        # The lead plans files too of which it has read nothing itself, to join the others' sums.
+        for name in self._share.spans:
+            if name not in self._divided_files and any(name in part.files for part in parts):
+                self._divided_files[name] = self._open_file(name, self._arrays.get(name, []), is_owner=False)
+
         for part in parts[1:]:
-            assert part.scanned is not None
-            self.result.add(part.scanned)
-            for observer, state in zip(self._observers, part.states, strict=True):
-                observer.merge(state)
-            for reader, state in zip(self._file_observers, part.file_states, strict=True):
-                reader.merge(state)
-        for name, file in self._split.items():
-            for part in parts:
-                if file is not None and name in part.files:
-                    self._join_file(file, part.files[name])
-        order = {name: number for number, name in enumerate(self._share.places)}
-        self.result.wrong.sort(key=lambda wrong: (order[wrong.file], wrong.stated.start))
+            self._merge(part)
+        for name, file in self._divided_files.items():
+            if file is not None:
+                self._join_file(file, [part.files[name] for part in parts if name in part.files])
+
+        order = {name: number for number, name in enumerate(self._share.spans)}
+        self.result.mismatches.sort(key=lambda mismatch: (order[mismatch.file], mismatch.stated.start))
         self.result.figures = tuple(part.figures for part in parts)
 
-    def _join_file(self, file: _File, part: FilePart) -> None:
-        try:
-            for array in file.sums.join(part, self._store):
-                for observer in file.seen.get(array.name, ()):
-                    observer.finish(array)
-        except CheckpointingException as err:
-            self._note(file.plan.file, None, err)
+    def _merge(self, part: ScanPart) -> None:
+        """Add the complete results and the observers' states of another rank."""
+        assert part.scanned is not None
+        self.result.add(part.scanned)
+        for observer, state in zip(self._observers, part.states, strict=True):
+            observer.merge(state)
+        for reader, state in zip(self._file_observers, part.file_states, strict=True):
+            reader.merge(state)
 
-    def _all_items(self) -> Iterator[_Segment | _Single]:
+    def _join_file(self, file: _ScannedFile, parts: Iterable[FilePart]) -> None:
+        """Add the sums that other ranks have of a file."""
+        for part in parts:
+            try:
+                for array in file.sums.join(part, self._store):
+                    for observer in file.observers.get(array.name, ()):
+                        observer.finish(array)
+            except CheckpointingException as err:
+                self._note(file.plan.file, None, err)
+
+    def _all_items(self) -> Iterator[_Segment | _SeparateItem]:
+        """Yield the pieces of this rank's work, file by file; each file is planned at its turn."""
+        for name in self._share.spans:
+            if not self._share.meets(name):
+                continue
+            is_owner = self._share.is_own(name)
+            file = self._open_file(name, self._arrays.get(name, []), is_owner=is_owner)
+            if len(self._share.owners(name)) > 1:
+                self._divided_files[name] = file
+            if file is not None:
+                yield from self._items_of_file(name, file, is_owner=is_owner)
+
+    def _items_of_file(self, name: str, file: _ScannedFile, *, is_owner: bool) -> Iterator[_Segment | _SeparateItem]:
+        """Yield the pieces of this rank's work on a file."""
         share = self._share
-        for name in share.places:
-            if not share.meets(name):
-                continue
-            is_owner = share.is_mine(name)
-            file = self._planned(name, self._arrays.get(name, []), is_owner=is_owner)
-            if len(share.owners(name)) > 1:
-                self._split[name] = file
-            if file is None:
-                continue
-            for array in file.plan.empty if is_owner else ():
-                self._finish(file, array, sum_of_nothing(array, self._wanted))
-            if file.observers and file.plan.n_bytes:  # in order, so in one piece
-                if is_owner:
-                    yield _Segment(file, 0, file.plan.n_bytes, file.plan.lines)
-            else:
-                for start, stop, lines in file.plan.segments(share.piece_bytes):
-                    if share.is_mine(name, start):
-                        yield _Segment(file, start, stop, lines)
-            at = file.plan.n_bytes
-            for apart in file.plan.apart:
-                if share.is_mine(name, at):
-                    yield _Single(file, apart)
-                at += apart.array.n_bytes
+        for array in file.plan.empty if is_owner else ():
+            self._finish(file, array, empty_sum(array, self._wanted))
+        if file.readers and file.plan.n_bytes:  # they want the bytes in order, so in one piece
+            if is_owner:
+                yield _Segment(file, 0, file.plan.n_bytes, file.plan.ranges)
+        else:
+            for start, stop, ranges in file.plan.segments(share.piece_bytes):
+                if share.is_own(name, start):
+                    yield _Segment(file, start, stop, ranges)
 
-    def _planned(self, name: str, arrays: list[StoredArray], *, is_owner: bool) -> _File | None:
-        """How a file is to be read; None if it cannot be.
+        # The bytes of separate arrays count as if they followed those of the file.
+        offset = file.plan.n_bytes
+        for separate in file.plan.separate:
+            if share.is_own(name, offset):
+                yield _SeparateItem(file, separate)
+            offset += separate.array.n_bytes
+
+    def _open_file(self, name: str, arrays: list[StoredArray], *, is_owner: bool) -> _ScannedFile | None:
+        """Plan how a file is read, and ask the observers what they want of it.
 
         Args:
-            is_owner: whether this rank says what is wrong with it, where several plan it.
+            is_owner: this rank notes the problems of the file, which several ranks may plan.
+
+        Returns:
+            The file; None if it cannot be read at all.
         """
-
-        def note(array: StoredArray | None, error: CheckpointingException) -> None:
-            if is_owner:
-                self._note(name, array, error)
-
         try:
             n_bytes = self._store.size(name)
         except CheckpointingException as err:
-            note(None, err)
+            self._note_all(name, [(None, err)], is_owner=is_owner)
             return None
-        bound = []
+        bound, bind_errors = self._bind_arrays(name, arrays)
+        stated, stated_errors = self._read_stated(name, n_bytes)
+        plan, plan_errors = plan_file(name, n_bytes, bound, stated)
+        self._note_all(name, [*bind_errors, *stated_errors, *plan_errors], is_owner=is_owner)
+        if stated or any(is_checked(separate.bound) for separate in plan.separate):
+            self.result.covered.add(name)
+
+        observers = self._observers_of(array for array, _ in bound)
+        readers = [observer for observer in self._file_observers if observer.reads(name, n_bytes)]
+        sums = FileSums(plan, self._wanted, self.result, self._lock)
+        if n_bytes == 0 and is_owner:  # no segment will end it
+            sums.finish(self._store)
+            for observer in readers:
+                observer.finish_file(name)
+        return _ScannedFile(plan, sums, readers, observers)
+
+    def _bind_arrays(
+        self, file: str, arrays: Iterable[StoredArray]
+    ) -> tuple[list[tuple[StoredArray, StoredArray]], _Errors]:
+        """Find the positions of arrays in their file.
+
+        Returns:
+            The arrays as the catalog has them and with their positions, and those without one.
+        """
+        bound, errors = [], _Errors()
         for array in arrays:
             try:
                 placed = self._bind(array)
                 if placed.extent.is_late:
-                    raise MissingShardError("the array lies nowhere", key=array.name, file=name)
+                    raise MissingShardError("the array has no position in any file", key=array.name, file=file)
                 bound.append((array, placed))
             except CheckpointingException as err:
-                note(array, err)
-        stated: list[Stated] = []
+                errors.append((array, err))
+        return bound, errors
+
+    def _read_stated(self, name: str, n_bytes: int) -> tuple[list[StatedCrc], _Errors]:
+        """Return the CRCs that a file states, and what is wrong with their records."""
+        stated: list[StatedCrc] = []
+        errors = _Errors()
         if self._stated_in is not None:
             try:
-                stated += self._stated_in(name, n_bytes, report=lambda err: note(None, err))
+                stated += self._stated_in(name, n_bytes, report=lambda err: errors.append((None, err)))
             except CheckpointingException as err:
-                note(None, err)
-        plan, wrong = plan_file(name, n_bytes, bound, stated)
-        for array, error in wrong:
-            note(array, error)
-        if stated or any(is_checked(one.bound) for one in plan.apart):
-            self.result.covered.add(name)
-        seen = {array.name: [one for one in self._observers if one.sees(array)] for array, _ in bound}
-        sums = FileSums(plan, self._wanted, self.result, self._lock)
-        readers = [one for one in self._file_observers if one.reads(name, n_bytes)]
-        if n_bytes == 0 and is_owner:
-            sums.finish(self._store)
-            for one in readers:
-                one.finish_file(name)
-        return _File(plan, sums, readers, {key: found for key, found in seen.items() if found})
+                errors.append((None, err))
+        return stated, errors
+
+    def _observers_of(self, arrays: Iterable[StoredArray]) -> dict[str, list[Observer]]:
+        """Return the observers that want an array, by name of the arrays that have any."""
+        observers = {array.name: [observer for observer in self._observers if observer.sees(array)] for array in arrays}
+        return {name: interested for name, interested in observers.items() if interested}
+
+    def _note_all(self, file: str, errors: _Errors, *, is_owner: bool) -> None:
+        for array, error in errors if is_owner else ():
+            self._note(file, array, error)
 
     def _note(self, file: str, array: StoredArray | None, error: CheckpointingException) -> None:
         with self._lock:
-            self.result.problems.append(Problem(file, array, error))
+            self.result.problems.append(ReadProblem(file, array, error))
 
-    def _finish(self, file: _File, array: StoredArray, found: Sum) -> None:
+    def _finish(self, file: _ScannedFile, array: StoredArray, total: Sum) -> None:
+        """Record the sums of an array that was read separately, and tell its observers."""
         with self._lock:
-            self.result.arrays[array.name] = found
-        for observer in file.seen.get(array.name, ()):
+            self.result.arrays[array.name] = total
+        for observer in file.observers.get(array.name, ()):
             observer.finish(array)
 
-    def _next(self) -> _Segment | _Single | None:
-        with self._taking:
-            return None if self._crew.is_stopped() else next(self._items, None)
+    def _next_item(self) -> _Segment | _SeparateItem | None:
+        with self._items_lock:
+            return None if self._threads.is_stopped() else next(self._items, None)
 
     def _work(self) -> None:
+        """Take pieces of work and read them until there are none; the task of one thread."""
         window = host_buffer(self._device if self._device is not None and self._device.work else None, WINDOW_BYTES)
-        apart = ApartReader(self._store, self._budget, is_stopped=self._crew.is_stopped)
-        while (item := self._next()) is not None:
-            array = item.array.array if isinstance(item, _Single) else None
+        reader = SeparateReader(self._store, self._budget, is_stopped=self._threads.is_stopped)
+        while (item := self._next_item()) is not None:
+            array = item.array.array if isinstance(item, _SeparateItem) else None
             try:
-                if isinstance(item, _Single):
-                    self._read_single(item, apart)
+                if isinstance(item, _SeparateItem):
+                    self._read_separate(item, reader)
                 else:
                     self._read_segment(item, window)
             except StoppedError:
@@ -376,43 +433,48 @@ class _Run:
                 self._note(item.file.plan.file, array, err)
 
     def _read_segment(self, item: _Segment, window: memoryview) -> None:
+        """Read a segment window by window, and hand each window on while it is in the cache."""
         file, name = item.file, item.file.plan.file
-        sums = SegmentSums(file.plan, item.start, item.lines, self._wanted)
-        hands = _Hands(file, item.lines)
+        sums = SegmentSums(file.plan, item.start, item.ranges, self._wanted)
+        feeder = _SegmentFeeder(file, item.ranges)
         for start, stop in file.plan.windows(item.start, item.stop):
-            if self._crew.is_stopped():
+            if self._threads.is_stopped():
                 return
             data = window[: stop - start]
             self._store.read_into(name, start, data)
-            for one in file.observers:
-                one.feed_file(name, start, data)
+            for reader in file.readers:
+                reader.feed_file(name, start, data)
             sums.feed(data)
-            with showing(self._device, data):
-                hands.feed(data, start)
-            self._tell(len(data))
+            with uploaded_once(self._device, data):
+                feeder.feed(data, start)
+            self._report(len(data))
+
+        # Arrays may end in this segment, or in one that another thread has read before.
         for array in file.sums.add(sums, self._store):
-            for observer in file.seen.get(array.name, ()):
+            for observer in file.observers.get(array.name, ()):
                 observer.finish(array)
         if item.stop == file.plan.n_bytes:
-            for one in file.observers:
-                one.finish_file(name)
+            for reader in file.readers:
+                reader.finish_file(name)
 
-    def _read_single(self, item: _Single, apart: ApartReader) -> None:
+    def _read_separate(self, item: _SeparateItem, reader: SeparateReader) -> None:
+        """Read an array separately and feed it to its observers."""
         array = item.array.array
-        seen = item.file.seen.get(array.name, ())
+        observers = item.file.observers.get(array.name, ())
 
         def feed(start: int, data: memoryview) -> None:
-            for observer in seen:
+            for observer in observers:
                 observer.feed(array, start, data)
             self._meter.advance(len(data))
 
-        found = apart.read(item.array, feed, self._wanted)
-        if found is not None:
-            self._finish(item.file, array, found)
+        total = reader.read(item.array, feed, self._wanted)
+        if total is not None:
+            self._finish(item.file, array, total)
             with self._lock:
-                self.result.made_bytes += found.n_bytes
+                self.result.separate_bytes += total.n_bytes
 
-    def _tell(self, n_bytes: int) -> None:
+    def _report(self, n_bytes: int) -> None:
+        """Report bytes that were read, to the team and to the caller."""
         self._meter.advance(n_bytes)
         if self._progress is not None:
             with self._lock:
@@ -421,33 +483,35 @@ class _Run:
             self._progress(done, max(done, self._n_bytes))
 
 
-class _Hands:
-    """Hands the arrays of a segment to their observers, window by window."""
+class _SegmentFeeder:
+    """Feeds the arrays of a segment to their observers, window by window."""
 
-    def __init__(self, file: _File, lines: Iterable[Line]) -> None:
-        self._waiting = iter([(line, file.seen[line.what.name]) for line in lines if _is_seen(line, file)])
+    def __init__(self, file: _ScannedFile, ranges: Iterable[FileRange]) -> None:
+        self._waiting = iter(
+            [
+                (file_range, file.observers[file_range.content.name])
+                for file_range in ranges
+                if isinstance(file_range.content, StoredArray) and file_range.content.name in file.observers
+            ]
+        )
         self._next = next(self._waiting, None)
-        self._open: list[tuple[Line, Sequence[Observer]]] = []
+        self._open: list[tuple[FileRange, Sequence[Observer]]] = []
 
     def feed(self, data: memoryview, start: int) -> None:
-        """Takes the next window.
+        """Feed the next window.
 
         Args:
-            start: its byte address.
+            start: byte address of the window.
         """
         stop = start + len(data)
         while self._next is not None and self._next[0].start < stop:
             self._open.append(self._next)
             self._next = next(self._waiting, None)
-        for line, observers in self._open:
-            array = line.what
+        for file_range, observers in self._open:
+            array = file_range.content
             assert isinstance(array, StoredArray)
-            begin, end = max(line.start, start), min(line.stop, stop)
-            first = (begin - line.start) // itemsize(array.dtype)
+            begin, end = max(file_range.start, start), min(file_range.stop, stop)
+            first = (begin - file_range.start) // itemsize(array.dtype)
             for observer in observers:
                 observer.feed(array, first, data[begin - start : end - start])
         self._open = [pair for pair in self._open if pair[0].stop > stop]
-
-
-def _is_seen(line: Line, file: _File) -> bool:
-    return isinstance(line.what, StoredArray) and line.what.name in file.seen

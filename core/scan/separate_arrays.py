@@ -1,4 +1,4 @@
-"""Arrays that a scan reads by themselves: strided ones band by band, encoded ones unit by unit."""
+"""Read arrays separately from their files: strided ones band by band, encoded ones unit by unit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from core.arrays.gather import Layout, dense, read_box
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import has_checksum
 from core.errors import CapacityError, CorruptError, UnsupportedError
-from core.scan.sums import Sum, Wanted
-from core.scan.windows import WINDOW_BYTES, Apart
+from core.scan.sums import Sum, WantedSums
+from core.scan.windows import WINDOW_BYTES, SeparateArray
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -30,99 +30,104 @@ if TYPE_CHECKING:
 BAND_BYTES = 4 << 20
 _CACHE_BYTES = 16 << 20
 _MAX_REPEATS = 64
+"""How many times an array may repeat its stored bytes, as expanded tensors do."""
+_MIB = 1 << 20
 
 Feed = Callable[[int, memoryview], None]
-"""Takes a run of elements: index of the first in C order, and the elements."""
+"""Takes a run of elements: the index of the first in C order, and the elements."""
 
 
-class Budget:
-    """Memory that threads share.
+class MemoryBudget:
+    """An amount of memory that threads share.
 
     Args:
-        n_bytes: how much.
+        n_bytes: maximum bytes in use at once.
     """
 
     def __init__(self, n_bytes: int) -> None:
         self._n_bytes = n_bytes
-        self._left = n_bytes
+        self._free_bytes = n_bytes
         self._changed = threading.Condition()
 
     @contextmanager
-    def holding(self, n_bytes: int, array: StoredArray) -> Iterator[None]:
-        """Waits until so much is free, and holds it.
+    def reserve(self, n_bytes: int, array: StoredArray) -> Iterator[None]:
+        """Wait until so many bytes are free, and reserve them for the block.
 
         Raises:
-            CapacityError: it will never be.
+            CapacityError: the whole budget is smaller.
         """
         if n_bytes > self._n_bytes:
             raise CapacityError(
-                f"reading this array takes {n_bytes} bytes of memory, {self._n_bytes} are allowed",
+                f"reading this array takes {n_bytes / _MIB:,.1f} MiB of memory, "
+                f"{self._n_bytes / _MIB:,.1f} MiB are allowed",
                 key=array.name,
                 file=array.extent.file,
                 hint="allow more memory",
             )
         with self._changed:
-            self._changed.wait_for(lambda: self._left >= n_bytes)
-            self._left -= n_bytes
+            self._changed.wait_for(lambda: self._free_bytes >= n_bytes)
+            self._free_bytes -= n_bytes
         try:
             yield
         finally:
             with self._changed:
-                self._left += n_bytes
+                self._free_bytes += n_bytes
                 self._changed.notify_all()
 
 
-class ApartReader:
-    """One thread's hands for arrays that are read by themselves.
+class SeparateReader:
+    """The reader of separate arrays of one thread, with its buffers.
 
     Args:
         store: the files.
-        budget: of all threads together.
-        is_stopped: asked between runs whether to give up.
+        budget: memory for decoding, of all threads together.
+        is_stopped: asked between runs whether the scan has been stopped.
     """
 
-    def __init__(self, store: ReadStore, budget: Budget, *, is_stopped: Callable[[], bool]) -> None:
+    def __init__(self, store: ReadStore, budget: MemoryBudget, *, is_stopped: Callable[[], bool]) -> None:
         self._store = store
         self._budget = budget
         self._is_stopped = is_stopped
         self._band: memoryview | None = None
         self._raw: memoryview | None = None
 
-    def read(self, apart: Apart, feed: Feed, wanted: Wanted) -> Sum | None:
-        """Feeds all elements of an array, in order.
+    def read(self, separate: SeparateArray, feed: Feed, wanted: WantedSums) -> Sum | None:
+        """Feed all elements of an array, in order.
 
         Returns:
-            The sums of its dense bytes; None if the scan was stopped.
+            The sums of the array's dense bytes; None if the scan was stopped.
 
         Raises:
-            CheckpointingException: it cannot be read.
+            CheckpointingException: the array cannot be read.
         """
-        array = apart.bound
+        array = separate.bound
         size = itemsize(array.dtype)
         run = RunSum(0, array.n_bytes, crc=wanted.crc, digest=wanted.has_digest(array))
         for piece in self._pieces(array):
-            for at in range(0, len(piece), WINDOW_BYTES):
+            for start in range(0, len(piece), WINDOW_BYTES):
                 if self._is_stopped():
                     return None
-                data = piece[at : at + WINDOW_BYTES]
+                data = piece[start : start + WINDOW_BYTES]
                 feed(run.n_bytes // size, data)
                 run.feed(data)
         digest = xxhash.xxh3_128_hexdigest(b"".join(run.blocks)) if wanted.has_digest(array) else None
         return Sum(run.n_bytes, run.crc if wanted.crc else None, digest)
 
     def _pieces(self, array: StoredArray) -> Iterator[memoryview]:
-        """The dense bytes of an array, in order; whole elements each."""
+        """Yield the dense bytes of an array, in order, in pieces of whole elements."""
         return self._bands(array) if array.extent.encoding is None else self._units(array)
 
     def _units(self, array: StoredArray) -> Iterator[memoryview]:
+        """Yield the decoded units of an encoded array."""
         extent = array.extent
         assert extent.encoding is not None
         encoding = extent.encoding
         if encoding.unit_bytes < array.n_bytes and encoding.unit_bytes % itemsize(array.dtype):
             raise UnsupportedError(
-                f"{encoding.name} data come in pieces that cut elements", file=extent.file, key=array.name
+                f"{encoding.name} data come in units that cut elements", file=extent.file, key=array.name
             )
-        with self._budget.holding(min(encoding.unit_bytes, array.n_bytes) + encoding.working_bytes, array):
+        # Threads wait here until a unit and its decoding fit into the shared memory.
+        with self._budget.reserve(min(encoding.unit_bytes, array.n_bytes) + encoding.working_bytes, array):
             store = DecodedStore(self._store, cache_bytes=_CACHE_BYTES)
             for number in range(-(-array.n_bytes // encoding.unit_bytes)):
                 data = memoryview(encoding.decode(store, array, number)).cast("B")
@@ -136,21 +141,22 @@ class ApartReader:
                 yield data
 
     def _bands(self, array: StoredArray) -> Iterator[memoryview]:
-        """The elements of a strided array, gathered in bands of its C order."""
+        """Yield the elements of a strided array, gathered in bands of its C order."""
         extent = array.extent
         size = itemsize(array.dtype)
         strides = tuple(step * size for step in extent.strides or c_strides(array.shape))
         stored = size + sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
+        # Strides of 0 repeat elements; a few stored bytes must not become endless work.
         if array.n_bytes > _MAX_REPEATS * stored + BAND_BYTES:
             raise CapacityError(
-                f"{stored} stored bytes are repeated to {array.n_bytes}", file=extent.file, key=array.name
+                f"{stored} stored bytes are repeated to {array.n_bytes} bytes", file=extent.file, key=array.name
             )
         if self._band is None or self._raw is None:
             self._band, self._raw = (memoryview(mmap.mmap(-1, BAND_BYTES)) for _ in range(2))
-        for index, shape in bands_of(array.shape, BAND_BYTES // size):
+        for index, shape in split_into_bands(array.shape, BAND_BYTES // size):
             data = self._band[: prod(shape) * size]
             read_box(
-                lambda at, buffer: self._store.read_into(extent.file, at, buffer),
+                lambda address, buffer: self._store.read_into(extent.file, address, buffer),
                 Layout(extent.offset + sum(i * step for i, step in zip(index, strides, strict=True)), strides),
                 data,
                 dense(shape, size),
@@ -162,13 +168,22 @@ class ApartReader:
 
 
 def is_checked(array: StoredArray) -> bool:
-    """Whether decoding an array compares its bytes with a checksum."""
+    """Return whether decoding an array compares its bytes with a checksum."""
     encoding = array.extent.encoding
     return encoding is not None and has_checksum(encoding)
 
 
-def bands_of(shape: Shape, most_elements: int) -> Iterator[tuple[Shape, Shape]]:
-    """(index of the first element, shape) of boxes that are runs of an array's C order, one after the other."""
+def split_into_bands(shape: Shape, most_elements: int) -> Iterator[tuple[Shape, Shape]]:
+    """Split an array into boxes that are runs of its C order, one after the other.
+
+    Args:
+        shape: in elements.
+        most_elements: maximum elements of a box.
+
+    Yields:
+        The index of the first element, and the shape, of each box.
+    """
+    # Trailing axes that fit completely stay whole; the axis before them is cut into runs of rows.
     axis = len(shape)
     inner = 1
     while axis > 0 and inner * shape[axis - 1] <= most_elements:
@@ -178,8 +193,8 @@ def bands_of(shape: Shape, most_elements: int) -> Iterator[tuple[Shape, Shape]]:
         yield (0,) * len(shape), shape
         return
     rows = max(1, most_elements // inner)
-    behind = shape[axis:]
+    inner_shape = shape[axis:]
     for index in product(*map(range, shape[: axis - 1])):
         for first in range(0, shape[axis - 1], rows):
             n = min(rows, shape[axis - 1] - first)
-            yield (*index, first, *(0,) * len(behind)), (*(1,) * (axis - 1), n, *behind)
+            yield (*index, first, *(0,) * len(inner_shape)), (*(1,) * (axis - 1), n, *inner_shape)

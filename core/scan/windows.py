@@ -1,16 +1,16 @@
-"""Where the arrays of a file lie, and the windows in which a scan reads it.
+"""Plan in which windows a scan reads a file, from where its arrays lie.
 
 ::
 
     file      |header|  array a  |gap|      array b, large        |directory|
     windows   |        1         |    2    |    3    |    4       |
 
-Arrays whose elements follow each other in the file (*in line*) are handed out as they pass by. Those that overlap
-(views of one storage) pass by together, as long as the elements of one do not straddle those of another. All others
-are read *apart*: strided, encoded and straddling ones.
+Arrays whose elements follow each other in the file are handed out as the windows pass them. Arrays
+that overlap (views of one storage) are handed out together, as long as the elements of one do not
+straddle those of another. All others are read *separately*: strided, encoded and straddling ones.
 
-A window ends where no element is cut: in gaps anywhere, in an array at multiples of ``WINDOW_BYTES`` from its start.
-Everything here is integers.
+A window ends where no element is cut: anywhere in a gap; in an array at multiples of
+``WINDOW_BYTES`` from its start. Everything here is integers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from core.arrays.box import is_c_contiguous
 from core.arrays.checksum import BLOCK_BYTES
@@ -27,34 +27,37 @@ from core.catalog.stored import StoredArray
 from core.errors import CapacityError, CheckpointingException, CorruptError, TruncatedError
 
 WINDOW_BYTES = BLOCK_BYTES
-"""Most bytes of a file that a thread holds at once, and the blocks in which large arrays are handed out."""
+"""Bytes of a file that a thread holds at once, and of the blocks of large arrays."""
 MAX_SHARING = 64
-"""How many times over the arrays may share the bytes of a file; thousands of views of one storage would never end."""
+"""How many times over the arrays may share the bytes of a file.
+
+Thousands of views of one storage would take forever.
+"""
 SEGMENT_BYTES = 32 << 20
-"""About how many bytes of a file a thread reads before it takes the next piece of work."""
+"""Bytes of a file that a thread reads, about, before it takes the next piece of work."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Something that lies in a file as one run of bytes.
+class FileRange:
+    """A range of bytes of a file that has a meaning.
 
     Args:
         start, stop: byte addresses in the file.
-        what: the array whose elements they are, or what the checkpoint states of them.
+        content: the array whose elements these bytes are, or the CRC that is stated for them.
     """
 
     start: int
     stop: int
-    what: StoredArray | Stated
+    content: StoredArray | StatedCrc
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """An array that must be read by itself.
+class SeparateArray:
+    """An array that must be read separately from the rest of its file.
 
     Args:
-        array: as the catalog has it.
-        bound: with its place.
+        array: the array as the catalog has it.
+        bound: the array with its position in the file.
     """
 
     array: StoredArray
@@ -63,128 +66,164 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """How a file is read.
+    """The plan how a file is read.
 
     Args:
-        file: its name.
-        n_bytes: its size.
-        lines: what lies in it, by address; nothing without bytes.
-        clusters: regions that windows must not cut anywhere but at multiples of ``WINDOW_BYTES`` from their start; by
-            address, disjoint.
-        apart: arrays to be read by themselves.
+        file: name of the file.
+        n_bytes: size of the file.
+        ranges: arrays and stated CRCs of the file that have bytes, by address.
+        clusters: disjoint regions, by address, that windows may only cut at multiples of
+            ``WINDOW_BYTES`` from their start.
+        separate: arrays to be read separately.
         empty: arrays without elements.
     """
 
     file: str
     n_bytes: int
-    lines: tuple[Line, ...]
+    ranges: tuple[FileRange, ...]
     clusters: tuple[tuple[int, int], ...]
-    apart: tuple[Apart, ...]
+    separate: tuple[SeparateArray, ...]
     empty: tuple[StoredArray, ...]
 
-    def segments(self, most_bytes: int = SEGMENT_BYTES) -> Iterator[tuple[int, int, tuple[Line, ...]]]:
-        """(start, stop, the lines in between) of pieces of work, by address; none for an empty file.
+    def segments(self, most_bytes: int = SEGMENT_BYTES) -> Iterator[tuple[int, int, tuple[FileRange, ...]]]:
+        """Yield the pieces of work of a file, by address; none for an empty file.
 
         Args:
             most_bytes: about how long a piece is, at least ``WINDOW_BYTES``.
+
+        Yields:
+            Start and stop of the piece, and the ranges that overlap it.
         """
-        active: list[Line] = []
-        taken = start = 0
+        active: list[FileRange] = []
+        n_taken = start = 0
         while start < self.n_bytes:
             stop = self._cut(start, most_bytes)
-            active = [line for line in active if line.stop > start]
-            while taken < len(self.lines) and self.lines[taken].start < stop:
-                active.append(self.lines[taken])
-                taken += 1
+            active = [file_range for file_range in active if file_range.stop > start]
+            while n_taken < len(self.ranges) and self.ranges[n_taken].start < stop:
+                active.append(self.ranges[n_taken])
+                n_taken += 1
             yield start, stop, tuple(active)
             start = stop
 
     def windows(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The windows of a segment, by address."""
+        """Yield start and stop of the windows of a segment, by address."""
         while start < stop:
             end = min(self._cut(start, WINDOW_BYTES), stop)
             yield start, end
             start = end
 
     def _cut(self, start: int, most_bytes: int) -> int:
-        """Where a piece that begins at ``start`` ends; ``start`` is an end of an earlier one, or 0."""
+        """Return where a piece ends that begins at ``start``, which is 0 or an end of a piece."""
         limit = start + most_bytes
         if limit >= self.n_bytes:
             return self.n_bytes
-        number = bisect_right(self.clusters, limit, key=_first) - 1
+        number = bisect_right(self.clusters, limit, key=itemgetter(0)) - 1
         if number < 0:
             return limit
+        # In a cluster, cut at a multiple of the window size from its start; in a gap, anywhere.
         begin, end = self.clusters[number]
         return limit if limit >= end else begin + (limit - begin) // WINDOW_BYTES * WINDOW_BYTES
 
 
-def _first(pair: tuple[int, int]) -> int:
-    return pair[0]
-
-
 def plan_file(
-    file: str, n_bytes: int, arrays: Sequence[tuple[StoredArray, StoredArray]], stated: Iterable[Stated]
+    file: str, n_bytes: int, arrays: Sequence[tuple[StoredArray, StoredArray]], stated: Iterable[StatedCrc]
 ) -> tuple[FilePlan, list[tuple[StoredArray, CheckpointingException]]]:
-    """How a file is read.
+    """Plan how a file is read.
 
     Args:
-        file: its name.
-        n_bytes: its size.
-        arrays: of every array in it, as the catalog has it and with its place.
-        stated: CRCs that it states.
+        file: name of the file.
+        n_bytes: size of the file.
+        arrays: every array in the file, as the catalog has it and with its position.
+        stated: CRCs that the file states.
 
     Returns:
-        The plan, and the arrays that do not lie in the file, or of which there are too many.
+        The plan, and the arrays that do not lie in the file or are too many, with the reasons.
     """
-    lines: list[Line] = []
-    apart: list[Apart] = []
-    empty: list[StoredArray] = []
-    wrong: list[tuple[StoredArray, CheckpointingException]] = []
+    # Which arrays can be handed out as the windows pass them, and which are read separately?
+    arranged = _arrange_arrays(arrays, n_bytes)
+    ranges, clusters, straddling = _cluster_ranges(sorted(arranged.ranges, key=attrgetter("start", "stop")))
+    separate = arranged.separate
+    if straddling:
+        bound_by_name = {array.name: bound for array, bound in arrays}
+        separate += [SeparateArray(array, bound_by_name[array.name]) for array in straddling]
+
+    # Stated CRCs are ranges too, but windows may cut them anywhere.
+    ranges += [FileRange(crc.start, crc.stop, crc) for crc in stated if 0 <= crc.start < crc.stop <= n_bytes]
+    ranges.sort(key=attrgetter("start", "stop"))
+    plan = FilePlan(file, n_bytes, tuple(ranges), tuple(clusters), tuple(separate), tuple(arranged.empty))
+    return plan, arranged.errors
+
+
+@dataclass(frozen=True, slots=True)
+class _ArrangedArrays:
+    """The arrays of a file by the way in which they are read.
+
+    Args:
+        ranges: arrays whose elements follow each other.
+        separate: strided and encoded arrays.
+        empty: arrays without elements.
+        errors: arrays that cannot be read, with the reasons.
+    """
+
+    ranges: list[FileRange]
+    separate: list[SeparateArray]
+    empty: list[StoredArray]
+    errors: list[tuple[StoredArray, CheckpointingException]]
+
+
+def _arrange_arrays(arrays: Sequence[tuple[StoredArray, StoredArray]], n_bytes: int) -> _ArrangedArrays:
+    """Sort the arrays of a file of ``n_bytes`` by the way in which they are read."""
+    arranged = _ArrangedArrays([], [], [], [])
     total = 0
     for array, bound in arrays:
         extent = bound.extent
         assert not extent.is_late, "bound before"
         if array.n_bytes == 0:
-            empty.append(array)
+            arranged.empty.append(array)
         elif extent.encoding is not None:
-            apart.append(Apart(array, bound))
-        elif err := _outside(bound, n_bytes) or _too_many(bound, total := total + array.n_bytes, n_bytes):
-            wrong.append((array, err))
+            arranged.separate.append(SeparateArray(array, bound))
+        elif err := _error_if_outside(bound, n_bytes) or _error_if_too_many(
+            bound, total := total + array.n_bytes, n_bytes
+        ):
+            arranged.errors.append((array, err))
         elif extent.strides is None or is_c_contiguous(bound.shape, extent.strides):
-            lines.append(Line(extent.offset, extent.offset + array.n_bytes, array))
+            arranged.ranges.append(FileRange(extent.offset, extent.offset + array.n_bytes, array))
         else:
-            apart.append(Apart(array, bound))
-    lines.sort(key=attrgetter("start", "stop"))
-    kept, clusters, straddling = _clustered(lines)
-    if straddling:
-        places = {array.name: bound for array, bound in arrays}
-        apart += [Apart(array, places[array.name]) for array in straddling]
-    kept += [Line(one.start, one.stop, one) for one in stated if 0 <= one.start < one.stop <= n_bytes]
-    kept.sort(key=attrgetter("start", "stop"))
-    return FilePlan(file, n_bytes, tuple(kept), tuple(clusters), tuple(apart), tuple(empty)), wrong
+            arranged.separate.append(SeparateArray(array, bound))
+    return arranged
 
 
-def _clustered(lines: list[Line]) -> tuple[list[Line], list[tuple[int, int]], list[StoredArray]]:
-    """(arrays in line, regions of those that overlap, arrays that straddle the elements of others)."""
-    kept: list[Line] = []
+def _cluster_ranges(
+    ranges: Sequence[FileRange],
+) -> tuple[list[FileRange], list[tuple[int, int]], list[StoredArray]]:
+    """Join overlapping arrays to clusters.
+
+    Args:
+        ranges: arrays, by address.
+
+    Returns:
+        The arrays that are handed out as windows pass them, the regions that they cover, and the
+        arrays whose elements straddle those of others.
+    """
+    regular: list[FileRange] = []
     clusters: list[tuple[int, int]] = []
     straddling: list[StoredArray] = []
-    for line in lines:
-        assert isinstance(line.what, StoredArray)
+    for file_range in ranges:
+        assert isinstance(file_range.content, StoredArray)
         begin, end = clusters[-1] if clusters else (0, 0)
-        if line.start >= end:
-            clusters.append((line.start, line.stop))
-        elif (line.start - begin) % itemsize(line.what.dtype):
-            straddling.append(line.what)
+        if file_range.start >= end:
+            clusters.append((file_range.start, file_range.stop))
+        elif (file_range.start - begin) % itemsize(file_range.content.dtype):
+            straddling.append(file_range.content)
             continue
         else:
-            clusters[-1] = (begin, max(end, line.stop))
-        kept.append(line)
-    return kept, clusters, straddling
+            clusters[-1] = (begin, max(end, file_range.stop))
+        regular.append(file_range)
+    return regular, clusters, straddling
 
 
-def _outside(bound: StoredArray, n_bytes: int) -> CorruptError | None:
-    """What is wrong with an array that does not lie in its file."""
+def _error_if_outside(bound: StoredArray, n_bytes: int) -> CorruptError | None:
+    """Return the error for an array that does not lie in its file, else None."""
     extent = bound.extent
     steps = extent.strides
     if steps is None:
@@ -205,24 +244,26 @@ def _outside(bound: StoredArray, n_bytes: int) -> CorruptError | None:
     return None
 
 
-def _too_many(bound: StoredArray, total_bytes: int, n_bytes: int) -> CapacityError | None:
-    """What is wrong with an array that is one view too many of the bytes of its file."""
+def _error_if_too_many(bound: StoredArray, total_bytes: int, n_bytes: int) -> CapacityError | None:
+    """Return the error for one view too many of the bytes of its file, else None."""
     if total_bytes <= MAX_SHARING * n_bytes:
         return None
     extent = bound.extent
     return CapacityError(
-        f"the arrays up to this one have {total_bytes} bytes in a file of {n_bytes}", file=extent.file, key=bound.name
+        f"the arrays up to this one have {total_bytes:,} bytes in a file of {n_bytes:,} bytes",
+        file=extent.file,
+        key=bound.name,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Stated:
-    """Bytes of a file of which the checkpoint states the CRC-32.
+class StatedCrc:
+    """The CRC-32 that a checkpoint states for some bytes of a file.
 
     Args:
         start, stop: byte addresses in the file.
-        crc: as stated.
-        name: what they are, for people: ``record data/0``.
+        crc: the stated CRC-32.
+        name: name of the bytes for messages: ``record data/0``.
     """
 
     start: int

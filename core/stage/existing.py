@@ -1,4 +1,4 @@
-"""What stands at a destination already: ``--force`` replaces a checkpoint, and nothing else."""
+"""Check what exists at a destination: ``--force`` replaces a checkpoint, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,40 +14,39 @@ from core.opening.open import ITERATION_DIR, store_of_file
 
 
 def check_replaceable(dst: Path, paths: Iterable[str]) -> None:
-    """Returns if replacing ``dst`` removes nothing but a checkpoint that the new one stands for.
+    """Raise unless replacing ``dst`` removes only a checkpoint that the new one takes the place of.
 
     Args:
-        dst: the destination.
-        paths: of the new files, relative to it.
+        dst: the destination; it may be free.
+        paths: paths of the new files, relative to the destination.
 
     Raises:
-        UsageError: the destination holds no checkpoint, or other iterations that would be lost.
+        UsageError: the destination is not a checkpoint, or holds other iterations that would be
+            lost.
     """
-    if _is_free(dst):
+    if not os.path.lexists(dst) or (dst.is_dir() and not any(dst.iterdir())):
         return
     if not _holds_checkpoint(dst):
         raise UsageError(
-            "the destination is no checkpoint, so it is not replaced",
+            "only a checkpoint can be replaced, and the destination is not one",
             file=str(dst),
-            hint="remove it, or choose another",
+            hint="remove it, or choose another destination",
         )
-    ours = {path.split("/")[0] for path in paths}
-    others = [] if dst.is_file() else [name for name in _iterations_in(dst) if name not in ours]
-    if others:
+    new_names = {path.split("/")[0] for path in paths}
+    lost = [] if dst.is_file() else [name for name in _iterations_in(dst) if name not in new_names]
+    if lost:
         raise UsageError(
-            f"the destination holds other iterations ({', '.join(others[:4])}), which would be lost",
+            f"the destination holds other iterations ({', '.join(lost[:4])}), which would be lost",
             file=str(dst),
             hint="choose another destination, or move them away",
         )
 
 
-def _is_free(path: Path) -> bool:
-    """Whether a name is not taken, or is an empty directory."""
-    return not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir()))
-
-
 def _holds_checkpoint(path: Path) -> bool:
-    """Whether a path holds a checkpoint, whole or damaged: a format recognises it, or it has a manifest of ours."""
+    """Return whether a path holds a checkpoint, intact or damaged.
+
+    A path does if a format recognises it, or if it has a manifest that this toolkit wrote.
+    """
     if path.is_file():
         if (path.parent / manifest_name(path.name)).is_file():
             return True
@@ -66,5 +65,5 @@ def _holds_checkpoint(path: Path) -> bool:
 
 
 def _iterations_in(root: Path) -> list[str]:
-    """Names of the directories of a root that look like iterations."""
+    """Return the names of the folders of a directory that are named like iterations."""
     return [name for name in LocalStore(root).folders() if ITERATION_DIR.match(name) or name == "release"]

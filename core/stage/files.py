@@ -1,4 +1,4 @@
-"""The files of a stage: created at their full size, filled from many threads, synced."""
+"""Write the files of a stage: create them at full size, fill them from many threads, sync them."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class StageStore:
     """A directory that is being written.
 
     Args:
-        root: the directory; it exists.
-        is_durable: whether the bytes are meant to be on the disk in the end; if so, ranges that are finished are sent
-            there while others are still being filled.
+        root: the directory, which exists.
+        is_durable: the files will be synced in the end, so finished ranges are sent to the disk
+            while others are still being filled.
     """
 
     def __init__(self, root: Path, *, is_durable: bool = True) -> None:
         self.root = root
         self._is_durable = is_durable
-        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._open: OrderedDict[str, _StageFile] = OrderedDict()
         self._names: set[str] = set()
         self._linked: set[str] = set()
         self._is_closed = False
         self._lock = threading.Lock()
 
     def create(self, name: str, n_bytes: int) -> None:
-        """See WriteStore.
+        """Create a file of ``n_bytes`` zero bytes and reserve its space; keep one of that size.
 
         Raises:
             CapacityError: the disk is full, or a limit on file sizes is reached.
-            StorageError: the file cannot be made.
+            StorageError: the file cannot be created.
         """
         path = self.root / checked_name(name)
         with translated(name, doing="create"):
@@ -53,18 +53,19 @@ class StageStore:
             with self._file(name) as fd:
                 size = os.fstat(fd).st_size
                 if size != n_bytes:
-                    if size:  # an empty one may be getting its bytes from another process at this moment
+                    if size:  # an empty file may be getting its bytes from another process right now
                         os.ftruncate(fd, 0)
                     os.ftruncate(fd, n_bytes)  # at once; reserving space may lengthen the file step by step
                     allocate(fd, n_bytes)
         self._names.add(name)
 
     def link(self, name: str, existing: Path) -> None:
-        """Makes a file that is another name of an existing one.
+        """Create a hard link to an existing file.
 
         Raises:
-            UnsupportedError: the two places are on different file systems, or theirs has no hard links.
-            StorageError: it cannot be made.
+            UnsupportedError: stage and file are on different file systems, or theirs has no hard
+                links.
+            StorageError: the link cannot be created.
         """
         path = self.root / checked_name(name)
         with translated(name, doing="link"):
@@ -75,17 +76,18 @@ class StageStore:
                 if err.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
                     raise
                 raise UnsupportedError(
-                    f"the file system makes no hard link to it here: {err.strerror}",
+                    f"no hard link to this file is possible here: {err.strerror}",
                     file=str(existing),
                     hint="write to the file system of the source, or leave --metadata-only out",
                 ) from err
         self._linked.add(name)
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
-        """See WriteStore.
+        """Write all of ``data`` at ``offset``.
 
         Raises:
-            CapacityError, StorageError: the system refuses.
+            CapacityError: the disk is full.
+            StorageError: the system cannot write.
         """
         with self._file(name) as fd, translated(name, doing="write"):
             done = os.pwrite(fd, data, offset)
@@ -93,11 +95,11 @@ class StageStore:
                 done += os.pwrite(fd, memoryview(data)[done:], offset + done)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fills ``buffer`` from ``offset``.
+        """Fill ``buffer`` with the bytes of a file from ``offset`` on.
 
         Raises:
             TruncatedError: the file is too short.
-            StorageError: the system refuses.
+            StorageError: the system cannot read.
         """
         with self._file(name) as fd, translated(name, doing="read back"):
             done = 0
@@ -108,13 +110,13 @@ class StageStore:
                 done += n
 
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """See ``core.copy.output.Stage``."""
+        """Start to write a finished range to the disk, without waiting for it."""
         if self._is_durable:
             with self._file(name) as fd:
                 start_writeback(fd, offset, n_bytes)
 
     def sync(self, name: str) -> None:
-        """Return once the file's bytes are on the disk.
+        """Wait until the bytes of a file are on the disk.
 
         Raises:
             StorageError: the system could not write.
@@ -123,7 +125,7 @@ class StageStore:
             os.fsync(fd)
 
     def sync_files(self) -> None:
-        """Syncs every file that was created, opened or linked here.
+        """Sync every file that was created, opened or linked here.
 
         Raises:
             StorageError: the system could not write.
@@ -135,7 +137,7 @@ class StageStore:
                 pass
 
     def sync_all(self) -> None:
-        """Syncs every file that was created, and the directories, the innermost first.
+        """Sync the files, then the directories, the innermost first.
 
         Raises:
             StorageError: the system could not write.
@@ -144,7 +146,9 @@ class StageStore:
         sync_folders(self.root)
 
     def close(self) -> None:
-        """Closes every file; one that a thread still uses is closed when it is done with it. No file opens any more.
+        """Close every file, and let no file be opened any more.
+
+        A file that a thread still uses is closed when that thread is done with it.
 
         Raises:
             StorageError: a write that was still pending failed.
@@ -157,14 +161,14 @@ class StageStore:
 
     @contextmanager
     def _file(self, name: str) -> Iterator[int]:
-        """An open descriptor of ``name``; at most ``MAX_OPEN_FILES`` idle ones are kept."""
+        """Yield a descriptor of a file; about ``MAX_OPEN_FILES`` descriptors are kept open."""
         with self._lock:
             if self._is_closed:
                 raise StorageError("the stage is closed", file=name)
             opened = self._open.get(name)
             if opened is None:
                 with translated(name, doing="open"):
-                    opened = _OpenFile(os.open(self.root / checked_name(name), _FLAGS))
+                    opened = _StageFile(os.open(self.root / checked_name(name), _FLAGS))
                 self._open[name] = opened
                 self._names.add(name)
                 self._close_idle()
@@ -175,13 +179,14 @@ class StageStore:
         finally:
             self._release(name, opened)
 
-    def _release(self, name: str, opened: _OpenFile) -> None:
+    def _release(self, name: str, opened: _StageFile) -> None:
         with self._lock:
             opened.n_users -= 1
             if self._is_closed and opened.n_users == 0:
                 self._close(name)
 
     def _close_idle(self) -> None:
+        """Close the longest unused files above ``MAX_OPEN_FILES``, except the one opened last."""
         excess = len(self._open) - MAX_OPEN_FILES
         if excess > 0:
             for name in [name for name, file in self._open.items() if file.n_users == 0][:excess]:
@@ -189,12 +194,12 @@ class StageStore:
                     self._close(name)
 
     def _close(self, name: str) -> None:
-        with translated(name, doing="close"):  # network file systems tell here that they could not write
+        with translated(name, doing="close"):  # here network file systems report failed writes
             os.close(self._open.pop(name).fd)
 
 
-class _OpenFile:
-    """A descriptor and how many threads are using it."""
+class _StageFile:
+    """An open descriptor and the number of threads that use it."""
 
     __slots__ = ("fd", "n_users")
 

@@ -1,7 +1,7 @@
-"""A directory that one process at a time may work in: the lock of a stage.
+"""Lock a directory so that one process at a time works in it: the lock of a stage.
 
-The lock is ``flock`` on the directory itself. It goes with the process that holds it, however that ends, so a directory
-left behind by a killed process carries none.
+The lock is ``flock`` on the directory itself. The system releases it when the process that holds it
+ends in any way, so a directory left behind by a killed process is not locked.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from core.errors import StorageError
 from core.files.store import translated
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
-NO_LOCKS = "the file system has no locks: make sure that nobody else writes this destination"
+NO_LOCKS = "the file system does not support locks: make sure that nothing else writes to this destination"
 
 
 @dataclass(frozen=True, slots=True)
 class FolderLock:
-    """A directory that this process may work in.
+    """The lock of a directory that this process may work in.
 
     Args:
-        fd: its descriptor; closing it ends the lock.
-        is_sure: whether others are kept out; False where the file system has no locks.
+        fd: descriptor of the directory; closing it releases the lock.
+        is_sure: other processes are kept out; False if the file system does not support locks.
     """
 
     fd: int
@@ -34,43 +34,40 @@ class FolderLock:
 
 
 def lock_folder(folder: Path, *, dst: Path) -> FolderLock:
-    """Makes a directory, if it is missing, and locks it.
+    """Create a directory, if it is missing, and lock it.
 
     Args:
         folder: the directory.
-        dst: what is written with its help, for messages.
+        dst: the destination that is written by means of the directory, for messages.
 
     Raises:
-        StorageError: another process has locked it, or the system refuses.
+        StorageError: another process has locked the directory, or the system refuses.
     """
     with translated(str(folder), doing="create"):
         while True:
-            is_made = False
+            is_created = False
             fd = -1
             try:
                 with suppress(FileExistsError):
                     folder.mkdir()
-                    is_made = True
+                    is_created = True
                 try:
                     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                except FileNotFoundError:  # its owner has just finished
+                except FileNotFoundError:  # its owner has just removed it
                     continue
                 is_sure = _lock(fd, folder, dst)
+                # Between opening and locking, the owner may have removed the directory.
                 if is_current(fd, folder):
                     return FolderLock(fd, is_sure)
             except BaseException:
-                _give_up(folder, fd, is_made=is_made)
+                # Remove a directory created here, unless another process uses it by now.
+                if is_created:
+                    with suppress(OSError):
+                        folder.rmdir()
+                if fd >= 0:
+                    _close(fd)
                 raise
             _close(fd)
-
-
-def _give_up(folder: Path, fd: int, *, is_made: bool) -> None:
-    """Leaves a directory, and removes it if it was made here; one with something in it is somebody else's by now."""
-    if is_made:
-        with suppress(OSError):
-            folder.rmdir()
-    if fd >= 0:
-        _close(fd)
 
 
 def _close(fd: int) -> None:
@@ -79,13 +76,18 @@ def _close(fd: int) -> None:
 
 
 def _lock(fd: int, folder: Path, dst: Path) -> bool:
+    """Lock a directory; return False if the file system does not support locks.
+
+    Raises:
+        StorageError: another process has locked it.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as err:
         raise StorageError(
             "another process is writing this destination",
             file=str(dst),
-            hint=f"wait for it; it holds {folder.name}",
+            hint=f"wait until it has finished; it has locked {folder.name}",
         ) from err
     except OSError as err:
         if err.errno not in WITHOUT_LOCKS:
@@ -95,7 +97,7 @@ def _lock(fd: int, folder: Path, dst: Path) -> bool:
 
 
 def is_current(fd: int, folder: Path) -> bool:
-    """Whether the locked directory still has its name, and no other directory got it."""
+    """Return whether the opened directory still has its name, and no other directory took it."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(folder))
     except FileNotFoundError:

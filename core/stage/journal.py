@@ -1,12 +1,13 @@
-"""The journals of a stage: which work items are done, so that an interrupted run can be continued.
+"""Record which work items of a stage are done, so that an interrupted run can be continued.
 
-A file of JSON lines beside the stage's data for each worker. Items are numbered by the plan alone, so whoever continues
-reads all of them, however many workers there were, and however many there are. The first line names the plan
-(``identity``); each other line lists items whose bytes were on the disk when it was written, with the CRC-32 of every
-range. A run that is killed loses at most the items since the last line (``BATCH_BYTES``); a torn last line counts as
-not written. Whoever continues reads the listed ranges again and believes only what has the listed CRC. A run that does
-not wait for the disk (``--no-fsync``) lists items as soon as they are written: they outlive the process, and CRCs tell
-if they did not outlive the machine.
+Each worker writes a journal next to the stage's data, a file of JSON lines. Items are numbered by
+the plan alone, so whoever continues reads all journals, however many workers there were or are. The
+first line names the plan (``identity``); each other line lists items whose bytes were on the disk
+when it was written, with the CRC-32 of every range. A run that is killed loses at most the items
+since the last line (``BATCH_BYTES``); a torn last line counts as not written. Whoever continues
+reads the listed ranges again and trusts only those that have the listed CRC. A run that does not
+wait for the disk (``--no-fsync``) lists items as soon as they are written: they outlive the
+process, and the CRCs show whether they outlived the machine.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from core.plan.items import ItemNumber
 
 VERSION = 2
 BATCH_BYTES = 256 << 20
-"""Written bytes between two lines. A killed run may lose two such batches: one being synced, one being filled."""
+"""Written bytes between two lines.
 
-
+A killed run may lose two such batches: one that is being synced and one that is being filled.
+"""
 _FIRST = "journal.jsonl"
 
 
 def journal_path(stage_dir: Path, rank: int = 0) -> Path:
-    """The journal that a worker writes."""
+    """Return the path of the journal that a worker writes."""
     return stage_dir / (f"journal-{rank}.jsonl" if rank else _FIRST)
 
 
 def journals_in(stage_dir: Path) -> list[Path]:
-    """The journals of all workers of earlier runs."""
+    """Return the paths of the journals of all workers of earlier runs."""
     with translated(str(stage_dir), doing="look into"):
         return sorted([*stage_dir.glob(_FIRST), *stage_dir.glob("journal-*.jsonl")])
 
@@ -47,14 +49,12 @@ class FileJournal:
     """The journal file of one worker; safe for threads.
 
     Args:
-        path: of the journal file.
-        identity: of the plan, see ``core.convert.stored_plan.file.identity_of``.
+        path: path of the journal file.
+        identity: identity of the plan (``core.convert.stored_plan.file.identity_of``).
         sync: brings the bytes of some files to the disk.
         batch_bytes: written bytes after which a line is due.
         others: journals of other workers, which are only read.
-        keys: numbers of the tensors whose items are asked for; None for all.
-
-    Attributes:
+        keys: numbers of the tensors whose items will be asked for; None for all.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class FileJournal:
                 self._append({"journal": VERSION, "plan": identity})
 
     def done(self, item: ItemNumber) -> ItemRecord | None:
-        """What an earlier run recorded for an item."""
+        """Return what an earlier run recorded for an item, or None."""
         entry = self._done.get(item)
         return None if entry is None else _record(entry)
 
     def add(self, item: ItemNumber, record: ItemRecord, files: Iterable[str]) -> None:
-        """Records an item whose bytes have been written to ``files``; now and then waits for the disk.
+        """Record an item whose bytes are written to ``files``; now and then wait for the disk.
 
         Raises:
-            StorageError, CapacityError: the system refuses.
+            StorageError, CapacityError: the system cannot write.
         """
         with self._lock:
             self._pending.append((item, record))
@@ -107,12 +107,13 @@ class FileJournal:
             self.flush()
 
     def flush(self) -> None:
-        """Brings what is pending to the disk, data first.
+        """Bring pending items to the disk, their data first.
 
         Raises:
-            StorageError, CapacityError: the system refuses.
+            StorageError, CapacityError: the system cannot write.
         """
         with self._line_lock:
+            # Other threads go on adding items while this batch is synced.
             with self._lock:
                 pending, files = self._pending, self._pending_files
                 self._pending, self._pending_files, self._pending_bytes = [], set(), 0
@@ -126,14 +127,15 @@ class FileJournal:
                     self._append({"items": [_entry(item, record) for item, record in pending]})
 
     def distrust(self) -> None:
-        """Records nothing more: the disk has refused to sync, and the system reports lost bytes only once."""
+        """Stop recording, after a failed sync: the system reports lost bytes only once."""
         self._is_trusted = False
 
     def close(self) -> None:
-        """Closes the file; pending items are forgotten."""
+        """Close the file; pending items are dropped."""
         os.close(self._fd)
 
     def _append(self, line: dict[str, object]) -> None:
+        """Write a line and wait for the disk."""
         data = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         begin = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
@@ -142,42 +144,50 @@ class FileJournal:
             os.fdatasync(self._fd)
         except OSError:
             self.distrust()
-            with suppress(OSError):  # half a line would hide those after it
+            with suppress(OSError):  # half a line would hide the lines after it
                 os.ftruncate(self._fd, begin)
             raise
 
 
 def is_journal_of(path: Path, identity: str) -> bool:
-    """Whether a journal file exists and belongs to a plan."""
+    """Return whether a journal file exists and belongs to a plan."""
     return _read(path, identity, ())[1] > 0
 
 
 def _read(path: Path, identity: str, keys: Container[int] | None) -> tuple[dict[ItemNumber, list[object]], int]:
-    """The entries of a plan's journal, and the bytes of its whole lines; nothing if it is another plan's."""
+    """Read the journal of a plan.
+
+    Args:
+        keys: numbers of the tensors whose items are wanted; None for all.
+
+    Returns:
+        The entries by item, and the bytes of the complete lines; ({}, 0) if there is no journal or
+        it belongs to another plan.
+    """
     done: dict[ItemNumber, list[object]] = {}
     n_valid = 0
     try:
         with translated(path.name, doing="read"), path.open("rb") as lines:
+            header = lines.readline()
+            if not header.endswith(b"\n") or json.loads(header) != {"journal": VERSION, "plan": identity}:
+                return {}, 0
+            n_valid = len(header)
             for line in lines:
-                found = json.loads(line) if line.endswith(b"\n") else None
-                if n_valid == 0:
-                    if found != {"journal": VERSION, "plan": identity}:
-                        return {}, 0
-                elif found is None:
+                if not line.endswith(b"\n"):
                     break
-                else:
-                    for entry in found["items"]:
-                        if keys is None or entry[0] in keys:
-                            done[entry[0], entry[1]] = entry
+                for entry in json.loads(line)["items"]:
+                    if keys is None or entry[0] in keys:
+                        done[entry[0], entry[1]] = entry
                 n_valid += len(line)
     except MissingShardError:
         return {}, 0
-    except (ValueError, KeyError, TypeError, IndexError):  # torn by a crash: what came before still counts
+    except (ValueError, KeyError, TypeError, IndexError):  # torn by a crash: the lines before it still count
         return done, n_valid
     return done, n_valid
 
 
 def _entry(item: ItemNumber, record: ItemRecord) -> list[object]:
+    """Return what is written to a journal for an item."""
     written = [[run.array, run.offset, run.n_bytes, run.crc] for run in record.written]
     checked = [
         [r.record.file, r.record.array, r.record.n_bytes, r.record.crc, r.record.start, r.offset, r.n_bytes, r.crc]
@@ -187,6 +197,7 @@ def _entry(item: ItemNumber, record: ItemRecord) -> list[object]:
 
 
 def _record(entry: list[object]) -> ItemRecord | None:
+    """Return the record in a journal's entry, or None if the entry is malformed."""
     try:
         _, _, written, checked = entry
         assert isinstance(written, list) and isinstance(checked, list)

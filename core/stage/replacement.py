@@ -1,13 +1,14 @@
-"""The renames that put a new destination where perhaps an old one stands, and what undoes half of them.
+"""Put a new destination in place of an old one, and undo a replacement that stopped half-way.
 
-Where the kernel can swap two names, a directory takes its place in one step. Where it cannot, and beside a single file
-(which has a manifest of its own), the old one is set aside first, in the stage::
+Where the kernel can swap two names, a directory takes its place in one step. Where it cannot, and
+for a single file (whose manifest is a file of its own), the old one is first set aside in the
+stage::
 
     .out.ckpt-stage/
     ├── data/    the new one, until it has its place
     └── old/     the old one under its name, or the manifest of the old file
 
-So a process that is killed between two renames leaves everything that is needed to go back: ``put_back``.
+So a process that is killed between two renames leaves everything that ``put_back`` needs.
 """
 
 from __future__ import annotations
@@ -23,20 +24,24 @@ from core.manifest.of_copy import manifest_name
 _OLD = "old"
 
 
-def check_may_go(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None:
-    """Returns if an existing destination may be replaced.
+def check_may_replace(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None:
+    """Raise unless an existing destination may be replaced.
 
     Args:
-        dst: exists.
-        is_file: what comes is one file.
+        dst: the destination, which exists.
+        is_file: the output is a single file.
         keep: paths that the destination must neither contain nor lie in.
 
     Raises:
-        UsageError: it is of another kind, or replacing it would remove what must be kept.
+        UsageError: the destination and the output are not both files or both directories, or the
+            replacement would remove what must be kept.
     """
-    if dst.is_dir() == is_file or dst.is_symlink():
+    if dst.is_symlink():
+        raise UsageError("the destination is a symbolic link", file=str(dst), hint="remove it")
+    if dst.is_dir() == is_file:
+        existing, output = ("a directory", "a file") if is_file else ("a file", "a directory")
         raise UsageError(
-            "the destination is of another kind than what would replace it", file=str(dst), hint="remove it"
+            f"the destination is {existing}, the output would be {output}", file=str(dst), hint="remove it"
         )
     target = dst.resolve()
     for path in (*keep, Path.cwd(), Path.home()):
@@ -45,25 +50,26 @@ def check_may_go(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None:
     for path in keep:
         if target.is_relative_to(path.resolve()):
             raise UsageError(
-                f"the destination is a part of {path}, so it is not replaced",
+                f"the destination lies in {path}, so it cannot be replaced",
                 file=str(dst),
-                hint="choose another one",
+                hint="choose another destination",
             )
     if os.path.ismount(dst):
-        raise UsageError("the destination is a mount point", file=str(dst), hint="write to a directory in it")
+        raise UsageError("the destination is a mount point", file=str(dst), hint="write to a directory inside it")
 
 
 def replace_dir(data_dir: Path, dst: Path, *, force: bool) -> None:
-    """Gives a finished directory its name.
+    """Give a finished directory its name.
 
     Args:
-        data_dir: in the stage; with ``force`` the old directory may lie there afterwards.
-        dst: its name to be.
-        force: whether an old directory may stand there.
+        data_dir: the directory, in the stage; with ``force`` the old directory may be there
+            afterwards.
+        dst: its new name.
+        force: replace a directory that has this name.
 
     Raises:
-        FileExistsError: the name is taken, without ``force``.
-        OSError: the system refuses; ``put_back`` is due then.
+        FileExistsError: the name is taken, and ``force`` is not given.
+        OSError: the system refuses; the caller must call ``put_back``.
     """
     if not os.path.lexists(dst):
         rename_new(data_dir, dst)
@@ -75,7 +81,9 @@ def replace_dir(data_dir: Path, dst: Path, *, force: bool) -> None:
 
 
 def replace_file(data_dir: Path, dst: Path, *, force: bool) -> None:
-    """Gives a finished file its name; the manifest of an old file goes first, that of the new one comes later.
+    """Give a finished file its name.
+
+    The manifest of an old file is set aside first; the caller adds the manifest of the new one.
 
     Raises:
         FileExistsError, OSError: as for ``replace_dir``.
@@ -90,18 +98,20 @@ def replace_file(data_dir: Path, dst: Path, *, force: bool) -> None:
 
 
 def put_back(stage_dir: Path, dst: Path) -> bool:
-    """Goes back to what was there before an interrupted replacement, if the new destination had no place yet.
+    """Restore what an interrupted replacement had set aside, unless the new destination is there.
 
     Returns:
-        Whether anything had to be done.
+        True if anything was restored.
 
     Raises:
         OSError: the system refuses; the stage must stay then.
     """
+    # An old directory, or an old single file.
     aside = stage_dir / _OLD / dst.name
     if os.path.lexists(aside) and not os.path.lexists(dst):
         rename_new(aside, dst)
         return True
+    # The manifest of an old single file, as long as the new file is still in the stage.
     manifest = manifest_name(dst.name)
     aside = stage_dir / _OLD / manifest
     is_unplaced = os.path.lexists(stage_dir / "data" / dst.name)

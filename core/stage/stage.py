@@ -1,17 +1,18 @@
-"""Publication: a destination appears complete or not at all.
+"""Write a destination so that it appears complete or not at all.
 
 Everything is written into a *stage*, a hidden sibling of the destination with a fixed name::
 
     out/                        does not exist yet
-    .out.ckpt-stage/            locked (flock) as long as someone works on it
+    .out.ckpt-stage/            locked (flock) as long as a process works on it
     ├── data/                   becomes out/; for a single file: its file and manifest
     ├── journal.jsonl           only with resume; with several workers one for each, journal-1.jsonl …
     ├── plan                    only with several workers (core.convert.stored_plan.file)
     └── workers.lock            only with several workers (core.stage.workers_lock)
 
-``Stage.commit`` syncs the files, then the directories, renames ``data`` and syncs the parent. Any other way out removes
-the stage, save for a failure with ``resume``. A stage whose owner was killed carries no lock: the next run says so and
-removes it, or continues it; before that it puts back what a replacement had set aside (``core.stage.replacement``).
+``Stage.commit`` syncs the files, then the directories, renames ``data`` and syncs the parent. Any
+other way out removes the stage, except a failure with ``resume``. A stage whose owner was killed is
+not locked: the next run notes this and removes or continues it; before that it puts back what a
+replacement had set aside (``core.stage.replacement``).
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ from core.files.store import translated
 from core.stage.files import StageStore
 from core.stage.folder_lock import NO_LOCKS, lock_folder
 from core.stage.journal import BATCH_BYTES, FileJournal, is_journal_of, journal_path, journals_in
-from core.stage.replacement import check_may_go, put_back, replace_dir, replace_file
+from core.stage.replacement import check_may_replace, put_back, replace_dir, replace_file
 from core.stage.stale import clear_finished, remove_stage
 from core.stage.workers_lock import NAME as WORKERS_LOCK
-from core.stage.workers_lock import WorkersLock, claim
+from core.stage.workers_lock import WorkersLock, claim_stage
 
 _PATIENCE = 3
+"""Attempts to clean up, each of which Ctrl-C may interrupt."""
+_MIB = 1 << 20
+_APPEARED = "another process has created the destination in the meantime"
 
 
 def stage_dir_of(dst: Path) -> Path:
-    """The stage of a destination."""
+    """Return the path of a destination's stage."""
     return dst.parent / f".{dst.name}.ckpt-stage"
 
 
@@ -46,27 +50,30 @@ class Stage:
     """An unfinished destination; a context manager.
 
     Args:
-        dst: the destination; its directory is made if it is missing.
-        is_file: whether the destination is one file (then the stage's ``data`` holds it under its name).
+        dst: the destination; its parent directories are created if they are missing.
+        is_file: the destination is a single file (then ``data`` holds it under its name).
         resume: keep the stage on failure, and continue one that belongs to the same plan.
         force: replace an existing destination, at the end.
         fsync: wait for the disk.
-        identity: of the plan, see ``core.convert.stored_plan.file.identity_of``; needed with ``resume``.
+        identity: identity of the plan (``core.convert.stored_plan.file.identity_of``); needed with
+            ``resume``.
         needed_bytes: bytes of all files to come; 0 leaves the free space unchecked.
-        keep: paths that the destination must neither contain nor, if it exists, lie in, such as the source.
-        batch_bytes: with ``resume``, how much a killed run may lose.
-        is_shared: several workers fill it; needs ``resume``.
+        keep: paths that the destination must neither contain nor, if it exists, lie in, such as the
+            source.
+        batch_bytes: with ``resume``, how many bytes a killed run may lose.
+        is_shared: several workers fill the stage; needs ``resume``.
 
     Attributes:
         store: the files being written.
         journal: None without ``resume``.
-        workers: the lock that the workers share; None if this process works alone, and none has been there before.
-        notes: what was found and done about it, one sentence each.
+        workers: the lock that the workers share; None if this process works alone, and no workers
+            have used the stage before.
+        notes: what happened to the stage of an earlier run and similar, one sentence each.
 
     Raises (on entering):
         UsageError: the destination exists, or replacing it would remove what must be kept.
-        StorageError: another process is at work on the same destination, or the system refuses.
-        CapacityError: too little space.
+        StorageError: another process writes the same destination, or the system refuses.
+        CapacityError: too little free space.
     """
 
     def __init__(
@@ -99,46 +106,41 @@ class Stage:
         self._is_shared = is_shared
         self.workers: WorkersLock | None = None
         self._lock_fd = -1
-        self._new: os.stat_result | None = None
-        self._keeps_found = False
+        self._new_stat: os.stat_result | None = None
+        self._keeps_earlier_work = False
         self._has_synced_names = False
-        self._made_dirs: list[Path] = []
+        self._created_dirs: list[Path] = []
 
     def __enter__(self) -> Self:
         self._check_destination()
         try:
-            make_folders(self.dst.parent, self._made_dirs)
+            make_folders(self.dst.parent, self._created_dirs)
             self._acquire()
         except BaseException:
-            remove_empty(self._made_dirs)
+            remove_empty(self._created_dirs)
             raise
         try:
             self._begin()
         except BaseException:
-            self._leave(keep=self._keeps_found)
+            self._leave(keep=self._keeps_earlier_work)
             raise
         return self
 
     def _begin(self) -> None:
+        """Continue or clear an earlier run's stage, then open the files and the journal."""
         journals = journals_in(self.stage_dir)
         with translated(str(self.stage_dir), doing="look into"):
-            is_found = any(entry.name != WORKERS_LOCK for entry in self.stage_dir.iterdir())
-            self._keeps_found = is_found and self._resume  # until it is known to be of no use
+            has_earlier_work = any(entry.name != WORKERS_LOCK for entry in self.stage_dir.iterdir())
+            # As long as the earlier work may be useful, a failure must not remove it.
+            self._keeps_earlier_work = has_earlier_work and self._resume
             if put_back(self.stage_dir, self.dst):
                 self.notes.append(f"{self.dst.name}, which an interrupted run had set aside, was put back")
                 self._check_destination()
-        if not self._force and os.path.lexists(self.dst):  # another process was quicker, until the lock was had
-            raise UsageError("the destination has appeared meanwhile", file=str(self.dst))
-        if self._resume and any(is_journal_of(path, self.journal_of) for path in journals):
-            self.notes.append("continuing the unfinished stage")
-        elif is_found:
-            self._keeps_found = False
-            self.notes.append(
-                f"{self.stage_dir.name}, left behind by an earlier run, "
-                + ("belongs to other input or options; it was removed" if self._resume else "was removed")
-            )
-            empty_folder(self.stage_dir, keep=(WORKERS_LOCK,))
-            journals = []
+        # Before the stage was locked, another process may have published the destination.
+        if not self._force and os.path.lexists(self.dst):
+            raise UsageError(_APPEARED, file=str(self.dst))
+        if has_earlier_work:
+            journals = self._continue_or_clear(journals)
         with translated(str(self.stage_dir), doing="create"):
             self.data_dir.mkdir(exist_ok=True)
         self._check_space()
@@ -146,7 +148,7 @@ class Stage:
         if self._resume:
             self.journal = FileJournal(
                 journal_path(self.stage_dir),
-                self.journal_of,
+                self.journal_identity,
                 sync=self._sync_data,
                 batch_bytes=self._batch_bytes,
                 others=journals,
@@ -154,14 +156,31 @@ class Stage:
         if self.workers is not None:
             self.workers.share()
 
+    def _continue_or_clear(self, journals: list[Path]) -> list[Path]:
+        """Empty the stage unless it belongs to this plan; return the journals that remain."""
+        if self._resume and any(is_journal_of(path, self.journal_identity) for path in journals):
+            self.notes.append("continuing the unfinished stage")
+            return journals
+        self._keeps_earlier_work = False
+        self.notes.append(
+            f"{self.stage_dir.name}, left behind by an earlier run, "
+            + ("belongs to different input or options; it was removed" if self._resume else "was removed")
+        )
+        empty_folder(self.stage_dir, keep=(WORKERS_LOCK,))
+        return []
+
     @property
-    def journal_of(self) -> str:
-        """What journals must be of: the plan, and this directory, which another one may replace (``--force``)."""
+    def journal_identity(self) -> str:
+        """Return the identity that a journal of this stage has.
+
+        It names the plan and the data directory, which another one may replace (``--force``).
+        """
         with translated(str(self.data_dir), doing="look at"):
-            is_there = os.path.lexists(self.data_dir)
-            return f"{self._identity} in {os.lstat(self.data_dir).st_ino if is_there else 'none'}"
+            inode = os.lstat(self.data_dir).st_ino if os.path.lexists(self.data_dir) else "none"
+            return f"{self._identity} in {inode}"
 
     def _sync_data(self, files: Iterable[str]) -> None:
+        """Bring some files to the disk, and once also the names of the stage's directories."""
         for file in files if self._fsync else ():
             self.store.sync(file)
         if not self._has_synced_names:
@@ -175,19 +194,19 @@ class Stage:
         if not self._force:
             hint = "choose another one, or pass --force"
             if not clear_finished(self.stage_dir, self.dst, is_file=self.is_file):
-                hint += f"; {self.stage_dir.name} beside it is of an earlier run"
+                hint += f"; {self.stage_dir.name} next to it is left over from an earlier run"
             raise UsageError("the destination exists", file=str(self.dst), hint=hint)
-        check_may_go(self.dst, is_file=self.is_file, keep=self._keep)
+        check_may_replace(self.dst, is_file=self.is_file, keep=self._keep)
 
     def _acquire(self) -> None:
-        """Makes or opens the stage directory, and locks it."""
+        """Create or open the stage directory, and lock it."""
         lock = lock_folder(self.stage_dir, dst=self.dst)
         self._lock_fd = lock.fd
         if not lock.is_sure:
             self.notes.append(NO_LOCKS)
         if self._is_shared or os.path.lexists(self.stage_dir / WORKERS_LOCK):
             try:
-                self.workers = claim(self.stage_dir)
+                self.workers = claim_stage(self.stage_dir)
             except BaseException:
                 self._unlock()
                 raise
@@ -202,35 +221,37 @@ class Stage:
             free = status.f_bavail * status.f_frsize + present
             if free < self._needed_bytes:
                 raise CapacityError(
-                    f"the destination needs {self._needed_bytes} bytes, {free} are free",
+                    f"the destination needs {self._needed_bytes / _MIB:,.1f} MiB, {free / _MIB:,.1f} MiB are free",
                     file=str(self.dst.parent),
                     hint="free some space, or write to another disk",
                 )
 
     def commit(self) -> None:
-        """Publishes the destination.
+        """Publish the destination.
 
         Raises:
-            StorageError: the system refuses; if only something after the last rename failed, the message says so: the
-                output is complete.
-            UsageError: someone made the destination in the meantime.
+            StorageError: the system refuses. If only a step after the last rename failed, the
+                message tells that the output is complete.
+            UsageError: another process created the destination in the meantime.
         """
+        # Sync before the rename, so that a crash never leaves an incomplete destination.
         if self._fsync:
             self._sync_all()
         self.store.close()
         with translated(str(self.dst), doing="publish"):
-            self._new = os.lstat(self.data_dir / self.dst.name if self.is_file else self.data_dir)
+            self._new_stat = os.lstat(self.data_dir / self.dst.name if self.is_file else self.data_dir)
             replace = replace_file if self.is_file else replace_dir
             try:
                 replace(self.data_dir, self.dst, force=self._force)
             except FileExistsError as err:
-                raise UsageError("the destination has appeared meanwhile", file=str(self.dst)) from err
+                raise UsageError(_APPEARED, file=str(self.dst)) from err
+        # From here on the output is complete, whatever fails.
         try:
             self._finish()
         except (StorageError, CapacityError) as err:
             raise StorageError(
-                "the output is complete, but the system could not confirm that its name is on the disk, or put its "
-                "manifest beside it",
+                "the output is complete, but the system could not confirm that its name is on the disk, or move its "
+                "manifest next to it",
                 file=str(self.dst),
             ) from err
 
@@ -243,21 +264,24 @@ class Stage:
             raise
 
     def _finish(self) -> None:
-        """What comes after the renames by which the destination got its name."""
+        """Move the manifest of a single file and sync directories, after the renames."""
         if self.is_file:
             with translated(str(self.dst), doing="publish the manifest of"):
                 for name in os.listdir(self.data_dir):
                     os.replace(self.data_dir / name, self.dst.parent / name)
         if self._fsync:
             sync_folder(self.dst.parent)
-            for folder in reversed(self._made_dirs):
+            for folder in reversed(self._created_dirs):
                 sync_folder(folder.parent)
 
     @property
     def _is_committed(self) -> bool:
-        """Whether the new destination has its name; asked of the disk, because a signal may come right after it."""
+        """Return whether the new destination has its name.
+
+        The disk tells, because a signal may come right after the rename.
+        """
         try:
-            return self._new is not None and os.path.samestat(self._new, os.lstat(self.dst))
+            return self._new_stat is not None and os.path.samestat(self._new_stat, os.lstat(self.dst))
         except OSError:
             return False
 
@@ -267,14 +291,15 @@ class Stage:
         self._leave(keep=self._resume and kind is not None and not self._is_committed)
 
     def _leave(self, *, keep: bool) -> None:
-        """Closes everything and removes the stage; a second Ctrl-C shall not leave half of it behind."""
+        """Close everything and remove the stage, also if Ctrl-C is pressed again meanwhile."""
         for _ in range(_PATIENCE):
             with suppress(KeyboardInterrupt):
                 self._clean_up(keep=keep)
                 return
 
     def _clean_up(self, *, keep: bool) -> None:
-        """What ``_leave`` does; it can be done again from the beginning."""
+        """Close everything and remove the stage; an interrupted call can be repeated."""
+        # Record what has been written since the journal's last line.
         if keep and self.journal is not None:
             try:
                 self.journal.flush()
@@ -283,18 +308,22 @@ class Stage:
         self._close()
         if self._lock_fd < 0:
             return
-        if not self._is_settled():
-            self.notes.append(f"{self.stage_dir} holds what was there before; the next run puts it back")
+        if not self._settle_publication():
+            self.notes.append(f"{self.stage_dir} holds the previous destination; the next run puts it back")
         elif not keep:
             if not remove_stage(self.stage_dir):
                 self.notes.append(f"{self.stage_dir} could not be removed")
             if not self._is_committed:
-                remove_empty(self._made_dirs)
+                remove_empty(self._created_dirs)
         self._unlock()
 
-    def _is_settled(self) -> bool:
-        """Undoes a publication that stopped half-way, or finishes it; whether nothing of worth is left in the stage."""
-        if self._new is None:
+    def _settle_publication(self) -> bool:
+        """Undo or finish a publication that stopped half-way.
+
+        Returns:
+            True if the stage holds nothing that must be kept.
+        """
+        if self._new_stat is None:
             return True
         try:
             if not self._is_committed:
@@ -312,7 +341,7 @@ class Stage:
                 journal.close()
         store = getattr(self, "store", None)
         if store is not None:
-            with suppress(StorageError):  # the files are thrown away, or were synced
+            with suppress(StorageError):  # the files will be removed, or were synced
                 store.close()
 
     def _unlock(self) -> None:

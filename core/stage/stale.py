@@ -1,4 +1,4 @@
-"""Stages that are of no use any more: removed, or at least named."""
+"""Remove stages that are of no use any more."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ATTEMPTS = 2
 
 
 def remove_stage(stage_dir: Path) -> bool:
-    """Removes a stage, which the caller has locked, as far as the system lets it; whether it is gone."""
+    """Remove a stage, which the caller has locked; return whether it is gone."""
     for _ in range(_ATTEMPTS):
-        with suppress(OSError):  # what rmtree does not ignore: errors of closing
+        with suppress(OSError):  # rmtree does not ignore errors of closing
             shutil.rmtree(stage_dir, ignore_errors=True)
         if not os.path.lexists(stage_dir):
             return True
@@ -26,12 +26,12 @@ def remove_stage(stage_dir: Path) -> bool:
 
 
 def clear_finished(stage_dir: Path, dst: Path, *, is_file: bool) -> bool:
-    """Removes the stage of a run that published its destination, and was killed before it could tidy up.
+    """Remove the stage of a run that was killed after it had published its destination.
 
-    A stage with work in it stays, and one that is in use.
+    A stage with work in it stays, and so does one that is in use.
 
     Returns:
-        Whether there is no stage any more.
+        True if there is no stage any more.
     """
     work = stage_dir / "data" / dst.name if is_file else stage_dir / "data"
     if not os.path.lexists(stage_dir):
@@ -47,15 +47,16 @@ def clear_finished(stage_dir: Path, dst: Path, *, is_file: bool) -> bool:
             os.close(lock.fd)
 
 
-def finish(stage_dir: Path, dst: Path) -> None:
-    """Does what a run left undone that was killed after its destination got its name: nothing, if nothing is left.
+def finish_publication(stage_dir: Path, dst: Path) -> None:
+    """Finish the work of a run that was killed after its destination got its name.
 
     Args:
-        stage_dir: of that run; what it holds is the manifest of a single file, and what was there before.
+        stage_dir: stage of that run, which may be gone; it holds the manifest of a single file, and
+            the old destination.
         dst: the new destination, which has its name.
 
     Raises:
-        StorageError: another process is at work there, or the system refuses.
+        StorageError: another process works in the stage, or the system refuses.
     """
     if os.path.lexists(stage_dir):
         lock = lock_folder(stage_dir, dst=dst)

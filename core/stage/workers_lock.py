@@ -1,8 +1,9 @@
-"""Who may write into a stage: the workers of one run, and nobody who is left of an earlier one.
+"""Let the workers of one run write into a stage, and no worker that is left of an earlier run.
 
-A file in the stage, ``workers.lock``. Every worker holds a shared ``flock`` on it as long as it may write; the lead of
-a new run needs it exclusively for a moment, before it looks at the stage. So it waits for workers whose lead has died.
-The file holds a random *token*, which the new lead replaces in that moment: a worker that comes too late finds another.
+The lock is a file in the stage, ``workers.lock``. Every worker holds a shared ``flock`` on it as
+long as it may write; the lead of a new run needs it exclusively for a moment, before it looks at
+the stage. So a new lead waits for workers whose lead has died. The file holds a random *token*,
+which the new lead replaces in that moment: a worker that comes too late finds another token.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from core.stage.folder_lock import WITHOUT_LOCKS, is_current
 
 NAME = "workers.lock"
 WAIT_SECONDS = 120.0
-"""How long a new lead waits. NFS keeps the locks of a host that has vanished for up to 90 s."""
+"""Time that a new lead waits; NFS keeps the locks of a host that has vanished for up to 90 s."""
 _PAUSE_SECONDS = 0.1
 _TOKEN_BYTES = 16
 
 
 @dataclass(slots=True)
 class WorkersLock:
-    """The lock as this process holds it.
+    """The workers' lock as this process holds it.
 
     Args:
-        fd: of the file; closing it ends the lock.
-        token: of the run.
-        is_sure: whether others are kept out; False where the file system has no locks.
+        fd: descriptor of the lock file; closing it releases the lock.
+        token: token of the run.
+        is_sure: other runs are kept out; False if the file system does not support locks.
     """
 
     fd: int
@@ -41,37 +42,37 @@ class WorkersLock:
     is_sure: bool
 
     def share(self) -> None:
-        """Lets the workers in; the lead stays one of them.
+        """Let the other workers lock the stage too; the lead keeps its lock.
 
         Raises:
-            StorageError: another lead was quicker.
+            StorageError: the lead of another run was quicker.
         """
-        if self.is_sure and not _locked(self.fd, fcntl.LOCK_SH):
-            raise StorageError("another process has begun to write this destination", hint="wait for it")
+        if self.is_sure and not _try_lock(self.fd, fcntl.LOCK_SH):
+            raise StorageError("another process has begun to write this destination", hint="wait until it has finished")
 
     def close(self) -> None:
-        """Ends it."""
+        """Release the lock."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             with suppress(OSError):
                 os.close(fd)
 
 
-def claim(stage_dir: Path, *, wait_s: float = WAIT_SECONDS) -> WorkersLock:
-    """The lock for a lead: no worker of an earlier run writes any more, and none will.
+def claim_stage(stage_dir: Path, *, wait_s: float = WAIT_SECONDS) -> WorkersLock:
+    """Take the lock as the lead of a new run, once no worker of an earlier run writes any more.
 
     Args:
-        stage_dir: of the stage, which the caller has locked.
-        wait_s: how long to wait for such workers.
+        stage_dir: the stage, which the caller has locked.
+        wait_s: how long to wait for workers of earlier runs.
 
     Raises:
-        StorageError: they are still there; or the system refuses.
+        StorageError: such workers are still there after that time, or the system refuses.
     """
     path = stage_dir / NAME
     with translated(str(path), doing="lock"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            is_sure = _wait(fd, path, wait_s)
+            is_sure = _lock_exclusively(fd, path, wait_s)
             token = os.urandom(_TOKEN_BYTES).hex()
             os.ftruncate(fd, 0)
             os.pwrite(fd, token.encode("ascii"), 0)
@@ -82,11 +83,11 @@ def claim(stage_dir: Path, *, wait_s: float = WAIT_SECONDS) -> WorkersLock:
     return WorkersLock(fd, token, is_sure)
 
 
-def hold(stage_dir: Path, token: str) -> WorkersLock:
-    """The lock for a worker, as long as it works in the stage.
+def join_stage(stage_dir: Path, token: str) -> WorkersLock:
+    """Take the lock as a worker of the run with this token.
 
     Raises:
-        StorageError: the stage belongs to another run by now; or the system refuses.
+        StorageError: the stage belongs to another run by now, or the system refuses.
     """
     path = stage_dir / NAME
     with translated(str(path), doing="open"):
@@ -94,14 +95,15 @@ def hold(stage_dir: Path, token: str) -> WorkersLock:
     try:
         with translated(str(path), doing="lock"):
             try:
-                is_free = _locked(fd, fcntl.LOCK_SH)
+                is_free = _try_lock(fd, fcntl.LOCK_SH)
                 is_sure = True
             except OSError as err:
                 if err.errno not in WITHOUT_LOCKS:
                     raise
                 is_free, is_sure = True, False
-            found = os.pread(fd, 2 * _TOKEN_BYTES + 1, 0)
-            if not is_free or found != token.encode("ascii") or not is_current(fd, path):
+            # Read under the lock: while it is held, no lead can replace the token.
+            stored_token = os.pread(fd, 2 * _TOKEN_BYTES + 1, 0)
+            if not is_free or stored_token != token.encode("ascii") or not is_current(fd, path):
                 raise StorageError("another run has taken over the unfinished destination", file=str(stage_dir))
     except BaseException:
         os.close(fd)
@@ -109,16 +111,20 @@ def hold(stage_dir: Path, token: str) -> WorkersLock:
     return WorkersLock(fd, token, is_sure)
 
 
-def _wait(fd: int, path: Path, wait_s: float) -> bool:
-    """Locks exclusively; whether the file system can."""
+def _lock_exclusively(fd: int, path: Path, wait_s: float) -> bool:
+    """Wait for an exclusive lock; return False if the file system does not support locks.
+
+    Raises:
+        StorageError: others hold the lock after ``wait_s`` seconds.
+    """
     until = time.monotonic() + wait_s
     try:
-        while not _locked(fd, fcntl.LOCK_EX):
+        while not _try_lock(fd, fcntl.LOCK_EX):
             if time.monotonic() >= until:
                 raise StorageError(
-                    f"workers of an earlier run still write here after {wait_s:.0f} s",
+                    f"workers of an earlier run are still writing here after {wait_s:.0f} s",
                     file=str(path.parent),
-                    hint="end them, or wait until they have ended",
+                    hint="stop them, or wait until they have finished",
                 )
             time.sleep(_PAUSE_SECONDS)
     except OSError as err:
@@ -128,7 +134,8 @@ def _wait(fd: int, path: Path, wait_s: float) -> bool:
     return True
 
 
-def _locked(fd: int, kind: int) -> bool:
+def _try_lock(fd: int, kind: int) -> bool:
+    """Lock without waiting; return False if others hold the lock."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as err:

@@ -1,4 +1,4 @@
-"""What the workers of a team did, over several passes."""
+"""Add up what the workers of a team did over several passes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable, Sequence
 from core.team.protocol import Figures, Team
 
 
-def idle(team: Team) -> tuple[Figures, ...]:
-    """Of workers that read and wrote nothing."""
+def idle_figures(team: Team) -> tuple[Figures, ...]:
+    """Return the figures of workers that read and wrote nothing, by rank."""
     return tuple(Figures(rank, host, 0, 0, 0.0) for rank, host in enumerate(team.hosts))
 
 
-def added_up(passes: Iterable[Sequence[Figures]]) -> tuple[Figures, ...]:
-    """The figures of several passes as if they were one, by rank; empty ones count as nothing."""
-    found: dict[int, Figures] = {}
+def sum_figures(passes: Iterable[Sequence[Figures]]) -> tuple[Figures, ...]:
+    """Return the figures of several passes as if they were one pass, by rank."""
+    totals: dict[int, Figures] = {}
     for figures in passes:
-        for one in figures:
-            known = found.get(one.rank, Figures(one.rank, one.host, 0, 0, 0.0))
-            found[one.rank] = Figures(
-                one.rank,
-                one.host,
-                known.read_bytes + one.read_bytes,
-                known.written_bytes + one.written_bytes,
-                known.seconds + one.seconds,
+        for worker in figures:
+            total = totals.get(worker.rank, Figures(worker.rank, worker.host, 0, 0, 0.0))
+            totals[worker.rank] = Figures(
+                worker.rank,
+                worker.host,
+                total.read_bytes + worker.read_bytes,
+                total.written_bytes + worker.written_bytes,
+                total.seconds + worker.seconds,
             )
-    return tuple(found[rank] for rank in sorted(found))
+    return tuple(totals[rank] for rank in sorted(totals))

@@ -1,4 +1,4 @@
-"""Threads that work at one thing together: the first error stops all of them, and so does an interrupt."""
+"""Run threads that work at one task and stop together, at the first error or interrupt."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import threading
 from collections.abc import Callable
 
 _WAIT_SECONDS = 0.5
-"""The calling thread looks about so often, since a join without an end would keep signals out."""
+"""How long the calling thread waits at a time; a join without a timeout would hold back signals."""
 _PATIENCE = 3
-"""Interrupts until threads that were told to stop are no longer waited for."""
+"""Interrupts after which threads that were asked to stop are no longer waited for."""
 
 
-class Crew:
-    """Some threads with one task.
+class ThreadGroup:
+    """Several threads with one task.
 
     Args:
-        name: what the threads are called after.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,19 +25,19 @@ class Crew:
         self._error: BaseException | None = None
 
     def is_stopped(self) -> bool:
-        """Whether the threads are to stop."""
+        """Return whether the threads have been asked to stop."""
         return self._stop.is_set()
 
     def run(self, work: Callable[[], None], n_threads: int) -> None:
-        """Runs ``work`` once in each thread; the calling thread waits and stays open to signals.
+        """Run ``work`` once in each thread; the calling thread waits and stays open to signals.
 
-        No thread runs any more when this returns or raises (save after several interrupts).
+        No thread runs any more when this returns or raises (except after several interrupts).
 
         Args:
             work: takes pieces of the task until there are none, or ``is_stopped``.
 
         Raises:
-            BaseException: the first error of a thread, or an interrupt of the calling one.
+            BaseException: the first error of a thread, or an interrupt of the calling thread.
         """
 
         def guarded() -> None:
@@ -52,10 +52,12 @@ class Crew:
         try:
             for thread in threads:
                 thread.start()
+            # Join with a timeout, so that the calling thread gets its signals.
             for thread in threads:
                 while thread.is_alive():
                     thread.join(_WAIT_SECONDS)
         except BaseException:
+            # An interrupt, or a thread that could not be started: stop those that run first.
             self._stop.set()
             _join([thread for thread in threads if thread.ident is not None])
             raise
@@ -64,7 +66,10 @@ class Crew:
 
 
 def _join(threads: list[threading.Thread]) -> None:
-    """Waits for threads that were told to stop; a few interrupts are overheard: they still work with files."""
+    """Wait for threads that were asked to stop.
+
+    The first interrupts are ignored, since the threads still use files.
+    """
     patience = _PATIENCE
     for thread in threads:
         while thread.is_alive():

@@ -12,7 +12,7 @@ from core.errors import CheckpointingException, UsageError
 from core.files.store import LocalStore
 from core.files.url import refuse_url
 from core.opening.open import ITERATION_DIR, NAMING_TRACKERS, TRACKER, iteration_dirs
-from core.team.protocol import ALONE, Team, told
+from core.team.protocol import ALONE, Team, broadcast_result
 from core.validate.run import Validation
 
 _UNFINISHED = re.compile(r"^\..*\.ckpt-tmp|\.(orbax-checkpoint-)?tmp([-.]|$)|\.partial$|\.incomplete$")
@@ -62,7 +62,7 @@ def newest_valid(root: Path, is_whole: Callable[[Path], tuple[bool, Validation]]
     Raises:
         UsageError: there is no such directory.
     """
-    iterations, last, unfinished = told(
+    iterations, last, unfinished = broadcast_result(
         team, lambda: (_iterations(root), _last_finished(root), list(_unfinished(root)))
     )
     skipped = [Skipped(str(root / name), "not finished: its name is that of a stage") for name in unfinished]

@@ -26,9 +26,9 @@ from core.megatron.reshard.reshard import load_rules
 from core.opening.open import FILL, iteration_dirs, located
 from core.opening.unrecognised import listed
 from core.pickle.reader import gc_paused
-from core.team.agreement import agreed, sight_of_files
-from core.team.figures import added_up, idle
-from core.team.protocol import ALONE, Figures, Team, told
+from core.team.agreement import observe_files, require_agreement
+from core.team.figures import idle_figures, sum_figures
+from core.team.protocol import ALONE, Figures, Team, broadcast_result
 
 if TYPE_CHECKING:
     from core.checks.comparison import Against
@@ -147,12 +147,12 @@ def validate(
             raise
         return subject
 
-    subject = agreed(team, opened, _sight, what=str(path))
+    subject = require_agreement(team, opened, _observed_state, subject=str(path))
     try:
         if against is not None:
             subject.against = _against(against, subject)
         figures = _read_together(subject) if team.size > 1 else ()
-        return told(team, lambda: _judged(subject, begun, figures))
+        return broadcast_result(team, lambda: _judged(subject, begun, figures))
     finally:
         subject.store.close()
 
@@ -168,14 +168,14 @@ def _other_iterations(root: Path, taken: Path) -> tuple[str, ...]:
     return (f"{count} not looked at (--all-iterations): {listed(names)}",) if names else ()
 
 
-def _sight(subject: Subject) -> object:
+def _observed_state(subject: Subject) -> object:
     """What all ranks must see alike."""
     files = {} if subject.format is None else subject.files
     return (
         str(subject.path),
         subject.iteration,
         subject.format and subject.format.name,
-        sight_of_files(subject.store, files),
+        observe_files(subject.store, files),
     )
 
 
@@ -188,7 +188,7 @@ def _read_together(subject: Subject) -> tuple[Figures, ...]:
     Raises:
         WorkerError: a rank failed.
     """
-    passes: list[Sequence[Figures]] = [idle(subject.team)]
+    passes: list[Sequence[Figures]] = [idle_figures(subject.team)]
     if subject.level == Level.DEEP:
         try:
             passes.append(subject.deep.scanned.figures)
@@ -200,7 +200,7 @@ def _read_together(subject: Subject) -> tuple[Figures, ...]:
         from core.checks.content.fingerprints import read_together
 
         passes += [subject.against.figures, read_together(subject)]
-    return added_up(passes)
+    return sum_figures(passes)
 
 
 def _judged(subject: Subject, begun: float, figures: tuple[Figures, ...]) -> Validation:

@@ -21,9 +21,9 @@ import torch
 from core.calibration.choice import bytes_per_s
 from core.calibration.trials import trial_of, typical_numbers
 from core.device.cast import kernel_of
-from core.device.compare import differing_kernel
+from core.device.compare import count_differing_kernel
 from core.device.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device, cast_work
-from core.device.lane import PIECE_BYTES, Lane, host_buffer, lane_of, shown
+from core.device.lane import PIECE_BYTES, Lane, as_tensor, host_buffer, lane_of
 from core.fingerprint.kernel import factors_on, products_kernel
 from core.numbers.facts_on_device import extremes_kernel
 
@@ -48,7 +48,7 @@ def timed(lane: Lane, work: Callable[[], object], *, rounds: int) -> float:
 
     def ended() -> None:
         if lane.device.is_cuda:
-            torch.cuda.synchronize(lane.place)
+            torch.cuda.synchronize(lane.torch_device)
 
     times = []
     for _ in range(rounds + 1):
@@ -62,12 +62,12 @@ def timed(lane: Lane, work: Callable[[], object], *, rounds: int) -> float:
 
 def limits(lane: Lane, n_bytes: int, rounds: int) -> dict[str, float]:
     """GB a second of plain copies."""
-    pinned = [shown(host_buffer(lane.device, n_bytes)) for _ in range(2)]
+    pinned = [as_tensor(host_buffer(lane.device, n_bytes)) for _ in range(2)]
     for one in pinned:
         one.fill_(1)
     usual = torch.ones(n_bytes, dtype=torch.uint8)
-    there = [torch.zeros(n_bytes, dtype=torch.uint8, device=lane.place) for _ in range(2)]
-    streams = [torch.cuda.Stream(lane.place) for _ in range(2)] if lane.device.is_cuda else []
+    there = [torch.zeros(n_bytes, dtype=torch.uint8, device=lane.torch_device) for _ in range(2)]
+    streams = [torch.cuda.Stream(lane.torch_device) for _ in range(2)] if lane.device.is_cuda else []
 
     def both_ways() -> None:
         if not streams:
@@ -94,7 +94,7 @@ def limits(lane: Lane, n_bytes: int, rounds: int) -> dict[str, float]:
 def kernel_rate(lane: Lane, work: str, rounds: int) -> float | None:
     """GB a second of the kernel alone, on a piece that lies on the device; None for work of several steps."""
     dtype = work.split(" ")[1] if work.startswith("cast ") else "bfloat16"
-    data = shown(typical_numbers(dtype, PIECE_BYTES)).to(lane.place)
+    data = as_tensor(typical_numbers(dtype, PIECE_BYTES)).to(lane.torch_device)
     if work.startswith("cast "):
         kernel = kernel_of(lane, dtype, work.rpartition(" ")[2])
     elif work == VALUES:
@@ -103,7 +103,7 @@ def kernel_rate(lane: Lane, work: str, rounds: int) -> float | None:
         kernel = products_kernel(factors_on(lane), 0, 4096)
     elif work == COMPARE:
         half = len(data) // 2
-        compares = differing_kernel(1)
+        compares = count_differing_kernel(1)
 
         def kernel(both: torch.Tensor) -> torch.Tensor:
             return compares(both[:half], both[half:])
@@ -131,7 +131,7 @@ def main() -> int:
     threads = [int(n) for n in options.threads.split(",")] if options.threads else sorted({1, n_cores})
     torch.set_num_threads(1)
     lane = lane_of(device)
-    name = torch.cuda.get_device_name(lane.place) if device.is_cuda else "torch's CPU in place of a GPU"
+    name = torch.cuda.get_device_name(lane.torch_device) if device.is_cuda else "torch's CPU in place of a GPU"
     found: dict[str, object] = {
         "device": name,
         "has_gpu": device.is_cuda,

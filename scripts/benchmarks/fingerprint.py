@@ -20,7 +20,7 @@ from core.arrays.box import Box
 from core.arrays.checksum import crc32
 from core.convert.run import Job, run
 from core.fingerprint.definition import form_of
-from core.fingerprint.kernel import kernel, products_in_numpy
+from core.fingerprint.kernel import fastest_products, products_in_numpy
 from core.fingerprint.sums import FormSum
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ def arithmetic(times: int) -> None:
     for name, work in (("copy", copied), ("CRC-32", crc32), ("XXH3-128", xxhash.xxh3_128_digest)):
         print(f"| {name} | {rate(MIB, best(lambda work=work: work(pieces[0]), times=times))} |")
     for engine in ("torch", "numpy"):
-        with kernel(1 << 40) as chosen:
+        with fastest_products(1 << 40) as chosen:
             products = chosen if engine == "torch" else products_in_numpy
             for name, shape in SHAPES:
                 made = FormSum(form_of(shape, 2), products)

@@ -50,18 +50,18 @@ SCANNER = """
 import json, sys, time
 from pathlib import Path
 from core.opening.open import open_checkpoint
-from core.scan import scan
-from core.scan.sums import Wanted
+from core.scan.run import scan
+from core.scan.sums import WantedSums
 from core.numbers.facts import ValueObserver
 import numpy
 opened = open_checkpoint(Path(sys.argv[1]))
 made = {}
 for name, observers, wanted in (
-    ("reading", [], Wanted(crc=False)),
-    ("CRC-32", [], Wanted()),
-    ("digests", [], Wanted(crc=False, array_digests=True)),
-    ("values", [ValueObserver()], Wanted(crc=False)),
-    ("all", [ValueObserver()], Wanted(array_digests=True)),
+    ("reading", [], WantedSums(crc=False)),
+    ("CRC-32", [], WantedSums()),
+    ("digests", [], WantedSums(crc=False, array_digests=True)),
+    ("values", [ValueObserver()], WantedSums(crc=False)),
+    ("all", [ValueObserver()], WantedSums(array_digests=True)),
 ):
     rates = []
     for _ in range(3):

@@ -16,8 +16,8 @@ from core.catalog.stored import StoredArray
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.errors import CheckpointingException
-from core.manifest.inventory import inventory, write_inventory
-from core.manifest.stated_crcs import StatedSums
+from core.manifest.inventory import read_inventory, write_inventory
+from core.manifest.stated_crcs import StatedCrcReader
 from core.megatron.reshard.reshard import load_rules, unshard
 from core.opening.open import Checkpoint, open_checkpoint
 from core.validate.run import validate
@@ -79,7 +79,7 @@ CHECKED = (
 def test_a_flipped_bit_in_any_kind_of_record_is_found(copied: Copied, name: str) -> None:
     path = copied(name)
     opened = open_checkpoint(path)
-    stated = StatedSums(opened.store, opened.format.name)
+    stated = StatedCrcReader(opened.store, opened.format.name)
     seen: set[tuple[str, str]] = set()
     tried = n_named = 0
     for file in sorted(validated_files(opened)):
@@ -157,7 +157,7 @@ def test_what_has_no_checksum_is_said(golden: Path, name: str) -> None:
 
 def test_a_manifest_is_a_checksum_and_tells_a_flipped_bit(copied: Copied) -> None:
     path = copied("hf/llama/safetensors_single")
-    write_inventory(inventory(path))
+    write_inventory(read_inventory(path))
     assert not [finding for finding in deep(path) if finding.code == "CK704"]
     file = path / "model.safetensors"
     flip(file, file.stat().st_size - 77, bit=2)

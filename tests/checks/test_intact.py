@@ -16,7 +16,7 @@ from core.checks.finding import Severity
 from core.checks.level import Level
 from core.errors import raising
 from core.files.store import LocalStore
-from core.manifest.stated_crcs import StatedSums
+from core.manifest.stated_crcs import StatedCrcReader
 from core.validate.run import validate
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
@@ -85,7 +85,7 @@ def test_a_damaged_item_of_a_dcp_in_a_folder_of_its_own_is_found(golden: Path, t
     shutil.copytree(golden / "torch_dcp/fsdp2_dp2", tmp_path / "checkpoint/part")
     torch.save({"w": torch.ones(3)}, tmp_path / "checkpoint/model.pt")
     path = tmp_path / "checkpoint/part/__0_0.distcp"
-    stated_in = StatedSums(LocalStore(path.parents[1]), None)
+    stated_in = StatedCrcReader(LocalStore(path.parents[1]), None)
     (record,) = islice(stated_in("part/__0_0.distcp", path.stat().st_size, report=raising), 1)
     data = bytearray(path.read_bytes())
     data[record.start] ^= 1

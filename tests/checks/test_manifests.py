@@ -15,7 +15,7 @@ from core.checks.level import Level
 from core.convert.run import Job, run
 from core.errors import CorruptError, UsageError
 from core.files.store import LocalStore
-from core.manifest.inventory import inventory, write_inventory
+from core.manifest.inventory import read_inventory, write_inventory
 from core.manifest.of_copy import MANIFEST, read_manifest
 from core.validate.run import validate
 
@@ -27,7 +27,7 @@ def checkpoint(golden: Path, tmp_path: Path) -> Path:
     """A copy that may be damaged, with its manifest."""
     copied = tmp_path / "copy"
     shutil.copytree(golden / CASE, copied)
-    write_inventory(inventory(copied))
+    write_inventory(read_inventory(copied))
     return copied
 
 
@@ -54,7 +54,7 @@ def test_an_intact_checkpoint_has_no_findings(checkpoint: Path) -> None:
 def test_a_missing_and_a_shortened_and_a_new_file_are_found_without_reading_data(checkpoint: Path) -> None:
     folder = checkpoint / "iter_0000010"
     (folder / "notes.txt").write_text("read me")
-    write_inventory(inventory(checkpoint), force=True)
+    write_inventory(read_inventory(checkpoint), force=True)
     (folder / "notes.txt").unlink()
     (folder / "more.txt").write_text("new")
     with (folder / "mp_rank_00_000/model_optim_rng.pt").open("ab") as file:
@@ -78,7 +78,7 @@ def test_a_flipped_bit_in_a_tensor_is_found_and_the_tensor_named(checkpoint: Pat
 def test_a_flipped_bit_between_the_tensors_is_found(checkpoint: Path) -> None:
     file = checkpoint / "iter_0000010" / "notes.txt"
     file.write_text("lr 0.1")
-    write_inventory(inventory(checkpoint), force=True)
+    write_inventory(read_inventory(checkpoint), force=True)
     flip(file, 4)
     (finding,) = found(checkpoint)
     assert (finding.code, finding.file) == ("CK805", "notes.txt")
@@ -133,11 +133,11 @@ def test_no_manifest_is_made_of_a_damaged_checkpoint(checkpoint: Path) -> None:
     array = read_manifest(LocalStore(checkpoint / "iter_0000010")).arrays[0]
     flip(checkpoint / "iter_0000010" / array.file, array.offset)
     with pytest.raises(CorruptError, match="CRC-32"):
-        inventory(checkpoint)
+        read_inventory(checkpoint)
 
 
 def test_a_manifest_is_not_replaced_without_force(checkpoint: Path) -> None:
-    made = inventory(checkpoint)
+    made = read_inventory(checkpoint)
     with pytest.raises(UsageError, match="exists"):
         write_inventory(made)
     before = (checkpoint / "iter_0000010" / MANIFEST).read_bytes()
@@ -237,6 +237,6 @@ def test_names_that_have_nothing_in_common_are_one_finding(golden: Path) -> None
 
 
 def test_a_manifest_without_fingerprints_is_refused(golden: Path, tmp_path: Path) -> None:
-    write_inventory(inventory(golden / CASE, fingerprints=False), tmp_path / MANIFEST)
+    write_inventory(read_inventory(golden / CASE, fingerprints=False), tmp_path / MANIFEST)
     with pytest.raises(UsageError, match="no fingerprints"):
         validate(golden / CASE, against=tmp_path / MANIFEST)

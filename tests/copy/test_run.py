@@ -345,4 +345,4 @@ def test_progress_adds_up_to_the_bytes_of_the_target() -> None:
     written_bytes: list[int] = []
     result = execute(plan, model.store, MemoryStore(), CopyOptions(progress=written_bytes.append))
     assert sum(written_bytes) == plan.write_bytes == result.written_bytes == 2 * 24 * 36 * 4
-    assert result.read_bytes == 2 * plan.read_bytes  # each copy of the target weaves again
+    assert result.read_bytes == 2 * plan.read_bytes  # each copy of the target is interleaved again

@@ -19,7 +19,7 @@ def test_cpu_is_the_path_without_a_device() -> None:
 
 @pytest.mark.parametrize("name", ["gpu", "", "cpu:0", "cuda:", "cuda:x", "auto:1"])
 def test_an_unknown_device_is_a_usage_error(name: str) -> None:
-    with pytest.raises(UsageError, match="none of: cpu, cuda, auto"):
+    with pytest.raises(UsageError, match="is not one of cpu, cuda, auto"):
         device_named(name)
 
 
@@ -37,7 +37,7 @@ def test_a_worker_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch)
     assert device_named("cuda:0", 1) == Device("cuda:0")
     assert device_named("auto", 1) == Device("cuda:1", is_auto=True)
     assert device_named("auto", 2) is None
-    with pytest.raises(UsageError, match="worker 2 of this host needs GPU 2, but there are 2.*nproc-per-node"):
+    with pytest.raises(UsageError, match="worker 2 of this host needs GPU 2, but the host has 2.*nproc-per-node"):
         device_named("cuda", 2)
 
 
@@ -50,7 +50,7 @@ def test_work_is_done_on_a_device_once_that_is_settled() -> None:
 
 def test_a_full_device_is_a_capacity_error_and_any_other_failure_one_of_the_worker() -> None:
     cuda = Device("cuda:0")
-    with pytest.raises(CapacityError, match="memory of cuda:0 is used up.*--device cpu"), device_errors(cuda):
+    with pytest.raises(CapacityError, match="cuda:0 is out of memory.*--device cpu"), device_errors(cuda):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     with pytest.raises(WorkerError, match="cuda:0 failed: CUDA error: an illegal"), device_errors(cuda):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")

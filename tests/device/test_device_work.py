@@ -17,7 +17,7 @@ import torch
 from core.arrays.box import whole
 from core.arrays.cast import cast_of, check_cast
 from core.arrays.dtypes import DTYPES, itemsize
-from core.calibration.choice import decisions, settled
+from core.calibration.choice import choose_device, decisions
 from core.calibration.trials import patterns, trial_of, typical_numbers
 from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta, catalog_of_arrays
 from core.catalog.decoded import DecodedStore
@@ -27,12 +27,12 @@ from core.changes.quantize import dequantized, quantized
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.device.cast import cast_on
-from core.device.compare import differing
+from core.device.compare import count_differing
 from core.device.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device, cast_work
 from core.device.lane import LANE_BYTES, PIECE_BYTES, Lane, host_buffer, host_bytes, lane_of
 from core.errors import ReplicaMismatchError, UnsupportedError
 from core.files.store import MemoryStore
-from core.fingerprint.kernel import kernel, products_in_numpy
+from core.fingerprint.kernel import fastest_products, products_in_numpy
 from core.opening.target import dense_target
 from core.plan.plan import make_plan
 
@@ -118,7 +118,9 @@ def test_a_buffer_of_many_pieces_is_cast_in_order_from_read_only_bytes(place: st
 def test_pieces_of_a_fold_come_in_order_and_a_lane_works_on_after_an_error(place: str) -> None:
     lane = Lane(Device(place))
     data = np.arange(3 * PIECE_BYTES // 8, dtype="i8")
-    firsts = [int(piece.view("i8")[0]) for piece in lane.fold((memoryview(data.view("u1")),), lambda t: t[:8], size=8)]
+    firsts = [
+        int(piece.view("i8")[0]) for piece in lane.map_pieces((memoryview(data.view("u1")),), lambda t: t[:8], size=8)
+    ]
     assert firsts == [0, PIECE_BYTES // 8, PIECE_BYTES // 4]
 
     def broken(_: object) -> object:
@@ -136,15 +138,15 @@ def test_where_buffers_differ_is_found_across_pieces(place: str) -> None:
     one = np.zeros(PIECE_BYTES + 64, "u1")
     other = one.copy()
     other[[PIECE_BYTES // 2 + 5, PIECE_BYTES + 63]] = 1
-    found = differing(able(place, COMPARE), memoryview(one), memoryview(other), 4)
-    assert found == differing(None, memoryview(one), memoryview(other), 4)
+    found = count_differing(able(place, COMPARE), memoryview(one), memoryview(other), 4)
+    assert found == count_differing(None, memoryview(one), memoryview(other), 4)
     assert (found.n, found.first) == (2, (PIECE_BYTES // 2 + 5) // 4)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_fingerprint_products_of_odd_and_cut_rows(place: str) -> None:
     data = np.random.default_rng(0).integers(-128, 128, (50, 700)).astype(np.int8)
-    with kernel(1, able(place, FINGERPRINT)) as products:
+    with fastest_products(1, able(place, FINGERPRINT)) as products:
         for some, first in ((data, 3), (data[:1], 0), (data[:, 100:101], 4095), (data[:, 5:], 1024)):
             assert np.array_equal(products(some, first), products_in_numpy(some, first))
 
@@ -262,8 +264,8 @@ def test_work_with_other_bits_stays_on_the_cpu_path() -> None:
     work, other = cast_work("float16", "float8_e5m2"), cast_work("bfloat16", "float8_e5m2")
 
     def spoiled() -> Device | None:
-        lane_of(device).table(work, lambda: np.zeros(1 << 16, np.uint8))  # what a faulty device might make of it
-        return settled(device, [work, other], threads=1)
+        lane_of(device).load_table(work, lambda: np.zeros(1 << 16, np.uint8))  # what a faulty device might make of it
+        return choose_device(device, [work, other], threads=1)
 
     found = in_thread(spoiled)
     assert found is not None and found.work == {other}
@@ -276,14 +278,14 @@ def test_work_with_other_bits_stays_on_the_cpu_path() -> None:
 def test_auto_measures_both_ways_and_takes_the_faster_one() -> None:
     device = Device("cpu", is_auto=True)
     works = [VALUES, cast_work("bfloat16", "float8_e4m3fn")]
-    found = settled(device, works, threads=2)
+    found = choose_device(device, works, threads=2)
     assert found is not None and found.work is not None
     for one in decisions(device):
         assert one.cpu_bytes_per_s is not None and one.device_bytes_per_s is not None
         assert one.is_on_device == (one.device_bytes_per_s > one.cpu_bytes_per_s) == (one.work in found.work)
         assert one.reason.startswith("measured")
     assert found.is_auto
-    assert settled(None, works, threads=2) is None
+    assert choose_device(None, works, threads=2) is None
 
 
 def test_pinned_memory_is_in_the_memory_promise() -> None:

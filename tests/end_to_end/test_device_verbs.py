@@ -17,7 +17,7 @@ from core.convert.workers.run import run_shared
 from core.device.device import COMPARE, FINGERPRINT, VALUES, Device
 from core.device.lane import LANE_BYTES, Lane
 from core.errors import CapacityError
-from core.manifest.inventory import inventory
+from core.manifest.inventory import read_inventory
 from core.validate.run import Validation, validate
 from tests.checks.test_deep import put
 from tests.support.teams import PipeTeam, run_team
@@ -95,7 +95,7 @@ def test_a_conversion_with_a_device_writes_the_same_files(
 
 def test_a_manifest_has_the_same_fingerprints_with_a_device(golden: Path) -> None:
     one, other = (
-        inventory(golden / "mcore_torch_dist/dense_gqa/tp2_pp2_optim", threads=2, device=device)
+        read_inventory(golden / "mcore_torch_dist/dense_gqa/tp2_pp2_optim", threads=2, device=device)
         for device in (None, DEVICE)
     )
     assert one.fingerprints and one.fingerprints == other.fingerprints and one.arrays == other.arrays
@@ -129,9 +129,9 @@ def test_a_window_is_sent_once_for_all_that_look_at_parts_of_it() -> None:
     view = memoryview(window)
 
     def first_bytes(start: int) -> list[int]:
-        return [int(piece[0]) for piece in lane.fold((view[start : start + 8],), lambda data: data[:1], size=8)]
+        return [int(piece[0]) for piece in lane.map_pieces((view[start : start + 8],), lambda data: data[:1], size=8)]
 
-    with lane.showing(view):
+    with lane.uploaded_once(view):
         assert first_bytes(8) == [8]
         window[16] = 99  # it must not change; so it shows what was sent
         window[17] = 98

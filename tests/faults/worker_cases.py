@@ -212,7 +212,7 @@ class WorkerCases:
                 yield f"both failed: {ended[0].output[-300:]} {second[0].output[-300:]}"
             if not self.target.is_complete():
                 yield f"not complete: {ended[0].output[-300:]} {second[0].output[-300:]}"
-            if not self.target.is_clean() and "appeared meanwhile" not in ended[0].output:  # --force may go on from it
+            if not self.target.is_clean() and "in the meantime" not in ended[0].output:  # --force may go on from it
                 yield f"something stays: {ended[0].output[-300:]}"
             yield from self._whole()
 
@@ -304,10 +304,10 @@ def _kill_points(trace: Sequence[Operation]) -> Iterator[tuple[Operation, str]]:
 @contextmanager
 def _impatient() -> Iterator[None]:
     """New leads do not wait long for workers that are left."""
-    assert workers_lock.claim.__kwdefaults__ is not None
-    workers_lock.claim.__kwdefaults__["wait_s"] = 0.2
+    assert workers_lock.claim_stage.__kwdefaults__ is not None
+    workers_lock.claim_stage.__kwdefaults__["wait_s"] = 0.2
     yield
-    workers_lock.claim.__kwdefaults__["wait_s"] = workers_lock.WAIT_SECONDS
+    workers_lock.claim_stage.__kwdefaults__["wait_s"] = workers_lock.WAIT_SECONDS
 
 
 def _is_others(operation: Operation) -> bool:

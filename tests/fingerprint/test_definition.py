@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from core.arrays.box import Box, Shape, c_strides
 from core.errors import UnsupportedError
-from core.fingerprint.definition import LANES, PRIME, added, form_of, lanes_of, text_of
-from core.fingerprint.kernel import Products, kernel, products_in_numpy, products_in_torch
+from core.fingerprint.definition import LANES, PRIME, add_lanes, form_of, format_lanes, parse_lanes
+from core.fingerprint.kernel import Products, fastest_products, products_in_numpy, products_in_torch
 from core.fingerprint.sums import FormSum
 
 
@@ -108,8 +108,8 @@ def test_golden_values() -> None:
     assert [factor(0, 0, lane) for lane in range(4)] == GOLDEN_SMALL
     assert [factor(table, 4095, 15) for table in (1, 2, 3)] == GOLDEN_LARGE
     counting = bytes(n % 251 for n in range(6 * 5 * 130 * 2))
-    assert text_of(whole((6, 5, 130), 2, counting)) == GOLDEN_TEXT
-    assert text_of(whole((), 4, b"\x00\x00\x80\x3f")) == GOLDEN_SCALAR
+    assert format_lanes(whole((6, 5, 130), 2, counting)) == GOLDEN_TEXT
+    assert format_lanes(whole((), 4, b"\x00\x00\x80\x3f")) == GOLDEN_SCALAR
 
 
 GOLDEN_SMALL = [99, -17, -121, 121]
@@ -172,7 +172,7 @@ def test_boxes_that_tile_a_tensor_add_up_to_it(case: tuple[Shape, int, list[Box]
         alone.add_box(shape, box, itemsize, memoryview(part))
         together.add_box(shape, box, itemsize, memoryview(part))
         parts.append(alone.lanes)
-    assert added(parts) == together.lanes == wanted
+    assert add_lanes(parts) == together.lanes == wanted
 
 
 @given(st.data())
@@ -274,10 +274,10 @@ def test_read_only_bytes_are_taken_without_a_warning() -> None:
 
 def test_texts_are_read_back_and_others_refused() -> None:
     lanes = whole((3, 300), 2, content((3, 300), 2))
-    assert lanes_of(text_of(lanes)) == lanes
+    assert parse_lanes(format_lanes(lanes)) == lanes
     for wrong in ("", "f" * 128, "0" * 127, "g" * 128, "+" + "0" * 127):
         with pytest.raises(ValueError, match="not a fingerprint"):
-            lanes_of(wrong)
+            parse_lanes(wrong)
 
 
 def test_too_large_a_tensor_is_refused() -> None:
@@ -289,7 +289,7 @@ def test_the_kernel_restores_the_threads_of_torch() -> None:
     import torch
 
     before = torch.get_num_threads()
-    with kernel(1 << 40) as products:
+    with fastest_products(1 << 40) as products:
         data = content((4, 4096), 1)
         assert whole((4, 4096), 1, data, products) == whole((4, 4096), 1, data)
     assert torch.get_num_threads() == before

@@ -13,7 +13,7 @@ from core.convert.run import Job, TopologyChange, run
 from core.files.store import LocalStore
 from core.fingerprint.definition import Fingerprint
 from core.manifest.fingerprint_read import read_fingerprints
-from core.manifest.inventory import Inventory, inventory
+from core.manifest.inventory import Inventory, read_inventory
 from core.manifest.of_copy import read_manifest
 from core.megatron.reshard.reshard import load_rules
 from core.opening.canonical import canonical
@@ -67,7 +67,7 @@ def fingerprints(path: Path) -> dict[str, Fingerprint]:
 
 def made(path: Path) -> Inventory:
     """What ``ckpt manifest`` would write."""
-    return inventory(path, threads=2)
+    return read_inventory(path, threads=2)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.numbers.difference import Tolerance, Values, compared, has_numbers, holds_nan, shown, square_sum
+from core.numbers.difference import (
+    Tolerance,
+    ValueDifference,
+    compare_elements,
+    element_value,
+    has_nan,
+    has_numbers,
+    sum_squares,
+)
 from core.numbers.tally import Tally
 from tests.formats.torch.torch_samples import DTYPES, bits, filled
 
@@ -22,8 +30,10 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def result(a: torch.Tensor, b: torch.Tensor, rule: Tolerance | None = None) -> Values:
-    return compared(memoryview(bits(a)), memoryview(bits(b)), dtypes=(name_of(a.dtype), name_of(b.dtype)), rule=rule)
+def result(a: torch.Tensor, b: torch.Tensor, rule: Tolerance | None = None) -> ValueDifference:
+    return compare_elements(
+        memoryview(bits(a)), memoryview(bits(b)), dtypes=(name_of(a.dtype), name_of(b.dtype)), rule=rule
+    )
 
 
 def changed(a: torch.Tensor, *, seed: int = 1) -> torch.Tensor:
@@ -142,7 +152,7 @@ def test_runs_add_up_to_the_whole(lengths: list[int], data: st.DataObject) -> No
     for start, length in data.draw(st.permutations(list(zip(starts, lengths, strict=True)))):
         part_a, part_b = a[start : start + length], b[start : start + length]
         if bits(part_a) == bits(part_b):
-            tally.add_equal(length, square_sum(memoryview(bits(part_a)), "float32"))
+            tally.add_equal(length, sum_squares(memoryview(bits(part_a)), "float32"))
         else:
             tally.add(result(part_a, part_b), start=start, is_cast=None, pair=None)
     total = tally.values
@@ -165,15 +175,15 @@ def test_long_runs_are_taken_in_parts() -> None:
 
 def test_what_has_no_numbers_has_no_differences() -> None:
     assert not has_numbers("float4_e2m1fn_x2")
-    assert square_sum(memoryview(b"abc"), "float4_e2m1fn_x2") == 0
-    assert shown(memoryview(b"a"), "float4_e2m1fn_x2") is None
-    found = compared(memoryview(b"abcd"), memoryview(b"abxd"), dtypes=("float4_e2m1fn_x2",) * 2)
+    assert sum_squares(memoryview(b"abc"), "float4_e2m1fn_x2") == 0
+    assert element_value(memoryview(b"a"), "float4_e2m1fn_x2") is None
+    found = compare_elements(memoryview(b"abcd"), memoryview(b"abxd"), dtypes=("float4_e2m1fn_x2",) * 2)
     assert (found.n_differing, found.first, found.max_abs, found.cosine, found.relative) == (1, 2, None, None, None)
 
 
 def test_nan_is_seen_and_left_out_of_sums() -> None:
     data = memoryview(bits(torch.tensor([3.0, math.nan, 4.0, math.inf])))
-    assert holds_nan(data, "float32")
-    assert not holds_nan(memoryview(bits(torch.tensor([1.0]))), "float32")
-    assert not holds_nan(memoryview(bytes(8)), "int64")
-    assert square_sum(data, "float32") == 25.0
+    assert has_nan(data, "float32")
+    assert not has_nan(memoryview(bits(torch.tensor([1.0]))), "float32")
+    assert not has_nan(memoryview(bytes(8)), "int64")
+    assert sum_squares(data, "float32") == 25.0

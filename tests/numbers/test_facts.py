@@ -12,13 +12,13 @@ import torch
 
 from core.arrays.dtypes import DTYPES
 from core.catalog.stored import Extent, StoredArray
-from core.numbers.facts import Facts, ValueObserver
+from core.numbers.facts import ValueFacts, ValueObserver
 from core.numbers.kinds import KINDS
 
 HUGE = 2.0**100
 
 
-def facts_of(data: bytes, dtype: str, *, cuts: list[int] | None = None, seed: int = 0) -> Facts:
+def facts_of(data: bytes, dtype: str, *, cuts: list[int] | None = None, seed: int = 0) -> ValueFacts:
     """Fed in runs that end at ``cuts`` (elements), in any order."""
     size = DTYPES[dtype].itemsize
     array = StoredArray("x", dtype, (len(data) // size,), Extent("f", 0))

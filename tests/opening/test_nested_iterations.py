@@ -13,7 +13,7 @@ from ckpt_cli.app import main
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.errors import UsageError
-from core.manifest.inventory import usual_path
+from core.manifest.inventory import default_manifest_path
 from core.opening.open import open_checkpoint
 from core.validate.newest import newest_valid
 from core.validate.run import Validation, validate
@@ -49,7 +49,7 @@ def test_every_verb_names_the_same_directory(run: Path, capsys: pytest.CaptureFi
         assert checkpoint["path"] == str(run / STEP)
         assert answer("convert", path, run / "out.pt", "--dry-run", "--json")["src"] == str(run / STEP)
         assert answer("diff", path, run / STEP, "--json")["same"] is True
-        assert usual_path(path) == run / STEP / "ckpt-manifest.json"
+        assert default_manifest_path(path) == run / STEP / "ckpt-manifest.json"
         assert answer("validate", path, "--iteration", 2, "--json")["checkpoints"][0]["path"] == str(run / STEP)  # type: ignore[index]
 
 

@@ -17,7 +17,7 @@ from ckpt_cli.app import main
 from ckpt_cli.options.launch import LaunchOptions
 from ckpt_cli.options.worker import WorkerOptions
 from core.checks.registry import codes
-from core.fingerprint.definition import form_of, text_of
+from core.fingerprint.definition import form_of, format_lanes
 from core.fingerprint.kernel import products_in_numpy
 from core.fingerprint.sums import FormSum
 from core.stage.workers_lock import WAIT_SECONDS
@@ -51,7 +51,7 @@ def test_the_fingerprint_of_the_page_is_ours(repo_dir: Path, shape: tuple[int, .
     data = random.Random(0).randbytes(prod(shape) * itemsize)
     ours = FormSum(form_of(shape, itemsize), products_in_numpy)
     ours.add_run(0, memoryview(data))
-    assert names["fp1"](data, shape, itemsize) == text_of(ours.lanes)  # type: ignore[operator]
+    assert names["fp1"](data, shape, itemsize) == format_lanes(ours.lanes)  # type: ignore[operator]
 
 
 def schema_text(repo_dir: Path, name: str) -> str:

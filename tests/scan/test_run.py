@@ -22,10 +22,10 @@ from core.errors import CheckpointingException, CorruptError, Report
 from core.files.store import MemoryStore, ReadStore, files_below
 from core.opening.open import open_checkpoint
 from core.scan.run import scan
-from core.scan.sums import Wanted
-from core.scan.windows import MAX_SHARING, SEGMENT_BYTES, WINDOW_BYTES, Stated, plan_file
+from core.scan.sums import WantedSums
+from core.scan.windows import MAX_SHARING, SEGMENT_BYTES, WINDOW_BYTES, StatedCrc, plan_file
 
-ALL = Wanted(array_digests=True, file_digests=True)
+ALL = WantedSums(array_digests=True, file_digests=True)
 
 
 class Collected:
@@ -207,16 +207,16 @@ class Collected0(Collected):
 def test_stated_sums_are_compared_and_the_arrays_in_them_named() -> None:
     data = torn(400)
 
-    def stated_in(file: str, n_bytes: int, *, report: Report) -> Iterable[Stated]:
+    def stated_in(file: str, n_bytes: int, *, report: Report) -> Iterable[StatedCrc]:
         report(CorruptError("a part of it is odd", file=file))
-        yield Stated(0, 300, crc32(data[:300]), "right")
-        yield Stated(100, 200, crc32(data[100:200]) ^ 1, "wrong")
-        yield Stated(350, 500, 5, "beyond the file")
+        yield StatedCrc(0, 300, crc32(data[:300]), "right")
+        yield StatedCrc(100, 200, crc32(data[100:200]) ^ 1, "wrong")
+        yield StatedCrc(350, 500, 5, "beyond the file")
 
     arrays = [StoredArray(name, "int8", (50,), Extent("f", at)) for name, at in (("a", 60), ("b", 150), ("c", 300))]
     found = scan(catalog_over("f", arrays), MemoryStore({"f": data}), stated_in=stated_in)
     assert found.n_stated == 2
-    assert [(one.stated.name, one.found, one.arrays) for one in found.wrong] == [
+    assert [(one.stated.name, one.actual_crc, one.arrays) for one in found.mismatches] == [
         ("wrong", crc32(data[100:200]), ("a", "b"))
     ]
     assert [problem.error.message for problem in found.problems] == ["a part of it is odd"]
@@ -294,16 +294,16 @@ def test_windows_cover_a_file_and_cut_no_element(n_bytes: int, spans: list[tuple
         for n, (start, length) in enumerate(spans)
     ]
     plan, wrong = plan_file("f", n_bytes, [(array, array) for array in arrays], ())
-    assert len(plan.lines) + len(plan.apart) + len(wrong) == len(arrays)
+    assert len(plan.ranges) + len(plan.separate) + len(wrong) == len(arrays)
     at = 0
     for start, stop, lines in plan.segments():
         assert start == at
         for begin, end in plan.windows(start, stop):
             assert begin == at and begin < end <= begin + WINDOW_BYTES
             at = end
-            for line in plan.lines:
-                assert isinstance(line.what, StoredArray)
+            for line in plan.ranges:
+                assert isinstance(line.content, StoredArray)
                 if line.start < end and begin < line.stop:
                     assert line in lines
-                    assert end >= line.stop or (end - line.start) % itemsize(line.what.dtype) == 0
+                    assert end >= line.stop or (end - line.start) % itemsize(line.content.dtype) == 0
     assert at == n_bytes

@@ -19,12 +19,12 @@ from core.checks.level import Level
 from core.errors import CheckpointingException, WorkerError
 from core.fingerprint.definition import Fingerprint
 from core.manifest.fingerprint_share import fingerprints_of_directory
-from core.manifest.stated_crcs import StatedSums
+from core.manifest.stated_crcs import StatedCrcReader
 from core.megatron.reshard.reshard import load_rules
-from core.numbers.facts import Facts, ValueObserver
+from core.numbers.facts import ValueFacts, ValueObserver
 from core.opening.open import open_checkpoint
 from core.scan.run import scan
-from core.scan.sums import Scanned, Wanted
+from core.scan.sums import ScanResult, WantedSums
 from core.team.protocol import ALONE, Team
 from core.validate.run import Validation, validate
 from tests.support.teams import PipeTeam, run_team
@@ -156,11 +156,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def scanned(team: PipeTeam, path: Path) -> tuple[Scanned, dict[str, Facts]]:
+def scanned(team: PipeTeam, path: Path) -> tuple[ScanResult, dict[str, ValueFacts]]:
     opened = open_checkpoint(path)
     observer = ValueObserver()
-    made = Wanted(array_digests=True, file_digests=True)
-    stated = StatedSums(opened.store, opened.format.name)
+    made = WantedSums(array_digests=True, file_digests=True)
+    stated = StatedCrcReader(opened.store, opened.format.name)
     found = scan(opened.catalog, opened.store, [observer], wanted=made, stated_in=stated, threads=2, team=team)
     opened.store.close()
     if team.size > 1:
@@ -182,7 +182,7 @@ def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path) 
             read = [one.read_bytes for one in found.figures]
             assert replace(found, figures=()) == replace(expected, figures=()), n
             assert found_facts == facts
-            assert sum(read) == expected.read_bytes + expected.made_bytes
+            assert sum(read) == expected.read_bytes + expected.separate_bytes
             assert path == as_zip or (all(read) and max(read) - min(read) < 5 << 20)
     assert {key: (one.nan.n, one.nan.first) for key, one in scanned(ALONE, large)[1].items() if one.nan.n} == {
         "a.weight": (3, 3 * 1777 + 5)
@@ -254,7 +254,7 @@ def with_other_directory(team: PipeTeam, path: Path, other: Path) -> str:
 def test_hosts_that_see_different_directories_are_refused(large: Path, golden: Path, tmp_path: Path) -> None:
     for other in (golden / GOLDEN[0], tmp_path / "nowhere"):
         for message in run_team(3, with_other_directory, large, other):
-            assert message.startswith("rank 1 on host1 sees something else at ")
+            assert message.startswith("rank 1 on host1 sees different data at ")
 
 
 def refused(team: PipeTeam, path: Path) -> str:

@@ -70,7 +70,7 @@ def test_a_directory_that_was_exchanged_is_not_continued(tmp_path: Path) -> None
     (stage_dir / "data").mkdir()
     (stage_dir / "data" / "old").write_text("of the replaced one")
     with Stage(dst, resume=True, force=True, identity="plan") as stage:
-        assert "belongs to other input or options; it was removed" in stage.notes[0]
+        assert "belongs to different input or options; it was removed" in stage.notes[0]
         stage.store.create("new", 3)
         stage.commit()
     assert os.listdir(dst) == ["new"] and os.listdir(tmp_path) == ["out"]
@@ -91,7 +91,7 @@ def test_a_stage_with_work_in_it_is_named_where_the_destination_exists(tmp_path:
     dst = tmp_path / "out"
     dst.mkdir()
     stage_of(dst, "data/w")
-    with pytest.raises(UsageError, match="out.ckpt-stage beside it is of an earlier run"), Stage(dst):
+    with pytest.raises(UsageError, match="out.ckpt-stage next to it is left over from an earlier run"), Stage(dst):
         pass
     assert (stage_dir_of(dst) / "data" / "w").exists()
 

@@ -9,39 +9,39 @@ import pytest
 
 from core.errors import StorageError
 from core.files.folders import empty_folder
-from core.stage.workers_lock import NAME, claim, hold
+from core.stage.workers_lock import NAME, claim_stage, join_stage
 
 
 def test_a_new_lead_waits_for_the_workers_of_the_old_one(tmp_path: Path) -> None:
-    first = claim(tmp_path)
+    first = claim_stage(tmp_path)
     first.share()
-    worker = hold(tmp_path, first.token)
+    worker = join_stage(tmp_path, first.token)
     first.close()
-    with pytest.raises(StorageError, match="earlier run still write"):
-        claim(tmp_path, wait_s=0)
+    with pytest.raises(StorageError, match="earlier run are still writing"):
+        claim_stage(tmp_path, wait_s=0)
     threading.Timer(0.3, worker.close).start()
-    second = claim(tmp_path)
+    second = claim_stage(tmp_path)
     assert second.token != first.token
     second.close()
 
 
 def test_a_worker_that_comes_too_late_is_refused(tmp_path: Path) -> None:
-    first = claim(tmp_path)
+    first = claim_stage(tmp_path)
     first.close()
-    second = claim(tmp_path)
+    second = claim_stage(tmp_path)
     with pytest.raises(StorageError, match="taken over"):
-        hold(tmp_path, second.token)  # not yet let in
+        join_stage(tmp_path, second.token)  # not yet let in
     second.share()
     with pytest.raises(StorageError, match="taken over"):
-        hold(tmp_path, first.token)
-    hold(tmp_path, second.token).close()
+        join_stage(tmp_path, first.token)
+    join_stage(tmp_path, second.token).close()
     second.close()
 
 
 def test_the_lock_stays_when_a_stage_is_emptied(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    lock = claim(tmp_path)
+    lock = claim_stage(tmp_path)
     empty_folder(tmp_path, keep=(NAME,))
     lock.share()
-    hold(tmp_path, lock.token).close()
+    join_stage(tmp_path, lock.token).close()
     lock.close()

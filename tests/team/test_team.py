@@ -9,13 +9,22 @@ import time
 import pytest
 
 from core.errors import CorruptError, WorkerError
-from core.team.protocol import ALONE, Figures, Team, collected, is_final, summary_of, told, worker_of
+from core.team.protocol import (
+    ALONE,
+    Figures,
+    Team,
+    broadcast_result,
+    failed_rank_of,
+    gather_results,
+    is_final,
+    summarize_figures,
+)
 from tests.support.teams import run_team
 
 
 def _meet(team: Team) -> object:
-    plan = told(team, lambda: {"from": team.rank})
-    return plan, collected(team, lambda: team.rank * 10)
+    plan = broadcast_result(team, lambda: {"from": team.rank})
+    return plan, gather_results(team, lambda: team.rank * 10)
 
 
 def test_ranks_are_told_and_collected():
@@ -30,7 +39,7 @@ def _fail(team: Team, guilty: int) -> object:
             team.advance(1)
             time.sleep(0.01)
 
-    collected(team, work)
+    gather_results(team, work)
     return None
 
 
@@ -38,7 +47,7 @@ def _fail(team: Team, guilty: int) -> object:
 def test_all_ranks_raise_what_one_raised(guilty: int):
     for error in run_team(3, _fail, guilty, allow_failure=True):
         assert isinstance(error, CorruptError)
-        assert (error.message, error.file, error.key, worker_of(error)) == ("bytes are wrong", "f", "w", guilty)
+        assert (error.message, error.file, error.key, failed_rank_of(error)) == ("bytes are wrong", "f", "w", guilty)
         assert is_final(error)
 
 
@@ -46,7 +55,7 @@ def _lead_fails(team: Team) -> object:
     def work() -> object:
         raise ValueError("a bug")
 
-    return told(team, work)
+    return broadcast_result(team, work)
 
 
 def test_all_ranks_hear_that_the_lead_failed():
@@ -58,7 +67,7 @@ def test_all_ranks_hear_that_the_lead_failed():
 def _die(team: Team) -> object:
     if team.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return collected(team, lambda: 1)
+    return gather_results(team, lambda: 1)
 
 
 def test_a_rank_that_dies_is_an_error_of_the_others():
@@ -68,12 +77,12 @@ def test_a_rank_that_dies_is_an_error_of_the_others():
 
 
 def test_alone_everything_is_a_plain_call():
-    assert collected(ALONE, lambda: 3) == [3]
-    assert told(ALONE, lambda: 4) == 4
+    assert gather_results(ALONE, lambda: 3) == [3]
+    assert broadcast_result(ALONE, lambda: 4) == 4
     with pytest.raises(ZeroDivisionError):
-        collected(ALONE, lambda: 1 // 0)
+        gather_results(ALONE, lambda: 1 // 0)
 
 
 def test_figures():
-    found = summary_of([Figures(0, "a", 100, 100, 1.0), Figures(1, "b", 50, 50, 2.0)])
+    found = summarize_figures([Figures(0, "a", 100, 100, 1.0), Figures(1, "b", 50, 50, 2.0)])
     assert (found["n_workers"], found["n_hosts"], found["balance"]) == (2, 2, 1.3333)

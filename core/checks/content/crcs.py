@@ -23,7 +23,7 @@ from core.formats.zarr.fill import fill_of
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
-    from core.scan.sums import Problem
+    from core.scan.sums import ReadProblem
 
 _AGAIN = "copy the checkpoint again, or use an older one"
 
@@ -44,7 +44,7 @@ CODES = (WRONG_CRC, UNDECODED, UNREAD, UNPROVEN)
 def stated_crcs(subject: Subject) -> Iterator[Finding]:
     """Every record whose bytes do not have the CRC that the container states."""
     scanned = subject.deep.scanned
-    for wrong in scanned.wrong:
+    for wrong in scanned.mismatches:
         stated = wrong.stated
         if any(
             finding.severity == Severity.ERROR
@@ -62,7 +62,7 @@ def stated_crcs(subject: Subject) -> Iterator[Finding]:
             keys=keys,
             span=(stated.start, stated.stop),
             expected=f"CRC-32 {stated.crc:08x}",
-            found=f"{wrong.found:08x}",
+            found=f"{wrong.actual_crc:08x}",
         )
 
 
@@ -79,7 +79,7 @@ def readable(subject: Subject) -> Iterator[Finding]:
         yield _unread(subject, problem, file)
 
 
-def _unread(subject: Subject, problem: Problem, file: str) -> Finding:
+def _unread(subject: Subject, problem: ReadProblem, file: str) -> Finding:
     error, array = problem.error, problem.array
     code = UNDECODED if array is not None and _is_encoded(array) and not isinstance(error, TruncatedError) else UNREAD
     span = error.span

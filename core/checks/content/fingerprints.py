@@ -16,12 +16,12 @@ from core.checks.subject import Subject
 from core.checks.watch import Watch
 from core.errors import CheckpointingException, WorkerError
 from core.fingerprint.definition import Fingerprint
-from core.fingerprint.kernel import kernel
+from core.fingerprint.kernel import fastest_products
 from core.manifest.fingerprint_feeds import ArrayFeeds, Feeds
 from core.manifest.fingerprint_read import read_fingerprints
 from core.manifest.fingerprint_share import readable_fingerprints
 from core.opening.canonical import Canonical, canonical_of
-from core.team.agreement import agreed
+from core.team.agreement import require_agreement
 from core.team.protocol import Figures, is_lead
 
 _DEFAULT_THREADS = 2
@@ -42,7 +42,7 @@ def watch(subject: Subject) -> Watch:
     if subject.against is None or form is None or subject.catalog is None:
         return Watch()
     stack = ExitStack()
-    products = stack.enter_context(kernel(sum(subject.files.values()), subject.device))
+    products = stack.enter_context(fastest_products(sum(subject.files.values()), subject.device))
     feeds = Feeds(form.catalog, subject.catalog.stored_arrays().values(), products)
     return Watch(observers=(ArrayFeeds(feeds, stack),))
 
@@ -60,7 +60,7 @@ def read_together(subject: Subject) -> tuple[Figures, ...]:
     if subject.against is None:
         return ()
     try:
-        form = agreed(team, lambda: _form(subject), lambda found: found is None, what=str(subject.path))
+        form = require_agreement(team, lambda: _form(subject), lambda found: found is None, subject=str(subject.path))
         fed = _fed(subject)
     except WorkerError:
         raise
@@ -154,14 +154,14 @@ def _fed(subject: Subject) -> dict[str, Fingerprint]:
     """The fingerprints that the scan has made."""
     found: dict[str, Fingerprint] = {}
     for observer in _observers(subject):
-        found |= observer.feeds.found()
+        found |= observer.feeds.fingerprints()
     return found
 
 
 def _let_go(subject: Subject) -> None:
     """Frees what the observers of the scan hold."""
     for observer in _observers(subject):
-        observer.held.close()
+        observer.resources.close()
 
 
 def _observers(subject: Subject) -> list[ArrayFeeds]:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
-from core.calibration.choice import settled
+from core.calibration.choice import choose_device
 from core.catalog.decoded import DecodedStore
-from core.device.compare import differing
+from core.device.compare import count_differing
 from core.device.device import COMPARE, Device
 from core.quantize.source import SourceTensor
-from core.scan.separate_arrays import bands_of
+from core.scan.separate_arrays import split_into_bands
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -54,16 +54,16 @@ def first_difference(
     meta = catalog.meta(one.key)
     size = itemsize(meta.dtype)
     decoded = DecodedStore(store)
-    able = settled(device, [COMPARE], threads=1)
+    able = choose_device(device, [COMPARE], threads=1)
     sources = [SourceTensor(meta.key, meta.dtype, meta.shape, (piece,), catalog.bind) for piece in (one, other)]
     n_different = 0
     found: tuple[Shape, bytes, bytes] | None = None
-    for start, shape in bands_of(one.box.shape, max(1, _BAND_BYTES // size)):
+    for start, shape in split_into_bands(one.box.shape, max(1, _BAND_BYTES // size)):
         band = Box(tuple(a + b for a, b in zip(one.box.offset, start, strict=True)), shape)
         first, second = (source.read(decoded, band) for source in sources)
         if first == second:
             continue
-        differs = differing(able, memoryview(first), memoryview(second), size)
+        differs = count_differing(able, memoryview(first), memoryview(second), size)
         n_different += differs.n
         if found is None:
             at = differs.first

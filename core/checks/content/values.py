@@ -22,7 +22,7 @@ from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
 from core.checks.watch import Watch
-from core.numbers.facts import Count, Facts, ValueObserver
+from core.numbers.facts import ElementCount, ValueFacts, ValueObserver
 from core.numbers.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ HUGE = Code(
 
 CODES = (NAN, INFINITE, ZERO, CONSTANT, ZERO_STATES, HUGE)
 _COUNTS = ((NAN, "nan", "NaN"), (INFINITE, "infinite", "infinite"), (HUGE, "huge", "beyond 2^100"))
-"""Code, field of ``Facts``, in words."""
+"""Code, field of ``ValueFacts``, in words."""
 
 _STATE = re.compile(r"(^|[./])(optim(izer)?|exp_avg(_sq)?|max_exp_avg_sq|momentum(_buffer)?)([./]|$)")
 _BEGINS_AS_ZEROS = re.compile(r"lora_(B|embedding_B)|lora\.up|linear_out|adaLN|modulation|zero_|gate_scale|bias")
@@ -100,7 +100,7 @@ class _Tensor:
 
     meta: TensorMeta
     is_padding: bool = False
-    parts: list[tuple[Fragment, Facts]] = field(default_factory=list)
+    parts: list[tuple[Fragment, ValueFacts]] = field(default_factory=list)
 
 
 def values(subject: Subject) -> Iterator[Finding]:
@@ -136,7 +136,7 @@ def values(subject: Subject) -> Iterator[Finding]:
 CHECKS = (Check(values, level=Level.DEEP),)
 
 
-def _tensors(subject: Subject, facts: dict[str, Facts]) -> Iterator[_Tensor]:
+def _tensors(subject: Subject, facts: dict[str, ValueFacts]) -> Iterator[_Tensor]:
     """Every tensor with what was found of its arrays, under the name that says most.
 
     Global names are used for rank files whose layout is known, stored ones otherwise.
@@ -153,7 +153,7 @@ def _tensors(subject: Subject, facts: dict[str, Facts]) -> Iterator[_Tensor]:
         yield tensor
 
 
-def _tensors_of(catalog: Catalog, facts: dict[str, Facts], left: dict[str, Facts]) -> Iterator[_Tensor]:
+def _tensors_of(catalog: Catalog, facts: dict[str, ValueFacts], left: dict[str, ValueFacts]) -> Iterator[_Tensor]:
     """The tensors of a catalog whose arrays have facts; those arrays are taken out of ``left``."""
     for meta in (*catalog.tensors.values(), *catalog.hidden.values()):
         if meta.dtype not in KINDS:
@@ -179,7 +179,7 @@ def _counted(subject: Subject, tensor: _Tensor) -> Iterator[Finding]:
         first: tuple[Shape, Fragment, int] | None = None
         counted: set[str] = set()
         for fragment, facts in tensor.parts:
-            count: Count = getattr(facts, name)
+            count: ElementCount = getattr(facts, name)
             assert fragment.array is not None
             if count.first is None or fragment.array.name in counted:
                 continue

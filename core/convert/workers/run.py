@@ -43,7 +43,7 @@ from core.megatron.reshard.reshard import load_rules
 from core.plan.items import ITEM_BYTES
 from core.stage.existing import check_replaceable
 from core.stage.journal import BATCH_BYTES
-from core.team.protocol import Figures, Team, collected, is_lead, told
+from core.team.protocol import Figures, Team, broadcast_result, gather_results, is_lead
 
 if TYPE_CHECKING:
     from core.fingerprint.definition import Fingerprint
@@ -89,19 +89,19 @@ def run_shared(
     job = replace(within_memory(job), resume=True, beside_bytes=team.runtime_bytes)
     with ExitStack() as stack:
         lead = _Lead(job, team, stack, sizes) if is_lead(team) else None
-        order = told(team, _by(lead, lambda lead: lead.begin()))
+        order = broadcast_result(team, _by(lead, lambda lead: lead.begin()))
         done = _shared(order, team, job.device, lambda share: share.copy())
-        told(team, _by(lead, lambda lead: lead.join(done or ())))
+        broadcast_result(team, _by(lead, lambda lead: lead.join(done or ())))
         fingerprints = _fingerprints(job, order, team) if job.fingerprint else None
-        told(team, _by(lead, lambda lead: lead.finish(fingerprints)))
+        broadcast_result(team, _by(lead, lambda lead: lead.finish(fingerprints)))
         if job.verify:
-            order = told(team, _by(lead, lambda lead: lead.begin_verifying()))
+            order = broadcast_result(team, _by(lead, lambda lead: lead.begin_verifying()))
             done = _shared(
                 order, team, job.device, lambda share: share.compare(Comparison(stack.enter_context(_written(order))))
             )
-            told(team, _by(lead, lambda lead: lead.finish_verifying(done or ())))
+            broadcast_result(team, _by(lead, lambda lead: lead.finish_verifying(done or ())))
         try:
-            return told(team, _by(lead, lambda lead: lead.commit(publishing)))
+            return broadcast_result(team, _by(lead, lambda lead: lead.commit(publishing)))
         except (WorkerError, KeyboardInterrupt):
             if lead is None or lead.committed is None:
                 raise
@@ -135,7 +135,7 @@ def _written(order: Order) -> Iterator[LocalStore]:
 
 
 def _by(lead: _Lead | None, work: Callable[[_Lead], T]) -> Callable[[], T]:
-    """The work as ``told`` wants it; it is called at the lead only."""
+    """The work as ``broadcast_result`` wants it; it is called at the lead only."""
 
     def call() -> T:
         assert lead is not None
@@ -152,8 +152,8 @@ def _shared(order: Order, team: Team, device: Device | None, work: Callable[[Sha
         def see() -> None:
             shares.append(stack.enter_context(Share(order, team, device=device)))
 
-        collected(team, see)
-        return collected(team, lambda: work(shares[0]))
+        gather_results(team, see)
+        return gather_results(team, lambda: work(shares[0]))
 
 
 class _Lead:
@@ -204,7 +204,9 @@ class _Lead:
             path = stage.stage_dir / "plan"
             digest = self._stored(path, spooled, written, self._divided(written, stage))
         order = self._order(path, digest, threads=prepared.plan.threads)
-        return replace(order, journal_of=stage.journal_of, crc=job.crc, crc_digest=job.digest, fsync=job.fsync)
+        return replace(
+            order, journal_identity=stage.journal_identity, crc=job.crc, crc_digest=job.digest, fsync=job.fsync
+        )
 
     def _order(self, plan: Path, digest: str, *, threads: int) -> Order:
         """What all orders of this job have in common."""
@@ -215,7 +217,7 @@ class _Lead:
             plan=plan,
             digest=digest,
             token=stage.workers.token,
-            journal_of=None,
+            journal_identity=None,
             written=written_path(prepared, stage),
             source=Path(prepared.source.store.root).absolute(),
             threads=threads,

@@ -27,7 +27,7 @@ from typing import Self
 from core.convert.stored_plan.file import StoredPlan
 from core.copy.ledger import LedgerState
 from core.copy.options import CopyOptions
-from core.copy.output import Stage as Target
+from core.copy.output import TargetStore as Target
 from core.copy.run import execute
 from core.device.device import Device
 from core.errors import CheckpointingException, StorageError, UsageError
@@ -35,7 +35,7 @@ from core.files.store import LocalStore
 from core.plan.items import ITEM_BYTES
 from core.stage.files import StageStore
 from core.stage.journal import BATCH_BYTES, FileJournal, journal_path, journals_in
-from core.stage.workers_lock import hold
+from core.stage.workers_lock import join_stage
 from core.team.protocol import Figures, Team, is_lead
 
 DATA = "data"
@@ -54,7 +54,7 @@ class Order:
         plan: the plan's file.
         digest: its SHA-256.
         token: of the run, see ``core.stage.workers_lock``.
-        journal_of: what journals must be of; None if nothing is written.
+        journal_identity: what journals must be of; None if nothing is written.
         written: the destination, until it is published.
         source: the directory of the source.
         target: the directory whose files are compared; None if files are written.
@@ -69,7 +69,7 @@ class Order:
     plan: Path
     digest: str
     token: str
-    journal_of: str | None
+    journal_identity: str | None
     written: Path
     source: Path
     target: Path | None = None
@@ -127,7 +127,7 @@ class Share:
             self._see(self._order.stage_dir / DATA, "the unfinished destination")
             self._see(self._order.source, "the source")
             if not is_lead(self._team):
-                stack.callback(hold(self._order.stage_dir, self._order.token).close)
+                stack.callback(join_stage(self._order.stage_dir, self._order.token).close)
             plan = StoredPlan(self._order.plan, self._order.digest, rank=self._team.rank, threads=self._order.threads)
             self._plan = stack.enter_context(plan)
             self._source = LocalStore(self._order.source, stamps=self._plan.stamps)
@@ -148,12 +148,12 @@ class Share:
             CheckpointingException: as for ``core.copy.run.execute``; and StoppedError.
         """
         order = self._order
-        assert order.journal_of is not None
+        assert order.journal_identity is not None
         store = StageStore(order.stage_dir / DATA, is_durable=order.fsync)
         try:
             journal = FileJournal(
                 journal_path(order.stage_dir, self._team.rank),
-                order.journal_of,
+                order.journal_identity,
                 sync=lambda files: _sync(store, files if order.fsync else ()),
                 batch_bytes=order.batch_bytes,
                 others=journals_in(order.stage_dir),

@@ -55,6 +55,6 @@ def test_what_is_missing_is_said_before_anything_is_read(
 ) -> None:
     assert main(["manifest", str(tmp_path / "nothing")]) == 2
     assert main(["manifest", "-o", str(tmp_path / "no/such/m.json"), str(checkpoint)]) == 2
-    assert "no such directory" in capsys.readouterr().err
+    assert "directory not found" in capsys.readouterr().err
     assert main(["manifest", "--rules", str(tmp_path / "no.toml"), str(checkpoint)]) == 2
     assert "--rules: there is no such file" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_cli.workers.store import GoneError
 from core.errors import CorruptError, StorageError, WorkerError
-from core.team.protocol import collected, told, worker_of
+from core.team.protocol import broadcast_result, failed_rank_of, gather_results
 from tests.ckpt_cli.workers.torch_teams import run_torch_team
 
 pytestmark = pytest.mark.dist
@@ -66,14 +66,14 @@ def _fail(team: Any, guilty: int) -> Any:
             team.advance(1)
             time.sleep(0.01)
 
-    return collected(team, work)
+    return gather_results(team, work)
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_an_error_stops_the_others_and_is_raised_by_all(guilty: int):
     for error in run_torch_team(2, _fail, guilty):
         assert isinstance(error, CorruptError)
-        assert (error.file, worker_of(error)) == ("f", guilty)
+        assert (error.file, failed_rank_of(error)) == ("f", guilty)
 
 
 def _leave(team: Any, guilty: int) -> Any:
@@ -81,7 +81,7 @@ def _leave(team: Any, guilty: int) -> Any:
     if team.rank == guilty:
         team.leave(StorageError("the disk is gone"))
         return None
-    return collected(team, lambda: 1)
+    return gather_results(team, lambda: 1)
 
 
 @pytest.mark.parametrize("guilty", [0, 2])
@@ -90,14 +90,14 @@ def test_who_waits_raises_the_error_of_a_worker_that_left(guilty: int):
     assert found.pop(guilty) is None
     for error in found:
         assert isinstance(error, StorageError)
-        assert (error.message, worker_of(error)) == ("the disk is gone", guilty)
+        assert (error.message, failed_rank_of(error)) == ("the disk is gone", guilty)
 
 
 def _die(team: Any, guilty: int) -> Any:
-    told(team, lambda: None)
+    broadcast_result(team, lambda: None)
     if team.rank == guilty:
         os.kill(os.getpid(), signal.SIGKILL)
-    return collected(team, lambda: 1)
+    return gather_results(team, lambda: 1)
 
 
 def test_a_worker_that_was_killed_is_named_after_the_time_limit():
@@ -117,7 +117,7 @@ def test_a_lead_that_was_killed_with_its_store_is_named():
 
 
 def _die_while_others_work(team: Any) -> Any:
-    told(team, lambda: None)
+    broadcast_result(team, lambda: None)
 
     def work() -> None:
         if team.rank == 0:
@@ -126,7 +126,7 @@ def _die_while_others_work(team: Any) -> Any:
             team.advance(1)
             time.sleep(0.01)
 
-    return collected(team, work)
+    return gather_results(team, work)
 
 
 def test_work_does_not_go_on_without_the_store():
@@ -136,11 +136,11 @@ def test_work_does_not_go_on_without_the_store():
 
 def _die_inside(team: Any) -> Any:
     """One comes to a meeting, and is killed while the data are on their way."""
-    told(team, lambda: None)
+    broadcast_result(team, lambda: None)
     if team.rank == 1:
         team._give = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:
-        return collected(team, lambda: 1)
+        return gather_results(team, lambda: 1)
     except GoneError as err:
         team.leave(err)
         raise
@@ -156,11 +156,11 @@ def test_a_worker_that_was_killed_inside_a_collective_is_named_by_its_beats():
 
 def _freeze(team: Any) -> Any:
     """A lead that stands still, as where its host has vanished: its store answers no more."""
-    pid = told(team, os.getpid)
+    pid = broadcast_result(team, os.getpid)
     if team.rank == 0:
         os.kill(pid, signal.SIGSTOP)
     try:
-        return collected(team, lambda: 1)
+        return gather_results(team, lambda: 1)
     finally:
         os.kill(pid, signal.SIGKILL)
 

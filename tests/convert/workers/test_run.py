@@ -16,7 +16,7 @@ from core.convert.run import Job, TopologyChange, run
 from core.convert.workers.run import Sizes, run_shared
 from core.convert.workers.share import Order, Share
 from core.errors import CorruptError, SourceChangedError, StorageError, UsageError, WorkerError
-from core.team.protocol import Team, is_final, summary_of
+from core.team.protocol import Team, is_final, summarize_figures
 from tests.support.teams import PipeTeam, run_team
 
 FINE = Sizes(item_bytes=6 << 10, buffer_bytes=24 << 10, batch_bytes=16 << 10)
@@ -33,7 +33,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 def convert(team: Team, job: Job, sizes: Sizes = FINE) -> dict[str, Any]:
     """One worker of a conversion."""
     report = run_shared(job, team, sizes=sizes)
-    return {**report.as_dict(), "launch": summary_of(report.workers)}
+    return {**report.as_dict(), "launch": summarize_figures(report.workers)}
 
 
 SHARDED = "mcore_legacy/dense_gqa/tp2_pp2"
@@ -242,7 +242,7 @@ def test_a_host_that_sees_other_directories_is_named(tmp_path: Path) -> None:
         plan=tmp_path / "plan",
         digest="0" * 64,
         token="0" * 32,
-        journal_of=None,
+        journal_identity=None,
         written=tmp_path / ".out.ckpt-stage" / "data",
         source=tmp_path,
         threads=1,

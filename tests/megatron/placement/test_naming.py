@@ -206,4 +206,4 @@ def test_source_and_existing_destinations_stay_as_they_are(
         assert reshard(root, dst, "--tp-new", 1, *options) == 2, (dst, options)
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
     assert (other / "notes.txt").read_text() == "mine"
-    assert "no checkpoint, so it is not replaced" in capsys.readouterr().err
+    assert "only a checkpoint can be replaced" in capsys.readouterr().err
