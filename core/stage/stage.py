@@ -107,7 +107,7 @@ class Stage:
     def __enter__(self) -> Self:
         self._check_destination()
         try:
-            make_folders(self.dst.parent, self._made_dirs)
+            self._made_dirs = make_folders(self.dst.parent)
             self._acquire()
         except BaseException:
             remove_empty(self._made_dirs)
