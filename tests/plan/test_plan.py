@@ -173,7 +173,7 @@ def test_dtypes_of_one_tensor_must_agree() -> None:
 def test_casts_that_lose_values_are_unsupported() -> None:
     source, target, images = catalogs(one("w", SHAPE), one("w", SHAPE))
     floats = with_fragment(source, lambda f: replace(f, array=replace(f.array, dtype="float32")))  # type: ignore[type-var]
-    refused(UnsupportedError, "float32 is not cast to int32", floats, target, images)
+    refused(UnsupportedError, "casting float32 to int32 is not supported", floats, target, images)
 
 
 def test_the_memory_need_is_stated_and_kept() -> None:
