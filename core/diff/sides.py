@@ -25,7 +25,7 @@ from core.catalog.mapping_attributes import VERSIONS, attributes_of
 from core.catalog.optimizer_keys import Optimizer
 from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
-from core.files.json_object import parsed_object
+from core.files.json_object import read_json_object
 from core.formats.huggingface.files import CONFIG, config_of
 from core.formats.torch.format import load_object
 from core.inspect.preview import first_values
@@ -201,7 +201,7 @@ def _document(store: ReadStore, path: str, key: str) -> object:
     """A file beside the weights: what a configuration says, the bytes of any other."""
     if path.endswith("config.json"):
         with suppress(CorruptError):
-            return parsed_object(store, path, max_bytes=_MAX_CONFIG_BYTES)
+            return read_json_object(store, path, max_bytes=_MAX_CONFIG_BYTES)
     return TensorLeaf(key)
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from core.files.store import translated
+from core.files.store import translate_os_errors
 
 _SYNC_THREADS = 4
 
@@ -25,7 +25,7 @@ def make_folders(folder: Path) -> list[Path]:
     """
     new_folders: list[Path] = []
     try:
-        with translated(str(folder), doing="create"):
+        with translate_os_errors(str(folder), doing="create"):
             missing = []
             while not folder.exists():
                 missing.append(folder)
@@ -55,7 +55,7 @@ def empty_folder(folder: Path, *, keep: Container[str] = ()) -> None:
     Raises:
         StorageError: an entry cannot be removed.
     """
-    with translated(str(folder), doing="empty"):
+    with translate_os_errors(str(folder), doing="empty"):
         for entry in os.scandir(folder):
             if entry.name in keep:
                 continue
@@ -107,7 +107,7 @@ def sync_file(file: Path) -> None:
 
 
 def _sync(path: Path, flags: int = 0) -> None:
-    with translated(str(path), doing="sync"):
+    with translate_os_errors(str(path), doing="sync"):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:
             os.fsync(fd)

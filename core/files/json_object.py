@@ -26,7 +26,7 @@ MAX_VALUES = 4_000_000
 """Largest number of values, brackets and keys; an index of 10⁶ tensors has 2 · 10⁶."""
 
 
-def small_file(store: ReadStore, file: str, *, max_bytes: int, key: str | None = None) -> bytes:
+def read_small_file(store: ReadStore, file: str, *, max_bytes: int, key: str | None = None) -> bytes:
     """Read a file that must be small to be what its name says.
 
     Args:
@@ -43,7 +43,7 @@ def small_file(store: ReadStore, file: str, *, max_bytes: int, key: str | None =
     return store.read(file, 0, size)
 
 
-def parsed_object(
+def read_json_object(
     store: ReadStore, file: str, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES
 ) -> dict[str, object]:
     """Read a file that holds one JSON object.
@@ -56,10 +56,10 @@ def parsed_object(
         CorruptError: the file is too large, not JSON or not an object, or repeats a key.
         MissingShardError: the file does not exist.
     """
-    return object_of(small_file(store, file, max_bytes=max_bytes), file=file, max_values=max_values)
+    return parse_json_object(read_small_file(store, file, max_bytes=max_bytes), file=file, max_values=max_values)
 
 
-def object_of(data: bytes, *, file: str, max_values: int = MAX_VALUES) -> dict[str, object]:
+def parse_json_object(data: bytes, *, file: str, max_values: int = MAX_VALUES) -> dict[str, object]:
     """Parse bytes that hold one JSON object.
 
     Args:

@@ -91,7 +91,7 @@ class WriteStore(Protocol):
         """Wait until the file's bytes are on the disk."""
 
 
-def checked_name(name: object, *, found_in: str | None = None) -> str:
+def check_name(name: object, *, found_in: str | None = None) -> str:
     """Return ``name`` if it is a safe relative path, else raise.
 
     Args:
@@ -122,7 +122,7 @@ _READING = ("open", "read", "check")
 
 
 @contextmanager
-def translated(label: str, *, doing: str) -> Iterator[None]:
+def translate_os_errors(label: str, *, doing: str) -> Iterator[None]:
     """Turn errors of the operating system into typed errors of the project.
 
     Args:
@@ -166,7 +166,7 @@ def leads_on(link: Path) -> bool:
     return os.path.isdir(target) and not f"{parent}/".startswith(target if target.endswith("/") else f"{target}/")
 
 
-def files_below(store: ReadStore) -> dict[str, int]:
+def list_files_below(store: ReadStore) -> dict[str, int]:
     """Return name → bytes of all regular files of a store, or of its ``entry`` alone."""
     if store.entry is not None:
         return {store.entry: store.size(store.entry)}
@@ -214,7 +214,7 @@ class LocalStore(ReadStore):
 
     def path(self, name: str) -> Path:
         """Return the path of a file, after checking its name."""
-        return self.root / checked_name(name)
+        return self.root / check_name(name)
 
     @override
     def files(self, under: str = "") -> list[str]:
@@ -252,13 +252,13 @@ class LocalStore(ReadStore):
 
     @override
     def sizes(self, under: str = "") -> Mapping[str, int]:
-        with translated(str(self.path(under) if under else self.root), doing="list the directory"):
+        with translate_os_errors(str(self.path(under) if under else self.root), doing="list the directory"):
             return {name: entry.stat().st_size for name, entry in self._entries(under) if _has_kind(entry.is_file)}
 
     def _entries(self, under: str) -> list[tuple[str, os.DirEntry[str]]]:
         """List a directory by name; return [] if it is missing."""
         folder = self.path(under) if under else self.root
-        with translated(str(folder), doing="list the directory"):
+        with translate_os_errors(str(folder), doing="list the directory"):
             try:
                 with os.scandir(folder) as entries:
                     return sorted((entry.name, entry) for entry in entries)
@@ -268,7 +268,7 @@ class LocalStore(ReadStore):
     @override
     def exists(self, name: str) -> bool:
         try:
-            return stat.S_ISREG(os.stat(os.path.join(self.root, checked_name(name))).st_mode)
+            return stat.S_ISREG(os.stat(os.path.join(self.root, check_name(name))).st_mode)
         except OSError as err:
             if err.errno in _NO_SUCH_FILE:
                 return False
@@ -308,7 +308,7 @@ class LocalStore(ReadStore):
             TruncatedError, MissingShardError, UnsafeError, StorageError: as for ``read_into``.
             CapacityError: the bytes do not fit in memory.
         """
-        with self._file(name) as fd, translated(name, doing="read"):
+        with self._file(name) as fd, translate_os_errors(name, doing="read"):
             size = self._seen[name][0]
             if offset + n_bytes > size:
                 raise _too_short(name, size, offset, n_bytes)
@@ -330,7 +330,7 @@ class LocalStore(ReadStore):
             TruncatedError: the file ends before the buffer is full.
             MissingShardError, UnsafeError, StorageError: as for ``size``.
         """
-        with self._file(name) as fd, translated(name, doing="read"):
+        with self._file(name) as fd, translate_os_errors(name, doing="read"):
             done = 0
             while done < len(buffer):
                 n_read = os.preadv(fd, [buffer[done:]], offset + done)
@@ -340,7 +340,7 @@ class LocalStore(ReadStore):
 
     @override
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        with self._file(name) as fd, translated(name, doing="read"):
+        with self._file(name) as fd, translate_os_errors(name, doing="read"):
             pieces = [os.pread(fd, n_bytes, offset) for offset, n_bytes in spans]
         for number, (offset, n_bytes) in enumerate(spans):
             if len(pieces[number]) != n_bytes:  # a signal, or the end of the file
@@ -352,7 +352,7 @@ class LocalStore(ReadStore):
         for first in range(0, len(buffers), _IOV_MAX):
             batch = buffers[first : first + _IOV_MAX]
             batch_bytes = n_bytes if len(batch) == len(buffers) else sum(map(len, batch))
-            with self._file(name) as fd, translated(name, doing="read"):
+            with self._file(name) as fd, translate_os_errors(name, doing="read"):
                 is_short = os.preadv(fd, batch, offset) != batch_bytes
             if is_short:  # a signal, or the end of the file
                 position = offset
@@ -368,7 +368,7 @@ class LocalStore(ReadStore):
             SourceChangedError: the size, modification time or inode of a file differs.
         """
         for name, before in self._seen.items():
-            with translated(name, doing="check"):
+            with translate_os_errors(name, doing="check"):
                 now = os.stat(self.path(name))
             if (now.st_size, now.st_mtime_ns, now.st_ino) != before:
                 raise SourceChangedError(
@@ -407,11 +407,11 @@ class LocalStore(ReadStore):
 
     def _open_regular(self, name: str) -> int:
         """Open a regular file, record its stamp, and return its descriptor."""
-        with translated(name, doing="open"):
+        with translate_os_errors(name, doing="open"):
             # O_NONBLOCK: opening a pipe would wait for a writer before it can be refused.
             fd = os.open(self.path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            with translated(name, doing="open"):
+            with translate_os_errors(name, doing="open"):
                 status = os.fstat(fd)
         except BaseException:
             _close(fd)
@@ -541,6 +541,6 @@ class MemoryStore(ReadStore, WriteStore):
 
     def _content(self, name: str) -> bytearray | memoryview:
         try:
-            return self.contents[checked_name(name)]
+            return self.contents[check_name(name)]
         except KeyError as err:
             raise MissingShardError("the file does not exist", file=name) from err

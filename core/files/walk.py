@@ -13,15 +13,15 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.files.store import LocalStore, leads_on, translated
+from core.files.store import LocalStore, leads_on, translate_os_errors
 
 MAX_DEPTH = 64
 """Levels of directories; deeper ones are not listed."""
 
 _LARGE_BYTES = 4 << 30
 
-AGAIN = "a link to a directory that is already listed"
-NOWHERE = "a broken link"
+REPEATED_LINK = "a link to a directory that is already listed"
+BROKEN_LINK = "a broken link"
 
 _GIT = ".git"
 """The history of a cloned repository, which is not part of the checkpoint."""
@@ -41,12 +41,12 @@ class Tree:
     Args:
         files: relative path → bytes, of every regular file.
         folders: relative paths of the directories below, each once even if links repeat it.
-        others: relative path → what the entry is, of everything that is neither.
+        irregular: relative path → what the entry is, of everything that is neither.
     """
 
     files: dict[str, int] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
-    others: dict[str, str] = field(default_factory=dict)
+    irregular: dict[str, str] = field(default_factory=dict)
 
     def below(self, folder: str) -> list[str]:
         """Return the paths of all files below a directory ("" for the root), relative to it."""
@@ -59,18 +59,18 @@ class _Listing:
     """The content of one directory.
 
     Args:
-        identity: device and inode of the directory; None if it was not listed, see ``others``.
-        files, others: as in ``Tree``.
+        identity: device and inode of the directory; None if it was not listed, see ``irregular``.
+        files, irregular: as in ``Tree``.
         subfolders: relative paths of the directories to list next.
     """
 
     identity: tuple[int, int] | None
     files: dict[str, int] = field(default_factory=dict)
-    others: dict[str, str] = field(default_factory=dict)
+    irregular: dict[str, str] = field(default_factory=dict)
     subfolders: list[str] = field(default_factory=list)
 
 
-def walked(root: Path, *, entry: str | None = None, depth: int | None = None, without: Collection[str] = ()) -> Tree:
+def list_tree(root: Path, *, entry: str | None = None, depth: int | None = None, without: Collection[str] = ()) -> Tree:
     """List the tree of a directory, or one file in it.
 
     Args:
@@ -85,7 +85,7 @@ def walked(root: Path, *, entry: str | None = None, depth: int | None = None, wi
         if isinstance(size_or_kind, int):
             tree.files[entry] = size_or_kind
         else:
-            tree.others[entry] = size_or_kind
+            tree.irregular[entry] = size_or_kind
         return tree
     visited: set[tuple[int, int]] = set()
     waiting = [""]
@@ -93,7 +93,7 @@ def walked(root: Path, *, entry: str | None = None, depth: int | None = None, wi
         folder = waiting.pop()
         listing = _list_folder(root, folder, visited)
         tree.files.update(listing.files)
-        tree.others.update(listing.others)
+        tree.irregular.update(listing.irregular)
         if listing.identity is None:
             continue
         visited.add(listing.identity)
@@ -114,11 +114,11 @@ def _list_folder(root: Path, folder: str, visited: Set[tuple[int, int]]) -> _Lis
         status = os.stat(path)
         identity = (status.st_dev, status.st_ino)
         if identity in visited:
-            return _Listing(None, others={folder: AGAIN})
+            return _Listing(None, irregular={folder: REPEATED_LINK})
         with os.scandir(path) as entries:
             sorted_entries = sorted(entries, key=lambda entry: entry.name)
     except OSError as err:
-        return _Listing(None, others={folder: f"a directory that cannot be listed ({_reason(err)})"})
+        return _Listing(None, irregular={folder: f"a directory that cannot be listed ({_reason(err)})"})
     listing = _Listing(identity)
     for entry in sorted_entries:
         name = prefix + entry.name
@@ -129,11 +129,11 @@ def _list_folder(root: Path, folder: str, visited: Set[tuple[int, int]]) -> _Lis
         if isinstance(content, int):
             listing.files[name] = content
         elif content is not None:
-            listing.others[name] = content
+            listing.irregular[name] = content
         elif entry.name != _GIT:
             listing.subfolders.append(name)
     if folder.count("/") >= MAX_DEPTH and listing.subfolders:
-        listing.others[listing.subfolders[0]] = f"a directory more than {MAX_DEPTH} levels deep"
+        listing.irregular[listing.subfolders[0]] = f"a directory more than {MAX_DEPTH} levels deep"
         listing.subfolders.clear()
     return listing
 
@@ -145,11 +145,11 @@ def _classify(entry: os.DirEntry[str], path: Path) -> int | str | None:
         OSError: the entry cannot be accessed.
     """
     if entry.is_symlink() and not os.path.exists(path):
-        return NOWHERE
+        return BROKEN_LINK
     if entry.is_file():
         return entry.stat().st_size
     if entry.is_dir():
-        return AGAIN if entry.is_symlink() and not leads_on(path) else None
+        return REPEATED_LINK if entry.is_symlink() and not leads_on(path) else None
     return _size_or_kind(path)
 
 
@@ -158,7 +158,7 @@ def _size_or_kind(path: Path) -> int | str:
     try:
         status = os.stat(path)
     except OSError as err:
-        return NOWHERE if path.is_symlink() else f"an entry that has disappeared ({_reason(err)})"
+        return BROKEN_LINK if path.is_symlink() else f"an entry that has disappeared ({_reason(err)})"
     if stat.S_ISREG(status.st_mode):
         return status.st_size
     return next((kind for is_kind, kind in _KINDS if is_kind(status.st_mode)), "not a regular file")
@@ -168,7 +168,7 @@ def _reason(err: OSError) -> str:
     return os.strerror(err.errno).lower() if err.errno else str(err)
 
 
-def hollow_files(store: LocalStore, files: Mapping[str, int]) -> Set[str]:
+def sparse_files(store: LocalStore, files: Mapping[str, int]) -> Set[str]:
     """Return the names of large files that are almost entirely holes (sparse) on the disk.
 
     Reading their zeros would take hours.
@@ -178,6 +178,6 @@ def hollow_files(store: LocalStore, files: Mapping[str, int]) -> Set[str]:
         files: name → bytes.
     """
     large = [name for name, size in files.items() if size >= _LARGE_BYTES]
-    with translated(store.label, doing="check"):
+    with translate_os_errors(store.label, doing="check"):
         # st_blocks counts 512 bytes each: less than 1/256 of the file is on the disk.
         return {name for name in large if os.stat(store.path(name)).st_blocks << 9 < files[name] >> 8}

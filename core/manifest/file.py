@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from core.errors import CorruptError, UnsupportedError
-from core.files.json_object import object_of, small_file
+from core.files.json_object import parse_json_object, read_small_file
 from core.fingerprint.definition import SCHEME, Fingerprint, lanes_of
 
 if TYPE_CHECKING:
@@ -198,9 +198,9 @@ def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
         CorruptError: it is not a manifest.
         UnsupportedError: it is of a newer version.
     """
-    data = small_file(store, name, max_bytes=MAX_BYTES)
+    data = read_small_file(store, name, max_bytes=MAX_BYTES)
     try:
-        found: Any = object_of(data, file=name, max_values=MAX_VALUES)
+        found: Any = parse_json_object(data, file=name, max_values=MAX_VALUES)
         if found["schema"] != SCHEMA:
             raise ValueError(found["schema"])
         if found["version"] > VERSION:

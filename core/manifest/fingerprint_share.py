@@ -26,7 +26,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException
-from core.files.store import ReadStore, files_below
+from core.files.store import ReadStore, list_files_below
 from core.fingerprint.definition import LANES, Fingerprint, added, form_of, text_of
 from core.fingerprint.kernel import Products, kernel
 from core.fingerprint.sums import FormSum
@@ -102,7 +102,7 @@ def opened_alike(path: Path, *, iteration: int | None = None, missing_chunks: st
     return agreed(
         team,
         lambda: open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks),
-        lambda found: (str(found.path), found.format.name, sight_of_files(found.store, files_below(found.store))),
+        lambda found: (str(found.path), found.format.name, sight_of_files(found.store, list_files_below(found.store))),
         what=str(path),
     )
 

@@ -24,10 +24,10 @@ from core.catalog.stored import StoredArray
 from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.files.folders import sync_folder
-from core.files.store import translated
+from core.files.store import translate_os_errors
 from core.files.syscalls import rename_new
 from core.files.url import refuse_url
-from core.files.walk import hollow_files, walked
+from core.files.walk import list_tree, sparse_files
 from core.fingerprint.definition import Fingerprint
 from core.fingerprint.kernel import kernel
 from core.manifest.file import FileSum, ManifestArray, manifest_lines, manifest_name
@@ -193,9 +193,9 @@ def _opened(path: Path, *, iteration: int | None, rules: Path | None, missing_ch
     found = open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks)
     try:
         form = canonical(found, rules=load_rules(rules))
-        every = walked(found.store.root, entry=found.store.entry, without=found.below).files
+        every = list_tree(found.store.root, entry=found.store.entry, without=found.below).files
         files = {name: size for name, size in every.items() if not is_manifest(name.removesuffix(_PART))}
-        for name in sorted(hollow_files(found.store, files)):
+        for name in sorted(sparse_files(found.store, files)):
             raise CorruptError(
                 "the disk holds next to none of the file's bytes",
                 file=name,
@@ -310,7 +310,7 @@ def write_inventory(found: Inventory, destination: Path | None = None, *, force:
     path = found.destination if destination is None else destination
     check_free(path, force=force)
     aside = path.with_name(f".{path.name}{_PART}")
-    with translated(str(path), doing="write"):
+    with translate_os_errors(str(path), doing="write"):
         try:
             with suppress(FileNotFoundError):
                 aside.unlink()  # of a run that was killed; a link there would lead the bytes elsewhere

@@ -12,7 +12,7 @@ from core.catalog.catalog import Fragment
 from core.catalog.file_image import FileImage
 from core.catalog.stored import StoredArray
 from core.errors import CorruptError
-from core.files.store import checked_name
+from core.files.store import check_name
 
 
 class Places:
@@ -36,7 +36,7 @@ class Places:
         self._n_bytes = columns("q")
         paths: set[str] = set()
         for number, image in enumerate(images):
-            checked_name(image.path)
+            check_name(image.path)
             if image.path in paths:
                 raise CorruptError("two file images have one path", file=image.path)
             paths.add(image.path)

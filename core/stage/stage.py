@@ -25,7 +25,7 @@ from typing import Self
 
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
 from core.files.folders import empty_folder, make_folders, remove_empty, sync_folder, sync_folders
-from core.files.store import translated
+from core.files.store import translate_os_errors
 from core.stage.files import StageStore
 from core.stage.folder_lock import NO_LOCKS, lock_folder
 from core.stage.journal import BATCH_BYTES, FileJournal, is_journal_of, journal_path, journals_in
@@ -121,7 +121,7 @@ class Stage:
 
     def _begin(self) -> None:
         journals = journals_in(self.stage_dir)
-        with translated(str(self.stage_dir), doing="look into"):
+        with translate_os_errors(str(self.stage_dir), doing="look into"):
             is_found = any(entry.name != WORKERS_LOCK for entry in self.stage_dir.iterdir())
             self._keeps_found = is_found and self._resume  # until it is known to be of no use
             if put_back(self.stage_dir, self.dst):
@@ -139,7 +139,7 @@ class Stage:
             )
             empty_folder(self.stage_dir, keep=(WORKERS_LOCK,))
             journals = []
-        with translated(str(self.stage_dir), doing="create"):
+        with translate_os_errors(str(self.stage_dir), doing="create"):
             self.data_dir.mkdir(exist_ok=True)
         self._check_space()
         self.store = StageStore(self.data_dir, is_durable=self._fsync)
@@ -157,7 +157,7 @@ class Stage:
     @property
     def journal_of(self) -> str:
         """What journals must be of: the plan, and this directory, which another one may replace (``--force``)."""
-        with translated(str(self.data_dir), doing="look at"):
+        with translate_os_errors(str(self.data_dir), doing="look at"):
             is_there = os.path.lexists(self.data_dir)
             return f"{self._identity} in {os.lstat(self.data_dir).st_ino if is_there else 'none'}"
 
@@ -194,7 +194,7 @@ class Stage:
 
     def _check_space(self) -> None:
         if self._needed_bytes:
-            with translated(str(self.stage_dir), doing="check the free space"):
+            with translate_os_errors(str(self.stage_dir), doing="check the free space"):
                 status = os.statvfs(self.stage_dir)
                 present = sum(
                     entry.stat().st_blocks * 512 for entry in self.data_dir.rglob("*") if not entry.is_symlink()
@@ -218,7 +218,7 @@ class Stage:
         if self._fsync:
             self._sync_all()
         self.store.close()
-        with translated(str(self.dst), doing="publish"):
+        with translate_os_errors(str(self.dst), doing="publish"):
             self._new = os.lstat(self.data_dir / self.dst.name if self.is_file else self.data_dir)
             replace = replace_file if self.is_file else replace_dir
             try:
@@ -245,7 +245,7 @@ class Stage:
     def _finish(self) -> None:
         """What comes after the renames by which the destination got its name."""
         if self.is_file:
-            with translated(str(self.dst), doing="publish the manifest of"):
+            with translate_os_errors(str(self.dst), doing="publish the manifest of"):
                 for name in os.listdir(self.data_dir):
                     os.replace(self.data_dir / name, self.dst.parent / name)
         if self._fsync:

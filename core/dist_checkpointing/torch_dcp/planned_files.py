@@ -29,7 +29,7 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
     lay_out,
 )
 from core.errors import CheckpointingException, CorruptError, UsageError
-from core.files.store import MemoryStore, translated
+from core.files.store import MemoryStore, translate_os_errors
 from core.formats.dcp.items import BEHIND
 from core.formats.format import Format
 from core.formats.torch.format import load_object
@@ -149,7 +149,7 @@ def _check_sizes(sizes: Mapping[str, int], store: StageStore) -> None:
     """
     for name, n_bytes in sizes.items():
         path = store.root / name
-        with translated(str(path), doing="check"):
+        with translate_os_errors(str(path), doing="check"):
             found = path.stat().st_size
         if found != n_bytes:
             raise CorruptError(f"a rank has written {found} bytes, and not {n_bytes}", file=name)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.errors import CorruptError, MissingShardError
-from core.files.json_object import parsed_object
+from core.files.json_object import read_json_object
 from core.pickle.nesting import Index, Path
 
 if TYPE_CHECKING:
@@ -108,4 +108,4 @@ def _path(steps: Any) -> Path:
 
 
 def _object(store: ReadStore, file: str) -> dict[str, object]:
-    return parsed_object(store, file, max_bytes=_MAX_JSON_BYTES, max_values=_MAX_JSON_VALUES)
+    return read_json_object(store, file, max_bytes=_MAX_JSON_BYTES, max_values=_MAX_JSON_VALUES)

@@ -16,7 +16,7 @@ from core.catalog.file_image import FileImage, literal_file
 from core.catalog.key_patterns import listed_keys, rename_hint
 from core.changes.rename import is_optimizer_key
 from core.errors import UnsafeError, UnsupportedError
-from core.files.store import checked_name
+from core.files.store import check_name
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, STATE
 from core.formats.deepspeed.universal.groups import ParamGroup, param_groups, stored_groups
 from core.formats.deepspeed.universal.names import (
@@ -168,7 +168,7 @@ def _check_names(keys: Iterable[str]) -> None:
 
 def _is_directory_name(key: str) -> bool:
     try:
-        checked_name(key)
+        check_name(key)
     except UnsafeError:
         return False
     return "/" not in key and len(key.encode("utf-8", "replace")) <= 255
