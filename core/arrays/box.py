@@ -135,7 +135,7 @@ class Box:
         ]
 
 
-def whole(shape: Shape) -> Box:
+def full_box(shape: Shape) -> Box:
     """Return the box of all elements of a tensor."""
     return Box((0,) * len(shape), shape)
 

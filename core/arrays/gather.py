@@ -25,7 +25,7 @@ _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StridedLayout:
     """The positions of the elements of a box in a buffer or a file.
 
     Args:
@@ -37,7 +37,7 @@ class Layout:
     strides: Shape
 
 
-def inner_run(shape: Shape, itemsize: int, *layouts: Layout) -> tuple[int, int]:
+def inner_run(shape: Shape, itemsize: int, *layouts: StridedLayout) -> tuple[int, int]:
     """Find the longest run of a box that is consecutive in every layout.
 
     Returns:
@@ -54,15 +54,15 @@ def inner_run(shape: Shape, itemsize: int, *layouts: Layout) -> tuple[int, int]:
 
 def is_dense(shape: Shape, itemsize: int, strides: Shape) -> bool:
     """Return whether the elements of a box follow each other in C order without gaps."""
-    return inner_run(shape, itemsize, Layout(0, strides))[0] == 0
+    return inner_run(shape, itemsize, StridedLayout(0, strides))[0] == 0
 
 
-def span(shape: Shape, itemsize: int, strides: Shape) -> int:
+def byte_span(shape: Shape, itemsize: int, strides: Shape) -> int:
     """Return the bytes from the first element to the end of the last; strides must be >= 0."""
     return itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
-def starts(shape: Shape, *layouts: Layout) -> list[tuple[int, ...]]:
+def list_addresses(shape: Shape, *layouts: StridedLayout) -> list[tuple[int, ...]]:
     """Return the byte addresses, one per layout, of every index of ``shape`` in C order."""
     all_addresses = [tuple(layout.start for layout in layouts)]
     for axis, n in enumerate(shape):
@@ -76,7 +76,9 @@ def starts(shape: Shape, *layouts: Layout) -> list[tuple[int, ...]]:
     return all_addresses
 
 
-def copy_box(data: memoryview, source: Layout, out: memoryview, target: Layout, *, shape: Shape, itemsize: int) -> None:
+def copy_box(
+    data: memoryview, source: StridedLayout, out: memoryview, target: StridedLayout, *, shape: Shape, itemsize: int
+) -> None:
     """Copy the elements of a box from one buffer to another."""
     import numpy as np
 
@@ -88,7 +90,7 @@ def copy_box(data: memoryview, source: Layout, out: memoryview, target: Layout, 
     unit = _UNITS.get(n_bytes, f"V{n_bytes}")
     axes = [axis for axis in range(n_axes) if shape[axis] != 1]
 
-    def view(buffer: memoryview, layout: Layout) -> Any:
+    def view(buffer: memoryview, layout: StridedLayout) -> Any:
         return np.ndarray(
             [shape[axis] for axis in axes],
             unit,
@@ -119,7 +121,14 @@ def _copy_tiled(values: Any, out: Any) -> None:
 
 
 def read_box(
-    read: ReadAt, source: Layout, out: memoryview, target: Layout, *, shape: Shape, itemsize: int, raw: memoryview
+    read: ReadAt,
+    source: StridedLayout,
+    out: memoryview,
+    target: StridedLayout,
+    *,
+    shape: Shape,
+    itemsize: int,
+    raw: memoryview,
 ) -> None:
     """Read the elements of a box, with any strides, into a buffer.
 
@@ -137,19 +146,19 @@ def read_box(
     raw_strides = list(source.strides)
     if block_axis is not None:
         raw_strides[block_axis] = block_bytes
-    raw_layout = Layout(0, tuple(raw_strides))
+    raw_layout = StridedLayout(0, tuple(raw_strides))
     for index in product(*(range(0, n, step) for n, step in zip(shape, tile, strict=True))):
         part = tuple(min(step, n - i) for i, step, n in zip(index, tile, shape, strict=True))
         address = source.start + _dot(index, source.strides)
         if block_axis is None:
-            read(address, raw[: span(part, itemsize, source.strides)])
+            read(address, raw[: byte_span(part, itemsize, source.strides)])
         else:
             block = (*part[:block_axis], 1, *part[block_axis + 1 :])
-            n_bytes = span(block, itemsize, source.strides)
+            n_bytes = byte_span(block, itemsize, source.strides)
             for number in range(part[block_axis]):
                 start = number * block_bytes
                 read(address + number * source.strides[block_axis], raw[start : start + n_bytes])
-        part_target = Layout(target.start + _dot(index, target.strides), target.strides)
+        part_target = StridedLayout(target.start + _dot(index, target.strides), target.strides)
         copy_box(raw, raw_layout, out, part_target, shape=part, itemsize=itemsize)
 
 
@@ -178,14 +187,14 @@ def _plan_blocks(shape: Shape, strides: Shape, itemsize: int, raw_bytes: int) ->
     return tile, None, block_bytes
 
 
-def dense(shape: Shape, itemsize: int, start: int = 0) -> Layout:
+def dense_layout(shape: Shape, itemsize: int, start: int = 0) -> StridedLayout:
     """Return the layout of a C-order array that begins at a byte address."""
     strides = []
     step = itemsize
     for n in reversed(shape):
         strides.append(step)
         step *= max(n, 1)
-    return Layout(start, tuple(reversed(strides)))
+    return StridedLayout(start, tuple(reversed(strides)))
 
 
 def _dot(index: Shape, strides: Shape) -> int:

@@ -1,6 +1,6 @@
 """The geometry of sharding rules: pure integers in, boxes out.
 
-One primitive covers nearly everything. ``split(axis, parts)``: the global axis is k consecutive
+One primitive covers nearly everything. ``split_axis(axis, parts)``: the global axis is k consecutive
 parts, and shard r of n is the concatenation of the r-th n-th of every part::
 
     parts [6, 6], n = 2        global rows   0 1 2 | 3 4 5 || 6 7 8 | 9 10 11
@@ -26,7 +26,7 @@ from core.errors import UnsupportedError
 
 
 @value(frozen=True, slots=True)
-class Piece:
+class ShardPiece:
     """A region that a shard holds in one piece.
 
     Args:
@@ -38,18 +38,18 @@ class Piece:
     at: Shape
 
 
-def replicated(shape: Shape) -> list[Piece]:
+def replicated_pieces(shape: Shape) -> list[ShardPiece]:
     """Return the one piece of a shard that is the whole tensor."""
     return [_full_piece(shape)]
 
 
 @lru_cache(maxsize=1 << 14)
-def _full_piece(shape: Shape) -> Piece:
+def _full_piece(shape: Shape) -> ShardPiece:
     origin = (0,) * len(shape)
-    return Piece(Box(origin, shape), origin)
+    return ShardPiece(Box(origin, shape), origin)
 
 
-def split(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int) -> list[Piece]:
+def split_axis(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int) -> list[ShardPiece]:
     """Return the pieces of shard ``rank`` of ``n``, in their order in the shard.
 
     Args:
@@ -65,8 +65,8 @@ def split(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int) -
 
 
 @lru_cache(maxsize=1 << 14)
-def _split(shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int) -> tuple[Piece, ...]:
-    """Do the work of ``split``; cached, as the tensors of a model have few different shapes."""
+def _split(shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int) -> tuple[ShardPiece, ...]:
+    """Do the work of ``split_axis``; cached, as the tensors of a model have few different shapes."""
     if sum(parts) != shape[axis] or any(part % n for part in parts) or not 0 <= rank < n:
         raise ValueError(f"shard {rank} of {n} of parts {list(parts)} on axis {axis} of {shape}")
     origin = (0,) * len(shape)
@@ -75,7 +75,7 @@ def _split(shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int) -
     for part in parts:
         extent = part // n
         offset = _with(origin, axis, part_start + rank * extent)
-        pieces.append(Piece(Box(offset, _with(shape, axis, extent)), _with(origin, axis, local_start)))
+        pieces.append(ShardPiece(Box(offset, _with(shape, axis, extent)), _with(origin, axis, local_start)))
         part_start += part
         local_start += extent
     return tuple(pieces)
@@ -108,17 +108,17 @@ def check_divides(parts: Sequence[int], n: int, *, key: str, axis: int, group: s
             raise UnsupportedError(
                 f"{part} elements of axis {axis} do not divide over {group} {n}",
                 key=key,
-                hint=f"{group} sizes that do: {listed(divisors(common))}",
+                hint=f"{group} sizes that do: {join_numbers(divisors(common))}",
             )
 
 
-def trimmed(piece: Piece, axis: int, stop: int) -> Piece | None:
+def trim_piece(piece: ShardPiece, axis: int, stop: int) -> ShardPiece | None:
     """Return the part of a piece below global index ``stop`` of ``axis``, or None if empty."""
     start = piece.box.offset[axis]
     if start >= stop:
         return None
     extent = min(piece.box.shape[axis], stop - start)
-    return Piece(Box(piece.box.offset, _with(piece.box.shape, axis, extent)), piece.at)
+    return ShardPiece(Box(piece.box.offset, _with(piece.box.shape, axis, extent)), piece.at)
 
 
 def padded_vocab_size(n_rows: int, *, divisible_by: int, tp: int) -> int:
@@ -157,7 +157,7 @@ def check_heads(*, n_heads: int, n_groups: int, tp: int, key: str) -> None:
     else:
         problem = f"TP {tp} is neither a divisor nor a multiple of the {n_groups} query groups"
     sizes = [size for size in divisors(n_heads) if fits(size)]
-    raise UnsupportedError(problem, key=key, hint=f"TP sizes that work: {listed(sizes)}")
+    raise UnsupportedError(problem, key=key, hint=f"TP sizes that work: {join_numbers(sizes)}")
 
 
 def divisors(number: int) -> list[int]:
@@ -166,7 +166,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)}) or [1]
 
 
-def listed(numbers: Sequence[int]) -> str:
+def join_numbers(numbers: Sequence[int]) -> str:
     """Join numbers for a message, without the middle of a long list."""
     if len(numbers) > 16:
         return ", ".join(map(str, numbers[:12])) + f", … {numbers[-1]}"

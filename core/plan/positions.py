@@ -6,7 +6,7 @@ from array import array as columns
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from core.arrays.box import Box, Shape, whole
+from core.arrays.box import Box, Shape, full_box
 from core.arrays.coverage import first_hole, first_overlap
 from core.catalog.catalog import Fragment
 from core.catalog.file_image import FileImage
@@ -159,7 +159,7 @@ class ArrayCoverage:
                 if self._is_done[number] or 0 in placed.array.shape:
                     continue
                 parts = self._parts.get(number, [])
-                hole = first_hole(whole(placed.array.shape), [box for box, _ in parts])
+                hole = first_hole(full_box(placed.array.shape), [box for box, _ in parts])
                 raise CorruptError(
                     f"nothing fills {described(hole)} of array {placed.array.name!r}",
                     file=image.path,

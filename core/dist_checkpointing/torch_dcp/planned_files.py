@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
@@ -132,7 +132,7 @@ def write_rest(
         check_same_places(layout, whole_layout)
         layout = whole_layout
         target = layout.target
-        share = share_of(target, layout.images, {key: [whole(meta.shape)] for key, meta in target.hidden.items()})
+        share = share_of(target, layout.images, {key: [full_box(meta.shape)] for key, meta in target.hidden.items()})
         plan = make_plan(layout.source, share.target, share.images, compares=False, is_share=True)
         execute(plan, memory, store, CopyOptions(crc=False, digest=False))
     for image in sorted(layout.images, key=lambda image: image.is_metadata):

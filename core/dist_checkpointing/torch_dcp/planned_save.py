@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.arrays.coverage import first_hole, first_overlap, is_tiled
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray, no_literals
@@ -107,7 +107,7 @@ def planned(plans: Sequence[SavePlan]) -> Planned:
     for rank, one in enumerate(chunks):
         for chunk in one:
             if not chunk.box.is_empty or (tensors[chunk.key].n_elements == 0 and not pieces[chunk.key]):
-                box = chunk.box if not chunk.box.is_empty else whole(chunk.shape)
+                box = chunk.box if not chunk.box.is_empty else full_box(chunk.shape)
                 pieces[chunk.key].setdefault(box, rank)
     for key, boxes in pieces.items():
         found = [box for box in boxes if not box.is_empty]
@@ -115,7 +115,7 @@ def planned(plans: Sequence[SavePlan]) -> Planned:
         if twice is not None:
             first, second = (f"{described(found[n])} of rank {boxes[found[n]]}" for n in twice)
             raise UsageError(f"{first} and {second} overlap: two ranks would write the same elements", key=key)
-        region = whole(tensors[key].shape)
+        region = full_box(tensors[key].shape)
         if not region.is_empty and not is_tiled(region, found):
             raise MissingShardError(f"no rank has {described(first_hole(region, found))} of it", key=key)
     objects = dict.fromkeys(item.index.fqn for plan in plans for item in plan.items if not is_tensor(item))

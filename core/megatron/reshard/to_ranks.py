@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from core.arrays.box import Shape, whole
+from core.arrays.box import Shape, full_box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, bind_nothing
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import Optimizer, param_of, state_of
@@ -187,7 +187,7 @@ def shard(
             return optim.fragments(key) if optim is not None else ()
         if key in cuts:
             return files.fragments(key)
-        return tuple(Fragment(key, whole(one.shape), one, (0,) * len(one.shape)) for one in beside.get(key, ()))
+        return tuple(Fragment(key, full_box(one.shape), one, (0,) * len(one.shape)) for one in beside.get(key, ()))
 
     return Catalog(
         format="megatron",

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, bind_nothing
 from core.catalog.optimizer_keys import Optimizer, param_of
 from core.catalog.stored import Coords, StoredArray, array_name
@@ -155,7 +155,7 @@ def stack(
         if key in members:
             return tuple(_chunks(key, members[key], cuts, catalog, topology))
         meta = catalog.meta(key)
-        return (Fragment(key, whole(meta.shape), StoredArray(key, meta.dtype, meta.shape), (0,) * len(meta.shape)),)
+        return (Fragment(key, full_box(meta.shape), StoredArray(key, meta.dtype, meta.shape), (0,) * len(meta.shape)),)
 
     objects = _objects(catalog, states, places)
     notes = texts_of(catalog, "notes")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.arrays.box import whole
+from core.arrays.box import full_box
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
@@ -42,7 +42,7 @@ def flat_catalog(tensors: tuple[str, ...] = (), **objects: object) -> Catalog:
 
     def fragments_of(key: str) -> list[Fragment]:
         number = tensors.index(key)
-        return [Fragment(key, whole((2,)), StoredArray(key, "uint8", (2,), Extent("t", 2 * number)), (0,))]
+        return [Fragment(key, full_box((2,)), StoredArray(key, "uint8", (2,), Extent("t", 2 * number)), (0,))]
 
     return Catalog(
         "fake",
@@ -119,7 +119,7 @@ def test_tensors_inside_objects_are_hidden_and_keep_their_bytes(tmp_path: Path) 
 
     def fragments_of(key: str) -> list[Fragment]:
         assert key == "inside"
-        return [Fragment(key, whole((40,)), array, (0,))]
+        return [Fragment(key, full_box((40,)), array, (0,))]
 
     catalog = Catalog(
         "fake",

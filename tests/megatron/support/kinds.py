@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from core.arrays.box import whole
+from core.arrays.box import full_box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import MemoryStore
@@ -209,7 +209,7 @@ def _stored(
 def _catalog(name: str, arrays: Mapping[str, StoredArray], attrs: dict[str, object]) -> Catalog:
     def fragments_of(key: str) -> list[Fragment]:
         array = arrays[key]
-        return [Fragment(key, whole(array.shape), array, (0,) * len(array.shape))]
+        return [Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))]
 
     metas = {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
     return Catalog(format=name, version=None, tensors=metas, fragments_of=fragments_of, attrs=attrs)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.arrays.box import whole
+from core.arrays.box import full_box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import MemoryStore
@@ -292,7 +292,7 @@ class Model:
 
         def fragments_of(key: str) -> list[Fragment]:
             array = arrays[key]
-            return [Fragment(key, whole(array.shape), array, (0,) * len(array.shape))]
+            return [Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))]
 
         catalog = Catalog(
             format="megatron",

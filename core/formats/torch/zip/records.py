@@ -267,10 +267,10 @@ def _inflated(store: ReadStore, file: str, record: Record, start: int, stop: int
 
 def _gathered(data: bytes | memoryview, shape: Shape, strides: Shape, itemsize: int) -> memoryview:
     """The elements of a strided view as dense ones."""
-    from core.arrays.gather import Layout, copy_box, dense
+    from core.arrays.gather import StridedLayout, copy_box, dense_layout
 
-    source = Layout(0, tuple(step * itemsize for step in strides))
-    target = dense(shape, itemsize)
+    source = StridedLayout(0, tuple(step * itemsize for step in strides))
+    target = dense_layout(shape, itemsize)
     made = memoryview(bytearray(StoredArray("", "uint8", shape).n_bytes * itemsize))
     copy_box(memoryview(data), source, made, target, shape=shape, itemsize=itemsize)
     return made
