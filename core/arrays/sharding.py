@@ -1,7 +1,7 @@
 """The geometry of sharding rules: pure integers in, boxes out.
 
-One primitive covers nearly everything. ``split_axis(axis, parts)``: the global axis is k consecutive
-parts, and shard r of n is the concatenation of the r-th n-th of every part::
+One primitive covers nearly everything, ``split_axis``: the global axis is k consecutive parts, and
+shard r of n is the concatenation of the r-th n-th of every part::
 
     parts [6, 6], n = 2        global rows   0 1 2 | 3 4 5 || 6 7 8 | 9 10 11
     (a gated MLP's fc1)        shard 0       0 1 2            6 7 8
@@ -66,7 +66,7 @@ def split_axis(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: i
 
 @lru_cache(maxsize=1 << 14)
 def _split(shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int) -> tuple[ShardPiece, ...]:
-    """Do the work of ``split_axis``; cached, as the tensors of a model have few different shapes."""
+    """Do the work of ``split_axis``; cached, as tensors of a model have few different shapes."""
     if sum(parts) != shape[axis] or any(part % n for part in parts) or not 0 <= rank < n:
         raise ValueError(f"shard {rank} of {n} of parts {list(parts)} on axis {axis} of {shape}")
     origin = (0,) * len(shape)

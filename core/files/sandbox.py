@@ -21,8 +21,13 @@ _HEADER_BYTES = 8
 _WALL_FACTOR = 4
 """Seconds that the child may take for each second of its processor time, on a busy machine."""
 
-_PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from core.files.sandbox import be_child; be_child(sys.argv[2:])"
+_PROGRAM = "; ".join(
+    (
+        "import sys",
+        "sys.path.insert(0, sys.argv[1])",
+        "from core.files.sandbox import be_child",
+        "be_child(sys.argv[2:])",
+    )
 )
 
 

@@ -1,7 +1,7 @@
 """State dicts that contain themselves: a container refers to one of the containers around it.
 
-A pickle can express that, and a path through such a reference has no end. ``cut`` replaces only
-those references.
+A pickle can express that, and a path through such a reference has no end. ``cut_cycles`` replaces
+only those references.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from core.pickle.inert import Inert, ObjectLeaf, as_mapping
 from core.pickle.nesting import MAX_DEPTH
 
 ENDLESS = "reference to a container around it"
-"""Description, for users, of the ``ObjectLeaf`` that ``cut`` puts in place of a reference."""
+"""Description, for users, of the leaf that ``cut_cycles`` puts in place of a reference."""
 _REFERENCE = ObjectLeaf("#endless")
 
 
@@ -26,7 +26,7 @@ def endless_error(key: str) -> UnsupportedError:
     )
 
 
-def cut(root: object) -> object:
+def cut_cycles(root: object) -> object:
     """Return a tree in which an ``ObjectLeaf`` replaces each reference that closes a cycle.
 
     Containers that are shared by several places remain shared, and a container without such a

@@ -128,14 +128,14 @@ class Persistent:
         return f"<persistent {type(self.value).__name__}>"
 
 
-def namespace(fields: dict[str, object]) -> Inert:
+def make_namespace(fields: dict[str, object]) -> Inert:
     """Return an inert ``argparse.Namespace``, in which Megatron stores its arguments."""
     record = Inert("newobj", Global("argparse", "Namespace"))
     record.state = fields
     return record
 
 
-def ordered_dict(entries: dict[object, object]) -> Inert:
+def make_ordered_dict(entries: dict[object, object]) -> Inert:
     """Return an inert ``collections.OrderedDict``."""
     record = Inert("reduce", Global("collections", "OrderedDict"))
     record.entries = list(entries.items())
@@ -230,7 +230,7 @@ def _children(node: object) -> list[object]:
     return [item for item in node if type(item) not in PLAIN]
 
 
-class Weights:
+class ValueCounter:
     """A counter of the values in inert containers, which looks at shared containers only once."""
 
     def __init__(self) -> None:

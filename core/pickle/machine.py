@@ -33,7 +33,7 @@ Hook = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PickleLimits:
     """Limits of what a pickle may ask for.
 
     Args:
@@ -114,7 +114,7 @@ class Machine:
     )
 
     def __init__(
-        self, persistent_load: Callable[[object], object] | None, hooks: Mapping[Name, Hook], limits: Limits
+        self, persistent_load: Callable[[object], object] | None, hooks: Mapping[Name, Hook], limits: PickleLimits
     ) -> None:
         self.at = 0
         self.n_objects = 0

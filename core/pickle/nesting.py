@@ -21,20 +21,20 @@ from core.pickle.key_text import text_of
 MAX_DEPTH = 100
 
 Path = tuple[object, ...]
-"""Mapping keys and, as ``Index``, list indexes from the root to a leaf."""
+"""Mapping keys and, as ``ListIndex``, list indexes from the root to a leaf."""
 
 
-class Index(int):
+class ListIndex(int):
     """A list index in a path, as opposed to an integer that is a key of a mapping."""
 
 
-def joined(path: Path) -> str:
+def join_path(path: Path) -> str:
     """Return a path as text, dot-joined."""
     return ".".join(map(text_of, path))
 
 
 @value(frozen=True, slots=True)
-class Entry:
+class LeafEntry:
     """One leaf of a skeleton.
 
     Args:
@@ -50,10 +50,10 @@ class Entry:
         """Return the catalog key: the leaf's own if it has one, else the dot-joined path."""
         if isinstance(self.leaf, (TensorLeaf, ObjectLeaf)):
             return self.leaf.key
-        return joined(self.path)
+        return join_path(self.path)
 
 
-def entries(skeleton: object) -> Iterator[Entry]:
+def entries(skeleton: object) -> Iterator[LeafEntry]:
     """Yield every leaf of a skeleton, in order.
 
     Raises:
@@ -62,22 +62,22 @@ def entries(skeleton: object) -> Iterator[Entry]:
     yield from _entries(skeleton, ())
 
 
-def _entries(node: object, path: Path) -> Iterator[Entry]:
+def _entries(node: object, path: Path) -> Iterator[LeafEntry]:
     _check_depth(path)
     parts = _parts(node, len(path))
     if parts is None:
-        yield Entry(path, node)
+        yield LeafEntry(path, node)
         return
     for name, item in parts:
         if _is_leaf(item):
-            yield Entry((*path, name), item)
+            yield LeafEntry((*path, name), item)
         else:
             yield from _entries(item, (*path, name))
 
 
 def _check_depth(path: Path) -> None:
     if len(path) > MAX_DEPTH:
-        raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels", key=joined(path[:8]))
+        raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels", key=join_path(path[:8]))
 
 
 def _parts(node: object, depth: int) -> Iterable[tuple[object, object]] | None:
@@ -90,7 +90,7 @@ def _parts(node: object, depth: int) -> Iterable[tuple[object, object]] | None:
     if mapping is not None and (mapping or not depth):
         return mapping.items()
     if isinstance(node, (list, tuple)) and _is_descended(node, depth):
-        return [(Index(index), item) for index, item in enumerate(node)]
+        return [(ListIndex(index), item) for index, item in enumerate(node)]
     return None
 
 
@@ -145,7 +145,7 @@ def _is_descended(items: list[object] | tuple[object, ...], depth: int) -> bool:
     return False
 
 
-def mapped(node: object, change: Callable[[Entry], object]) -> object:
+def map_leaves(node: object, change: Callable[[LeafEntry], object]) -> object:
     """Return the same containers with every leaf replaced by ``change(entry)``.
 
     Args:
@@ -156,13 +156,13 @@ def mapped(node: object, change: Callable[[Entry], object]) -> object:
     return _mapped(node, (), change)
 
 
-def _mapped(node: object, path: Path, change: Callable[[Entry], object]) -> object:
+def _mapped(node: object, path: Path, change: Callable[[LeafEntry], object]) -> object:
     if path and _is_leaf(node):
-        return change(Entry(path, node))
+        return change(LeafEntry(path, node))
     _check_depth(path)
     parts = _parts(node, len(path))
     if parts is None:
-        return change(Entry(path, node))
+        return change(LeafEntry(path, node))
     # The container with its new parts, or without those that are removed.
     new_parts = {name: _mapped(item, (*path, name), change) for name, item in parts}
     remaining = {name: item for name, item in new_parts.items() if item is not REMOVED}
@@ -185,11 +185,11 @@ class _Removed:
 
 
 REMOVED = _Removed()
-"""Result of the callback of ``mapped`` for a leaf to be taken out."""
+"""Result of the callback of ``map_leaves`` for a leaf to be taken out."""
 
 
-def nested(leaves: Mapping[Path, object]) -> object:
-    """Build containers from paths: an ``Index`` element is a list index, any other a dict key.
+def nest_leaves(leaves: Mapping[Path, object]) -> object:
+    """Build containers from paths: a ``ListIndex`` element is a list index, any other a dict key.
 
     Missing list elements become None, as in torch's ``set_element``.
 
@@ -204,10 +204,10 @@ def nested(leaves: Mapping[Path, object]) -> object:
         for name in path[:-1]:
             below = node.setdefault(name, _UnfinishedContainer())
             if not isinstance(below, _UnfinishedContainer):
-                raise CorruptError("an entry is both a value and a container", key=joined(path))
+                raise CorruptError("an entry is both a value and a container", key=join_path(path))
             node = below
         if path[-1] in node:
-            raise CorruptError("two entries have the same path", key=joined(path))
+            raise CorruptError("two entries have the same path", key=join_path(path))
         node[path[-1]] = leaf
     return _finish(root)
 
@@ -221,7 +221,7 @@ def _finish(container: _UnfinishedContainer) -> object:
     items = {
         name: _finish(item) if isinstance(item, _UnfinishedContainer) else item for name, item in container.items()
     }
-    indexes = [name for name in items if isinstance(name, Index)]
+    indexes = [name for name in items if isinstance(name, ListIndex)]
     if not indexes:
         return items
     if len(indexes) != len(items) or min(indexes) < 0:
@@ -229,4 +229,4 @@ def _finish(container: _UnfinishedContainer) -> object:
     # The list is filled up to its largest index, which must not take much memory.
     if max(indexes) > 4 * len(indexes) + 1000:
         raise CorruptError(f"a list of {len(indexes)} elements has the index {max(indexes)}")
-    return [items.get(Index(index)) for index in range(max(indexes) + 1)]
+    return [items.get(ListIndex(index)) for index in range(max(indexes) + 1)]

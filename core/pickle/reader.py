@@ -7,9 +7,9 @@ allocates whatever a memo index or a length asks for, and nested tuple keys over
 and ``items``. Refused by name: the copyreg extension registry (EXT1/2/4), out-of-band buffers, text
 persistent ids.
 
-Bounds: the number of objects is limited in proportion to the length of the pickle (``Limits``), so
-that memory stays below 100 MB and 40 times that length; time is linear; nothing recurses. Lengths
-are compared with the data before memory is allocated for them.
+Bounds: the number of objects is limited in proportion to the length of the pickle
+(``PickleLimits``), so that memory stays below 100 MB and 40 times that length; time is linear;
+nothing recurses. Lengths are compared with the data before memory is allocated for them.
 
 Some callables that only make plain values are normalised (``core.pickle.reduce``): ``torch.Size``
 to a tuple (the hooks of torch's files keep it apart), sets, bytes of protocol 2,
@@ -30,14 +30,14 @@ from traceback import clear_frames
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
 from core.pickle.inert import NO_STATE, PLAIN, Inert, is_flat
-from core.pickle.machine import Hook, Limits, Machine, depth_error
+from core.pickle.machine import Hook, Machine, PickleLimits, depth_error
 from core.pickle.names import classify, globals_of, judge
 from core.pickle.reduce import Name
 from core.pickle.uses import Use
 
 __all__ = [
     "DEFAULT_LIMITS",
-    "Limits",
+    "PickleLimits",
     "ReadPickle",
     "ReadPickles",
     "classify",
@@ -51,7 +51,7 @@ __all__ = [
     "noting_uses",
 ]
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = PickleLimits()
 
 _noted: ContextVar[set[Use] | None] = ContextVar("uses of names in the pickles that are read", default=None)
 
@@ -110,7 +110,7 @@ def load(
     label: str,
     persistent_load: Callable[[object], object] | None = None,
     hooks: Mapping[Name, Hook] | None = None,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: PickleLimits = DEFAULT_LIMITS,
 ) -> object:
     """Read a pickle that takes up all of ``data``, and return its inert tree.
 
@@ -142,7 +142,7 @@ def load_next(
     label: str,
     persistent_load: Callable[[object], object] | None = None,
     hooks: Mapping[Name, Hook] | None = None,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: PickleLimits = DEFAULT_LIMITS,
 ) -> tuple[object, int]:
     """Read the pickle that begins at byte ``start``, for streams of several pickles.
 

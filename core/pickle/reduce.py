@@ -61,7 +61,7 @@ class KeyGuard:
 
     def _check_nested(self, key: Iterable[object]) -> None:
         """Check a tuple or frozenset level by level, and count its hash."""
-        # Level by level, so that deep and shared tuples are refused after a bounded number of steps.
+        # Level by level, so that deep and shared tuples are refused after few steps.
         level: list[object] = list(key)
         n_elements = 0
         for _ in range(MAX_KEY_DEPTH):

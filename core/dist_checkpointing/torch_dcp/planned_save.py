@@ -33,7 +33,7 @@ from core.live.share import HOLDER, filled, is_own
 from core.live.tensors import Chunk, metas_of_chunks
 from core.opening.target import source_and_target, tensors_only
 from core.pickle.inert import ObjectLeaf, TensorLeaf
-from core.pickle.nesting import Index, nested
+from core.pickle.nesting import ListIndex, nest_leaves
 from core.plan.plan import make_plan
 from core.plan.positions import described
 
@@ -88,9 +88,9 @@ class Planned:
             return None
         leaves: dict[KeyPath, object] = {}
         for key in (*self.tensors, *objects):
-            path = tuple(Index(part) if isinstance(part, int) else part for part in self.paths.get(key, (key,)))
+            path = tuple(ListIndex(part) if isinstance(part, int) else part for part in self.paths.get(key, (key,)))
             leaves[path] = TensorLeaf(key) if key in self.tensors else ObjectLeaf(key)
-        return nested(leaves)
+        return nest_leaves(leaves)
 
 
 def planned(plans: Sequence[SavePlan]) -> Planned:

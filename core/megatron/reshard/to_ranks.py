@@ -54,7 +54,7 @@ from core.megatron.placement.homes import Home, Homes, by_chunk, by_rank, homes_
 from core.megatron.reshard.rank_optimizer import optimizer_files
 from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import GPT, Rules
-from core.pickle.inert import TensorLeaf, Weights, as_mapping
+from core.pickle.inert import TensorLeaf, ValueCounter, as_mapping
 
 
 def shard(
@@ -151,7 +151,7 @@ def shard(
     versions = by_chunk((version, home) for module, version in noted.items() for home in places.module(str(module)))
     ranks: dict[Coords, tuple[str, object]] = {}
     beside: dict[str, list[StoredArray]] = {}
-    weights = Weights()
+    weights = ValueCounter()
     for rank in topology.ranks():
         coords = topology.coords(rank)
         folder = rank_dir(topology, rank)

@@ -16,7 +16,7 @@ from core.catalog.stored import Extent, StoredArray
 from core.files.store import MemoryStore
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.topology import Topology, rank_dir
-from core.pickle.inert import TensorLeaf, namespace, ordered_dict
+from core.pickle.inert import TensorLeaf, make_namespace, make_ordered_dict
 from tests.support.asked import told
 
 Arrays = dict[str, np.ndarray]
@@ -174,7 +174,7 @@ def catalog_of(
     contents: dict[str, bytes | bytearray] = {}
     arrays: dict[str, StoredArray] = {}
     ranks = {}
-    space = namespace(dict(args))
+    space = make_namespace(dict(args))
     for rank in topology.ranks():
         coords, folder = topology.coords(rank), rank_dir(topology, rank)
         entries: dict[object, object] = {}
@@ -184,7 +184,7 @@ def catalog_of(
             if array is not None:
                 arrays[key] = _stored(key, array, contents, coords)
                 entries[name] = TensorLeaf(key)
-        root = {"args": space, "checkpoint_version": 3.0, "iteration": 7, "model": ordered_dict(entries)}
+        root = {"args": space, "checkpoint_version": 3.0, "iteration": 7, "model": make_ordered_dict(entries)}
         ranks[coords] = (folder, root)
     attrs = {"is_rank_local": True, "args": space, "topology": topology, "ranks": ranks, "iteration": 7}
     return MemoryStore(contents), _catalog("megatron", arrays, attrs)
@@ -194,7 +194,7 @@ def dist_catalog(args: Mapping[str, object], tensors: Arrays) -> tuple[MemorySto
     """The catalog of a torch_dist checkpoint, and the store that holds its bytes."""
     contents: dict[str, bytes | bytearray] = {}
     arrays = {key: _stored(key, array, contents, ()) for key, array in tensors.items()}
-    common = {"args": namespace(dict(args)), "checkpoint_version": 3.0, "iteration": 7}
+    common = {"args": make_namespace(dict(args)), "checkpoint_version": 3.0, "iteration": 7}
     return MemoryStore(contents), _catalog("torch_dist", arrays, {"common": common})
 
 

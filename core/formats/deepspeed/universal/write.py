@@ -39,7 +39,7 @@ from core.formats.deepspeed.universal.names import (
 )
 from core.formats.torch.format import plan_tree
 from core.formats.torch.refused import loadable
-from core.pickle.inert import TensorLeaf, as_mapping, ordered_dict, walk
+from core.pickle.inert import TensorLeaf, as_mapping, make_ordered_dict, walk
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog, TensorMeta
@@ -290,10 +290,12 @@ def _model_root(
     optimized = {*trained, *(name for group in groups for name in group.names)}
     dp = target.attrs.get("dp")
     root: dict[object, object] = {
-        "module": ordered_dict({}),
+        "module": make_ordered_dict({}),
         "buffer_names": [name for name in parameters if name not in optimized],
         OPTIMIZER: None,
-        "param_shapes": [ordered_dict({name: target.tensors[name].shape for name in group.names}) for group in groups],
+        "param_shapes": [
+            make_ordered_dict({name: target.tensors[name].shape for name in group.names}) for group in groups
+        ],
         "frozen_param_shapes": None,
         "shared_params": dict(aliases),
         "frozen_param_fragments": None,

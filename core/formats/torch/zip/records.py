@@ -28,7 +28,7 @@ from core.arrays.dtypes import DTYPES
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.formats.torch.zip.container import Archive, Record
-from core.pickle.reader import DEFAULT_LIMITS, Limits
+from core.pickle.reader import DEFAULT_LIMITS, PickleLimits
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -186,7 +186,7 @@ def read_pickle(store: ReadStore, file: str, record: Record) -> bytes:
     return read_record(store, file, record)
 
 
-def pickle_limits(record: Record) -> Limits:
+def pickle_limits(record: Record) -> PickleLimits:
     """What a record's pickle may ask for: where it is deflated, objects in proportion to what the file holds."""
     if record.packed_bytes is None:
         return DEFAULT_LIMITS
