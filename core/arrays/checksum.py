@@ -68,6 +68,7 @@ def crc32_of_zeros(n_bytes: int) -> int:
 
 def _times(a: int, b: int) -> int:
     """Multiply two polynomials modulo the polynomial of CRC-32; bit 31 is x^0."""
+    # For each power of x in ``a``, add ``b`` times that power.
     product = 0
     bit = 1 << 31
     while a:
@@ -87,6 +88,7 @@ def _power(n_bytes: int) -> int:
     square = _times(1 << 30, 1 << 30)  # x^2
     square = _times(square, square)
     square = _times(square, square)  # x^8
+    # Square and multiply.
     while exponent:
         if exponent & 1:
             power = _times(power, square)
@@ -268,12 +270,14 @@ class ArraySum:
         assert self.is_complete
         if self._n_unsummed:
             return self._sum_again(read)
+        # The CRC-32 is joined from those of the runs, in order.
         crc = 0
         if self._with_crc:
             for _, n_bytes, run_crc in sorted(self._runs):
                 crc = crc32_combine(crc, run_crc, n_bytes)
         if not self._with_digest:
             return crc, b""
+        # The digest is the hash of the blocks' hashes; seams have none yet.
         state = xxhash.xxh3_128()
         for number in range(-(-self.n_bytes // BLOCK_BYTES)):
             block = self._blocks.get(number)

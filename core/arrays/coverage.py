@@ -78,6 +78,7 @@ def _find_overlap(boxes: Sequence[Box], group: list[int]) -> tuple[int, int] | N
 
 def first_hole(region: Box, boxes: Sequence[Box]) -> Box | None:
     """Return a part of ``region`` that no box covers, or None; boxes may overlap."""
+    # Cut every box out of the parts of the region that are still uncovered.
     rest = [] if region.is_empty else [region]
     for box in sorted(boxes, key=lambda b: b.offset):
         if not rest:
@@ -115,6 +116,7 @@ class BoxIndex:
             node = pending.pop()
             start = box.offset[node.axis] if node.axis >= 0 else 0
             stop = start + box.shape[node.axis] if node.axis >= 0 else 1
+            # Skip the children that end before the box, or begin after it.
             first = bisect_right(node.reaches, start)
             last = bisect_left(node.starts, stop)
             for child in node.children[first:last]:
@@ -146,6 +148,7 @@ class _Node:
 
 def _build_node(boxes: Sequence[Box], group: list[int], axes: tuple[int, ...]) -> _Node:
     """Build the tree of a group of boxes, cutting it along the first of ``axes`` that cuts it."""
+    # The first axis that cuts the group: a node with a child per cluster.
     for axis in axes:
         clusters = _cluster(boxes, group, axis)
         if len(clusters) > 1:

@@ -142,11 +142,13 @@ def read_box(
         out, target: the buffer, and the positions of the elements in it.
         raw: scratch space, at least ``itemsize`` bytes.
     """
+    # The tile in ``raw``: strides as in the file within a block, and blocks one after the other.
     tile, block_axis, block_bytes = _plan_blocks(shape, source.strides, itemsize, len(raw))
     raw_strides = list(source.strides)
     if block_axis is not None:
         raw_strides[block_axis] = block_bytes
     raw_layout = StridedLayout(0, tuple(raw_strides))
+    # Tile by tile, read the blocks into ``raw`` and copy them to their places.
     for index in product(*(range(0, n, step) for n, step in zip(shape, tile, strict=True))):
         part = tuple(min(step, n - i) for i, step, n in zip(index, tile, shape, strict=True))
         address = source.start + _dot(index, source.strides)

@@ -26,6 +26,7 @@ def make_folders(folder: Path) -> list[Path]:
     new_folders: list[Path] = []
     try:
         with translate_os_errors(str(folder), doing="create"):
+            # Look upwards for the missing ones, then make them downwards.
             missing = []
             while not folder.exists():
                 missing.append(folder)

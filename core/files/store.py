@@ -172,6 +172,7 @@ def list_files_below(store: ReadStore) -> dict[str, int]:
         return {store.entry: store.size(store.entry)}
     sizes: dict[str, int] = {}
     folders = [""]
+    # Directories are listed depth first, and the names sorted at the end.
     while folders:
         under = folders.pop()
         prefix = f"{under}/" if under else ""
@@ -331,6 +332,7 @@ class LocalStore(ReadStore):
             MissingShardError, UnsafeError, StorageError: as for ``size``.
         """
         with self._file(name) as fd, translate_os_errors(name, doing="read"):
+            # A call may read less than asked for.
             done = 0
             while done < len(buffer):
                 n_read = os.preadv(fd, [buffer[done:]], offset + done)
@@ -349,6 +351,7 @@ class LocalStore(ReadStore):
 
     @override
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
+        # The kernel takes up to _IOV_MAX buffers in one call.
         for first in range(0, len(buffers), _IOV_MAX):
             batch = buffers[first : first + _IOV_MAX]
             batch_bytes = n_bytes if len(batch) == len(buffers) else sum(map(len, batch))
@@ -416,6 +419,7 @@ class LocalStore(ReadStore):
         except BaseException:
             _close(fd)
             raise
+        # Sizes of pipes and devices mean nothing, and reading them may never end.
         if not stat.S_ISREG(status.st_mode):
             _close(fd)
             raise UnsafeError("not a regular file", file=name, hint="remove it from the checkpoint")

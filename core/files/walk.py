@@ -80,6 +80,7 @@ def list_tree(root: Path, *, entry: str | None = None, depth: int | None = None,
         without: relative paths of directories and files that are left out.
     """
     tree = Tree()
+    # One file only.
     if entry is not None:
         size_or_kind = _size_or_kind(root / entry)
         if isinstance(size_or_kind, int):
@@ -87,6 +88,7 @@ def list_tree(root: Path, *, entry: str | None = None, depth: int | None = None,
         else:
             tree.irregular[entry] = size_or_kind
         return tree
+    # All files, depth first.
     visited: set[tuple[int, int]] = set()
     waiting = [""]
     while waiting:
@@ -110,6 +112,7 @@ def _list_folder(root: Path, folder: str, visited: Set[tuple[int, int]]) -> _Lis
     """List one directory, unless it has been visited (as told by its device and inode)."""
     path = root / folder
     prefix = f"{folder}/" if folder else ""
+    # Several links may lead to one directory, or round in a circle.
     try:
         status = os.stat(path)
         identity = (status.st_dev, status.st_ino)
@@ -119,6 +122,7 @@ def _list_folder(root: Path, folder: str, visited: Set[tuple[int, int]]) -> _Lis
             sorted_entries = sorted(entries, key=lambda entry: entry.name)
     except OSError as err:
         return _Listing(None, irregular={folder: f"a directory that cannot be listed ({_reason(err)})"})
+    # Sort the entries into files, directories to list next, and everything else.
     listing = _Listing(identity)
     for entry in sorted_entries:
         name = prefix + entry.name

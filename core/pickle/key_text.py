@@ -128,6 +128,7 @@ def scalar_of(value: Inert) -> int | float | bool | str | None:
     element_type = _element_type(dtype)
     if element_type is None or type(data) is not bytes:
         return None
+    # Strings are fixed-width UTF-32, padded with NULs.
     code, is_big_endian = element_type
     if code.startswith("U"):
         try:

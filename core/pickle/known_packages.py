@@ -45,6 +45,7 @@ def _is_installed(top: str) -> bool:
         return False
     if spec is None:
         return False
+    # The finders may still find the name elsewhere, such as in the working directory.
     paths = [path for path in (spec.origin, *(spec.submodule_search_locations or ())) if path is not None]
     roots = _install_dirs()
     is_inside = any(Path(root) in Path(path).parents for path in paths for root in roots)

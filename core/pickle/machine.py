@@ -533,6 +533,7 @@ class Machine:
 
         ``getattr`` is left out if all its calls became longer names.
         """
+        # States are complete only now.
         uses = self._uses.union(*map(uses_by_state, self._acting))
         for name in self._names.values():
             if name == GETATTR and self._getattr_forms == {True}:
@@ -583,11 +584,13 @@ class Machine:
 
     def _build(self, target: object, state: object, data: bytes, i: int) -> int:
         """Run a BUILD of any other object than a fresh record, and return the next position."""
+        # Objects made by a hook take their state themselves.
         build = getattr(type(target), "build", None)
         if build is not None:
             build(target, state)
             bytes_behind = getattr(type(target), "bytes_behind", None)
             return i if bytes_behind is None else bytes_behind(target, data, i)
+        # A second state of a record adds attributes to the first.
         if not isinstance(target, Inert):
             self._change("record", target)
         if target.state is not NO_STATE:

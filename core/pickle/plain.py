@@ -16,16 +16,20 @@ larger than the value. Nothing recurses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, Size, TensorLeaf
 from core.pickle.reduce import KeyGuard
 
+_T = TypeVar("_T")
+
 _SAME = frozenset({type(None), bool, float, str, bytes, TensorLeaf})
 """Types whose values stand for themselves."""
 _MAX_PLAIN_BITS = 2032
 """Integers of fewer bits fit in LONG1, the longest integer that weights_only reads."""
+_MAX_HEX_DIGITS = 2 * 4096 + 1
+"""Digits, with the sign, of the longest integer that is read back."""
 _TAGS = {"reduce": "$call", "newobj": "$new", "newobj_ex": "$new_ex"}
 """``how`` of an inert object → its tag."""
 _HOWS = {tag: how for how, tag in _TAGS.items()}
@@ -133,10 +137,6 @@ def _to_plain(node: Any, result_of: _ResultOf) -> object:
     return convert(node, result_of)
 
 
-def _int_to_plain(node: int, result_of: _ResultOf) -> object:
-    return node if node.bit_length() < _MAX_PLAIN_BITS else {"$int": f"{node:x}"}
-
-
 def _dict_to_plain(node: dict[object, object], result_of: _ResultOf) -> object:
     if all(type(key) is str and not key.startswith("$") for key in node):
         return {key: result_of(item) for key, item in node.items()}
@@ -161,7 +161,7 @@ def _inert_to_plain(node: Inert, result_of: _ResultOf) -> dict[str, object]:
 
 
 _TO_PLAIN: dict[type, Callable[[Any, _ResultOf], object]] = {
-    int: _int_to_plain,
+    int: lambda node, result_of: node if node.bit_length() < _MAX_PLAIN_BITS else {"$int": f"{node:x}"},
     list: lambda node, result_of: [result_of(item) for item in node],
     dict: _dict_to_plain,
     tuple: lambda node, result_of: {"$tuple": [result_of(item) for item in node]},
@@ -221,24 +221,25 @@ def _from_plain(node: Any, result_of: _ResultOf, guard: KeyGuard) -> object:
 
 
 def _inert_from_plain(how: str, fn: object, content: dict[str, Any]) -> Inert:
-    record = Inert(how, fn, tuple(_list_of(content["args"])))
+    record = Inert(how, fn, tuple(_of_type(content["args"], list)))
     if "kwargs" in content:
         record.kwargs = {str(key): item for key, item in _pairs_of(content["kwargs"])}
     if "state" in content:
         record.state = content["state"]
-    record.items = _list_of(content.get("items", []))
+    record.items = _of_type(content.get("items", []), list)
     record.entries = _pairs_of(content.get("entries", []))
     return record
 
 
-def _list_of(value: object) -> list[object]:
-    if type(value) is not list:
-        raise ValueError("not a list")
+def _of_type(value: object, kind: type[_T]) -> _T:
+    """Return a value of exactly this type, or raise ValueError."""
+    if type(value) is not kind:
+        raise ValueError(f"not a {kind.__name__}")
     return value
 
 
 def _pairs_of(value: object) -> list[tuple[object, object]]:
-    pairs: Any = _list_of(value)
+    pairs: list[Any] = _of_type(value, list)
     return [(key, item) for key, item in pairs]
 
 
@@ -250,62 +251,40 @@ def _dict(value: object, guard: KeyGuard) -> dict[object, object]:
 
 
 def _set(value: object, guard: KeyGuard) -> set[object]:
-    members = _list_of(value)
+    members = _of_type(value, list)
     for member in members:
         guard.check(member)
     return set(members)
 
 
 def _global(value: object, guard: KeyGuard) -> Global:
-    module, name = _list_of(value)
-    if type(module) is not str or type(name) is not str:
-        raise ValueError("not a name")
-    return Global(module, name)
+    module, name = _of_type(value, list)
+    return Global(_of_type(module, str), _of_type(name, str))
 
 
 def _long(value: object, guard: KeyGuard) -> int:
-    if type(value) is not str or len(value) > 2 * 4096 + 1:
-        raise ValueError("not an integer")
-    return int(value, 16)
+    digits = _of_type(value, str)
+    if len(digits) > _MAX_HEX_DIGITS:
+        raise ValueError("too many digits")
+    return int(digits, 16)
 
 
 def _complex(value: object, guard: KeyGuard) -> complex:
-    real, imaginary = _list_of(value)
-    if type(real) is not float or type(imaginary) is not float:
-        raise ValueError("not numbers")
-    return complex(real, imaginary)
-
-
-def _bytearray(value: object, guard: KeyGuard) -> bytearray:
-    if type(value) is not bytes:
-        raise ValueError("not bytes")
-    return bytearray(value)
-
-
-def _size(value: object, guard: KeyGuard) -> Size:
-    extents = _list_of(value)
-    if any(type(extent) is not int for extent in extents):
-        raise ValueError("not a size")
-    return Size(extents)  # type: ignore[arg-type]
-
-
-def _object(value: object, guard: KeyGuard) -> ObjectLeaf:
-    if type(value) is not str:
-        raise ValueError("not a key")
-    return ObjectLeaf(value)
+    real, imaginary = _of_type(value, list)
+    return complex(_of_type(real, float), _of_type(imaginary, float))
 
 
 _FROM_TAG: dict[str, Callable[[Any, KeyGuard], object]] = {
     "$dict": _dict,
-    "$tuple": lambda value, guard: tuple(_list_of(value)),
-    "$size": _size,
+    "$tuple": lambda value, guard: tuple(_of_type(value, list)),
+    "$size": lambda value, guard: Size(_of_type(extent, int) for extent in _of_type(value, list)),
     "$set": _set,
     "$frozenset": lambda value, guard: frozenset(_set(value, guard)),
     "$global": _global,
     "$int": _long,
     "$complex": _complex,
-    "$bytearray": _bytearray,
+    "$bytearray": lambda value, guard: bytearray(_of_type(value, bytes)),
     "$persistent": lambda value, guard: Persistent(value),
-    "$object": _object,
+    "$object": lambda value, guard: ObjectLeaf(_of_type(value, str)),
 }
 """Tag → the function that builds the value from the tag's argument; ValueError if malformed."""

@@ -259,6 +259,7 @@ def _check_depth(value: object, max_depth: int) -> None:
             children = _children(node)
             if children is None:
                 continue
+            # Go down into this container first; the loop goes on with its siblings afterwards.
             visited.add(id(node))
             path.append(iter(children))
             if len(path) > max_depth:

@@ -92,12 +92,6 @@ PLAIN_KEYS = frozenset({str, bool, float, bytes, type(None), Inert, Global, Tens
 """Types of keys that are safe with any value; ``str`` and ``bytes`` hash with a secret seed."""
 
 
-def _make_complex(*args: object) -> object:
-    if len(args) == 2 and all(type(part) in (int, float) for part in args):
-        return complex(args[0], args[1])  # type: ignore[call-overload]
-    return NotImplemented
-
-
 def is_harmless_form(fn: object, args: tuple[object, ...]) -> bool:
     """Return whether a call is harmless though the same function may do harm with other arguments.
 
@@ -209,6 +203,11 @@ def normal_forms(
             return bytearray(args[0].encode("latin-1"))
         return NotImplemented
 
+    def make_complex(*args: object) -> object:
+        if len(args) == 2 and all(type(part) in (int, float) for part in args):
+            return complex(args[0], args[1])  # type: ignore[call-overload]
+        return NotImplemented
+
     def make_set(*args: object) -> object:
         if len(args) > 1 or (args and type(args[0]) not in (list, tuple)):
             return NotImplemented
@@ -262,7 +261,7 @@ def normal_forms(
         ("_codecs", "encode"): make_bytes_of_text,
         ("builtins", "bytes"): lambda *args: NotImplemented if args else b"",
         ("builtins", "bytearray"): make_bytearray,
-        ("builtins", "complex"): _make_complex,
+        ("builtins", "complex"): make_complex,
         ("builtins", "set"): make_set,
         ("builtins", "frozenset"): make_frozenset,
         ("builtins", "getattr"): get_attribute,

@@ -59,12 +59,6 @@ def _parse_string(line: bytes) -> object:
     return _parse_python2_string(_ESCAPE.sub(_unescape, line[1:-1]))
 
 
-def _parse_int_or_bool(line: bytes) -> object:
-    if line in (b"00", b"01"):
-        return line == b"01"
-    return _parse_int(line)
-
-
 def _parse_int(line: bytes) -> int:
     if len(line) > _MAX_DIGITS:
         raise UnsafeError(f"an integer of {len(line)} digits exceeds the limit of {_MAX_DIGITS:,}")
@@ -73,7 +67,7 @@ def _parse_int(line: bytes) -> int:
 
 LINES: dict[int, Callable[[bytes], object] | None] = {
     0x53: _parse_string,  # STRING
-    0x49: _parse_int_or_bool,  # INT
+    0x49: lambda line: line == b"01" if line in (b"00", b"01") else _parse_int(line),  # INT or bool
     0x4C: _parse_int,  # LONG
     0x46: float,  # FLOAT
     0x56: lambda line: str(line, "raw-unicode-escape"),  # UNICODE

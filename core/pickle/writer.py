@@ -261,6 +261,7 @@ class PickleWriter:
         parts = node.name.split(".")
         if len(parts) == 1 or self._protocol >= 4 or node in self._by_value or not all(parts):
             return self.name(node)
+        # getattr(getattr(outer, "name"), "name"): all functions first, then the arguments.
         opcodes = [self.name(_GETATTR) for _ in parts[1:]]
         opcodes.append(self.name(Global(node.module, parts[0])))
         opcodes += [self.text(part) + b"\x86R" for part in parts[1:]]
