@@ -17,9 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
-
-from typing_extensions import override
+from typing import TYPE_CHECKING, Protocol
 
 from core.errors import (
     CapacityError,
@@ -29,6 +27,15 @@ from core.errors import (
     TruncatedError,
     UnsafeError,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import override
+else:
+
+    def override(method):
+        """Return the method; ``core.files.sandbox`` imports this module without other packages."""
+        return method
+
 
 MAX_OPEN_FILES = 128
 MAX_LINKED_FOLDERS = 10_000
