@@ -1,7 +1,7 @@
-"""The checkpoint engine: opens any training checkpoint, converts and reshards it, proves that nothing was lost.
+"""The checkpoint engine: opens, converts, reshards and verifies training checkpoints.
 
-Start at ``docs/explanation/architecture.md``, or at ``core.convert.run``. Names here are looked up when they are first
-used, so that ``import core`` costs nothing.
+Start at ``docs/explanation/architecture.md``, or at ``core.convert.run``. The names that this
+module exports are imported when they are first used, so that ``import core`` costs nothing.
 """
 
 from __future__ import annotations

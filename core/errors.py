@@ -1,23 +1,23 @@
-"""Every error the project raises on purpose.
+"""The errors that the project raises on purpose.
 
 The tree (exit codes are the command line's)::
 
     CheckpointingException              1   root, the documented API's name
-    ├── UsageError                      2   the request itself makes no sense
+    ├── UsageError                      2   the request contradicts itself
     ├── CorruptError                    3   the checkpoint is damaged or incomplete
     │   ├── TruncatedError              3   a file is shorter than its metadata says
-    │   ├── MissingShardError           3   a file or a region of a tensor is absent
+    │   ├── MissingShardError           3   a file or a region of a tensor is missing
     │   └── ReplicaMismatchError        3   copies that must be equal differ
     ├── UnsupportedError                4   a format, layout or feature that is not handled
     │   └── UnknownTensorError          4   no layout rule matches a tensor's name
     ├── UnsafeError                     5   refused: names outside the directory, hostile pickles, …
-    ├── StorageError                    6   the operating system said no
+    ├── StorageError                    6   the operating system refused to read or write
     │   └── SourceChangedError          6   a source file changed while it was read
     ├── CapacityError                   7   does not fit in memory or on the disk
     └── WorkerError                     8   a worker process failed
 
-An error is one sentence about *what* is wrong, fields saying *where* (file, key, rank, byte range), and
-a hint saying what to do next. The fields are printed by ``--json``.
+An error is one sentence about *what* is wrong, fields that locate it (file, key, rank, byte range),
+and a hint about what to do next. ``--json`` prints the fields.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import ClassVar, Self
 
 
 class CheckpointingException(Exception):
-    """Root of all errors raised on purpose.
+    """The root of all errors that are raised on purpose.
 
     Args:
         message: what is wrong, one sentence, with the two values that disagree and their units.
@@ -37,7 +37,8 @@ class CheckpointingException(Exception):
         rank: the rank or rank directory concerned.
         span: byte range ``(start, stop)`` in ``file``.
         hint: what the user can do next.
-        rule: the rule of a format that is broken, where checks tell rules apart (``zip.overlap``); not shown.
+        rule: the broken rule of a format, for checks that distinguish rules (``zip.overlap``); not
+            shown.
     """
 
     exit_code: ClassVar[int] = 1
@@ -71,13 +72,13 @@ class CheckpointingException(Exception):
         return f"{self.sentence}. {self.hint if is_command else self.hint[0].upper() + self.hint[1:]}"
 
     def breaking(self, rule: str) -> Self:
-        """The error, told to break a rule unless it names one itself."""
+        """Set the broken rule unless the error has one already, and return the error."""
         self.rule = self.rule or rule
         return self
 
     @property
     def place(self) -> str:
-        """File, tensor, rank and byte range that the error names, as one text; "" if it names none."""
+        """Return file, tensor, rank and byte range as one text, "" without any."""
         parts = [
             f"{name} {value}"
             for name, value in (("file", self.file), ("tensor", self.key), ("rank", self.rank))
@@ -89,24 +90,24 @@ class CheckpointingException(Exception):
 
     @property
     def sentence(self) -> str:
-        """The message with the place in brackets, without the hint."""
+        """Return the message with the place in parentheses, without the hint."""
         return f"{self.message} ({self.place})" if self.place else self.message
 
     def fields(self) -> dict[str, object]:
-        """The error as a JSON object; absent parts are left out."""
-        found: dict[str, object] = {"code": self.code, "message": self.message}
+        """Return the error as a JSON object, without the fields that are None."""
+        fields: dict[str, object] = {"code": self.code, "message": self.message}
         for name in ("file", "key", "rank", "hint"):
             value = getattr(self, name)
             if value is not None:
-                found[name] = value
+                fields[name] = value
         if self.span is not None:
-            found["span"] = list(self.span)
-        return found
+            fields["span"] = list(self.span)
+        return fields
 
 
 @contextmanager
 def in_checkpoint(path: str) -> Iterator[None]:
-    """Puts a checkpoint's path before the files that errors name, where there is more than one checkpoint."""
+    """Prefix the file of errors with a checkpoint's path, for work on several checkpoints."""
     try:
         yield
     except CheckpointingException as err:
@@ -138,7 +139,7 @@ class TruncatedError(CorruptError):
 
 
 class MissingShardError(CorruptError):
-    """A file, a rank or a region of a tensor is absent."""
+    """A file, a rank or a region of a tensor is missing."""
 
     code = "missing"
 
@@ -163,14 +164,14 @@ class UnknownTensorError(UnsupportedError):
 
 
 class UnsafeError(CheckpointingException):
-    """Input that would leave the checkpoint directory, or asks for code to be run."""
+    """Input that refers to files outside the checkpoint directory, or asks to run code."""
 
     exit_code = 5
     code = "unsafe"
 
 
 class StorageError(CheckpointingException):
-    """The operating system refused to read or write (permission, input/output error, …)."""
+    """The operating system refused to read or write (missing permission, I/O error, …)."""
 
     exit_code = 6
     code = "io"
@@ -183,7 +184,7 @@ class SourceChangedError(StorageError):
 
 
 class CapacityError(CheckpointingException):
-    """The work does not fit in the memory or on the disk that it was given."""
+    """The work does not fit in memory or on the disk."""
 
     exit_code = 7
     code = "capacity"
@@ -197,9 +198,9 @@ class WorkerError(CheckpointingException):
 
 
 Report = Callable[[CheckpointingException], None]
-"""What a reader does with a problem after which it can go on: ``raising`` stops it, a check's function collects."""
+"""Called with each problem after which a reader can go on: ``raising`` stops it, checks collect."""
 
 
 def raising(problem: CheckpointingException) -> None:
-    """Raises the problem: what operations do, which stop at the first one."""
+    """Raise the problem, as operations do, which stop at the first one."""
     raise problem

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from core.errors import UsageError
-from core.files.store import translated
+from core.files.store import translate_os_errors
 
 _OPENINGS = (b'{"schema": "ckpt.', b'{\n "$schema": ', b"<?xml ", b"::", "✓ ".encode(), "✗ ".encode(), b"! ")
 """How the reports and baselines begin that this program writes; colours are never written to a file."""
@@ -27,7 +27,7 @@ def check_place(path: Path) -> None:
         raise UsageError("this is a directory, and no file to write", file=str(path), hint="give the name of a file")
     if not path.parent.is_dir():
         raise UsageError("there is no such directory to write to", file=str(path.parent), hint="make it first")
-    with translated(str(path), doing="read"):
+    with translate_os_errors(str(path), doing="read"):
         if path.is_file():
             with path.open("rb") as file:
                 start = file.read(32)
@@ -48,7 +48,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
     """
     check_place(path)
     data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
-    with translated(str(path), doing="write"):
+    with translate_os_errors(str(path), doing="write"):
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             path.write_bytes(data)
             return

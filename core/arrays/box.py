@@ -1,6 +1,7 @@
 """N-dimensional boxes: half-open intervals of element indices.
 
-Pure integer geometry. A box of rank 0 is the single element of a scalar; a box with a zero extent is empty.
+Pure integer geometry. A box of rank 0 is the single element of a scalar; a box with a zero extent
+is empty.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ class Box:
 
     @property
     def rank(self) -> int:
-        """Number of axes."""
+        """Return the number of axes."""
         return len(self.shape)
 
     @property
     def end(self) -> Shape:
-        """One past the last index per axis, in elements."""
+        """Return one past the last index per axis, in elements."""
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     @property
     def n_elements(self) -> int:
-        """Number of elements; 1 for rank 0."""
+        """Return the number of elements, which is 1 for rank 0."""
         return prod(self.shape)
 
     @property
     def is_empty(self) -> bool:
-        """Whether some extent is zero."""
+        """Return whether some extent is zero."""
         return 0 in self.shape
 
     def intersect(self, other: Box) -> Box | None:
-        """The common elements, or None if there are none.
+        """Return the box of the common elements, or None if there are none.
 
         Raises:
             ValueError: the ranks differ.
@@ -75,18 +76,21 @@ class Box:
         return Box(tuple(offset), tuple(shape))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of ``other`` lies in this box; an empty box lies in any box that has its offset."""
+        """Return whether every element of ``other`` lies in this box.
+
+        An empty box lies in every box that contains its offset.
+        """
         return all(
             o1 <= o2 and o2 + n2 <= o1 + n1
             for o1, n1, o2, n2 in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
 
     def shift(self, delta: Iterable[int]) -> Box:
-        """The box moved by ``delta`` elements per axis (may be negative, but not to below zero)."""
+        """Return the box moved by ``delta`` elements per axis, not to below zero."""
         return Box(tuple(o + d for o, d in zip(self.offset, delta, strict=True)), self.shape)
 
     def subtract(self, other: Box) -> list[Box]:
-        """Disjoint boxes that hold the elements of this box outside ``other``.
+        """Return disjoint boxes that hold the elements of this box outside ``other``.
 
         Returns:
             At most ``2 * rank`` boxes, none empty; ``[self]`` if the two are disjoint.
@@ -97,6 +101,7 @@ class Box:
         pieces = []
         offset = list(self.offset)
         shape = list(self.shape)
+        # Cut off what lies before and after the common part, axis by axis, and go on with the rest.
         for axis in range(self.rank):
             below = common.offset[axis] - offset[axis]
             if below:
@@ -110,7 +115,7 @@ class Box:
         return pieces
 
     def split(self, axis: int, sizes: Iterable[int]) -> list[Box]:
-        """Consecutive boxes along ``axis`` whose extents are ``sizes``.
+        """Cut the box along ``axis`` into consecutive boxes with the extents ``sizes``.
 
         Raises:
             ValueError: the sizes do not add up to the extent.
@@ -130,13 +135,13 @@ class Box:
         ]
 
 
-def whole(shape: Shape) -> Box:
-    """The box of all elements of a tensor of ``shape``."""
+def full_box(shape: Shape) -> Box:
+    """Return the box of all elements of a tensor."""
     return Box((0,) * len(shape), shape)
 
 
 def c_strides(shape: Shape) -> Shape:
-    """Strides in elements of a C-order array of ``shape``."""
+    """Return the strides, in elements, of a C-order array."""
     strides = []
     step = 1
     for extent in reversed(shape):
@@ -146,12 +151,15 @@ def c_strides(shape: Shape) -> Shape:
 
 
 def flat_offset(box: Box, shape: Shape) -> int:
-    """Index of a box's first element in a C-order tensor of ``shape``, flattened."""
+    """Return the index of a box's first element in the flattened C-order tensor of ``shape``."""
     return sum(i * step for i, step in zip(box.offset, c_strides(shape), strict=True))
 
 
 def is_c_contiguous(shape: Shape, strides: Shape) -> bool:
-    """Whether ``strides`` (elements) address ``shape`` in C order without gaps; extent-1 axes do not count."""
+    """Return whether ``strides`` (in elements) address ``shape`` in C order without gaps.
+
+    The strides of axes of extent 1 do not matter.
+    """
     expected = 1
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         if extent == 0:
@@ -163,7 +171,7 @@ def is_c_contiguous(shape: Shape, strides: Shape) -> bool:
 
 
 def boxes_of_flat_range(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Boxes that together hold elements [start, stop) of a C-order tensor.
+    """Return the boxes that together hold elements [start, stop) of a C-order tensor.
 
     Needed for distributed-optimizer shards, which are cut from the flattened tensor.
 
@@ -183,14 +191,18 @@ def boxes_of_flat_range(shape: Shape, start: int, stop: int) -> list[Box]:
         return []
     if not shape:
         return [Box((), ())]
-    row = prod(shape[1:])
-    first, head = divmod(start, row)
-    last, tail = divmod(stop, row)
+    # Positions as (row of axis 0, element within the row).
+    row_size = prod(shape[1:])
+    first, head = divmod(start, row_size)
+    last, tail = divmod(stop, row_size)
     if first == last:
         return [Box((first, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], head, tail)]
+    # A partial first row, the complete rows in one box, and a partial last row.
     boxes = []
     if head:
-        boxes += [Box((first, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], head, row)]
+        boxes += [
+            Box((first, *inner.offset), (1, *inner.shape)) for inner in boxes_of_flat_range(shape[1:], head, row_size)
+        ]
         first += 1
     if last > first:
         boxes.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))

@@ -1,15 +1,17 @@
 """Casts: changing the dtype of dense elements in a buffer.
 
-Every value is rounded as torch 2.13's ``Tensor.to`` rounds it, bit for bit: to nearest even, through float32 wherever
-one side is narrower than that (so float64 → bfloat16 rounds twice, as in torch), overflow to infinity, or to NaN in the
-``fnuz`` types, and saturating at ±448, infinities included, in float8_e4m3fn. A NaN stays a NaN; its sign and payload
-are numpy's and ml_dtypes', because torch's own depend on the instruction set.
+Every value is rounded as torch 2.13's ``Tensor.to`` rounds it, bit for bit: to nearest even,
+through float32 wherever one side is narrower than that (so float64 → bfloat16 rounds twice, as in
+torch), overflow to infinity, or to NaN in the ``fnuz`` types, and saturating at ±448, infinities
+included, in float8_e4m3fn. A NaN stays a NaN; its sign and payload are numpy's and ml_dtypes',
+because torch's own depend on the instruction set.
 
-Supported: all pairs of float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and their ``fnuz`` forms; from
-float8_e8m0fnu; from bool and integers to integers and floats that hold each of their values.
+Supported: all pairs of float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 and their
+``fnuz`` forms; from float8_e8m0fnu; from bool and integers to integers and floats that hold each of
+their values.
 
-Not supported: complex, packed four-bit types, to float8_e8m0fnu (scales are not rounded values), and casts that would
-lose integers or fractions.
+Not supported: complex, packed four-bit types, to float8_e8m0fnu (scales are not rounded values),
+and casts that would lose integers or fractions.
 """
 
 from __future__ import annotations
@@ -22,99 +24,107 @@ from core.arrays.dtypes import dtype_of, itemsize
 from core.errors import UnsupportedError
 
 Cast = Callable[[memoryview, memoryview], None]
-"""Reads dense elements from the first buffer and writes them to the second; the element counts agree."""
+"""Casts the dense elements of the first buffer into the second, which has room for as many."""
 
 _EXACT_BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
-"""Integers of that many bits are exact in these types."""
-_AT_ONCE = 1 << 16
-"""Elements."""
+"""Type → bits of the integers that it holds exactly."""
+_BATCH_SIZE = 1 << 16
+"""Elements that are cast at once, so that temporary arrays stay small and in the cache."""
 
 
 def check_cast(source: str, target: str, *, key: str | None = None) -> None:
-    """Refuses a cast that is not made.
+    """Raise unless a tensor can be cast from one dtype to another.
 
     Args:
         source, target: canonical dtype names.
         key: the tensor, for the message.
 
     Raises:
-        UnsupportedError: see the module's docstring.
+        UnsupportedError: the module's docstring lists the cast as not supported.
     """
-    if source != target and not _is_made(source, target):
+    if source != target and not _is_supported(source, target):
         raise UnsupportedError(
-            f"{source} is not cast to {target}",
+            f"casting {source} to {target} is not supported",
             key=key,
             hint="leave this tensor out of --dtype, or choose a wider type",
         )
 
 
-def _is_made(source: str, target: str) -> bool:
-    a, b = dtype_of(source), dtype_of(target)
-    if a.kind == "float":
-        return b.kind == "float" and target != "float8_e8m0fnu"
-    if a.kind not in ("bool", "int", "uint"):
+def _is_supported(source: str, target: str) -> bool:
+    old, new = dtype_of(source), dtype_of(target)
+    if old.kind == "float":
+        return new.kind == "float" and target != "float8_e8m0fnu"
+    if old.kind not in ("bool", "int", "uint"):
         return False
-    value_bits = 1 if a.kind == "bool" else 8 * a.itemsize - (a.kind == "int")
-    if b.kind == "float":
+    # Of integers, the new type must hold every value of the old one.
+    value_bits = 1 if old.kind == "bool" else 8 * old.itemsize - (old.kind == "int")
+    if new.kind == "float":
         return value_bits <= _EXACT_BITS.get(target, 0)
-    if b.kind == "int":
-        return value_bits <= 8 * b.itemsize - 1
-    return b.kind == "uint" and a.kind != "int" and value_bits <= 8 * b.itemsize
+    if new.kind == "int":
+        return value_bits <= 8 * new.itemsize - 1
+    return new.kind == "uint" and old.kind != "int" and value_bits <= 8 * new.itemsize
 
 
 @lru_cache
 def cast_of(source: str, target: str) -> Cast:
-    """The function that casts dense little-endian elements; numpy is imported here.
+    """Return the function that casts dense little-endian elements; numpy is imported here.
 
     Raises:
-        UnsupportedError: the cast is not made.
+        UnsupportedError: the cast is not supported.
     """
     check_cast(source, target)
     import numpy as np
 
-    wide, narrow = itemsize(source), itemsize(target)
-    if dtype_of(source).kind != "float":
-        return _in_parts(lambda data, out: _convert(data, source, out, target), wide, narrow)
-    if wide == 1 or (wide == 2 and (source, target) != ("bfloat16", "float32")):
+    in_bytes, out_bytes = itemsize(source), itemsize(target)
+    is_float = dtype_of(source).kind == "float"
+    if is_float and (in_bytes == 1 or (in_bytes == 2 and (source, target) != ("bfloat16", "float32"))):
+        # From at most 16 bits: look up every bit pattern in a table of all of them.
+        # mode="wrap", because "raise" would copy the output once more.
         table = patterns_of(source, target)
-        return _in_parts(
-            lambda data, out: np.take(table, _view(data, wide), out=_view(out, narrow), mode="wrap"), wide, narrow
-        )
-    if narrow == 1:
+
+        def cast_batch(data: memoryview, out: memoryview) -> None:
+            patterns = np.frombuffer(data, dtype=f"u{in_bytes}")
+            np.take(table, patterns, out=np.frombuffer(out, dtype=f"u{out_bytes}"), mode="wrap")
+
+    elif is_float and out_bytes == 1:
+        # From wide floats to eight bits: reduce to bfloat16 patterns first, then look those up.
         table = patterns_of("bfloat16", target)
-        return _in_parts(
-            lambda data, out: np.take(table, _sticky(data, source), out=_view(out, 1), mode="wrap"), wide, narrow
-        )
-    return _in_parts(lambda data, out: _convert(data, source, out, target), wide, narrow)
 
+        def cast_batch(data: memoryview, out: memoryview) -> None:
+            patterns = _round_to_odd(data, source)
+            np.take(table, patterns, out=np.frombuffer(out, dtype="u1"), mode="wrap")
 
-def _in_parts(cast: Callable[[memoryview, memoryview], object], wide: int, narrow: int) -> Cast:
-    """The cast, a few elements at a time, so that temporary arrays stay small and in the cache."""
+    else:
+
+        def cast_batch(data: memoryview, out: memoryview) -> None:
+            _convert(data, source, out, target)
 
     def cast_all(data: memoryview, out: memoryview) -> None:
-        for first in range(0, len(data) // wide, _AT_ONCE):
-            last = first + _AT_ONCE
-            cast(data[first * wide : last * wide], out[first * narrow : last * narrow])
+        for first in range(0, len(data) // in_bytes, _BATCH_SIZE):
+            last = first + _BATCH_SIZE
+            cast_batch(data[first * in_bytes : last * in_bytes], out[first * out_bytes : last * out_bytes])
 
     return cast_all
 
 
 def _convert(data: memoryview, source: str, out: memoryview, target: str) -> None:
-    """The cast by numpy and ml_dtypes, the reference for the faster ways."""
+    """Cast elements with numpy and ml_dtypes, the reference for the faster ways."""
     import numpy as np
 
-    values: Any = np.frombuffer(data, dtype=_numpy_type(source))
+    values: Any = np.frombuffer(data, dtype=_numpy_dtype(source))
     with np.errstate(all="ignore"):
+        # torch casts through float32 wherever one side is narrower than that.
         if dtype_of(source).kind == "float" and source != "float32" and min(itemsize(source), itemsize(target)) <= 2:
             values = values.astype(np.float32)
+        # torch saturates in float8_e4m3fn, ml_dtypes overflows to NaN.
         if target == "float8_e4m3fn":
             values = np.clip(values, np.float32(-448), np.float32(448))
-        np.copyto(np.frombuffer(out, dtype=_numpy_type(target)), values, casting="unsafe")
+        np.copyto(np.frombuffer(out, dtype=_numpy_dtype(target)), values, casting="unsafe")
 
 
 @lru_cache
 def patterns_of(source: str, target: str) -> Any:
-    """The cast of every bit pattern of a type of at most 16 bits, as unsigned integers."""
+    """Return the cast of every bit pattern of a type of at most 16 bits, as unsigned integers."""
     import numpy as np
 
     patterns: Any = np.arange(1 << 8 * itemsize(source), dtype=f"u{itemsize(source)}")
@@ -123,35 +133,30 @@ def patterns_of(source: str, target: str) -> Any:
     return table
 
 
-def _sticky(data: memoryview, source: str) -> Any:
-    """float32 or float64 cut to bfloat16 patterns, odd if something was cut off.
+def _round_to_odd(data: memoryview, source: str) -> Any:
+    """Cut float32 or float64 values to bfloat16 patterns, and make them odd if bits were lost.
 
-    That keeps eight bits and the knowledge on which side of a tie the value lies, so rounding from there to the four or
-    fewer bits of an eight-bit type is rounding from float32 (S. Boldo, G. Melquiond, "When double rounding is odd").
+    That keeps eight bits and the knowledge on which side of a tie the value lies, so rounding from
+    there to the four or fewer bits of an eight-bit type is rounding from float32 (S. Boldo,
+    G. Melquiond, "When double rounding is odd").
     """
     import numpy as np
 
-    values: Any = np.frombuffer(data, dtype=_numpy_type(source))
+    values: Any = np.frombuffer(data, dtype=_numpy_dtype(source))
     with np.errstate(all="ignore"):
         bits = values.astype(np.float32, copy=False).view(np.uint32)
     return (bits >> 16).astype(np.uint16) | ((bits & 0xFFFF) != 0)
 
 
-def _view(buffer: memoryview, size: int) -> Any:
+def _numpy_dtype(name: str) -> Any:
     import numpy as np
 
-    return np.frombuffer(buffer, dtype=f"u{size}")
-
-
-def _numpy_type(name: str) -> Any:
-    import numpy as np
-
-    spelling = dtype_of(name).numpy
-    assert spelling is not None
-    if hasattr(np, spelling) and spelling != "bool":
-        return np.dtype(spelling)
-    if spelling == "bool":
+    numpy_name = dtype_of(name).numpy
+    assert numpy_name is not None
+    if hasattr(np, numpy_name) and numpy_name != "bool":
+        return np.dtype(numpy_name)
+    if numpy_name == "bool":
         return np.dtype(np.bool_)
     import ml_dtypes
 
-    return np.dtype(getattr(ml_dtypes, spelling))
+    return np.dtype(getattr(ml_dtypes, numpy_name))

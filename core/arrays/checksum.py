@@ -1,14 +1,16 @@
 """CRC-32 and content digests, computed in pieces that finish in any order.
 
 * ``crc32`` is zlib's polynomial (zip, gzip). Pieces are joined with ``crc32_combine``.
-* The *digest* of a byte string is the XXH3-128 of the XXH3-128s of its 1 MiB blocks, in order. Blocks are counted from
-  the beginning of the string, so the digest does not depend on who hashed which part.
+* The *digest* of a byte string is the XXH3-128 of the XXH3-128s of its 1 MiB blocks, in order.
+  Blocks are counted from the beginning of the string, so the digest does not depend on who hashed
+  which part.
 
-``RunSum`` follows the bytes of one consecutive run; ``ArraySum`` joins the runs of one array. A block that two runs
-share (a *seam*) is hashed at the end, from the file. ``ArrayPart`` is what one of several processes has of an array.
+``RunSum`` follows the bytes of one consecutive run; ``ArraySum`` joins the runs of one array. A
+block that two runs share (a *seam*) is hashed at the end, from the file. ``ArrayPart`` carries the
+sums of one process to another.
 
-Source: zlib's ``crc32_combine`` (multiplication by x^(8n) modulo the polynomial, bits reflected); XXH3 as in
-xxhash 0.8.
+Source: zlib's ``crc32_combine`` (multiplication by x^(8n) modulo the polynomial, bits reflected);
+XXH3 as in xxhash 0.8.
 """
 
 from __future__ import annotations
@@ -25,29 +27,29 @@ _combine: Callable[[int, int, int], int] | None
 try:
     from zlib_ng.zlib_ng import crc32 as _crc32
     from zlib_ng.zlib_ng import crc32_combine as _combine
-except ImportError:  # a platform without wheels: the same numbers, four times slower
+except ImportError:  # no wheel for this platform: the same numbers, four times slower
     _crc32, _combine = zlib.crc32, None
 
 BLOCK_BYTES = 1 << 20
-"""Bytes of the blocks that a digest is made of."""
+"""Size of the blocks that are hashed one by one for a digest."""
 
 ALGORITHM = "xxh3-128/1MiB"
-"""How manifests call the digest."""
+"""Name of the digest in manifests."""
 
 _POLYNOMIAL = 0xEDB88320
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """CRC-32 of ``data``, continuing from ``value``."""
+    """Return the CRC-32 of ``data``, continued from the CRC-32 ``value`` of earlier bytes."""
     return int(_crc32(data, value))
 
 
 def crc32_combine(first: int, second: int, n_second: int) -> int:
-    """CRC-32 of two strings put together.
+    """Return the CRC-32 of two byte strings, one after the other.
 
     Args:
-        first, second: CRC-32 of each.
-        n_second: bytes of the second.
+        first, second: the CRC-32 of each string.
+        n_second: length of the second string, in bytes.
     """
     if _combine is not None:
         return int(_combine(first, second, n_second))
@@ -55,17 +57,18 @@ def crc32_combine(first: int, second: int, n_second: int) -> int:
 
 
 def combine_in_python(first: int, second: int, n_second: int) -> int:
-    """``crc32_combine`` without zlib-ng; operators of lengths that were seen before are kept."""
+    """Return the same as ``crc32_combine`` without zlib-ng; factors of lengths are cached."""
     return _times(_power(n_second), first) ^ second
 
 
 def crc32_of_zeros(n_bytes: int) -> int:
-    """CRC-32 of ``n_bytes`` zero bytes."""
+    """Return the CRC-32 of ``n_bytes`` zero bytes."""
     return _times(_power(n_bytes), 0xFFFFFFFF) ^ 0xFFFFFFFF
 
 
 def _times(a: int, b: int) -> int:
-    """Product of two polynomials modulo the CRC's; bit 31 is x^0."""
+    """Multiply two polynomials modulo the polynomial of CRC-32; bit 31 is x^0."""
+    # For each power of x in ``a``, add ``b`` times that power.
     product = 0
     bit = 1 << 31
     while a:
@@ -79,12 +82,13 @@ def _times(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _power(n_bytes: int) -> int:
-    """x^(8 * n_bytes) modulo the polynomial."""
+    """Return x^(8 * n_bytes) modulo the polynomial of CRC-32."""
     power = 1 << 31
     exponent = n_bytes
     square = _times(1 << 30, 1 << 30)  # x^2
     square = _times(square, square)
     square = _times(square, square)  # x^8
+    # Square and multiply.
     while exponent:
         if exponent & 1:
             power = _times(power, square)
@@ -94,14 +98,14 @@ def _power(n_bytes: int) -> int:
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:
-    """The digest (16 bytes) of a string that is in memory as a whole."""
+    """Return the digest (16 bytes) of a byte string in memory."""
     view = memoryview(data)
     blocks = (xxhash.xxh3_128_digest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES))
     return xxhash.xxh3_128_digest(b"".join(blocks))
 
 
 def digest_of_blocks(blocks: list[bytes]) -> bytes:
-    """The digest of a string from the hashes of all of its blocks."""
+    """Return the digest of a byte string from the hashes of all its blocks, in order."""
     return xxhash.xxh3_128_digest(b"".join(blocks))
 
 
@@ -110,13 +114,13 @@ class RunSum:
 
     Args:
         offset: where the run begins in the array, in bytes.
-        array_bytes: length of the whole array, whose last block may be short.
-        crc, digest: what to compute.
+        array_bytes: length of the array, whose last block may be short.
+        crc, digest: which sums to compute.
 
     Attributes:
-        n_bytes: how much has been fed.
-        crc: CRC-32 of what has been fed; 0 if switched off.
-        blocks: hashes of the blocks that lie wholly in the run, consecutive from ``first_block``.
+        n_bytes: how many bytes have been fed.
+        crc: CRC-32 of the bytes that have been fed; 0 if switched off.
+        blocks: hashes of the blocks that lie entirely in the run, consecutive from ``first_block``.
     """
 
     __slots__ = ("_array_bytes", "_hash", "_with_crc", "_with_digest", "blocks", "crc", "n_bytes", "offset")
@@ -133,11 +137,11 @@ class RunSum:
 
     @property
     def first_block(self) -> int:
-        """Number of the first block that begins in the run."""
+        """Return the number of the first block that begins in the run."""
         return -(-self.offset // BLOCK_BYTES)
 
     def feed(self, data: memoryview) -> None:
-        """Takes the next bytes of the run."""
+        """Add the next bytes of the run."""
         if self._with_crc:
             self.crc = crc32(data, self.crc)
         if self._with_digest:
@@ -145,41 +149,42 @@ class RunSum:
         self.n_bytes += len(data)
 
     def _feed_blocks(self, data: memoryview) -> None:
-        at = 0
+        """Hash the next bytes, and note the hash of every block that they complete."""
+        n_done = 0
         position = self.offset + self.n_bytes
-        while at < len(data):
+        while n_done < len(data):
+            # Take the bytes up to the end of the block that ``position`` lies in.
             in_block = position % BLOCK_BYTES
             block_bytes = min(BLOCK_BYTES, self._array_bytes - position + in_block)
-            piece = data[at : at + block_bytes - in_block]
+            piece = data[n_done : n_done + block_bytes - in_block]
             if position - in_block >= self.offset:  # else the block began before the run
                 if len(piece) == block_bytes:
                     self.blocks.append(xxhash.xxh3_128_digest(piece))
                 else:
-                    self._feed_part(piece, is_last=in_block + len(piece) == block_bytes)
-            at += len(piece)
+                    if self._hash is None:
+                        self._hash = xxhash.xxh3_128()
+                    self._hash.update(piece)
+                    if in_block + len(piece) == block_bytes:
+                        self.blocks.append(self._hash.digest())
+                        self._hash.reset()
+            n_done += len(piece)
             position += len(piece)
-
-    def _feed_part(self, piece: memoryview, *, is_last: bool) -> None:
-        if self._hash is None:
-            self._hash = xxhash.xxh3_128()
-        self._hash.update(piece)
-        if is_last:
-            self.blocks.append(self._hash.digest())
-            self._hash.reset()
 
 
 ReadArray = Callable[[int, memoryview], None]
-"""Fills a buffer with the bytes of a finished array from an offset on."""
+"""Fills a buffer with the bytes of a finished array, from an offset on."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayPart:
-    """The sums of some runs of an array, as they travel between processes.
+    """The sums of some runs of an array, as one process sends them to another.
 
     Args:
-        runs: (offset, bytes, CRC-32) of runs that do not touch each other, by offset; the CRC is 0 if switched off.
-        blocks: hashes by number, of all blocks that lie wholly in the runs; none if digests are switched off.
-        n_unsummed: bytes beside the runs that were written piecemeal.
+        runs: (offset, bytes, CRC-32) of runs that do not touch each other, sorted by offset; the
+            CRC is 0 if switched off.
+        blocks: number → hash of all blocks that lie entirely in the runs; empty if digests are
+            switched off.
+        n_unsummed: bytes outside the runs that were written piecemeal, without sums.
     """
 
     runs: tuple[tuple[int, int, int], ...]
@@ -191,8 +196,8 @@ class ArraySum:
     """CRC-32 and digest of one array, joined from its runs.
 
     Args:
-        n_bytes: of the array.
-        crc, digest: what to compute.
+        n_bytes: length of the array, in bytes.
+        crc, digest: which sums to compute.
 
     Not safe for threads: the caller holds a lock around ``add`` and ``add_unsummed``.
     """
@@ -210,34 +215,36 @@ class ArraySum:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every byte has been accounted for."""
+        """Return whether every byte has been added."""
         return self._n_missing == 0
 
     def add(self, run: RunSum) -> None:
-        """Takes a run that has been fed to its end."""
+        """Add a run that has been fed to its end."""
         self._n_missing -= run.n_bytes
         self._runs.append((run.offset, run.n_bytes, run.crc))
         self._blocks.update(enumerate(run.blocks, run.first_block))
 
     def add_unsummed(self, n_bytes: int) -> None:
-        """Takes ``n_bytes`` that were written piecemeal; the array will be read again as a whole."""
+        """Count bytes that were written piecemeal; ``finish`` will read the whole array again."""
         self._n_missing -= n_bytes
         self._n_unsummed += n_bytes
 
     def part(self, read: ReadArray) -> ArrayPart:
-        """What has been added so far.
+        """Return the sums of the runs that have been added so far.
 
         Args:
-            read: used for blocks that two of the runs share.
+            read: reads the blocks that two of the runs share.
         """
+        # Join the runs that follow each other without a gap.
         runs: list[tuple[int, int, int]] = []
         for offset, n_bytes, crc in sorted(self._runs):
             if runs and runs[-1][0] + runs[-1][1] == offset:
-                start, n_before, before = runs[-1]
-                joined = crc32_combine(before, crc, n_bytes) if self._with_crc else 0
-                runs[-1] = start, n_before + n_bytes, joined
+                start, n_before, crc_before = runs[-1]
+                joined_crc = crc32_combine(crc_before, crc, n_bytes) if self._with_crc else 0
+                runs[-1] = start, n_before + n_bytes, joined_crc
             else:
                 runs.append((offset, n_bytes, crc))
+        # Hash the seams within them; with unsummed bytes the array is read again anyway.
         blocks = dict(self._blocks)
         for offset, n_bytes, _ in runs if self._with_digest and not self._n_unsummed else ():
             end = offset + n_bytes
@@ -248,27 +255,29 @@ class ArraySum:
         return ArrayPart(tuple(runs), blocks, self._n_unsummed)
 
     def join(self, part: ArrayPart) -> None:
-        """Takes what another process has of the array."""
+        """Add the runs that another process has summed."""
         self._n_missing -= sum(n_bytes for _, n_bytes, _ in part.runs) + part.n_unsummed
         self._n_unsummed += part.n_unsummed
         self._runs += part.runs
         self._blocks.update(part.blocks)
 
     def finish(self, read: ReadArray) -> tuple[int, bytes]:
-        """CRC-32 and digest of the complete array; 0 and b"" where switched off.
+        """Return CRC-32 and digest of the complete array; 0 and b"" where switched off.
 
         Args:
-            read: used for seams only, or for everything if some bytes came unsummed.
+            read: reads the seams, or the whole array if some bytes were written piecemeal.
         """
         assert self.is_complete
         if self._n_unsummed:
-            return self._by_reading(read)
+            return self._sum_again(read)
+        # The CRC-32 is joined from those of the runs, in order.
         crc = 0
         if self._with_crc:
-            for _, n_bytes, of_run in sorted(self._runs):
-                crc = crc32_combine(crc, of_run, n_bytes)
+            for _, n_bytes, run_crc in sorted(self._runs):
+                crc = crc32_combine(crc, run_crc, n_bytes)
         if not self._with_digest:
             return crc, b""
+        # The digest is the hash of the blocks' hashes; seams have none yet.
         state = xxhash.xxh3_128()
         for number in range(-(-self.n_bytes // BLOCK_BYTES)):
             block = self._blocks.get(number)
@@ -276,23 +285,25 @@ class ArraySum:
         return crc, state.digest()
 
     def _seam(self, number: int, read: ReadArray) -> bytes:
+        """Read one block and return its hash."""
         start = number * BLOCK_BYTES
         data = memoryview(bytearray(min(BLOCK_BYTES, self.n_bytes - start)))
         read(start, data)
         return xxhash.xxh3_128_digest(data)
 
-    def _by_reading(self, read: ReadArray) -> tuple[int, bytes]:
-        whole = RunSum(0, self.n_bytes, crc=self._with_crc, digest=self._with_digest)
+    def _sum_again(self, read: ReadArray) -> tuple[int, bytes]:
+        """Read the whole array and return its CRC-32 and digest."""
+        array_run = RunSum(0, self.n_bytes, crc=self._with_crc, digest=self._with_digest)
         buffer = memoryview(bytearray(min(BLOCK_BYTES, self.n_bytes)))
         for start in range(0, self.n_bytes, BLOCK_BYTES):
             piece = buffer[: min(BLOCK_BYTES, self.n_bytes - start)]
             read(start, piece)
-            whole.feed(piece)
-        return whole.crc, xxhash.xxh3_128_digest(b"".join(whole.blocks)) if self._with_digest else b""
+            array_run.feed(piece)
+        return array_run.crc, digest_of_blocks(array_run.blocks) if self._with_digest else b""
 
 
 def crc32c(data: bytes) -> int:
-    """Return the CRC-32C (Castagnoli, RFC 3720 B.4), which zarr 3 and OCDBT put behind indexes and nodes."""
+    """Return the CRC-32C (Castagnoli, RFC 3720 B.4), used in zarr 3 indexes and OCDBT nodes."""
     import google_crc32c
 
     return int(google_crc32c.value(bytes(data)))

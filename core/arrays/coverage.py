@@ -1,8 +1,8 @@
-"""Whether boxes tile a region: overlaps, holes, and finding the boxes that meet another one.
+"""Check that boxes tile a region, find overlaps and holes, and find the boxes that meet a box.
 
-Checkpoints are cut into grids (10⁵ chunks of one tensor are real), so nothing here compares all pairs: boxes are
-grouped by their intervals along one axis after the other, and only what cannot be told apart that way is compared
-directly.
+Checkpoints are cut into grids (10⁵ chunks of one tensor are real), so no function here compares all
+pairs: boxes are grouped by their intervals along one axis after the other, and only those that this
+does not separate are compared directly.
 """
 
 from __future__ import annotations
@@ -15,72 +15,81 @@ from core.arrays.box import Box
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Numbers of two boxes that have an element in common, or None.
+    """Return the indices of two boxes that have an element in common, or None.
 
     Args:
-        boxes: of one rank, none empty.
+        boxes: boxes of one rank, none empty.
     """
     if len(boxes) < 2:
         return None
     rank = boxes[0].rank
     if rank == 0:
         return 0, 1
+    # Groups of boxes (by index), the axis to cut each along next, and the axes that did not cut it.
     pending = [(list(range(len(boxes))), 0, 0)]
     while pending:
         group, axis, n_tried = pending.pop()
-        clusters = _clusters(boxes, group, axis)
+        clusters = _cluster(boxes, group, axis)
         if len(clusters) == 1:
             if n_tried + 1 < rank:
                 pending.append((group, (axis + 1) % rank, n_tried + 1))
-            elif (found := _overlap_in(boxes, group)) is not None:
-                return found
+            elif (overlap := _find_overlap(boxes, group)) is not None:
+                return overlap
         else:
             pending += [(cluster, (axis + 1) % rank, 0) for cluster in clusters if len(cluster) > 1]
     return None
 
 
-def _clusters(boxes: Sequence[Box], group: list[int], axis: int) -> list[list[int]]:
-    """``group`` in parts whose intervals along ``axis`` do not meet."""
+def _cluster(boxes: Sequence[Box], group: list[int], axis: int) -> list[list[int]]:
+    """Cut a group of boxes into clusters whose intervals along ``axis`` do not overlap.
+
+    Returns:
+        Lists of indices into ``boxes``, in the order of their first index along the axis.
+    """
     group = sorted(group, key=lambda number: boxes[number].offset[axis])
     clusters: list[list[int]] = []
-    reach = -1
+    cluster_end = -1
     for number in group:
         start = boxes[number].offset[axis]
-        if start >= reach:
+        if start >= cluster_end:
             clusters.append([])
         clusters[-1].append(number)
-        reach = max(reach, start + boxes[number].shape[axis])
+        cluster_end = max(cluster_end, start + boxes[number].shape[axis])
     return clusters
 
 
-def _overlap_in(boxes: Sequence[Box], group: list[int]) -> tuple[int, int] | None:
-    """As ``first_overlap``, for boxes that no axis separates: a sweep along the axis with the most distinct starts."""
+def _find_overlap(boxes: Sequence[Box], group: list[int]) -> tuple[int, int] | None:
+    """Return the indices of two overlapping boxes of a group that no axis cuts, or None.
+
+    Sweeps along the axis with the most distinct starts, comparing the boxes that are open there.
+    """
     rank = boxes[group[0]].rank
     axis = max(range(rank), key=lambda a: len({boxes[number].offset[a] for number in group}))
     active: list[int] = []
     for number in sorted(group, key=lambda n: boxes[n].offset[axis]):
         box = boxes[number]
-        active = [other for other in active if boxes[other].end[axis] > box.offset[axis]]
-        for other in active:
-            if box.intersect(boxes[other]) is not None:
-                return min(other, number), max(other, number)
+        active = [earlier for earlier in active if boxes[earlier].end[axis] > box.offset[axis]]
+        for earlier in active:
+            if box.intersect(boxes[earlier]) is not None:
+                return min(earlier, number), max(earlier, number)
         active.append(number)
     return None
 
 
 def first_hole(region: Box, boxes: Sequence[Box]) -> Box | None:
-    """A box of ``region`` that no box covers, or None; boxes may overlap."""
+    """Return a part of ``region`` that no box covers, or None; boxes may overlap."""
+    # Cut every box out of the parts of the region that are still uncovered.
     rest = [] if region.is_empty else [region]
     for box in sorted(boxes, key=lambda b: b.offset):
         if not rest:
             return None
         if not box.is_empty:
-            rest = [piece for old in rest for piece in old.subtract(box)]
+            rest = [piece for hole in rest for piece in hole.subtract(box)]
     return min(rest, key=lambda b: b.offset) if rest else None
 
 
 def is_tiled(region: Box, boxes: Sequence[Box]) -> bool:
-    """Whether the boxes, none empty, cover every element of ``region`` exactly once and nothing else."""
+    """Return whether boxes, none empty, cover each element of ``region`` once and nothing else."""
     return (
         sum(box.n_elements for box in boxes) == region.n_elements
         and all(region.contains(box) for box in boxes)
@@ -89,24 +98,25 @@ def is_tiled(region: Box, boxes: Sequence[Box]) -> bool:
 
 
 class BoxIndex:
-    """Finds the boxes that meet a given one without looking at all of them.
+    """An index that finds the boxes overlapping a given one without looking at all of them.
 
     Args:
-        boxes: of one rank, none empty; they may overlap.
+        boxes: boxes of one rank, none empty; they may overlap.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
         rank = boxes[0].rank if boxes else 0
-        self._root = _node(boxes, list(range(len(boxes))), tuple(range(rank)))
+        self._root = _build_node(boxes, list(range(len(boxes))), tuple(range(rank)))
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Number of each box that has an element in common with ``box``, and the common part; in no certain order."""
+        """Yield each overlapping box's index and the part in common, in no set order."""
         pending = [self._root]
         while pending:
             node = pending.pop()
             start = box.offset[node.axis] if node.axis >= 0 else 0
             stop = start + box.shape[node.axis] if node.axis >= 0 else 1
+            # Skip the children that end before the box, or begin after it.
             first = bisect_right(node.reaches, start)
             last = bisect_left(node.starts, stop)
             for child in node.children[first:last]:
@@ -117,13 +127,14 @@ class BoxIndex:
 
 
 class _Node:
-    """Boxes or groups of boxes, ordered along one axis (-1: no order).
+    """Boxes or groups of boxes, sorted along one axis.
 
     Args:
-        axis: the axis.
+        axis: the axis; -1 for boxes of rank 0, which have no order.
         starts: first index of each child's interval, ascending.
-        reaches: greatest end of this child's and all earlier intervals, ascending.
-        children: numbers of boxes, or nodes.
+        stops: end of each child's interval. ``reaches`` holds for each child the greatest end of
+            its own and all earlier intervals, so that it ascends too and can be searched.
+        children: indices of boxes, or nodes.
     """
 
     __slots__ = ("axis", "children", "reaches", "starts")
@@ -135,17 +146,20 @@ class _Node:
         self.children = children
 
 
-def _node(boxes: Sequence[Box], group: list[int], axes: tuple[int, ...]) -> _Node:
+def _build_node(boxes: Sequence[Box], group: list[int], axes: tuple[int, ...]) -> _Node:
+    """Build the tree of a group of boxes, cutting it along the first of ``axes`` that cuts it."""
+    # The first axis that cuts the group: a node with a child per cluster.
     for axis in axes:
-        clusters = _clusters(boxes, group, axis)
+        clusters = _cluster(boxes, group, axis)
         if len(clusters) > 1:
-            others = tuple(a for a in axes if a != axis)
+            other_axes = tuple(a for a in axes if a != axis)
             return _Node(
                 axis,
                 [boxes[cluster[0]].offset[axis] for cluster in clusters],
                 [max(boxes[number].end[axis] for number in cluster) for cluster in clusters],
-                [cluster[0] if len(cluster) == 1 else _node(boxes, cluster, others) for cluster in clusters],
+                [cluster[0] if len(cluster) == 1 else _build_node(boxes, cluster, other_axes) for cluster in clusters],
             )
+    # No axis cuts the group: a list of boxes, sorted along the first axis.
     if group and boxes[group[0]].rank:
         group = sorted(group, key=lambda number: boxes[number].offset[0])
         return _Node(0, [boxes[n].offset[0] for n in group], [boxes[n].end[0] for n in group], group)

@@ -1,13 +1,14 @@
 """One table of element types and their spelling in every format.
 
-The canonical name is torch's (``bfloat16``, ``float8_e4m3fn``). Data is moved as opaque bytes; only a cast asks
-for more than ``itemsize``.
+The canonical name is torch's (``bfloat16``, ``float8_e4m3fn``). Data is moved as opaque bytes; only
+casts need more than ``itemsize``.
 
-Sources: torch 2.13 ``torch/storage.py`` (storage classes) and ``torch/_utils.py`` (``_rebuild_tensor_v3`` for the
-types that have none); safetensors 0.8 ``Dtype``; ml_dtypes 0.6 names.
+Sources: torch 2.13 ``torch/storage.py`` (storage classes) and ``torch/_utils.py``
+(``_rebuild_tensor_v3`` for the types that have none); safetensors 0.8 ``Dtype``; ml_dtypes 0.6
+names.
 
-Not supported: torch's quantized and sub-byte shell types (``qint8``, ``int4`` …), which torch itself cannot save
-as plain storages.
+Not supported: torch's quantized and sub-byte shell types (``qint8``, ``int4`` …), which torch
+itself cannot save as plain storages.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class DType:
         name: canonical name, torch's without the ``torch.`` prefix.
         itemsize: bytes per stored element (``float4_e2m1fn_x2`` holds two values in one).
         kind: ``float``, ``int``, ``uint``, ``bool``, ``complex`` or ``packed``.
-        storage: name of torch's typed storage class, or None where pickles use ``UntypedStorage`` and name the dtype.
+        storage: name of torch's typed storage class, or None where pickles use ``UntypedStorage``
+            and name the dtype.
         numpy: numpy or ml_dtypes name, or None where neither has it.
         safetensors: name in a safetensors header, or None.
     """
@@ -81,19 +83,19 @@ _ALIASES = {
 
 
 def dtype_of(name: str) -> DType:
-    """The table row of ``name``: canonical, with a ``torch.`` prefix, or one of the usual short forms.
+    """Look up an element type by its canonical name, with or without ``torch.``, or a short form.
 
     Raises:
         UnsupportedError: the name is not in the table.
     """
     plain = name.removeprefix("torch.").lower()
-    found = DTYPES.get(_ALIASES.get(plain, plain))
-    if found is None:
-        raise UnsupportedError(f"dtype {name!r} is not known", hint=f"known: {', '.join(DTYPES)}")
-    return found
+    dtype = DTYPES.get(_ALIASES.get(plain, plain))
+    if dtype is None:
+        raise UnsupportedError(f"unknown dtype {name!r}", hint=f"known dtypes: {', '.join(DTYPES)}")
+    return dtype
 
 
 def itemsize(name: str) -> int:
-    """Bytes per element of a canonical dtype name."""
-    found = DTYPES.get(name)
-    return found.itemsize if found is not None else dtype_of(name).itemsize
+    """Return the bytes per element of a dtype."""
+    dtype = DTYPES.get(name)
+    return dtype.itemsize if dtype is not None else dtype_of(name).itemsize

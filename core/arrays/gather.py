@@ -1,6 +1,7 @@
-"""Strided copies between buffers, and reads of arrays whose elements do not follow each other.
+"""Strided copies between buffers, and reads of arrays whose elements are not consecutive.
 
-numpy is imported here, when the first strided copy is made; plain moves never need it. Strides are in bytes.
+numpy is imported when the first strided copy is made; plain moves never need it. Strides are in
+bytes.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from typing import Any
 from core.arrays.box import Shape
 
 ReadAt = Callable[[int, memoryview], None]
-"""Fills a buffer from a byte address of one file."""
+"""Fills a buffer with the bytes of one file, from an address on."""
 
 GAP_BYTES = 8192
-"""A gap that costs less to read than another system call."""
+"""Largest gap between elements that is read too, because another system call costs more."""
 
 _TILE = 1024
+"""Elements; transposed copies go in tiles of _TILE × _TILE / 16."""
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where the elements of a box lie in a buffer or a file.
+class StridedLayout:
+    """The positions of the elements of a box in a buffer or a file.
 
     Args:
         start: byte address of the first element.
@@ -35,11 +37,12 @@ class Layout:
     strides: Shape
 
 
-def inner_run(shape: Shape, itemsize: int, *layouts: Layout) -> tuple[int, int]:
-    """The longest piece that is consecutive in every layout.
+def inner_run(shape: Shape, itemsize: int, *layouts: StridedLayout) -> tuple[int, int]:
+    """Find the longest run of a box that is consecutive in every layout.
 
     Returns:
-        Number of leading axes that must be walked, and bytes of the piece that the others form.
+        The number of leading axes to iterate over, and the bytes of the run that the trailing axes
+        form.
     """
     n_bytes = itemsize
     for axis in range(len(shape) - 1, -1, -1):
@@ -50,54 +53,57 @@ def inner_run(shape: Shape, itemsize: int, *layouts: Layout) -> tuple[int, int]:
 
 
 def is_dense(shape: Shape, itemsize: int, strides: Shape) -> bool:
-    """Whether a box's elements follow each other in C order."""
-    return inner_run(shape, itemsize, Layout(0, strides))[0] == 0
+    """Return whether the elements of a box follow each other in C order without gaps."""
+    return inner_run(shape, itemsize, StridedLayout(0, strides))[0] == 0
 
 
-def span(shape: Shape, itemsize: int, strides: Shape) -> int:
-    """Bytes from the first element to the end of the last one; strides are not negative."""
+def byte_span(shape: Shape, itemsize: int, strides: Shape) -> int:
+    """Return the bytes from the first element to the end of the last; strides must be >= 0."""
     return itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
-def starts(shape: Shape, *layouts: Layout) -> list[tuple[int, ...]]:
-    """For every index of ``shape`` in C order: its byte address in each layout."""
-    found = [tuple(layout.start for layout in layouts)]
+def list_addresses(shape: Shape, *layouts: StridedLayout) -> list[tuple[int, ...]]:
+    """Return the byte addresses, one per layout, of every index of ``shape`` in C order."""
+    all_addresses = [tuple(layout.start for layout in layouts)]
     for axis, n in enumerate(shape):
         if n > 1:
             steps = [layout.strides[axis] for layout in layouts]
-            found = [
+            all_addresses = [
                 tuple(address + i * step for address, step in zip(addresses, steps, strict=True))
-                for addresses in found
+                for addresses in all_addresses
                 for i in range(n)
             ]
-    return found
+    return all_addresses
 
 
-def copy_box(data: memoryview, source: Layout, out: memoryview, target: Layout, *, shape: Shape, itemsize: int) -> None:
-    """Copies the elements of a box from one buffer to another."""
+def copy_box(
+    data: memoryview, source: StridedLayout, out: memoryview, target: StridedLayout, *, shape: Shape, itemsize: int
+) -> None:
+    """Copy the elements of a box from one buffer to another."""
     import numpy as np
 
     n_axes, n_bytes = inner_run(shape, itemsize, source, target)
     if n_axes == 0:
         out[target.start : target.start + n_bytes] = data[source.start : source.start + n_bytes]
         return
+    # Each consecutive run of bytes is one element of two numpy arrays.
     unit = _UNITS.get(n_bytes, f"V{n_bytes}")
-    kept = [axis for axis in range(n_axes) if shape[axis] != 1]
+    axes = [axis for axis in range(n_axes) if shape[axis] != 1]
 
-    def view(buffer: memoryview, layout: Layout) -> Any:
+    def view(buffer: memoryview, layout: StridedLayout) -> Any:
         return np.ndarray(
-            [shape[axis] for axis in kept],
+            [shape[axis] for axis in axes],
             unit,
             buffer,
             layout.start,
-            [layout.strides[axis] for axis in kept],
+            [layout.strides[axis] for axis in axes],
         )
 
     _copy_tiled(view(data, source), view(out, target))
 
 
 def _copy_tiled(values: Any, out: Any) -> None:
-    """``out[...] = values``; transposes go tile by tile, so that both sides stay in the cache."""
+    """Copy ``values`` to ``out``, transposes tile by tile, so that both stay in the cache."""
     import numpy as np
 
     steps = [abs(step) for step in values.strides]
@@ -105,69 +111,92 @@ def _copy_tiled(values: Any, out: Any) -> None:
     if fastest == len(steps) - 1 or values.size < _TILE * 64:
         np.copyto(out, values)
         return
-    lead: tuple[slice, ...] = (slice(None),) * fastest
+    # ``values`` is consecutive along another axis than the last: a transpose.
+    leading: tuple[slice, ...] = (slice(None),) * fastest
     for i in range(0, values.shape[fastest], _TILE):
-        rows = (*lead, slice(i, i + _TILE))
+        rows = (*leading, slice(i, i + _TILE))
         for j in range(0, values.shape[-1], _TILE // 16):
             tile = (*rows, ..., slice(j, j + _TILE // 16))
             np.copyto(out[tile], values[tile])
 
 
 def read_box(
-    read: ReadAt, source: Layout, out: memoryview, target: Layout, *, shape: Shape, itemsize: int, raw: memoryview
+    read: ReadAt,
+    source: StridedLayout,
+    out: memoryview,
+    target: StridedLayout,
+    *,
+    shape: Shape,
+    itemsize: int,
+    raw: memoryview,
 ) -> None:
-    """Reads the elements of a box, in any strides, into a buffer.
+    """Read the elements of a box, with any strides, into a buffer.
 
-    Neighbouring elements are read together with the gaps between them as long as the gaps are small. Such blocks are
-    collected in ``raw`` along one more axis, as many as fit, and then copied to their places at once.
+    Neighbouring elements are read together with the gaps between them, as long as the gaps are
+    small. As many of these blocks as fit are collected in ``raw``, along one more axis, and then
+    copied to their places at once.
 
     Args:
         read: reads the file.
-        source: where the box lies in the file; strides are not negative, 0 for an expanded axis.
-        out, target: where its elements go.
+        source: positions of the elements in the file; strides are >= 0, and 0 for an expanded axis.
+        out, target: the buffer, and the positions of the elements in it.
         raw: scratch space, at least ``itemsize`` bytes.
     """
-    together, spread, block_bytes = _blocks(shape, source.strides, itemsize, len(raw))
-    within = list(source.strides)
-    if spread is not None:
-        within[spread] = block_bytes
-    in_raw = Layout(0, tuple(within))
-    for index in product(*(range(0, n, step) for n, step in zip(shape, together, strict=True))):
-        part = tuple(min(step, n - i) for i, step, n in zip(index, together, shape, strict=True))
+    # The tile in ``raw``: strides as in the file within a block, and blocks one after the other.
+    tile, block_axis, block_bytes = _plan_blocks(shape, source.strides, itemsize, len(raw))
+    raw_strides = list(source.strides)
+    if block_axis is not None:
+        raw_strides[block_axis] = block_bytes
+    raw_layout = StridedLayout(0, tuple(raw_strides))
+    # Tile by tile, read the blocks into ``raw`` and copy them to their places.
+    for index in product(*(range(0, n, step) for n, step in zip(shape, tile, strict=True))):
+        part = tuple(min(step, n - i) for i, step, n in zip(index, tile, shape, strict=True))
         address = source.start + _dot(index, source.strides)
-        block = part if spread is None else (*part[:spread], 1, *part[spread + 1 :])
-        n_bytes = span(block, itemsize, source.strides)
-        for number in range(1 if spread is None else part[spread]):
-            at = number * block_bytes
-            read(address + (0 if spread is None else number * source.strides[spread]), raw[at : at + n_bytes])
-        to = Layout(target.start + _dot(index, target.strides), target.strides)
-        copy_box(raw, in_raw, out, to, shape=part, itemsize=itemsize)
+        if block_axis is None:
+            read(address, raw[: byte_span(part, itemsize, source.strides)])
+        else:
+            block = (*part[:block_axis], 1, *part[block_axis + 1 :])
+            n_bytes = byte_span(block, itemsize, source.strides)
+            for number in range(part[block_axis]):
+                start = number * block_bytes
+                read(address + number * source.strides[block_axis], raw[start : start + n_bytes])
+        part_target = StridedLayout(target.start + _dot(index, target.strides), target.strides)
+        copy_box(raw, raw_layout, out, part_target, shape=part, itemsize=itemsize)
 
 
-def _blocks(shape: Shape, strides: Shape, itemsize: int, raw_bytes: int) -> tuple[list[int], int | None, int]:
-    """How ``read_box`` reads: extents treated at once, the axis whose indices are separate blocks, bytes of a block."""
-    together = [1] * len(shape)
+def _plan_blocks(shape: Shape, strides: Shape, itemsize: int, raw_bytes: int) -> tuple[list[int], int | None, int]:
+    """Choose how ``read_box`` cuts a box into tiles that fit in the scratch space.
+
+    Returns:
+        The shape of a tile; the axis along which a tile is read in separate blocks, or None if it
+        is one block; and the bytes of a block.
+    """
+    tile = [1] * len(shape)
     block_bytes = itemsize
+    # From the smallest stride on, extend the block until the gaps or the block become too large.
     for axis in sorted((a for a in range(len(shape)) if shape[a] > 1), key=lambda a: strides[a]):
         step = strides[axis]
         if step - block_bytes > GAP_BYTES:
-            together[axis] = max(1, min(shape[axis], raw_bytes // block_bytes))
-            return together, axis, block_bytes
-        together[axis] = shape[axis] if step == 0 else min(shape[axis], max(1, (raw_bytes - block_bytes) // step + 1))
-        block_bytes += step * (together[axis] - 1)
-        if together[axis] < shape[axis]:
+            tile[axis] = max(1, min(shape[axis], raw_bytes // block_bytes))
+            return tile, axis, block_bytes
+        if step == 0:
+            tile[axis] = shape[axis]
+        else:
+            tile[axis] = min(shape[axis], max(1, (raw_bytes - block_bytes) // step + 1))
+        block_bytes += step * (tile[axis] - 1)
+        if tile[axis] < shape[axis]:
             break
-    return together, None, block_bytes
+    return tile, None, block_bytes
 
 
-def dense(shape: Shape, itemsize: int, start: int = 0) -> Layout:
-    """The layout of a C-order array."""
+def dense_layout(shape: Shape, itemsize: int, start: int = 0) -> StridedLayout:
+    """Return the layout of a C-order array that begins at a byte address."""
     strides = []
     step = itemsize
     for n in reversed(shape):
         strides.append(step)
         step *= max(n, 1)
-    return Layout(start, tuple(reversed(strides)))
+    return StridedLayout(start, tuple(reversed(strides)))
 
 
 def _dot(index: Shape, strides: Shape) -> int:

@@ -1,16 +1,17 @@
 """The geometry of sharding rules: pure integers in, boxes out.
 
-One primitive covers nearly everything. ``split(axis, parts)``: the global axis is k consecutive parts, and shard r
-of n is the concatenation of the r-th n-th of every part::
+One primitive covers nearly everything, ``split_axis``: the global axis is k consecutive parts, and
+shard r of n is the concatenation of the r-th n-th of every part::
 
     parts [6, 6], n = 2        global rows   0 1 2 | 3 4 5 || 6 7 8 | 9 10 11
     (a gated MLP's fc1)        shard 0       0 1 2            6 7 8
                                shard 1               3 4 5            9 10 11
 
-Column parallel is one part on axis 0, row parallel one on axis 1, replication the case in which every shard is all
-of it.
+Column parallel is one part on axis 0, row parallel one on axis 1; with replication every shard is
+the complete tensor.
 
-Source: Megatron-LM d98e8a64, ``core/resharding/planner.py``; checked against the mappings in tests/golden/oracle.
+Source: Megatron-LM d98e8a64, ``core/resharding/planner.py``; checked against the mappings in
+tests/golden/oracle.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from core.errors import UnsupportedError
 
 
 @value(frozen=True, slots=True)
-class Piece:
+class ShardPiece:
     """A region that a shard holds in one piece.
 
     Args:
-        box: where it is in the global tensor, in elements.
-        at: index of its first element in the shard.
+        box: the region in the global tensor, in elements.
+        at: index of the region's first element in the shard.
     """
 
     box: Box
     at: Shape
 
 
-def replicated(shape: Shape) -> list[Piece]:
-    """The one piece of a shard that is the whole tensor."""
-    return [_whole(shape)]
+def replicated_pieces(shape: Shape) -> list[ShardPiece]:
+    """Return the one piece of a shard that is the whole tensor."""
+    return [_full_piece(shape)]
 
 
 @lru_cache(maxsize=1 << 14)
-def _whole(shape: Shape) -> Piece:
+def _full_piece(shape: Shape) -> ShardPiece:
     origin = (0,) * len(shape)
-    return Piece(Box(origin, shape), origin)
+    return ShardPiece(Box(origin, shape), origin)
 
 
-def split(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int) -> list[Piece]:
-    """The pieces of shard ``rank`` of ``n``, in the order in which they lie in the shard.
+def split_axis(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int) -> list[ShardPiece]:
+    """Return the pieces of shard ``rank`` of ``n``, in their order in the shard.
 
     Args:
         shape: global shape, in elements.
@@ -57,54 +58,49 @@ def split(shape: Shape, axis: int, *, parts: Sequence[int], rank: int, n: int) -
         parts: extents of the consecutive parts of that axis; each is a multiple of ``n``.
 
     Raises:
-        ValueError: the parts do not add up to the extent, do not divide by ``n``, or ``rank`` is not below ``n``.
+        ValueError: the parts do not add up to the extent, a part is not a multiple of ``n``, or
+            ``rank`` is not below ``n``.
     """
     return list(_split(shape, axis, tuple(parts), rank, n))
 
 
 @lru_cache(maxsize=1 << 14)
-def _split(shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int) -> tuple[Piece, ...]:
-    """``split``; the tensors of a model have few different shapes."""
+def _split(shape: Shape, axis: int, parts: tuple[int, ...], rank: int, n: int) -> tuple[ShardPiece, ...]:
+    """Do the work of ``split_axis``; cached, as tensors of a model have few different shapes."""
     if sum(parts) != shape[axis] or any(part % n for part in parts) or not 0 <= rank < n:
         raise ValueError(f"shard {rank} of {n} of parts {list(parts)} on axis {axis} of {shape}")
+    origin = (0,) * len(shape)
     pieces = []
     part_start = local_start = 0
     for part in parts:
         extent = part // n
-        pieces.append(
-            Piece(
-                Box(
-                    _with(tuple(0 for _ in shape), axis, part_start + rank * extent),
-                    _with(shape, axis, extent),
-                ),
-                _with(tuple(0 for _ in shape), axis, local_start),
-            )
-        )
+        offset = _with(origin, axis, part_start + rank * extent)
+        pieces.append(ShardPiece(Box(offset, _with(shape, axis, extent)), _with(origin, axis, local_start)))
         part_start += part
         local_start += extent
     return tuple(pieces)
 
 
 def shard_shape(shape: Shape, axis: int | None, n: int) -> Shape:
-    """The shape of one of ``n`` equal shards; ``axis`` None means replication."""
+    """Return the shape of one of ``n`` equal shards; ``axis`` None means replication."""
     return shape if axis is None else _with(shape, axis, shape[axis] // n)
 
 
 def global_shape(shape: Shape, axis: int | None, n: int) -> Shape:
-    """The shape of the tensor of which ``shape`` is one of ``n`` equal shards."""
+    """Return the shape of a tensor from that of one of its ``n`` equal shards."""
     return shape if axis is None else _with(shape, axis, shape[axis] * n)
 
 
 def check_divides(parts: Sequence[int], n: int, *, key: str, axis: int, group: str) -> None:
-    """Refuses a size that does not divide every part.
+    """Raise unless every part of an axis can be cut into ``n`` equal shards.
 
     Args:
         parts: extents of the parts of the axis.
-        n: the wanted number of shards.
-        key, axis, group: for the message; ``group`` is ``TP`` or the like.
+        n: the requested number of shards.
+        key, axis, group: tensor, axis and parallel group (such as ``TP``), for the message.
 
     Raises:
-        UnsupportedError: names the tensor, the extent and the sizes that work.
+        UnsupportedError: a part is not a multiple of ``n``; the hint lists the sizes that work.
     """
     for part in parts:
         if part % n:
@@ -112,38 +108,43 @@ def check_divides(parts: Sequence[int], n: int, *, key: str, axis: int, group: s
             raise UnsupportedError(
                 f"{part} elements of axis {axis} do not divide over {group} {n}",
                 key=key,
-                hint=f"{group} sizes that do: {listed(divisors(common))}",
+                hint=f"{group} sizes that do: {join_numbers(divisors(common))}",
             )
 
 
-def trimmed(piece: Piece, axis: int, stop: int) -> Piece | None:
-    """The part of a piece below global index ``stop`` of ``axis``, or None if there is none."""
+def trim_piece(piece: ShardPiece, axis: int, stop: int) -> ShardPiece | None:
+    """Return the part of a piece below global index ``stop`` of ``axis``, or None if empty."""
     start = piece.box.offset[axis]
     if start >= stop:
         return None
     extent = min(piece.box.shape[axis], stop - start)
-    return Piece(Box(piece.box.offset, _with(piece.box.shape, axis, extent)), piece.at)
+    return ShardPiece(Box(piece.box.offset, _with(piece.box.shape, axis, extent)), piece.at)
 
 
 def padded_vocab_size(n_rows: int, *, divisible_by: int, tp: int) -> int:
-    """Rows of the vocabulary after Megatron's padding: the next multiple of ``divisible_by * tp``.
+    """Return the rows of a vocabulary after Megatron's padding.
 
-    Source: Megatron-LM d98e8a64 ``core/tokenizers/utils/build_tokenizer.py`` ``vocab_size_with_padding``.
+    That is the next multiple of ``divisible_by * tp``.
+
+    Source: Megatron-LM d98e8a64 ``core/tokenizers/utils/build_tokenizer.py``
+    ``vocab_size_with_padding``.
     """
     multiple = divisible_by * tp
     return -(-n_rows // multiple) * multiple
 
 
 def check_heads(*, n_heads: int, n_groups: int, tp: int, key: str) -> None:
-    """Refuses a TP size that Megatron's attention cannot have.
+    """Raise unless Megatron's attention can be cut into ``tp`` shards.
 
-    Query heads must divide by TP. Query groups (key and value heads) must divide by TP too, or TP by them: a rank then
-    holds a fraction of a group's fused rows, which are still plain consecutive rows.
+    The number of query heads must be a multiple of TP. That of query groups (key and value heads)
+    must be a multiple or a divisor of TP: if TP is larger, a rank holds a fraction of a group's
+    fused rows, which are still plain consecutive rows.
 
     Raises:
-        UnsupportedError: names the tensor, the heads and the sizes that work.
+        UnsupportedError: the heads or groups do not fit; the hint lists the TP sizes that work.
 
-    Source: Megatron-LM d98e8a64 ``core/transformer/attention.py`` (TP above the groups: megatron-core 0.16 and later).
+    Source: Megatron-LM d98e8a64 ``core/transformer/attention.py`` (TP above the groups:
+    megatron-core 0.16 and later).
     """
 
     def fits(size: int) -> bool:
@@ -152,25 +153,26 @@ def check_heads(*, n_heads: int, n_groups: int, tp: int, key: str) -> None:
     if fits(tp):
         return
     if n_heads % tp:
-        what = f"{n_heads} attention heads do not divide over TP {tp}"
+        problem = f"{n_heads} attention heads do not divide over TP {tp}"
     else:
-        what = f"TP {tp} is neither a divisor nor a multiple of the {n_groups} query groups"
+        problem = f"TP {tp} is neither a divisor nor a multiple of the {n_groups} query groups"
     sizes = [size for size in divisors(n_heads) if fits(size)]
-    raise UnsupportedError(what, key=key, hint=f"TP sizes that work: {listed(sizes)}")
+    raise UnsupportedError(problem, key=key, hint=f"TP sizes that work: {join_numbers(sizes)}")
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a positive number, in order; every size divides 0, for which [1] stands."""
-    found = {d for low in range(1, int(number**0.5) + 1) if number % low == 0 for d in (low, number // low)}
-    return sorted(found) or [1]
+    """Return the divisors of a number >= 0, in order; [1] for 0, which every number divides."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)}) or [1]
 
 
-def listed(numbers: Sequence[int]) -> str:
-    """Numbers for a message; the middle of a long list is left out."""
+def join_numbers(numbers: Sequence[int]) -> str:
+    """Join numbers for a message, without the middle of a long list."""
     if len(numbers) > 16:
         return ", ".join(map(str, numbers[:12])) + f", … {numbers[-1]}"
     return ", ".join(map(str, numbers))
 
 
 def _with(values: Shape, axis: int, value: int) -> Shape:
+    """Return a tuple with one number replaced."""
     return (*values[:axis], value, *values[axis + 1 :])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from core.arrays.box import Shape, whole
+from core.arrays.box import Shape, full_box
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.catalog import Fragment, bind_nothing
@@ -211,7 +211,7 @@ def _typical_comparison(device: Device | None, n_bytes: int) -> tuple[Do, int]:
 def _tensor(name: str, dtype: str, shape: Shape) -> SourceTensor:
     """Return a tensor that fills the file of its name."""
     array = StoredArray(name, dtype, shape, Extent(name, 0))
-    return SourceTensor(name, dtype, shape, (Fragment(name, whole(shape), array, (0,) * len(shape)),), bind_nothing)
+    return SourceTensor(name, dtype, shape, (Fragment(name, full_box(shape), array, (0,) * len(shape)),), bind_nothing)
 
 
 def _decode_all(encoding: Quantized | Dequantized, files: dict[str, bytes], device: Device | None) -> bytes:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
-from core.arrays.box import Box, Shape, whole
+from core.arrays.box import Box, Shape, full_box
 from core.arrays.dtypes import itemsize
 from core.arrays.fast_value import value
 from core.catalog.facets import RankFacts, WriteOptions
@@ -98,7 +98,7 @@ AnyFragment: TypeAlias = Fragment[AnyArray]
 
 def whole_fragment(key: str, array: ArrayT) -> Fragment[ArrayT]:
     """The fragment of a tensor that is all of one array."""
-    return Fragment(key, whole(array.shape), array, (0,) * len(array.shape))
+    return Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))
 
 
 def metas_of(arrays: Mapping[str, AnyArray]) -> dict[str, TensorMeta]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from core.pickle.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, walk
-from core.pickle.nesting import Path, containers, entries, joined, mapped
+from core.pickle.nesting import Path, containers, entries, join_path, map_leaves
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog
@@ -40,7 +40,7 @@ class MappingAttribute:
     @property
     def key(self) -> str:
         """The dot-joined path of the attribute."""
-        return joined((*self.path, self.name))
+        return join_path((*self.path, self.name))
 
     @property
     def holds_tensor(self) -> bool:
@@ -82,7 +82,7 @@ def without_attributes(catalog: Catalog) -> Catalog:
     if not lost:
         return catalog
     paths = {attribute.path for attribute in lost}
-    skeleton = mapped(catalog.skeleton, lambda entry: entry.leaf)  # its inert containers are copies
+    skeleton = map_leaves(catalog.skeleton, lambda entry: entry.leaf)  # its inert containers are copies
     for path, node in containers(skeleton):
         if isinstance(node, Inert) and path in paths:
             if any(name == _ARGUMENTS for name, _ in _attributes(node)):

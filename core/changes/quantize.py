@@ -40,7 +40,7 @@ from core.changes.rename import is_optimizer_key, nested_again
 from core.changes.tie import aliases_among
 from core.errors import CorruptError, UsageError
 from core.pickle.inert import TensorLeaf
-from core.pickle.nesting import REMOVED, Index, entries, mapped
+from core.pickle.nesting import REMOVED, ListIndex, entries, map_leaves
 from core.quantize.from_float8 import Dequantized
 from core.quantize.schemes import QuantizedWeight, check_scheme, quantized_weights, refused_scheme
 from core.quantize.source import source_of
@@ -158,7 +158,7 @@ def dequantized(
 
     skeleton = catalog.skeleton
     if skeleton is not None:
-        skeleton = mapped(skeleton, lambda entry: REMOVED if entry.key in gone else entry.leaf)
+        skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in gone else entry.leaf)
     tensors = {
         key: replace(meta, dtype=wanted.name) if key in scales_of else meta
         for key, meta in catalog.tensors.items()
@@ -347,6 +347,6 @@ def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:
         new = scales_of.get(entry.key) if isinstance(entry.leaf, TensorLeaf) else None
         if new is not None:
             name = entry.path[-1]
-            path = (new,) if isinstance(name, Index) else (*entry.path[:-1], f"{name}{_SUFFIXES[0]}")
+            path = (new,) if isinstance(name, ListIndex) else (*entry.path[:-1], f"{name}{_SUFFIXES[0]}")
             leaves[path] = TensorLeaf(new)
     return nested_again(leaves)

@@ -19,7 +19,7 @@ from core.catalog.key_patterns import LIST_THEM
 from core.catalog.optimizer_keys import MASTERS, MOMENTS
 from core.errors import CorruptError, UsageError
 from core.pickle.inert import ObjectLeaf, TensorLeaf
-from core.pickle.nesting import Entry, entries, joined, nested
+from core.pickle.nesting import LeafEntry, entries, join_path, nest_leaves
 
 Renamed = tuple[Catalog, list[tuple[str, str]]]
 """A catalog, and (old, new) for every key that changed."""
@@ -304,7 +304,7 @@ def nested_again(leaves: Mapping[tuple[object, ...], object]) -> object:
         UsageError: the new keys do not fit the containers.
     """
     try:
-        return nested(leaves)
+        return nest_leaves(leaves)
     except CorruptError as err:
         raise UsageError(
             f"the new keys do not fit the containers of the state dict: {err.message}",
@@ -313,13 +313,13 @@ def nested_again(leaves: Mapping[tuple[object, ...], object]) -> object:
         ) from err
 
 
-def new_path(entry: Entry, new: str) -> tuple[object, ...]:
+def new_path(entry: LeafEntry, new: str) -> tuple[object, ...]:
     """Where a leaf stands under a new key, see ``moved``."""
     path = entry.path
     if new == entry.key:
         return path
     for depth in range(len(path) - 1, 0, -1):
-        prefix = joined(path[:depth]) + "."
+        prefix = join_path(path[:depth]) + "."
         if new.startswith(prefix) and len(new) > len(prefix):
             return (*path[:depth], *_below(path[depth + 1 :], new[len(prefix) :]))
     return (new,)
@@ -328,7 +328,7 @@ def new_path(entry: Entry, new: str) -> tuple[object, ...]:
 def _below(names: tuple[object, ...], rest: str) -> tuple[object, ...]:
     """``rest`` of a key as a path that ends with as many of the old ``names`` as it still has."""
     for first in range(len(names)):
-        tail = joined(names[first:])
+        tail = join_path(names[first:])
         if rest == tail:
             return names[first:]
         if rest.endswith(f".{tail}") and len(rest) > len(tail) + 1:

@@ -28,7 +28,7 @@ from core.changes.rename import is_optimizer_key, moved, nested_again, with_para
 from core.changes.tie import aliases_among
 from core.errors import UsageError
 from core.pickle.inert import TensorLeaf
-from core.pickle.nesting import entries, joined
+from core.pickle.nesting import entries, join_path
 
 LAYERS = ("layers", "layer", "h", "blocks", "block")
 """Names behind which a model's layers are numbered."""
@@ -271,7 +271,7 @@ def _with_layers(skeleton: object, parts: Mapping[str, Sequence[str]]) -> object
 def _layer_path(path: tuple[object, ...], head: str, number: str) -> tuple[object, ...]:
     """The path of a stacked leaf with a layer's number behind ``head``."""
     for depth in range(1, len(path)):
-        if joined(path[:depth]) == head:
+        if join_path(path[:depth]) == head:
             return (*path[:depth], number, *path[depth:])
     so_far = ""
     for depth, name in enumerate(path):

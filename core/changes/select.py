@@ -28,7 +28,7 @@ from core.changes.tie import tie as tie
 from core.changes.tie import untie as untie
 from core.errors import UsageError
 from core.pickle.inert import TensorLeaf, walk
-from core.pickle.nesting import REMOVED, mapped
+from core.pickle.nesting import REMOVED, map_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def restricted(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     objects = {key: item for key, item in catalog.objects.items() if is_kept(key)}
     skeleton = catalog.skeleton
     if skeleton is not None:
-        skeleton = mapped(skeleton, lambda entry: entry.leaf if is_kept(entry.key) else REMOVED)
+        skeleton = map_leaves(skeleton, lambda entry: entry.leaf if is_kept(entry.key) else REMOVED)
     optimizer = catalog.optimizer if any(map(state_of, tensors)) else None
     model = catalog.facet(MegatronModel)
     values = [

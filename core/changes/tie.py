@@ -19,7 +19,7 @@ from core.catalog.key_patterns import LIST_THEM
 from core.changes.rename import nested_again, new_path, owned_entries, with_parameters
 from core.errors import UsageError
 from core.pickle.inert import ObjectLeaf, TensorLeaf
-from core.pickle.nesting import REMOVED, entries, mapped
+from core.pickle.nesting import REMOVED, entries, map_leaves
 
 if TYPE_CHECKING:
     from core.catalog.file_image import FileImage
@@ -64,7 +64,7 @@ def _tied(catalog: Catalog, gone: str, kept: str) -> Catalog:
     followed = with_parameters(catalog, dict.fromkeys([gone, *(entry.parameter for entry in owned.values())], ()))
     skeleton = catalog.skeleton
     if skeleton is not None:
-        skeleton = mapped(skeleton, lambda entry: REMOVED if entry.key in out else entry.leaf)
+        skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in out else entry.leaf)
     return replace(
         followed,
         tensors={key: meta for key, meta in catalog.tensors.items() if key not in out},

@@ -22,7 +22,7 @@ from core.checks.watch import Deep, Watch
 from core.device.device import FINGERPRINT, VALUES, Device
 from core.errors import CheckpointingException
 from core.files.store import LocalStore
-from core.files.walk import Tree, hollow_files, walked
+from core.files.walk import Tree, list_tree, sparse_files
 from core.formats.format import Format
 from core.formats.torch.format import SUFFIXES
 from core.formats.torch.other_pickles import Looked, is_checkpoint_file, look_into
@@ -148,7 +148,7 @@ class Subject:
         recorded_paths = [] if manifest is None else [f"{one.path}/" for one in manifest.files]
         others = {path for path in self.below if not any(name.startswith(f"{path}/") for name in recorded_paths)}
         depth = 0 if not self.has_folders else 1 if self.format is None else None
-        return walked(self.store.root, entry=self.store.entry, depth=depth, without=others)
+        return list_tree(self.store.root, entry=self.store.entry, depth=depth, without=others)
 
     @cached_property
     def files(self) -> Mapping[str, int]:
@@ -170,7 +170,7 @@ class Subject:
     @cached_property
     def hollow(self) -> Set[str]:
         """Large files of which the disk holds next to nothing: reading their zeros would take hours."""
-        return hollow_files(self.store, self.files)
+        return sparse_files(self.store, self.files)
 
     @cached_property
     def catalog(self) -> Catalog | None:

@@ -37,7 +37,7 @@ from core.changes.tie import INPUT, OUTPUT, tie, untie
 from core.convert.job import Job
 from core.convert.nesting_notes import attributes_note
 from core.errors import CorruptError, UsageError
-from core.files.json_object import object_of
+from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
 from core.opening.target import retyped
 from core.quantize.schemes import QuantizedWeight, check_scheme, quantized_weights
@@ -173,7 +173,7 @@ def config_beside(catalog: Catalog, config: Mapping[str, object] | None) -> Mapp
     """The configuration that will lie beside the weights, or None."""
     document = catalog.documents.get(CONFIG)
     if document is not None:
-        return object_of(document, file=CONFIG)
+        return parse_json_object(document, file=CONFIG)
     return config if CONFIG in carried_of(catalog) else None
 
 

@@ -30,7 +30,7 @@ from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, PlannedArray, StoredArray
 from core.copy.run import execute
 from core.errors import CheckpointingException, UnsupportedError
-from core.files.store import LocalStore, MemoryStore, ReadStore, checked_name
+from core.files.store import LocalStore, MemoryStore, ReadStore, check_name
 from core.formats.format import Format
 from core.manifest.of_copy import finish_files
 from core.opening.objects import loaded
@@ -108,7 +108,7 @@ def check_images(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
     assert images, "there are no files"
     assert len({image.path for image in images}) == len(images), "two files have one name"
     for image, other in zip(images, again, strict=True):
-        checked_name(image.path)
+        check_name(image.path)
         literals = sorted(image.literals(lambda name: 5))
         assert literals == sorted(other.literals(lambda name: 5)), f"{image.path}: literals differ between two calls"
         ranges = [(placed.offset, placed.array.n_bytes, placed.array.name) for placed in image.arrays]

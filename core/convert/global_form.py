@@ -38,8 +38,8 @@ from core.convert.options import (
 )
 from core.convert.sizes import check_source_sizes, target_topology
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
-from core.files.json_object import object_of
-from core.files.store import translated
+from core.files.json_object import parse_json_object
+from core.files.store import translate_os_errors
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
 from core.formats.torch.format import load_object, refuse_unsupported
@@ -162,7 +162,7 @@ def global_form(job: Job, source: Checkpoint, format: Format) -> GlobalForm:
     if comes_from_hf and (names == "hf" or job.config is not None):
         assert config is not None
         document = made.catalog.documents.get(CONFIG)
-        stated = config if document is None else object_of(document, file=CONFIG)
+        stated = config if document is None else parse_json_object(document, file=CONFIG)
         with _complete(made, "Hugging Face"):
             notes += check_model(made.catalog, stated, files=carried_of(catalog), is_strict=job.config is not None)
     if format.carries_files:
@@ -193,7 +193,7 @@ def _as_megatron(
     early = replace(job, stack_layers=False, unstack_layers=None, quantize=())
     first = _changed(catalog, early, notes, config)
     document = first.catalog.documents.get(CONFIG)
-    config = config if document is None else object_of(document, file=CONFIG)
+    config = config if document is None else parse_json_object(document, file=CONFIG)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
     with _complete(first, "Hugging Face"):
         if config.get("model_type") in model_types():
@@ -309,9 +309,9 @@ def _with_config(job: Job, catalog: Catalog, source: Checkpoint) -> tuple[Catalo
             file=str(job.config),
             hint="leave --config out, or edit that one",
         )
-    with translated(str(job.config), doing="read"):
+    with translate_os_errors(str(job.config), doing="read"):
         data = job.config.read_bytes()
-    return with_documents(catalog, {CONFIG: data}), object_of(data, file=str(job.config))
+    return with_documents(catalog, {CONFIG: data}), parse_json_object(data, file=str(job.config))
 
 
 def _is_rank_local(catalog: Catalog) -> bool:

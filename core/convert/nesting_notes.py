@@ -19,7 +19,7 @@ from core.catalog.facets import TorchFileFacts
 from core.catalog.key_patterns import listed_keys
 from core.catalog.mapping_attributes import MappingAttribute, attributes_beside_tensors, attributes_of
 from core.pickle.inert import Inert, TensorLeaf, as_mapping
-from core.pickle.nesting import Index, Path, containers, entries, joined
+from core.pickle.nesting import ListIndex, Path, containers, entries, join_path
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog
@@ -59,8 +59,8 @@ def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
         has_common: other entries keep their nesting, in a dict of their own.
     """
     paths = [entry.path for entry in entries(catalog.skeleton) if isinstance(entry.leaf, TensorLeaf)]
-    nested = [path for path in paths if len(path) > 1 or any(isinstance(part, Index) for part in path)]
-    odd = [_joined(path) for path in paths if any(not isinstance(part, (str, Index)) for part in path)]
+    nested = [path for path in paths if len(path) > 1 or any(isinstance(part, ListIndex) for part in path)]
+    odd = [_joined(path) for path in paths if any(not isinstance(part, (str, ListIndex)) for part in path)]
     notes = []
     if odd:
         notes.append(f"keys that are not strings become strings: {listed_keys(odd)}")
@@ -199,4 +199,4 @@ def _class(node: Inert) -> str:
 
 
 def _joined(path: Path) -> str:
-    return joined(path) or "the root"
+    return join_path(path) or "the root"

@@ -25,7 +25,7 @@ from core.opening.open import Checkpoint
 from core.opening.target import partitioned, source_and_target
 from core.pickle.inert import TensorLeaf
 from core.pickle.key_text import class_of_key, faithful_text
-from core.pickle.nesting import entries, joined
+from core.pickle.nesting import entries, join_path
 from core.pickle.reader import noting_uses
 
 
@@ -150,7 +150,7 @@ def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:
             continue
         for depth, part in enumerate(entry.path):
             if faithful_text(part) is None:
-                nameless.setdefault(joined(entry.path[:depth]), {})[class_of_key(part)] = None
+                nameless.setdefault(join_path(entry.path[:depth]), {})[class_of_key(part)] = None
                 break
     if nameless:
         path, classes = next(iter(nameless.items()))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from core.arrays.box import Box, Shape
 from core.arrays.coverage import BoxIndex
 from core.arrays.dtypes import itemsize
-from core.arrays.gather import Layout, copy_box, dense, inner_run, read_box, span, starts
+from core.arrays.gather import StridedLayout, byte_span, copy_box, dense_layout, inner_run, list_addresses, read_box
 from core.plan.addresses import RecordCrc
 from core.plan.items import Interleave, Link
 
@@ -66,7 +66,7 @@ class _BandPart:
     shape: Shape
     address: int
     index: int
-    scratch: Layout = field(default_factory=lambda: Layout(0, ()))
+    scratch: StridedLayout = field(default_factory=lambda: StridedLayout(0, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,19 +182,21 @@ class Interleaver:
             of_array.setdefault(part.link.destination.array, []).append(part)
         for array, group in of_array.items():
             group.sort(key=lambda part: part.index)
-            for cluster, n_span in _clusters(group, lambda p: (p.index, span(p.shape, 1, p.link.destination.strides))):
+            for cluster, n_span in _clusters(
+                group, lambda p: (p.index, byte_span(p.shape, 1, p.link.destination.strides))
+            ):
                 n_elements = sum(prod(part.shape) for part in cluster)
                 first = cluster[0]
                 if n_elements == n_span:
                     for part in cluster:
                         strides = tuple(step * size for step in part.link.destination.strides)
-                        part.scratch = Layout(free + (part.index - first.index) * size, strides)
+                        part.scratch = StridedLayout(free + (part.index - first.index) * size, strides)
                     strides = first.link.destination.strides
                     recipe.runs.append(_TargetRun(array, first.index, strides, free, n_elements * size))
                     free += n_elements * size
                 else:
                     for part in cluster:
-                        part.scratch = dense(part.shape, size, free)
+                        part.scratch = dense_layout(part.shape, size, free)
                         free += prod(part.shape) * size
                     recipe.loose += cluster
 
@@ -209,7 +211,9 @@ class Interleaver:
                 recipe.gathered += group
                 continue
             group.sort(key=lambda part: part.address)
-            for cluster, n_span in _clusters(group, lambda p: (p.address, span(p.shape, size, p.link.source.strides))):
+            for cluster, n_span in _clusters(
+                group, lambda p: (p.address, byte_span(p.shape, size, p.link.source.strides))
+            ):
                 if sum(prod(part.shape) for part in cluster) * size != n_span:
                     recipe.gathered += cluster
                     continue
@@ -224,11 +228,11 @@ class Interleaver:
         """Return the scratch slices for a vectored read, or None if the rows are too short."""
         pieces: list[tuple[int, int, int]] = []
         for part in cluster:
-            source = Layout(part.address, part.link.source.strides)
+            source = StridedLayout(part.address, part.link.source.strides)
             n_axes, length = inner_run(part.shape, size, source, part.scratch)
             if length < MIN_VECTOR_BYTES:
                 return None
-            pieces += [(a, b, length) for a, b in starts(part.shape[:n_axes], source, part.scratch)]
+            pieces += [(a, b, length) for a, b in list_addresses(part.shape[:n_axes], source, part.scratch)]
         # In the order of the source's bytes, pieces that follow each other in scratch become one.
         pieces.sort()
         buffers = []
@@ -258,7 +262,7 @@ class Interleaver:
             if block.record is not None:
                 out.check(block.record, address, (raw,), block.n_bytes)
             for part in block.parts:
-                source = Layout(part.address - block.address, part.link.source.strides)
+                source = StridedLayout(part.address - block.address, part.link.source.strides)
                 copy_box(raw, source, self._scratch, part.scratch, shape=part.shape, itemsize=size)
         # All others are gathered from wherever their elements lie.
         for part in recipe.gathered:
@@ -271,12 +275,12 @@ class Interleaver:
         if file is None:
             n_axes, length = inner_run(part.shape, size, part.scratch)
             zeros = bytes(length)
-            for (start,) in starts(part.shape[:n_axes], part.scratch):
+            for (start,) in list_addresses(part.shape[:n_axes], part.scratch):
                 self._scratch[start : start + length] = zeros
             return
         read_box(
             lambda address, buffer: self._store.read_into(file, address, buffer),
-            Layout(part.address + _dot(delta, source.strides), source.strides),
+            StridedLayout(part.address + _dot(delta, source.strides), source.strides),
             self._scratch,
             part.scratch,
             shape=part.shape,
@@ -291,10 +295,10 @@ class Interleaver:
         for part in recipe.loose:
             destination = part.link.destination
             index = part.index + _dot(delta, destination.strides)
-            target = Layout(index, destination.strides)
+            target = StridedLayout(index, destination.strides)
             n_axes, n_elements = inner_run(part.shape, 1, target)
             scratch_start = part.scratch.start
-            for (start,) in starts(part.shape[:n_axes], target):
+            for (start,) in list_addresses(part.shape[:n_axes], target):
                 piece = self._scratch[scratch_start : scratch_start + n_elements * size]
                 out.put_piece(destination.array, start, piece)
                 scratch_start += n_elements * size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.checksum import BLOCK_BYTES
 from core.arrays.dtypes import itemsize
-from core.arrays.gather import Layout, dense, is_dense, read_box
+from core.arrays.gather import StridedLayout, dense_layout, is_dense, read_box
 from core.copy.interleave import Interleaver
 from core.copy.output import Output, TargetStore
 from core.device.compare import is_equal
@@ -170,9 +170,9 @@ class CopyWorker:
         else:
             read_box(
                 lambda start, buffer: self._source.read_into(file, start, buffer),
-                Layout(address, source.strides),
+                StridedLayout(address, source.strides),
                 out,
-                dense(band.shape, size),
+                dense_layout(band.shape, size),
                 shape=band.shape,
                 itemsize=size,
                 raw=self._raw,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from core.diff.sides import Side
 from core.errors import CheckpointingException
-from core.files.store import translated
+from core.files.store import translate_os_errors
 from core.fingerprint.definition import Fingerprint
 from core.manifest.file import Manifest
 from core.manifest.lookup import RecordedManifest, find_manifest
@@ -68,7 +68,7 @@ def _is_equal(key: str, a: Side, b: Side, one: Mapping[str, Fingerprint], other:
 def _distrust(side: Side, known: RecordedManifest, manifest: Manifest) -> str | None:
     """Why a manifest is not believed, or None."""
     store = side.source.store
-    with translated(store.label, doing="check"):
+    with translate_os_errors(store.label, doing="check"):
         written = os.stat(store.root.resolve() / known.name).st_mtime_ns
         for file in manifest.files:
             path = store.path(file.path)

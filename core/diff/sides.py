@@ -24,7 +24,7 @@ from core.catalog.files_beside import carried_of
 from core.catalog.mapping_attributes import VERSIONS, attributes_of
 from core.changes.select import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
-from core.files.json_object import parsed_object
+from core.files.json_object import read_json_object
 from core.formats.huggingface.files import CONFIG, config_of
 from core.formats.torch.format import load_object
 from core.inspect.preview import first_values
@@ -199,7 +199,7 @@ def _document(store: ReadStore, path: str, key: str) -> object:
     """A file beside the weights: what a configuration says, the bytes of any other."""
     if path.endswith("config.json"):
         with suppress(CorruptError):
-            return parsed_object(store, path, max_bytes=_MAX_CONFIG_BYTES)
+            return read_json_object(store, path, max_bytes=_MAX_CONFIG_BYTES)
     return TensorLeaf(key)
 
 

@@ -57,7 +57,7 @@ from core.dist_checkpointing.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from core.errors import UnsupportedError, UsageError
-from core.files.store import translated
+from core.files.store import translate_os_errors
 from core.files.url import refuse_url
 
 _CONTENT_METADATA_KEY = "content_metadata"
@@ -219,7 +219,7 @@ def _save_common(
 
 
 def _check_visible(data_dir: Path) -> None:
-    with translated(str(data_dir), doing="look at"):
+    with translate_os_errors(str(data_dir), doing="look at"):
         is_visible = data_dir.is_dir()
     if not is_visible:
         raise UsageError(

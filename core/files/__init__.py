@@ -1,6 +1,6 @@
-"""Where bytes live: the store that files are opened through, directories, mounts, bounded JSON, the sandbox.
+"""Access to files: the store that opens them, directories, mounts, bounded JSON and the sandbox.
 
-Start at ``store``. ``sandbox`` runs code on untrusted bytes in a process that can do no harm; ``substitute`` and
-``url`` say what lies where a file was expected.
+Start at ``store``. ``sandbox`` runs code on untrusted bytes in a process that can do no harm;
+``substitute`` and ``url`` recognise what users have in place of a file of weights or a local path.
 Imports: errors.
 """

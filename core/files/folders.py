@@ -1,43 +1,49 @@
-"""Directories: emptied, and on the disk with what is in them."""
+"""Directories: made, emptied, and flushed to the disk together with their files."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from core.files.store import translated
+from core.files.store import translate_os_errors
 
 _SYNC_THREADS = 4
 
 
-def make_folders(folder: Path, made: list[Path]) -> None:
-    """Makes a directory and those above it that are missing.
+def make_folders(folder: Path) -> list[Path]:
+    """Make a directory and its missing parents, and return those that were made.
 
-    Args:
-        folder: the directory.
-        made: gets those that were made here, the outermost first, as they are made.
+    Returns:
+        The new directories, the outermost first.
 
     Raises:
-        StorageError: the system refuses.
+        StorageError: a directory cannot be created; those made before it have been removed again.
     """
-    with translated(str(folder), doing="create"):
-        missing = []
-        while not folder.exists():
-            missing.append(folder)
-            folder = folder.parent
-        for folder in reversed(missing):
-            with suppress(FileExistsError):  # another process makes it at this moment
-                folder.mkdir()
-                made.append(folder)
+    new_folders: list[Path] = []
+    try:
+        with translate_os_errors(str(folder), doing="create"):
+            # Look upwards for the missing ones, then make them downwards.
+            missing = []
+            while not folder.exists():
+                missing.append(folder)
+                folder = folder.parent
+            for path in reversed(missing):
+                with suppress(FileExistsError):  # another process makes the same one right now
+                    path.mkdir()
+                    new_folders.append(path)
+    except BaseException:
+        remove_empty(new_folders)
+        raise
+    return new_folders
 
 
-def remove_empty(made: list[Path]) -> None:
-    """Removes directories that ``make_folders`` made, the innermost first, as long as they are empty."""
-    for folder in reversed(made):
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove nested directories, the last (innermost) first, until one is not empty."""
+    for folder in reversed(folders):
         try:
             folder.rmdir()
         except OSError:
@@ -45,12 +51,12 @@ def remove_empty(made: list[Path]) -> None:
 
 
 def empty_folder(folder: Path, *, keep: Container[str] = ()) -> None:
-    """Removes everything that is in a directory, save what has one of these names; links are not followed.
+    """Remove everything from a directory except the names in ``keep``, without following links.
 
     Raises:
-        StorageError: the system refuses.
+        StorageError: an entry cannot be removed.
     """
-    with translated(str(folder), doing="empty"):
+    with translate_os_errors(str(folder), doing="empty"):
         for entry in os.scandir(folder):
             if entry.name in keep:
                 continue
@@ -61,7 +67,7 @@ def empty_folder(folder: Path, *, keep: Container[str] = ()) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """Syncs every file below a directory, then the directories, the innermost first.
+    """Flush every file below a directory to the disk, then its directories, the innermost first.
 
     Raises:
         StorageError: the system could not write.
@@ -74,7 +80,7 @@ def sync_tree(root: Path) -> None:
 
 
 def sync_folders(root: Path) -> None:
-    """Syncs a directory and all below it, the innermost first.
+    """Flush a directory and all directories below it to the disk, the innermost first.
 
     Raises:
         StorageError: the system could not write.
@@ -84,7 +90,7 @@ def sync_folders(root: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs one directory: the names in it are on the disk afterwards.
+    """Flush the names in one directory to the disk; the content of its files is not flushed.
 
     Raises:
         StorageError: the system could not write.
@@ -93,7 +99,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(file: Path) -> None:
-    """Syncs one file, which need not be writable.
+    """Flush one file to the disk; it need not be writable.
 
     Raises:
         StorageError: the system could not write.
@@ -102,7 +108,7 @@ def sync_file(file: Path) -> None:
 
 
 def _sync(path: Path, flags: int = 0) -> None:
-    with translated(str(path), doing="sync"):
+    with translate_os_errors(str(path), doing="sync"):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:
             os.fsync(fd)

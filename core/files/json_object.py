@@ -1,9 +1,11 @@
-"""Small files of a checkpoint, above all JSON objects: read within bounds.
+"""Small files of a checkpoint, above all JSON objects, read within bounds.
 
-``json.loads`` makes up to 70 bytes of objects of every two bytes of a hostile file, so the values are counted, from
-above, before it runs: each is preceded by a comma, a colon or an opening bracket.
+``json.loads`` builds up to 70 bytes of objects from every two bytes of a hostile file. An upper
+bound of the number of values is therefore counted before it runs: each value is preceded by a
+comma, a colon or an opening bracket.
 
-``NaN`` and ``Infinity`` are taken as Python's writers write them; configurations of state space models hold them.
+``NaN`` and ``Infinity`` are accepted as Python's writers write them; configurations of state space
+models hold them.
 
 Source: RFC 8259.
 """
@@ -11,6 +13,7 @@ Source: RFC 8259.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError
@@ -20,67 +23,69 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 20
 MAX_VALUES = 4_000_000
-"""Most values, brackets and keys; an index of 10⁶ tensors has 2 · 10⁶."""
+"""Largest number of values, brackets and keys; an index of 10⁶ tensors has 2 · 10⁶."""
 
 
-def small_file(store: ReadStore, file: str, *, max_bytes: int, key: str | None = None) -> bytes:
-    """The content of a file that is small where it is what it should be.
+def read_small_file(store: ReadStore, file: str, *, max_bytes: int, key: str | None = None) -> bytes:
+    """Read a file that must be small to be what its name says.
 
     Args:
-        max_bytes: largest file that is read.
-        key: the tensor that it belongs to, for messages.
+        max_bytes: size of the largest file that is read.
+        key: the tensor that the file belongs to, for messages.
 
     Raises:
-        CorruptError: it is larger.
-        MissingShardError: there is no such file.
+        CorruptError: the file is larger than ``max_bytes``.
+        MissingShardError: the file does not exist.
     """
     size = store.size(file)
     if size > max_bytes:
-        raise CorruptError(f"{size} bytes are too much for this file; at most {max_bytes} are read", file=file, key=key)
+        raise CorruptError(f"the file is too large: {size:,} bytes, at most {max_bytes:,} are read", file=file, key=key)
     return store.read(file, 0, size)
 
 
-def parsed_object(
+def read_json_object(
     store: ReadStore, file: str, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES
 ) -> dict[str, object]:
-    """The JSON object that a file is.
+    """Read a file that holds one JSON object.
 
     Args:
-        max_bytes: largest file that is read.
-        max_values: most values in it.
+        max_bytes: size of the largest file that is read.
+        max_values: largest number of values in the object, at any depth.
 
     Raises:
-        CorruptError: too large, not JSON, not an object, or a key that is there twice.
-        MissingShardError: there is no such file.
+        CorruptError: the file is too large, not JSON or not an object, or repeats a key.
+        MissingShardError: the file does not exist.
     """
-    return object_of(small_file(store, file, max_bytes=max_bytes), file=file, max_values=max_values)
+    return parse_json_object(read_small_file(store, file, max_bytes=max_bytes), file=file, max_values=max_values)
 
 
-def object_of(data: bytes, *, file: str, max_values: int = MAX_VALUES) -> dict[str, object]:
-    """The JSON object that some bytes are.
+def parse_json_object(data: bytes, *, file: str, max_values: int = MAX_VALUES) -> dict[str, object]:
+    """Parse bytes that hold one JSON object.
 
     Args:
-        file: where they come from, for messages.
+        file: where the bytes come from, for messages.
+        max_values: largest number of values in the object, at any depth.
 
     Raises:
-        CorruptError: as for ``parsed_object``.
+        CorruptError: too many values, not JSON, not an object, or a key is repeated.
     """
     n_values = sum(data.count(mark) for mark in (b",", b":", b"[", b"{"))
     if n_values > max_values:
-        raise CorruptError(f"up to {n_values} values are too many for this file; {max_values} are allowed", file=file)
+        raise CorruptError(f"too many JSON values: up to {n_values:,}, at most {max_values:,} are read", file=file)
     try:
-        found = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_doubles)
+        parsed = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repeated_keys)
     except (ValueError, RecursionError) as err:
         raise CorruptError(f"not a JSON file: {err}", file=file, hint="copy it again from where it came from") from err
-    if not isinstance(found, dict):
-        raise CorruptError(f"a JSON {type(found).__name__}, not an object", file=file)
-    return found
+    if not isinstance(parsed, dict):
+        raise CorruptError(f"the file holds a JSON {type(parsed).__name__}, not an object", file=file)
+    return parsed
 
 
-def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:200]!r} is there twice")
-    return made
+def _without_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return one JSON object as a dict, or raise ValueError if a key is repeated."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        repeated = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"duplicate key {repeated[:200]!r}")
+    return values

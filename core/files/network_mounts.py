@@ -1,8 +1,9 @@
-"""What kind of file system a path lies on, as far as several hosts that write into one file must know.
+"""The kind of file system of a path, which decides whether several hosts may write into one file.
 
-Lustre, GPFS, BeeGFS, CephFS and cluster file systems keep the caches of their hosts coherent: two hosts may write to
-different bytes of one page. NFS, SMB, AFS and 9p do not: a host may write a whole page of its cache back, and with it
-old bytes of another host. FUSE stands for many; what its hosts may do is not known.
+Lustre, GPFS, BeeGFS, CephFS and cluster file systems keep the caches of their hosts coherent: two
+hosts may write to different bytes of one page. NFS, SMB, AFS and 9p do not: a host may write a
+whole page of its cache back, and with it stale bytes of another host. FUSE stands for many file
+systems with unknown guarantees, so it counts as incoherent.
 
 Source: nfs(5), "close-to-open cache consistency"; /proc/self/mountinfo in proc(5).
 """
@@ -18,30 +19,35 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def is_coherent(kind: str) -> bool:
-    """Whether several hosts may write to different bytes of one file, on a file system of a kind."""
+    """Return whether several hosts may write to different bytes of one file at the same time."""
     return kind not in _INCOHERENT and not kind.startswith("fuse")
 
 
 def file_system_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
-    """The kind of file system that a path lies on, such as ``nfs4``; "" where the system does not say.
+    """Return the kind of file system that holds a path, such as ``nfs4``.
 
     Args:
-        path: exists.
-        mounts: the kernel's table.
+        path: an existing path.
+        mounts: the kernel's mount table.
+
+    Returns:
+        "" if the system has no mount table.
     """
     try:
         lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
         return ""
-    wanted = os.path.realpath(path)
+    real_path = os.path.realpath(path)
     longest, kind = -1, ""
     for line in lines:
-        before, _, after = line.partition(" - ")
-        fields = before.split(" ")
-        if len(fields) < 5 or not after:
+        # Field 5 is the mount point; the kind is the first field after the separator " - ".
+        mount_fields, _, source_fields = line.partition(" - ")
+        fields = mount_fields.split(" ")
+        if len(fields) < 5 or not source_fields:
             continue
-        point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields[4])
-        is_above = wanted == point or wanted.startswith(point if point.endswith("/") else f"{point}/")
+        point = re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), fields[4])
+        is_above = real_path == point or real_path.startswith(point if point.endswith("/") else f"{point}/")
+        # Of equal mount points the last one counts: it hides those mounted before it.
         if is_above and len(point) >= longest:
-            longest, kind = len(point), after.split(" ")[0]
+            longest, kind = len(point), source_fields.split(" ")[0]
     return kind

@@ -1,8 +1,8 @@
-"""Run a function on untrusted bytes in a process that has little memory, little time and can open nothing.
+"""Run a function on untrusted bytes in a process with little memory and time and no files.
 
-For fast code that is not hardened against what a file may hold, such as the C unpickler: whatever it does, the caller
-gets the result or None, and then does the work the slow way. Linux only, because only there address space can be
-limited relative to what the process has already mapped.
+For fast code that is not hardened against what a file may hold, such as the C unpickler: whatever
+it does, the caller gets the result or None, and then does the work the slow way. Linux only,
+because only there address space can be limited relative to what the process has already mapped.
 
 The child is an interpreter of its own, not a fork: a fork of a process that runs threads may wait for ever for a lock
 that one of them held. A call costs some 25 ms, and what the function's imports take: 60 to 100 ms for metadata of DCP.
@@ -21,30 +21,37 @@ _HEADER_BYTES = 8
 _WALL_FACTOR = 4
 """Seconds that the child may take for each second of its processor time, on a busy machine."""
 
-_PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from core.files.sandbox import be_child; be_child(sys.argv[2:])"
+_PROGRAM = "; ".join(
+    (
+        "import sys",
+        "sys.path.insert(0, sys.argv[1])",
+        "from core.files.sandbox import be_child",
+        "be_child(sys.argv[2:])",
+    )
 )
 
 
 def run_sandboxed(function: str, data: bytes, *, memory_bytes: int, cpu_s: int) -> bytes | None:
-    """Return what a function makes of some bytes in a child process, or None if it does not come to a result.
+    """Run a function on untrusted bytes in a confined child process and return its result.
 
-    The child imports the function's module and reads ``data``; then it closes every file but the pipe for its answer,
-    may open none, map at most ``memory_bytes`` more and use ``cpu_s`` seconds of processor time. Its failures (an
-    exception, a crash, a limit) are None. It is gone when this returns, also when that is by an exception.
+    The child imports the function's module and reads ``data``; from then on only the pipe for its
+    answer is open, and it can open no file, map at most ``memory_bytes`` more and use ``cpu_s``
+    seconds of processor time. The child has always ended when this call ends, by an exception too.
 
     Args:
         function: ``package.module:function`` of this project, from bytes to bytes.
-        memory_bytes: address space for the function, beside its module and ``data``.
+        memory_bytes: address space for the function, in addition to its module and ``data``.
         cpu_s: seconds of processor time, >= 1.
 
     Returns:
-        None also where there is no such containment: not on Linux, or no more processes can be started.
+        The function's result. None if it raised, crashed or hit a limit, and also if there is no
+        such confinement: not on Linux, or no more processes can be started.
     """
     if sys.platform != "linux" or not sys.executable:
         return None
     root = Path(__file__).parents[2]
-    # -I: neither the working directory nor the environment decides what is imported. -S: no package of others is.
+    # -I: neither the working directory nor the environment decides what is imported.
+    # -S: no other package is imported.
     command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(root), function, str(memory_bytes), str(cpu_s)]
     try:
         child = subprocess.Popen(
@@ -52,6 +59,7 @@ def run_sandboxed(function: str, data: bytes, *, memory_bytes: int, cpu_s: int) 
         )
     except OSError:
         return None
+    # The message is the length of the answer, then the answer; a child cut short does not match.
     try:
         message, _ = child.communicate(data, timeout=_WALL_FACTOR * cpu_s)
     except subprocess.TimeoutExpired:
@@ -68,23 +76,25 @@ def run_sandboxed(function: str, data: bytes, *, memory_bytes: int, cpu_s: int) 
 
 
 def be_child(arguments: list[str]) -> NoReturn:
-    """Do the work of the child: read the bytes from stdin, and write the answer to stdout."""
+    """Run the function in the child: read its bytes from stdin and write its answer to stdout."""
     status = 1
     try:
         import gc
         import resource  # not on every platform
 
+        # While there are no limits yet: import the function and read its bytes.
         name, memory_bytes, cpu_s = arguments
         module, _, function = name.partition(":")
-        work = getattr(import_module(module), function)
+        compute = getattr(import_module(module), function)
         data = sys.stdin.buffer.read()
         gc.disable()
+        # From here on only the pipe for the answer is open, and nothing else can be opened.
         limits = _limits(int(memory_bytes), int(cpu_s))
         os.close(0)
         os.closerange(2, max(3, os.sysconf("SC_OPEN_MAX")))
         for kind, value in limits.items():
             resource.setrlimit(kind, (value, value))
-        answer = work(data)
+        answer = compute(data)
         for part in (len(answer).to_bytes(_HEADER_BYTES, "little"), answer):
             view = memoryview(part)
             while view:
@@ -95,7 +105,7 @@ def be_child(arguments: list[str]) -> NoReturn:
 
 
 def _limits(memory_bytes: int, cpu_s: int) -> dict[int, int]:
-    """Return the hard limits of the child; address space is counted from what is mapped now."""
+    """Return the child's resource limits; memory and processor time count from now."""
     import resource
 
     with open("/proc/self/statm", "rb") as statm:

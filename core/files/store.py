@@ -1,9 +1,10 @@
-"""Where files live: the only module of ``core`` that opens a source file.
+"""Stores of files: the only module of ``core`` that opens a source file.
 
-A store is a directory of files with relative names. Formats read through ``ReadStore``; the copy engine also writes
-through ``WriteStore`` (a stage directory, or memory in tests). Names come out of untrusted files, so every one is
-checked: relative, no ``..``, no NUL, no backslash, no empty component. Symbolic links *inside* the directory are
-followed (the Hugging Face cache is made of them); only regular files are opened.
+A store is a directory of files with relative names. Formats read through ``ReadStore``; the copy
+engine also writes through ``WriteStore`` (a stage directory, or memory in tests). Names come out of
+untrusted files, so every one is checked: relative, no ``..``, no NUL, no backslash, no empty
+component. Symbolic links *inside* the directory are followed (the Hugging Face cache is made of
+them); only regular files are opened.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from core.errors import (
     CapacityError,
@@ -26,6 +27,15 @@ from core.errors import (
     TruncatedError,
     UnsafeError,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import override
+else:
+
+    def override(method):
+        """Return the method; ``core.files.sandbox`` imports this module without other packages."""
+        return method
+
 
 MAX_OPEN_FILES = 128
 MAX_LINKED_FOLDERS = 10_000
@@ -38,72 +48,75 @@ class ReadStore(Protocol):
 
     @property
     def label(self) -> str:
-        """How messages call the place, usually its path."""
+        """Return the name of the store in messages, usually its path."""
 
     @property
     def entry(self) -> str | None:
-        """The one file that the user pointed at, or None if it was a directory."""
+        """Return the one file that the user pointed at, or None if it was a directory."""
 
     def files(self, under: str = "") -> list[str]:
-        """Sorted names of the regular files directly in ``under``; [] if there is no such directory."""
+        """Return the sorted names of the regular files in ``under``; [] if it is missing."""
 
     def folders(self, under: str = "") -> list[str]:
-        """Sorted names (not paths) of the directories directly in ``under``; [] if there is no such directory."""
+        """Return the sorted names of the directories in ``under``; [] if it is missing."""
 
     def sizes(self, under: str = "") -> Mapping[str, int]:
-        """Name → bytes of the regular files directly in ``under``; {} if there is no such directory."""
+        """Return name → bytes of the regular files directly in ``under``; {} if it is missing."""
 
     def exists(self, name: str) -> bool:
-        """Whether ``name`` is a file."""
+        """Return whether ``name`` is a regular file."""
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fills ``buffer`` from ``offset``."""
+        """Fill ``buffer`` with the bytes of a file from ``offset`` on."""
 
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
-        """``n_bytes`` bytes from ``offset``."""
+        """Read ``n_bytes`` bytes of a file from ``offset`` on."""
 
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Several pieces of a file: of each the offset and its number of bytes."""
+        """Read several pieces of a file, given as (offset, number of bytes)."""
 
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
-        """Fills several buffers, together ``n_bytes`` long, one after the other from ``offset``."""
+        """Fill buffers of ``n_bytes`` in total, one after the other, from ``offset`` on."""
 
 
 class WriteStore(Protocol):
     """Write access to a directory of files; no file is visible to others before the commit."""
 
     def create(self, name: str, n_bytes: int) -> None:
-        """Makes (or keeps, if it has that size) a file of ``n_bytes`` zero bytes, its space allocated."""
+        """Create a file of ``n_bytes`` zero bytes and allocate its space.
+
+        A file of that size that exists already is kept as it is.
+        """
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
-        """Writes all of ``data`` at ``offset``."""
+        """Write all of ``data`` at ``offset``."""
 
 
-def checked_name(name: object, *, found_in: str | None = None) -> str:
-    """``name`` if it is a safe relative path, else an error.
+def check_name(name: object, *, found_in: str | None = None) -> str:
+    """Return ``name`` if it is a safe relative path, else raise.
 
     Args:
         name: a file name out of a checkpoint.
         found_in: the file that states the name, for the message.
 
     Raises:
-        UnsafeError: not a string, absolute, contains ``..``, NUL, a backslash or an empty component.
+        UnsafeError: not a string, absolute, or with ``..``, NUL, a backslash or an empty component.
     """
-    ok = (
+    is_safe = (
         isinstance(name, str)
         and name != ""
         and "\0" not in name
         and "\\" not in name
         and all(part not in ("", ".", "..") for part in name.split("/"))
     )
-    if not ok:
+    if not is_safe:
         raise UnsafeError(
             f"file name {name!r} is not a path inside the checkpoint",
             file=found_in,
-            hint="do not trust this checkpoint; ask where it came from",
+            hint="do not trust this checkpoint; find out where it came from",
         )
     assert isinstance(name, str)
     return name
@@ -113,17 +126,17 @@ _READING = ("open", "read", "check")
 
 
 @contextmanager
-def translated(label: str, *, doing: str) -> Iterator[None]:
-    """Turns the operating system's errors into the project's.
+def translate_os_errors(label: str, *, doing: str) -> Iterator[None]:
+    """Turn errors of the operating system into typed errors of the project.
 
     Args:
         label: the file, as the user knows it.
-        doing: what was tried, an infinitive: ``read``, ``write``.
+        doing: the attempted operation, an infinitive such as ``read``.
 
     Raises:
         MissingShardError: the file to be read does not exist.
-        CapacityError: no space left, or a quota.
-        StorageError: anything else that the system refuses.
+        CapacityError: the disk is full, a quota is exceeded, or the file is too large.
+        StorageError: any other error of the system.
     """
     try:
         yield
@@ -139,46 +152,53 @@ def translated(label: str, *, doing: str) -> Iterator[None]:
         raise StorageError(f"cannot {doing}: {reason}", file=label, hint=hint) from err
 
 
-def _is(kind: Callable[[], bool]) -> bool:
-    """Whether a directory entry is of a kind; a link that leads to itself is of none."""
+def _has_kind(is_kind: Callable[[], bool]) -> bool:
+    """Return ``is_kind()`` of a directory entry; False for a link that leads to itself."""
     try:
-        return kind()
+        return is_kind()
     except OSError:
         return False
 
 
 def leads_on(link: Path) -> bool:
-    """Whether a symbolic link leads to a directory, and to none of those that it lies in: those would never end."""
+    """Return whether a symbolic link leads to a directory that does not contain the link itself.
+
+    Following a link to one of its own parents would never end.
+    """
     target = os.path.realpath(link)
-    here = os.path.realpath(link.parent)
-    return os.path.isdir(target) and not f"{here}/".startswith(target if target.endswith("/") else f"{target}/")
+    parent = os.path.realpath(link.parent)
+    return os.path.isdir(target) and not f"{parent}/".startswith(target if target.endswith("/") else f"{target}/")
 
 
-def files_below(store: ReadStore) -> dict[str, int]:
-    """Every regular file of a store with its size, by name; the one file, if the store is one."""
+def list_files_below(store: ReadStore) -> dict[str, int]:
+    """Return name → bytes of all regular files of a store, or of its ``entry`` alone."""
     if store.entry is not None:
         return {store.entry: store.size(store.entry)}
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     folders = [""]
+    # Directories are listed depth first, and the names sorted at the end.
     while folders:
         under = folders.pop()
         prefix = f"{under}/" if under else ""
-        found.update((prefix + name, size) for name, size in store.sizes(under).items())
+        sizes.update((prefix + name, size) for name, size in store.sizes(under).items())
         folders += [prefix + name for name in store.folders(under)]
-    return dict(sorted(found.items()))
+    return dict(sorted(sizes.items()))
 
 
-class LocalStore:
+class LocalStore(ReadStore):
     """A directory of the local file system, read with ``pread`` from any number of threads.
 
     Args:
         root: the directory.
         entry: the one file in it that the user pointed at, if so.
-        stamps: of files as another process has seen them, see ``stamp``; inodes are not compared, as they may differ
-            between hosts.
+        stamps: name → ``stamp`` of files as another process opened them. Sizes and times must
+            match; inodes are not compared, as they may differ between hosts.
 
-    The first open of a file remembers its size, mtime and inode; ``verify_unchanged`` compares them at the end.
+    The first open of a file records its size, mtime and inode; ``verify_unchanged`` compares them
+    at the end.
     """
+
+    entry: str | None = None
 
     def __init__(
         self, root: Path, *, entry: str | None = None, stamps: Mapping[str, Sequence[int]] | None = None
@@ -186,32 +206,33 @@ class LocalStore:
         self.root = root
         self.entry = entry
         self._stamps = stamps or {}
-        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._open: OrderedDict[str, _UsedDescriptor] = OrderedDict()
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._links: set[tuple[str, str]] = set()
-        """Directories that are links, as they were listed: (directory above, name)."""
+        """(parent, name) of the links to directories that have been listed."""
         self._lock = threading.Lock()
 
     @property
+    @override
     def label(self) -> str:
-        """The path of the directory, or of the file if the user pointed at one."""
         return str(self.root / self.entry if self.entry else self.root)
 
     def path(self, name: str) -> Path:
-        """The path of a (checked) name."""
-        return self.root / checked_name(name)
+        """Return the path of a file, after checking its name."""
+        return self.root / check_name(name)
 
+    @override
     def files(self, under: str = "") -> list[str]:
-        """See ReadStore; symbolic links to regular files count."""
-        return [name for name, entry in self._entries(under) if _is(entry.is_file)]
+        return [name for name, entry in self._entries(under) if _has_kind(entry.is_file)]
 
+    @override
     def folders(self, under: str = "") -> list[str]:
-        """See ReadStore; symbolic links to directories count where they lead on (``leads_on``).
+        """Return the sorted names of the directories in ``under``, links that lead on included.
 
         Raises:
-            UnsafeError: so many directories are reached by links that they may lead round for ever.
+            UnsafeError: so many links lead to directories that they may form an endless loop.
         """
-        found: list[str] = []
+        names: list[str] = []
         for name, entry in self._entries(under):
             if entry.is_symlink():
                 if not leads_on(self.root / under / name):
@@ -219,47 +240,51 @@ class LocalStore:
                 self._links.add((under, name))
                 if len(self._links) > MAX_LINKED_FOLDERS:
                     raise UnsafeError(
-                        f"more than {MAX_LINKED_FOLDERS} directories are reached by links",
+                        f"more than {MAX_LINKED_FOLDERS:,} symbolic links to directories",
                         file=under,
-                        hint="remove the links; directories that lead into each other are no checkpoint",
+                        hint="remove the links; a checkpoint needs no such links",
                     )
-                found.append(name)
-            elif _is(entry.is_dir):
-                found.append(name)
-        return found
+                names.append(name)
+            elif _has_kind(entry.is_dir):
+                names.append(name)
+        return names
 
     def unreadable(self, under: str = "") -> list[str]:
-        """Return the names directly in ``under`` that hold no data: pipes, sockets, devices, links to nothing."""
-        return [name for name, entry in self._entries(under) if not (_is(entry.is_file) or _is(entry.is_dir))]
+        """Return the names in ``under`` that hold no data: pipes, sockets, broken links, …"""
+        return [
+            name for name, entry in self._entries(under) if not (_has_kind(entry.is_file) or _has_kind(entry.is_dir))
+        ]
 
+    @override
     def sizes(self, under: str = "") -> Mapping[str, int]:
-        """See ReadStore; one pass over the directory, no file is opened."""
-        with translated(str(self.path(under) if under else self.root), doing="list the directory"):
-            return {name: entry.stat().st_size for name, entry in self._entries(under) if _is(entry.is_file)}
+        with translate_os_errors(str(self.path(under) if under else self.root), doing="list the directory"):
+            return {name: entry.stat().st_size for name, entry in self._entries(under) if _has_kind(entry.is_file)}
 
     def _entries(self, under: str) -> list[tuple[str, os.DirEntry[str]]]:
+        """List a directory by name; return [] if it is missing."""
         folder = self.path(under) if under else self.root
-        with translated(str(folder), doing="list the directory"):
+        with translate_os_errors(str(folder), doing="list the directory"):
             try:
                 with os.scandir(folder) as entries:
                     return sorted((entry.name, entry) for entry in entries)
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
+    @override
     def exists(self, name: str) -> bool:
-        """See ReadStore."""
         try:
-            return stat.S_ISREG(os.stat(os.path.join(self.root, checked_name(name))).st_mode)
+            return stat.S_ISREG(os.stat(os.path.join(self.root, check_name(name))).st_mode)
         except OSError as err:
             if err.errno in _NO_SUCH_FILE:
                 return False
             raise
 
+    @override
     def size(self, name: str) -> int:
-        """See ReadStore.
+        """Return the size of a file in bytes, as it was when the file was first opened.
 
         Raises:
-            MissingShardError: no such file.
+            MissingShardError: the file does not exist.
             UnsafeError: it is not a regular file.
             StorageError: it cannot be opened.
         """
@@ -270,98 +295,95 @@ class LocalStore:
 
     @property
     def opened(self) -> list[str]:
-        """Names of the files that have been opened."""
+        """Return the names of the files that have been opened so far."""
         return list(self._seen)
 
     def stamp(self, name: str) -> tuple[int, int, int]:
-        """Size, modification time (ns) and inode of a file, as they were when it was first opened."""
+        """Return size, modification time (ns) and inode of a file as it was first opened."""
         self.size(name)
         return self._seen[name]
 
+    @override
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
-        """See ReadStore and ``read_into``; what the file does not hold is refused before memory is taken for it.
+        """Read ``n_bytes`` bytes of a file from ``offset`` on.
+
+        A range beyond the end of the file is refused before memory is allocated for it.
 
         Raises:
-            CapacityError: it is more than fits in memory.
+            TruncatedError, MissingShardError, UnsafeError, StorageError: as for ``read_into``.
+            CapacityError: the bytes do not fit in memory.
         """
-        with self._file(name) as fd, translated(name, doing="read"):
+        with self._file(name) as fd, translate_os_errors(name, doing="read"):
             size = self._seen[name][0]
             if offset + n_bytes > size:
                 raise _too_short(name, size, offset, n_bytes)
             try:
-                found = os.pread(fd, n_bytes, offset)
-                if len(found) == n_bytes:
-                    return found
-                buffer = bytearray(n_bytes)  # a signal, or more than one call reads
+                data = os.pread(fd, n_bytes, offset)
+                if len(data) == n_bytes:
+                    return data
+                buffer = bytearray(n_bytes)  # a signal, or more than one call can read
             except (MemoryError, OverflowError) as err:
-                raise CapacityError(
-                    f"{n_bytes} bytes are to be read at once, which do not fit in memory", file=name
-                ) from err
+                raise CapacityError(f"{n_bytes:,} bytes, to be read at once, do not fit in memory", file=name) from err
         self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
 
+    @override
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """See ReadStore.
+        """Fill ``buffer`` with the bytes of a file from ``offset`` on.
 
         Raises:
             TruncatedError: the file ends before the buffer is full.
             MissingShardError, UnsafeError, StorageError: as for ``size``.
         """
-        with self._file(name) as fd, translated(name, doing="read"):
+        with self._file(name) as fd, translate_os_errors(name, doing="read"):
+            # A call may read less than asked for.
             done = 0
             while done < len(buffer):
-                n = os.preadv(fd, [buffer[done:]], offset + done)
-                if n == 0:
+                n_read = os.preadv(fd, [buffer[done:]], offset + done)
+                if n_read == 0:
                     raise _too_short(name, offset + done, offset, len(buffer))
-                done += n
+                done += n_read
 
+    @override
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See ReadStore.
-
-        Raises:
-            TruncatedError, MissingShardError, UnsafeError, StorageError: as for ``read_into``.
-        """
-        with self._file(name) as fd, translated(name, doing="read"):
-            found = [os.pread(fd, n_bytes, offset) for offset, n_bytes in spans]
+        with self._file(name) as fd, translate_os_errors(name, doing="read"):
+            pieces = [os.pread(fd, n_bytes, offset) for offset, n_bytes in spans]
         for number, (offset, n_bytes) in enumerate(spans):
-            if len(found[number]) != n_bytes:  # a signal, or the end of the file
-                found[number] = self.read(name, offset, n_bytes)
-        return found
+            if len(pieces[number]) != n_bytes:  # a signal, or the end of the file
+                pieces[number] = self.read(name, offset, n_bytes)
+        return pieces
 
+    @override
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
-        """See ReadStore: one system call per 1024 buffers.
-
-        Raises:
-            TruncatedError, MissingShardError, UnsafeError, StorageError: as for ``read_into``.
-        """
+        # The kernel takes up to _IOV_MAX buffers in one call.
         for first in range(0, len(buffers), _IOV_MAX):
-            part = buffers[first : first + _IOV_MAX]
-            wanted = n_bytes if len(part) == len(buffers) else sum(map(len, part))
-            with self._file(name) as fd, translated(name, doing="read"):
-                is_short = os.preadv(fd, part, offset) != wanted
+            batch = buffers[first : first + _IOV_MAX]
+            batch_bytes = n_bytes if len(batch) == len(buffers) else sum(map(len, batch))
+            with self._file(name) as fd, translate_os_errors(name, doing="read"):
+                is_short = os.preadv(fd, batch, offset) != batch_bytes
             if is_short:  # a signal, or the end of the file
-                at = offset
-                for buffer in part:
-                    self.read_into(name, at, buffer)
-                    at += len(buffer)
-            offset += wanted
+                position = offset
+                for buffer in batch:
+                    self.read_into(name, position, buffer)
+                    position += len(buffer)
+            offset += batch_bytes
 
     def verify_unchanged(self) -> None:
-        """Compares every file that was opened with what it was at first.
+        """Check that no file has changed since it was first opened.
 
         Raises:
-            SourceChangedError: size, modification time or inode of a file differ.
+            SourceChangedError: the size, modification time or inode of a file differs.
         """
         for name, before in self._seen.items():
-            with translated(name, doing="check"):
+            with translate_os_errors(name, doing="check"):
                 now = os.stat(self.path(name))
             if (now.st_size, now.st_mtime_ns, now.st_ino) != before:
                 raise SourceChangedError(
-                    "the file changed while it was read", file=name, hint="run again when nothing writes to it"
+                    "the file changed while it was being read", file=name, hint="run again when nothing writes to it"
                 )
 
     def close(self) -> None:
-        """Closes every file; the store can be used again."""
+        """Close every file; later reads open them again."""
         with self._lock:
             for opened in self._open.values():
                 _close(opened.fd)
@@ -369,20 +391,21 @@ class LocalStore:
 
     @contextmanager
     def _file(self, name: str) -> Iterator[int]:
-        """An open descriptor of ``name``; at most ``MAX_OPEN_FILES`` idle ones are kept."""
+        """Lend an open descriptor of ``name``; at most ``MAX_OPEN_FILES`` idle ones are kept."""
         with self._lock:
             opened = self._open.get(name)
             if opened is None:
-                opened = _OpenFile(self._open_regular(name))
+                opened = _UsedDescriptor(self._open_regular(name))
                 self._open[name] = opened
             self._open.move_to_end(name)
             opened.n_users += 1
-            for old, other in list(self._open.items()):
+            # Close those that have been idle for longest.
+            for old_name, old in list(self._open.items()):
                 if len(self._open) <= MAX_OPEN_FILES:
                     break
-                if other.n_users == 0:
-                    del self._open[old]
-                    _close(other.fd)
+                if old.n_users == 0:
+                    del self._open[old_name]
+                    _close(old.fd)
         try:
             yield opened.fd
         finally:
@@ -390,22 +413,25 @@ class LocalStore:
                 opened.n_users -= 1
 
     def _open_regular(self, name: str) -> int:
-        with translated(name, doing="open"):
+        """Open a regular file, record its stamp, and return its descriptor."""
+        with translate_os_errors(name, doing="open"):
+            # O_NONBLOCK: opening a pipe would wait for a writer before it can be refused.
             fd = os.open(self.path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            with translated(name, doing="open"):
+            with translate_os_errors(name, doing="open"):
                 status = os.fstat(fd)
         except BaseException:
             _close(fd)
             raise
+        # Sizes of pipes and devices mean nothing, and reading them may never end.
         if not stat.S_ISREG(status.st_mode):
             _close(fd)
             raise UnsafeError("not a regular file", file=name, hint="remove it from the checkpoint")
-        wanted = self._stamps.get(name)
-        if wanted is not None and tuple(wanted[:2]) != (status.st_size, status.st_mtime_ns):
+        expected = self._stamps.get(name)
+        if expected is not None and tuple(expected[:2]) != (status.st_size, status.st_mtime_ns):
             _close(fd)
             raise SourceChangedError(
-                "the file is not the one that the plan was made for",
+                "size or modification time differ from those the plan was made for",
                 file=name,
                 hint="all hosts must see the same files, and nothing may write to them",
             )
@@ -414,22 +440,22 @@ class LocalStore:
 
 
 def _close(fd: int) -> None:
-    """Closes a file that was only read: nothing can be lost by it."""
+    """Close a file that was only read, whose errors no longer matter."""
     with suppress(OSError):
         os.close(fd)
 
 
 def _too_short(name: str, end: int, offset: int, n_bytes: int) -> TruncatedError:
     return TruncatedError(
-        f"the file ends at byte {end}, {offset + n_bytes - end} bytes too early",
+        f"the file ends at byte {end:,}, {offset + n_bytes - end:,} bytes too early",
         file=name,
         span=(offset, offset + n_bytes),
         hint="copy the checkpoint again, or use an older one",
     )
 
 
-class _OpenFile:
-    """A descriptor and how many threads are using it."""
+class _UsedDescriptor:
+    """An open descriptor and the number of threads that are using it."""
 
     __slots__ = ("fd", "n_users")
 
@@ -438,12 +464,15 @@ class _OpenFile:
         self.n_users = 0
 
 
-class MemoryStore:
-    """Files in memory, for tests and for live tensors: read and write.
+class MemoryStore(ReadStore, WriteStore):
+    """Files in memory, for tests and for live tensors, to read and to write.
 
     Args:
         contents: name → bytes; a memoryview is used in place, other bytes are copied.
     """
+
+    entry: str | None = None
+    label: str = "memory"
 
     def __init__(
         self, contents: Mapping[str, bytes | bytearray | memoryview] | None = None, *, entry: str | None = None
@@ -452,71 +481,70 @@ class MemoryStore:
             name: data if isinstance(data, memoryview) else bytearray(data) for name, data in (contents or {}).items()
         }
         self.entry = entry
-        self.label = "memory"
 
+    @override
     def files(self, under: str = "") -> list[str]:
-        """See ReadStore."""
         prefix = under + "/" if under else ""
         rest = (name[len(prefix) :] for name in self.contents if name.startswith(prefix))
         return sorted(name for name in rest if "/" not in name)
 
+    @override
     def folders(self, under: str = "") -> list[str]:
-        """See ReadStore."""
         prefix = under + "/" if under else ""
         rest = (name[len(prefix) :] for name in self.contents if name.startswith(prefix))
         return sorted({name.split("/")[0] for name in rest if "/" in name})
 
+    @override
     def sizes(self, under: str = "") -> Mapping[str, int]:
-        """See ReadStore."""
         prefix = under + "/" if under else ""
         return {name: len(self.contents[prefix + name]) for name in self.files(under)}
 
+    @override
     def exists(self, name: str) -> bool:
-        """See ReadStore."""
         return name in self.contents
 
+    @override
     def size(self, name: str) -> int:
-        """See ReadStore."""
         return len(self._content(name))
 
+    @override
     def read(self, name: str, offset: int, n_bytes: int) -> bytes:
-        """See ReadStore."""
-        found = bytes(self._content(name)[offset : offset + n_bytes])
-        if len(found) != n_bytes:
-            raise TruncatedError(f"the file ends at byte {offset + len(found)}", file=name)
-        return found
+        data = bytes(self._content(name)[offset : offset + n_bytes])
+        if len(data) != n_bytes:
+            raise TruncatedError(f"the file ends at byte {offset + len(data):,}", file=name)
+        return data
 
+    @override
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """See ReadStore."""
-        found = memoryview(self._content(name))[offset : offset + len(buffer)]
-        if len(found) != len(buffer):
-            raise TruncatedError(f"the file ends at byte {offset + len(found)}", file=name)
-        buffer[:] = found
+        data = memoryview(self._content(name))[offset : offset + len(buffer)]
+        if len(data) != len(buffer):
+            raise TruncatedError(f"the file ends at byte {offset + len(data):,}", file=name)
+        buffer[:] = data
 
+    @override
     def read_spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See ReadStore."""
         return [self.read(name, offset, n_bytes) for offset, n_bytes in spans]
 
+    @override
     def read_vector(self, name: str, offset: int, buffers: list[memoryview], n_bytes: int) -> None:
-        """See ReadStore."""
         for buffer in buffers:
             self.read_into(name, offset, buffer)
             offset += len(buffer)
 
+    @override
     def create(self, name: str, n_bytes: int) -> None:
-        """See WriteStore."""
         if len(self.contents.get(name, b"\0")) != n_bytes or name not in self.contents:
             self.contents[name] = bytearray(n_bytes)
 
+    @override
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
-        """See WriteStore."""
         self._content(name)[offset : offset + len(data)] = data
 
     def settle(self, name: str, offset: int, n_bytes: int) -> None:
-        """See ``core.copy.output.TargetStore``; memory needs nothing."""
+        """Do nothing: memory has no disk to write to ahead of time."""
 
     def _content(self, name: str) -> bytearray | memoryview:
         try:
-            return self.contents[checked_name(name)]
+            return self.contents[check_name(name)]
         except KeyError as err:
             raise MissingShardError("the file does not exist", file=name) from err

@@ -1,7 +1,7 @@
-"""What lies where a file of weights should: a Git LFS pointer, a page or a message of a server, or other text.
+"""Recognise text in place of a file of weights: a Git LFS pointer, or a server's page or message.
 
-A clone without Git LFS leaves pointers, and a download without permission the server's answer, under the name of the
-file that was wanted. None of the binary formats begins as a text does.
+A clone without Git LFS leaves pointers, and a download without permission the server's answer,
+under the name of the requested file. No binary format begins like a text.
 
 Source: Git LFS specification 1.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 HEAD_BYTES = 64
-"""So many bytes at the begin of a file tell."""
+"""Bytes at the beginning of a file that are enough to tell."""
 _POINTER = b"version https://git-lfs"
 _MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|!--|html|head|\?xml|error)", re.IGNORECASE)
 _JSON = re.compile(rb"\s*(\{\s*\"|\[\s*[\[{\"])")
@@ -25,12 +25,13 @@ _TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{4,}")
 
 @dataclass(frozen=True, slots=True)
 class Substitute:
-    """What a file is instead of weights.
+    """Text found in place of a file of weights.
 
     Args:
-        title: a noun with its article, for a message.
+        title: what the file is, a noun with its article, for a message.
         hint: how to get the file itself.
-        is_download: it is certainly what a download or a clone left; other text may be what was meant to be there.
+        is_download: the text certainly comes from a download or a clone; other text may be what
+            the user meant to be there.
     """
 
     title: str
@@ -39,7 +40,7 @@ class Substitute:
 
 
 def substitute_of(head: bytes) -> Substitute | None:
-    """Return what the first ``HEAD_BYTES`` bytes of a file tell that it is; None if they are no text."""
+    """Recognise a text by the first ``HEAD_BYTES`` bytes of a file; return None for other files."""
     again = "download the file again; a private or gated model needs a login first (hf auth login)"
     if head.startswith(_POINTER):
         return Substitute("a Git LFS pointer, not the file itself", "fetch the file itself: git lfs pull")
@@ -54,7 +55,7 @@ def substitute_of(head: bytes) -> Substitute | None:
 
 
 def substitute_in(store: ReadStore, file: str) -> Substitute | None:
-    """Return what a file of a store is instead of weights; None if it does not begin as a text.
+    """Recognise a file of a store that is a text instead of weights; return None for other files.
 
     Raises:
         MissingShardError, StorageError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""System calls that Python does not offer, with a harmless answer where the kernel or the file system lacks them."""
+"""System calls that Python does not offer, with a harmless fallback where the system lacks them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _MISSING = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 @lru_cache
 def _libc() -> Any:
+    """Return the C library, with the argument types of the calls that it has."""
     libc = ctypes.CDLL(None, use_errno=True)
     offset = ctypes.c_int64
     for name, types in (
@@ -34,10 +35,10 @@ def _libc() -> Any:
 
 
 def allocate(fd: int, n_bytes: int) -> None:
-    """Makes a file ``n_bytes`` long and reserves its space, where the file system can.
+    """Set the length of a file, and reserve its space on the disk where the file system can.
 
     Raises:
-        OSError: no space left, too large, …
+        OSError: no space is left, or the file would be too large for the file system.
     """
     fallocate = getattr(_libc(), "fallocate64", None)
     if n_bytes and fallocate is not None:
@@ -52,14 +53,18 @@ def allocate(fd: int, n_bytes: int) -> None:
 
 
 def start_writeback(fd: int, offset: int, n_bytes: int) -> None:
-    """Asks the kernel to begin to write a range to the disk, so that a later fsync finds little left to do."""
+    """Ask the kernel to start writing a range to the disk, so that fsync takes less time later."""
     sync_file_range = getattr(_libc(), "sync_file_range", None)
     if sync_file_range is not None:
-        sync_file_range(fd, offset, n_bytes, _SYNC_FILE_RANGE_WRITE)  # a hint: errors show up in fsync
+        # The result does not matter: errors show up in fsync.
+        sync_file_range(fd, offset, n_bytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends; kills it now if that is over already."""
+    """Have the kernel kill this process when the thread that started it ends.
+
+    Kills it at once if ``parent_pid`` has ended already.
+    """
     prctl = getattr(_libc(), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -68,7 +73,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Renames to a name that is free.
+    """Rename a file or directory to a free name.
 
     Raises:
         FileExistsError: the name is taken.
@@ -77,11 +82,14 @@ def rename_new(source: Path, target: Path) -> None:
     if not _renameat2(source, target, _RENAME_NOREPLACE):
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-        os.rename(source, target)  # what a directory would replace is an empty one
+        os.rename(source, target)  # a race could only replace a file or an empty directory
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swaps two names at once; False if the file system cannot, and nothing was done.
+    """Swap two names in one step.
+
+    Returns:
+        False if the file system cannot do it; nothing has changed then.
 
     Raises:
         OSError: as for ``os.rename``.
@@ -90,6 +98,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    """Call renameat2; return False if the kernel or the file system does not support the flags."""
     renameat2 = getattr(_libc(), "renameat2", None)
     if renameat2 is None:
         return False

@@ -1,6 +1,7 @@
 """URLs where a path is expected: refused, because only local files are read and written.
 
-As a path a URL is a relative one, ``s3:/bucket/out``: what is written there lands in a local folder called ``s3:``.
+Taken as a path, a URL is a relative one: writing to ``s3:/bucket/out`` would fill a local folder
+called ``s3:``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from urllib.parse import unquote
 from core.errors import UsageError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
-"""A scheme of two characters or more, so that a drive (``C:/``) is none; ``pathlib`` leaves one slash of several."""
+"""A scheme has two characters or more, so ``C:/`` is none; ``pathlib`` reduces ``//`` to ``/``."""
 _REMOTE = re.compile(r"[\w.-]+@[\w.-]+:")
-"""As scp and rsync write it: user@host:path."""
+"""The form of scp and rsync: user@host:path."""
 _HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _AZURE = "copy with azcopy copy --recursive, and give the local path"
 _COPYING = {
@@ -31,10 +32,12 @@ _COPYING |= {"gcs": _COPYING["gs"], "s3a": _COPYING["s3"], "s3n": _COPYING["s3"]
 
 
 def refuse_url(path: str | os.PathLike[str]) -> None:
-    """Raise if a path is a URL, also one that went through ``pathlib``, or lies on another host (``user@host:path``).
+    """Raise if a path is a URL or lies on another host (``user@host:path``).
+
+    URLs are also recognised after ``pathlib`` has reduced their ``//`` to ``/``.
 
     Raises:
-        UsageError: names the place and what to do instead.
+        UsageError: the path is not local; the hint says how to get a local copy.
     """
     text = os.fspath(path)
     match = _URL.fullmatch(text)
@@ -45,12 +48,13 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
                 hint="copy with scp -r or rsync -a, and give the local path",
             )
         return
-    scheme, place = match[1].lower(), match[2]
+    scheme, location = match[1].lower(), match[2]
     if scheme == "file":
-        plain = unquote("/" + place.removeprefix("localhost/"))
-        raise UsageError(f"file:///{place} is a URL, not a path", hint=f"give the plain path: {plain}")
+        plain = unquote("/" + location.removeprefix("localhost/"))
+        raise UsageError(f"file:///{location} is a URL, not a path", hint=f"give the plain path: {plain}")
     raise UsageError(
-        f"{match[1]}://{place} is a URL; only local paths can be read and written", hint=_advice(scheme, place)
+        f"{match[1]}://{location} is a URL; only local paths can be read and written",
+        hint=_copy_hint(scheme, location),
     )
 
 
@@ -59,12 +63,14 @@ def hub_download(model_id: str) -> str:
     return f"hf download {model_id} --local-dir {model_id.rpartition('/')[2]}"
 
 
-def _advice(scheme: str, place: str) -> str:
-    hub_page = _HUB_URL.match(place) if scheme in ("http", "https") else None
+def _copy_hint(scheme: str, location: str) -> str:
+    """Return how to get a local copy of a URL."""
+    hub_page = _HUB_URL.match(location) if scheme in ("http", "https") else None
     if hub_page is not None:
         return f"download the model, and give the local path: {hub_download(hub_page[1])}"
     if scheme in ("http", "https"):
         return "download it (curl -LO, wget), and give the local path"
-    if scheme == "hf" and place.count("/") >= 1:
-        return f"download the model, and give the local path: {hub_download('/'.join(place.split('/')[:2]))}"
+    if scheme == "hf" and location.count("/") >= 1:
+        model_id = "/".join(location.split("/")[:2])
+        return f"download the model, and give the local path: {hub_download(model_id)}"
     return _COPYING.get(scheme, "copy it to or from a local disk, or mount it, and give the local path")

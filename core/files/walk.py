@@ -1,7 +1,8 @@
-"""The files of a checkpoint, as the directory lists them: one walk, nothing is opened.
+"""List the files of a checkpoint in one walk over its directories, without opening any.
 
-Regular files, by name or by a symbolic link, count as files. Everything else (pipes, devices, sockets, links that lead
-nowhere, directories that cannot be listed) is told apart, so that no check ever opens it.
+Regular files, by name or by a symbolic link, count as files. Everything else (pipes, devices,
+sockets, broken links, directories that cannot be listed) is kept apart, so that no check ever opens
+it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.files.store import LocalStore, leads_on, translated
+from core.files.store import LocalStore, leads_on, translate_os_errors
 
 MAX_DEPTH = 64
-"""Directories in each other; more are not looked into."""
+"""Levels of directories; deeper ones are not listed."""
 
 _LARGE_BYTES = 4 << 30
 
-AGAIN = "a link to a directory that was seen already"
-NOWHERE = "a link that leads nowhere"
+REPEATED_LINK = "a link to a directory that is already listed"
+BROKEN_LINK = "a broken link"
 
 _GIT = ".git"
-"""Of a repository that was cloned: no part of the checkpoint."""
+"""The history of a cloned repository, which is not part of the checkpoint."""
 
 _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
@@ -35,112 +36,152 @@ _KINDS = (
 
 @dataclass(slots=True)
 class Tree:
-    """What lies in a directory.
+    """The content of a directory and of all directories below it.
 
     Args:
         files: relative path → bytes, of every regular file.
-        folders: relative paths of the directories below, each once even if several links lead to it.
-        others: relative path → what it is that is neither.
+        folders: relative paths of the directories below, each once even if links repeat it.
+        irregular: relative path → what the entry is, of everything that is neither.
     """
 
     files: dict[str, int] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
-    others: dict[str, str] = field(default_factory=dict)
+    irregular: dict[str, str] = field(default_factory=dict)
 
     def below(self, folder: str) -> list[str]:
-        """Paths, relative to a directory ("" for the root), of all files in and below it."""
+        """Return the paths of all files below a directory ("" for the root), relative to it."""
         prefix = f"{folder}/" if folder else ""
         return [path[len(prefix) :] for path in self.files if path.startswith(prefix)]
 
 
-def walked(root: Path, *, entry: str | None = None, depth: int | None = None, without: Collection[str] = ()) -> Tree:
-    """The tree of a directory, or of one file in it.
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """The content of one directory.
+
+    Args:
+        identity: device and inode of the directory; None if it was not listed, see ``irregular``.
+        files, irregular: as in ``Tree``.
+        subfolders: relative paths of the directories to list next.
+    """
+
+    identity: tuple[int, int] | None
+    files: dict[str, int] = field(default_factory=dict)
+    irregular: dict[str, str] = field(default_factory=dict)
+    subfolders: list[str] = field(default_factory=list)
+
+
+def list_tree(root: Path, *, entry: str | None = None, depth: int | None = None, without: Collection[str] = ()) -> Tree:
+    """List the tree of a directory, or one file in it.
 
     Args:
         root: the directory.
-        entry: the one file that counts; None for all.
-        depth: how many levels of directories are looked into; None for all that a checkpoint may have.
+        entry: the only file to list; None for all.
+        depth: how many levels of directories are listed; None for ``MAX_DEPTH``.
         without: relative paths of directories and files that are left out.
     """
     tree = Tree()
+    # One file only.
     if entry is not None:
-        _look(tree, entry, root / entry)
+        size_or_kind = _size_or_kind(root / entry)
+        if isinstance(size_or_kind, int):
+            tree.files[entry] = size_or_kind
+        else:
+            tree.irregular[entry] = size_or_kind
         return tree
-    seen: set[tuple[int, int]] = set()
+    # All files, depth first.
+    visited: set[tuple[int, int]] = set()
     waiting = [""]
     while waiting:
         folder = waiting.pop()
-        below = [path for path in _listed(tree, root, folder, seen) if path not in without]
+        listing = _list_folder(root, folder, visited)
+        tree.files.update(listing.files)
+        tree.irregular.update(listing.irregular)
+        if listing.identity is None:
+            continue
+        visited.add(listing.identity)
+        if folder:
+            tree.folders.append(folder)
         if depth is None or folder.count("/") + bool(folder) < depth:
-            waiting += reversed(below)
+            # The last entry is taken next, so the first subfolder goes last.
+            waiting += (path for path in reversed(listing.subfolders) if path not in without)
     tree.files = {path: size for path, size in sorted(tree.files.items()) if path not in without}
     return tree
 
 
-def _listed(tree: Tree, root: Path, folder: str, seen: set[tuple[int, int]]) -> list[str]:
-    """Takes the content of a directory; returns the directories in it."""
+def _list_folder(root: Path, folder: str, visited: Set[tuple[int, int]]) -> _Listing:
+    """List one directory, unless it has been visited (as told by its device and inode)."""
     path = root / folder
     prefix = f"{folder}/" if folder else ""
-    below: list[str] = []
+    # Several links may lead to one directory, or round in a circle.
     try:
         status = os.stat(path)
-        if (status.st_dev, status.st_ino) in seen:
-            tree.others[folder] = AGAIN
-            return []
-        seen.add((status.st_dev, status.st_ino))
+        identity = (status.st_dev, status.st_ino)
+        if identity in visited:
+            return _Listing(None, irregular={folder: REPEATED_LINK})
         with os.scandir(path) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
+            sorted_entries = sorted(entries, key=lambda entry: entry.name)
     except OSError as err:
-        tree.others[folder] = f"a directory that cannot be listed ({_reason(err)})"
-        return []
-    if folder:
-        tree.folders.append(folder)
-    for entry in found:
+        return _Listing(None, irregular={folder: f"a directory that cannot be listed ({_reason(err)})"})
+    # Sort the entries into files, directories to list next, and everything else.
+    listing = _Listing(identity)
+    for entry in sorted_entries:
+        name = prefix + entry.name
         try:
-            if entry.is_symlink() and not os.path.exists(path / entry.name):
-                tree.others[prefix + entry.name] = NOWHERE
-            elif entry.is_file():
-                tree.files[prefix + entry.name] = entry.stat().st_size
-            elif entry.is_dir():
-                if entry.is_symlink() and not leads_on(path / entry.name):
-                    tree.others[prefix + entry.name] = AGAIN
-                elif entry.name != _GIT:
-                    below.append(prefix + entry.name)
-            else:
-                _look(tree, prefix + entry.name, path / entry.name)
+            content = _classify(entry, path / entry.name)
         except OSError as err:
-            tree.others[prefix + entry.name] = f"an entry that cannot be looked at ({_reason(err)})"
-    if folder.count("/") >= MAX_DEPTH and below:
-        tree.others[below[0]] = f"a directory more than {MAX_DEPTH} deep"
-        return []
-    return below
+            content = f"an entry that cannot be accessed ({_reason(err)})"
+        if isinstance(content, int):
+            listing.files[name] = content
+        elif content is not None:
+            listing.irregular[name] = content
+        elif entry.name != _GIT:
+            listing.subfolders.append(name)
+    if folder.count("/") >= MAX_DEPTH and listing.subfolders:
+        listing.irregular[listing.subfolders[0]] = f"a directory more than {MAX_DEPTH} levels deep"
+        listing.subfolders.clear()
+    return listing
 
 
-def _look(tree: Tree, name: str, path: Path) -> None:
-    """Takes one entry."""
+def _classify(entry: os.DirEntry[str], path: Path) -> int | str | None:
+    """Return the size of a regular file, None for a directory to list, or else what the entry is.
+
+    Raises:
+        OSError: the entry cannot be accessed.
+    """
+    if entry.is_symlink() and not os.path.exists(path):
+        return BROKEN_LINK
+    if entry.is_file():
+        return entry.stat().st_size
+    if entry.is_dir():
+        return REPEATED_LINK if entry.is_symlink() and not leads_on(path) else None
+    return _size_or_kind(path)
+
+
+def _size_or_kind(path: Path) -> int | str:
+    """Return the size of a regular file in bytes, or what the entry is instead."""
     try:
         status = os.stat(path)
     except OSError as err:
-        is_link = path.is_symlink()
-        tree.others[name] = NOWHERE if is_link else f"an entry that is gone ({_reason(err)})"
-        return
+        return BROKEN_LINK if path.is_symlink() else f"an entry that has disappeared ({_reason(err)})"
     if stat.S_ISREG(status.st_mode):
-        tree.files[name] = status.st_size
-        return
-    tree.others[name] = next((what for is_it, what in _KINDS if is_it(status.st_mode)), "no regular file")
+        return status.st_size
+    return next((kind for is_kind, kind in _KINDS if is_kind(status.st_mode)), "not a regular file")
 
 
 def _reason(err: OSError) -> str:
     return os.strerror(err.errno).lower() if err.errno else str(err)
 
 
-def hollow_files(store: LocalStore, files: Mapping[str, int]) -> Set[str]:
-    """Names of large files of which the disk holds next to nothing: reading their zeros would take hours.
+def sparse_files(store: LocalStore, files: Mapping[str, int]) -> Set[str]:
+    """Return the names of large files that are almost entirely holes (sparse) on the disk.
+
+    Reading their zeros would take hours.
 
     Args:
-        store: where they lie.
+        store: the store of the files.
         files: name → bytes.
     """
     large = [name for name, size in files.items() if size >= _LARGE_BYTES]
-    with translated(store.label, doing="check"):
+    with translate_os_errors(store.label, doing="check"):
+        # st_blocks counts 512 bytes each: less than 1/256 of the file is on the disk.
         return {name for name in large if os.stat(store.path(name)).st_blocks << 9 < files[name] >> 8}

@@ -24,7 +24,7 @@ from core.hf.config import CONFIG, arguments_of
 from core.hf.name_tables import Family, Pair, family_of, pairs_of
 from core.hf.traits import model_of
 from core.megatron.model.topology import Topology
-from core.pickle.inert import namespace
+from core.pickle.inert import make_namespace
 from core.quantize.schemes import check_numbers, quantized_weights
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -109,7 +109,7 @@ def to_megatron(
     beside = [path for path in (*carried_of(catalog), *catalog.documents) if path != CONFIG]
     if beside:
         dropped.append(f"files beside the weights: {', '.join(beside)}")
-    args = namespace(fields)
+    args = make_namespace(fields)
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         one = made.get(key)

@@ -18,7 +18,7 @@ from core.catalog.facets import RankFacts, TorchDistFacts
 from core.changes.select import without_optimizer
 from core.convert.job import Job
 from core.errors import CheckpointingException
-from core.files.store import files_below
+from core.files.store import list_files_below
 from core.formats.torch.format import load_object
 from core.inspect.capabilities import Capability, Model, capabilities_of
 from core.inspect.tree import components
@@ -312,7 +312,7 @@ def _files(checkpoint: Checkpoint) -> tuple[int, int, int | None]:
     others = [f"{path}/" for path in checkpoint.below]
     sizes = {
         name: size
-        for name, size in files_below(checkpoint.store).items()
+        for name, size in list_files_below(checkpoint.store).items()
         if not any(f"{name}/".startswith(other) for other in others)
     }
     writers = {found[1] for name in sizes if (found := re.fullmatch(r"(?:.*/)?__(\d+)_\d+\.distcp", name))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from core.arrays.box import whole
+from core.arrays.box import full_box
 from core.arrays.checksum import BLOCK_BYTES
 from core.catalog.catalog import Catalog, TensorMeta
 from core.copy.options import CopyOptions
@@ -43,7 +43,7 @@ def fill(
     for meta in target.tensors.values():
         _check_wanted(meta, catalog, store)
     zeros = {
-        key: whole(meta.shape).subtract(whole(catalog.tensors[key].shape))
+        key: full_box(meta.shape).subtract(full_box(catalog.tensors[key].shape))
         for key, meta in target.tensors.items()
         if meta.flexible and len(meta.shape) == len(catalog.tensors[key].shape)
     }

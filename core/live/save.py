@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.arrays.checksum import BLOCK_BYTES, crc32
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TargetCatalog, TargetFragment, TensorMeta
 from core.catalog.facets import WriteOptions
@@ -145,7 +145,7 @@ class LiveSave:
         for chunk in self.held[self.number].chunks:
             boxes.setdefault(chunk.key, []).extend(box for _, box in chunk.runs())
         for key, n_bytes in self.held[self.number].streams:
-            boxes[stream_key(key)] = [whole((n_bytes,))]
+            boxes[stream_key(key)] = [full_box((n_bytes,))]
         return share_of(target, images, boxes)
 
 
@@ -185,7 +185,7 @@ def target_of(held: Sequence[Held], format: Format, options: WriteOptions) -> Ta
                 found.setdefault(chunk.box, number)
     for key, meta in metas.items():
         if not boxes[key]:
-            boxes[key] = {whole(meta.shape): 0}
+            boxes[key] = {full_box(meta.shape): 0}
     streams = {stream_key(key): (n_bytes, number) for number, one in enumerate(held) for key, n_bytes in one.streams}
     has_files = format.partition == "as_stored"
 
@@ -196,7 +196,7 @@ def target_of(held: Sequence[Held], format: Format, options: WriteOptions) -> Ta
         if key in streams:
             n_bytes, number = streams[key]
             meta = TensorMeta(key, "uint8", (n_bytes,))
-            return (Fragment(key, whole(meta.shape), array(key, meta, whole(meta.shape), number), (0,)),)
+            return (Fragment(key, full_box(meta.shape), array(key, meta, full_box(meta.shape), number), (0,)),)
         meta = metas[key]
         return tuple(
             Fragment(key, box, array(array_name(key, box), meta, box, number), (0,) * box.rank)

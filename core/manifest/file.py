@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from core.errors import CorruptError, UnsupportedError
-from core.files.json_object import object_of, small_file
+from core.files.json_object import parse_json_object, read_small_file
 from core.fingerprint.definition import SCHEME, Fingerprint, parse_lanes
 
 if TYPE_CHECKING:
@@ -206,9 +206,9 @@ def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
         CorruptError: the file is not a manifest.
         UnsupportedError: the manifest is of a newer version.
     """
-    data = small_file(store, name, max_bytes=MAX_BYTES)
+    data = read_small_file(store, name, max_bytes=MAX_BYTES)
     try:
-        content: Any = object_of(data, file=name, max_values=MAX_VALUES)
+        content: Any = parse_json_object(data, file=name, max_values=MAX_VALUES)
         if content["schema"] != SCHEMA:
             raise ValueError(content["schema"])
         if content["version"] > VERSION:

@@ -27,7 +27,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException
-from core.files.store import ReadStore, files_below
+from core.files.store import ReadStore, list_files_below
 from core.fingerprint.definition import LANES, Fingerprint, add_lanes, form_of, format_lanes
 from core.fingerprint.kernel import Products, fastest_products
 from core.fingerprint.sums import FormSum
@@ -106,7 +106,11 @@ def open_on_all_ranks(
     return require_agreement(
         team,
         lambda: open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks),
-        lambda opened: (str(opened.path), opened.format.name, observe_files(opened.store, files_below(opened.store))),
+        lambda opened: (
+            str(opened.path),
+            opened.format.name,
+            observe_files(opened.store, list_files_below(opened.store)),
+        ),
         subject=str(path),
     )
 

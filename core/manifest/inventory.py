@@ -25,10 +25,10 @@ from core.catalog.stored import StoredArray
 from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.files.folders import sync_folder
-from core.files.store import translated
+from core.files.store import translate_os_errors
 from core.files.syscalls import rename_new
 from core.files.url import refuse_url
-from core.files.walk import hollow_files, walked
+from core.files.walk import list_tree, sparse_files
 from core.fingerprint.definition import Fingerprint
 from core.fingerprint.kernel import fastest_products
 from core.manifest.file import FileSum, ManifestArray, manifest_lines, manifest_name
@@ -206,9 +206,9 @@ def _open_source(path: Path, *, iteration: int | None, rules: Path | None, missi
     opened = open_checkpoint(path, iteration=iteration, missing_chunks=missing_chunks)
     try:
         form = canonical(opened, rules=load_rules(rules))
-        sizes = walked(opened.store.root, entry=opened.store.entry, without=opened.below).files
+        sizes = list_tree(opened.store.root, entry=opened.store.entry, without=opened.below).files
         files = {name: size for name, size in sizes.items() if not is_manifest(name.removesuffix(_PART))}
-        for name in sorted(hollow_files(opened.store, files)):
+        for name in sorted(sparse_files(opened.store, files)):
             raise CorruptError(
                 "almost none of the file's bytes are on the disk",
                 file=name,
@@ -327,7 +327,7 @@ def write_inventory(content: Inventory, destination: Path | None = None, *, forc
     path = content.destination if destination is None else destination
     check_free(path, force=force)
     partial = path.with_name(f".{path.name}{_PART}")
-    with translated(str(path), doing="write"):
+    with translate_os_errors(str(path), doing="write"):
         try:
             with suppress(FileNotFoundError):
                 partial.unlink()  # left by a killed run; a link in its place would lead the bytes elsewhere

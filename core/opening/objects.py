@@ -26,7 +26,7 @@ from core.megatron.optimizer.entries import object_entry
 from core.opening.pickled_places import MOST_PLACES, places_of
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.names import dangerous_uses
-from core.pickle.nesting import REMOVED, Entry, entries, joined, mapped
+from core.pickle.nesting import REMOVED, LeafEntry, entries, join_path, map_leaves
 from core.pickle.reader import judge
 from core.pickle.uses import Use
 
@@ -166,7 +166,7 @@ def vetted(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Vett
         return Vetted(catalog, ())
     skeleton = catalog.skeleton
     if skeleton is not None:
-        skeleton = mapped(skeleton, lambda entry: REMOVED if entry.key in dropped else entry.leaf)
+        skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in dropped else entry.leaf)
     gone = {leaf.key for key in dropped for leaf in walk(catalog.objects[key].value) if isinstance(leaf, TensorLeaf)}
     kept = replace(
         catalog,
@@ -183,13 +183,13 @@ def inlined(catalog: Catalog) -> Catalog:
     A flat catalog gets a flat skeleton: one entry per tensor and object, under its key.
     """
 
-    def value_of(entry: Entry) -> object:
+    def value_of(entry: LeafEntry) -> object:
         if isinstance(entry.leaf, ObjectLeaf):
             return catalog.objects[entry.leaf.key].value
         return entry.leaf
 
     if catalog.skeleton is not None:
-        return replace(catalog, skeleton=mapped(catalog.skeleton, value_of))
+        return replace(catalog, skeleton=map_leaves(catalog.skeleton, value_of))
     flat: dict[object, object] = {key: TensorLeaf(key) for key in catalog.tensors}
     flat.update({key: item.value for key, item in catalog.objects.items()})
     return replace(catalog, skeleton=flat)
@@ -274,12 +274,12 @@ def with_common(catalog: Catalog) -> Catalog:
         common: object = {key: item.value for key, item in catalog.objects.items()}
     else:
 
-        def beside(entry: Entry) -> object:
+        def beside(entry: LeafEntry) -> object:
             if isinstance(entry.leaf, ObjectLeaf):
                 return catalog.objects[entry.leaf.key].value
             return REMOVED if isinstance(entry.leaf, TensorLeaf) else entry.leaf
 
-        common = mapped(catalog.skeleton, beside)
+        common = map_leaves(catalog.skeleton, beside)
     return replace(catalog, objects={}, skeleton=None, common=as_mapping(common) or {})
 
 
@@ -305,14 +305,14 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
     """The catalog with ``skeleton``, in which every tensor's key is its path."""
     old_of: dict[str, str] = {}
 
-    def change(entry: Entry) -> object:
+    def change(entry: LeafEntry) -> object:
         if not isinstance(entry.leaf, TensorLeaf):
             return entry.leaf
-        key = joined(entry.path)
+        key = join_path(entry.path)
         old_of[key] = entry.leaf.key
         return replace(entry.leaf, key=key)
 
-    made = mapped(skeleton, change)
+    made = map_leaves(skeleton, change)
 
     def fragments_of(key: str) -> tuple[Fragment, ...]:
         old = old_of.get(key)

@@ -23,7 +23,7 @@ from pathlib import Path
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import some_of
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError, UsageError
-from core.files.store import LocalStore, checked_name, translated
+from core.files.store import LocalStore, check_name, translate_os_errors
 from core.files.url import hub_download, refuse_url
 from core.formats.deepspeed.files import is_rank_file
 from core.formats.format import Format
@@ -206,7 +206,7 @@ def located(path: Path, *, iteration: int | None = None) -> Place:
         StorageError: the system refuses to look at it.
     """
     refuse_url(path)
-    with translated(str(path), doing="open"):
+    with translate_os_errors(str(path), doing="open"):
         if not os.path.lexists(path):
             raise _absent(path)
         is_dir = path.is_dir()
@@ -344,7 +344,7 @@ def _unread_weights(store: LocalStore, name: str) -> list[str]:
 def _named(store: LocalStore, root: Path, tracker: str, iterations: dict[int, str]) -> str:
     """The directory that one of DeepSpeed's trackers names."""
     text = store.read(tracker, 0, min(store.size(tracker), 256)).decode("utf-8", "replace").strip()
-    name = checked_name(text, found_in=str(root / tracker))
+    name = check_name(text, found_in=str(root / tracker))
     if not (root / name).is_dir():
         raise MissingShardError(
             f"the tracker names {name}, which is not there",

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from core.catalog.files_beside import carried_of
-from core.files.json_object import object_of
-from core.files.store import LocalStore, files_below
+from core.files.json_object import parse_json_object
+from core.files.store import LocalStore, list_files_below
 from core.formats.dcp.facets import DcpFacts
 from core.formats.huggingface.files import CONFIG, carried_files, config_of
 from core.opening.open import ITERATION_DIR, NAMING_TRACKERS, RELEASE, TRACKER, iteration_dirs
@@ -52,7 +52,7 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     if store.entry is not None:
         return []
     others = tuple(f"{path}/" for path in source.below)
-    unread = {name for name in files_below(store) if not f"{name}/".startswith(others)}
+    unread = {name for name in list_files_below(store) if not f"{name}/".startswith(others)}
     unread -= {*store.opened, *linked, *carried_of(catalog)}
     unread = {name for name in unread if _BOOKKEEPING.fullmatch(name) is None}
     # Only formats with a file a chunk have data files that have not been opened yet.
@@ -86,7 +86,7 @@ def config_of_source(source: Checkpoint) -> Mapping[str, object] | None:
     """
     document = documents_above(source).get(CONFIG)
     if document is not None:
-        return object_of(document, file=CONFIG)
+        return parse_json_object(document, file=CONFIG)
     return config_of(source.store) if CONFIG in carried_of(source.catalog) else None
 
 

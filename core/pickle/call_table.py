@@ -12,7 +12,9 @@ from typing import Literal
 from core.arrays.dtypes import BY_STORAGE, DTYPES
 
 Name = tuple[str, str]
-Handed = tuple[int, Literal["called", "made"]]
+"""Module and name of a class or function."""
+ArgumentUse = tuple[int, Literal["called", "made"]]
+"""Position of an argument, and what the function that gets it does with it."""
 _LABEL = "calls.toml"
 
 
@@ -22,9 +24,11 @@ class Constructor:
 
     Args:
         is_data: conversions keep such objects.
-        may: what a pickle may do with it: ``name`` it, also ``make`` it without ``__init__``, or even ``call`` it.
+        may: what a pickle may do with it: ``name`` it, also ``make`` it without ``__init__``, or
+            even ``call`` it.
         is_enum: its members may be named as attributes.
-        may_be_bound: ``functools.partial`` may bind arguments to it, though a pickle may not call it.
+        may_be_bound: ``functools.partial`` may bind arguments to it, though a pickle may not call
+            it.
     """
 
     is_data: bool
@@ -38,17 +42,24 @@ _Pattern = tuple[re.Pattern[str], re.Pattern[str], Constructor]
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The rows, by name and by pattern, the packages, and what functions call or make of their arguments."""
+    """The parsed table.
+
+    Args:
+        packages: top-level modules of well-known distributions.
+        exact: rows without a ``*``, by module and name.
+        patterns: package → patterns of module and name with their row; ``""`` for those that fit
+            several packages.
+        argument_uses: function → those of its arguments that it calls or makes instances of.
+    """
 
     packages: frozenset[str]
     exact: dict[Name, Constructor]
     patterns: dict[str, list[_Pattern]]
-    """By the package; ``""`` for those of several."""
-    handed: dict[Name, tuple[Handed, ...]]
+    argument_uses: dict[Name, tuple[ArgumentUse, ...]]
 
 
 def constructor(module: str, name: str) -> Constructor | None:
-    """Return the row of a harmless constructor, or None."""
+    """Return the row of a harmless constructor; None if the table has no row for it."""
     table = _table()
     exact = table.exact.get((module, name))
     package = module.partition(".")[0]
@@ -60,9 +71,9 @@ def constructor(module: str, name: str) -> Constructor | None:
     return None
 
 
-def handed(module: str, name: str) -> tuple[Handed, ...]:
-    """Return the positions of the arguments that a function calls, or makes instances of."""
-    return _table().handed.get((module, name), ())
+def argument_uses(module: str, name: str) -> tuple[ArgumentUse, ...]:
+    """Return the arguments that a function calls, or makes instances of."""
+    return _table().argument_uses.get((module, name), ())
 
 
 def packages() -> frozenset[str]:
@@ -72,33 +83,39 @@ def packages() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def _table() -> _Table:
+    """Parse the table, once per process."""
     parsed = tomllib.loads(files("core.pickle").joinpath(_LABEL).read_text(encoding="utf-8"))
+    # The names of torch's element types and storages need no entry in the file.
     dtypes = Constructor(is_data=True, may="call")
     exact = {("torch", name): dtypes for name in (*DTYPES, *BY_STORAGE)}
     patterns: dict[str, list[_Pattern]] = {"": []}
-    handed_of: dict[Name, tuple[Handed, ...]] = {}
-    for kind in ("data", "framework"):
-        for line in parsed[kind]:
-            row = Constructor(kind == "data", line["may"], line.get("enum", False), line.get("bind", False))
-            for name in line["names"].split():
-                key = line["module"], name
-                if "*" in line["module"] or "*" in name:
-                    package = line["module"].partition(".")[0]
-                    listed = patterns.setdefault("" if "*" in package else package, [])
-                    listed.append((_pattern(line["module"], r"[\w.]*"), _name_pattern(name), row))
+    uses: dict[Name, tuple[ArgumentUse, ...]] = {}
+    for section in ("data", "framework"):
+        for entry in parsed[section]:
+            module = entry["module"]
+            row = Constructor(section == "data", entry["may"], entry.get("enum", False), entry.get("bind", False))
+            # The arguments that a function of this entry calls, or makes instances of.
+            calls: list[ArgumentUse] = [(position, "called") for position in entry.get("calls", ())]
+            makes: list[ArgumentUse] = [(position, "made") for position in entry.get("makes", ())]
+            # Names with a * are patterns, sorted by package so that few are tried.
+            for name in entry["names"].split():
+                if "*" in module or "*" in name:
+                    package = module.partition(".")[0]
+                    package_patterns = patterns.setdefault("" if "*" in package else package, [])
+                    package_patterns.append((_pattern(module, r"[\w.]*"), _name_pattern(name), row))
                 else:
-                    exact[key] = row
-                calls: list[Handed] = [(position, "called") for position in line.get("calls", ())]
-                makes: list[Handed] = [(position, "made") for position in line.get("makes", ())]
+                    exact[module, name] = row
                 if calls or makes:
-                    handed_of[key] = (*calls, *makes)
-    return _Table(frozenset(parsed["packages"].split()), exact, patterns, handed_of)
+                    uses[module, name] = (*calls, *makes)
+    return _Table(frozenset(parsed["packages"].split()), exact, patterns, uses)
 
 
 def _pattern(text: str, star: str) -> re.Pattern[str]:
+    """Compile a text whose ``*`` stands for the regular expression ``star``."""
     return re.compile(star.join(map(re.escape, text.split("*"))), re.ASCII)
 
 
 def _name_pattern(text: str) -> re.Pattern[str]:
-    """Return the pattern of a class's name, which begins with a capital where it has a ``*``."""
-    return re.compile(("(?=[A-Z])" if "*" in text else "") + _pattern(text, r"\w*").pattern, re.ASCII)
+    """Compile the pattern of a class's name; with a ``*`` the name must begin with a capital."""
+    capital = "(?=[A-Z])" if "*" in text else ""
+    return re.compile(capital + _pattern(text, r"\w*").pattern, re.ASCII)

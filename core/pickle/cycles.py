@@ -1,6 +1,7 @@
-"""State dicts that contain themselves: where a container refers to one that it stands in.
+"""State dicts that contain themselves: a container refers to one of the containers around it.
 
-A pickle can say so, and a path through it has no end. ``cut`` leaves everything but those references.
+A pickle can express that, and a path through such a reference has no end. ``cut_cycles`` replaces
+only those references.
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ from core.pickle.inert import Inert, ObjectLeaf, as_mapping
 from core.pickle.nesting import MAX_DEPTH
 
 ENDLESS = "reference to a container around it"
-"""What an ``ObjectLeaf`` is that ``cut`` puts somewhere."""
+"""Description, for users, of the leaf that ``cut_cycles`` puts in place of a reference."""
 _REFERENCE = ObjectLeaf("#endless")
 
 
 def endless_error(key: str) -> UnsupportedError:
-    """Return the error for an entry that is a reference to a container that it stands in."""
+    """Return the error for an entry that refers to a container around it."""
     return UnsupportedError(
-        "a container contains itself: this entry is a reference to one that it stands in",
+        "a container contains itself: this entry refers to a container around it",
         key=key,
         hint=f"leave it out: --exclude {shlex.quote(key)}",
     )
 
 
-def cut(root: object) -> object:
-    """Return the containers of a tree without the references that close a circle; an ``ObjectLeaf`` is there instead.
+def cut_cycles(root: object) -> object:
+    """Return a tree in which an ``ObjectLeaf`` replaces each reference that closes a cycle.
 
-    Containers that several places share remain shared, and what has no such reference below it is the same object.
+    Containers that are shared by several places remain shared, and a container without such a
+    reference below it remains the same object.
 
     Raises:
         CorruptError: the containers are nested too deeply.
@@ -37,10 +39,11 @@ def cut(root: object) -> object:
 
 
 def _cut(node: object, finished: dict[int, object], depth: int) -> object:
-    """Return a part of the tree.
+    """Return a part of the tree without cycles.
 
     Args:
-        finished: id of a container → what became of it; the reference while it is open.
+        finished: id of each container that was reached → its result; the reference while it is
+            still open.
     """
     mapping = as_mapping(node)
     if mapping is None and not isinstance(node, (list, tuple)):
@@ -49,21 +52,26 @@ def _cut(node: object, finished: dict[int, object], depth: int) -> object:
         return finished[id(node)]
     if depth > MAX_DEPTH:
         raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels")
+    # Whoever refers to this container before it is finished closes a cycle.
     finished[id(node)] = _REFERENCE
+    result: object
     if mapping is not None:
-        parts = {key: _cut(part, finished, depth + 1) for key, part in mapping.items()}
-        if all(parts[key] is part for key, part in mapping.items()):
-            result: object = node
-        elif isinstance(node, Inert):
-            copy = Inert(node.how, node.fn, node.args, kwargs=node.kwargs)
-            copy.state, copy.items, copy.entries = node.state, node.items, list(parts.items())
-            result = copy
-        else:
-            result = parts
+        values = {key: _cut(value, finished, depth + 1) for key, value in mapping.items()}
+        is_same = all(values[key] is value for key, value in mapping.items())
+        result = node if is_same else _with_values(node, values)
     else:
         assert isinstance(node, (list, tuple))
         items = [_cut(item, finished, depth + 1) for item in node]
-        is_same = all(before is after for before, after in zip(node, items, strict=True))
+        is_same = all(old is new for old, new in zip(node, items, strict=True))
         result = node if is_same else tuple(items) if isinstance(node, tuple) else items
     finished[id(node)] = result
     return result
+
+
+def _with_values(node: object, values: dict[object, object]) -> object:
+    """Return a copy of a dict, or of an inert dict subclass, with other values."""
+    if not isinstance(node, Inert):
+        return values
+    copy = Inert(node.how, node.fn, node.args, kwargs=node.kwargs)
+    copy.state, copy.items, copy.entries = node.state, node.items, list(values.items())
+    return copy

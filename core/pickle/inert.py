@@ -1,10 +1,11 @@
 """Inert stand-ins for Python objects found in pickles.
 
-Nothing here calls or imports what it names. A pickle becomes a tree of plain values (None, bool, int, float, complex,
-str, bytes, list, tuple, dict, set, frozenset) and of the classes below; ``core.pickle.writer`` turns such a tree back
-into an equal pickle.
+Nothing in this module calls or imports what a pickle names. A pickle becomes a tree of plain values
+(None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset) and of the classes
+below; ``core.pickle.writer`` turns such a tree back into an equal pickle.
 
-Leaves: where a tensor or a separately stored object was, the tree holds ``TensorLeaf(key)`` or ``ObjectLeaf(key)``.
+Leaves: in place of a tensor or of a separately stored object, the tree holds ``TensorLeaf(key)`` or
+``ObjectLeaf(key)``.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ class Global:
         return f"{self.module}.{self.name}"
 
     def __repr__(self) -> str:
-        return str(self)  # as torch.float32 has it, so that a tuple of dtypes reads as in torch
+        return str(self)  # like torch.float32, so that a tuple of dtypes reads as in torch
 
 
 class Inert:
     """An object as its pickle describes it.
 
     Attributes:
-        how: ``reduce`` (callable and arguments), ``newobj`` (class and arguments) or ``newobj_ex`` (with keywords).
-        fn: what is called or instantiated, nearly always a ``Global``.
+        how: ``reduce`` (callable and arguments), ``newobj`` (class and arguments) or ``newobj_ex``
+            (with keywords).
+        fn: the function or class, nearly always a ``Global``.
         args: positional arguments.
         kwargs: keyword arguments, only with ``newobj_ex``.
-        state: what ``__setstate__`` would get, or ``NO_STATE``; for usual objects their attribute dict.
-        items: what was appended (list subclasses, deques, sets).
-        entries: key and value pairs that were set (dict subclasses).
+        state: the argument of ``__setstate__``, or ``NO_STATE``; most objects have their attribute
+            dict.
+        items: the appended items (list subclasses, deques, sets).
+        entries: the (key, value) pairs that were set (dict subclasses).
 
     Equality is identity: trees may be cyclic.
     """
@@ -65,8 +68,8 @@ class Inert:
 
     @property
     def class_name(self) -> str:
-        """Dotted name of what it would be an instance of, or of the function that would make it."""
-        fn = self.fn  # of a hostile pickle it may be anything, and printing that may take for ever
+        """Return the dotted name of the object's class, or of the function that would make it."""
+        fn = self.fn  # in a hostile pickle any object, and printing that may take for ever
         return str(fn) if isinstance(fn, Global) else f"a called {type(fn).__name__}"
 
     def __repr__(self) -> str:
@@ -74,7 +77,7 @@ class Inert:
 
 
 class Size(tuple[int, ...]):
-    """A ``torch.Size``: a tuple that is told apart from others, so that it is written as what it was."""
+    """A ``torch.Size``: a class of its own, so that it is not written as a plain tuple."""
 
     __slots__ = ()
 
@@ -89,7 +92,7 @@ class _NoState:
 
 
 NO_STATE = _NoState()
-"""An object whose pickle sets no state (None would be a legal state)."""
+"""The state of an object whose pickle sets none (None would be a legal state)."""
 
 
 @value(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class TensorLeaf:
     Args:
         key: the tensor's key in the catalog.
         wrapper: None for a plain tensor; ``parameter`` for a ``torch.nn.Parameter``.
-        requires_grad: as the source says.
+        requires_grad: as stored.
     """
 
     key: str
@@ -116,39 +119,40 @@ class ObjectLeaf:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Persistent:
-    """A persistent id (torch: a storage) that no one translated."""
+    """A persistent id (in torch, of a storage) that the reader did not translate."""
 
     value: object
 
     def __repr__(self) -> str:
-        return f"<persistent {type(self.value).__name__}>"  # printing a hostile value may take for ever
+        # Only the type: printing a hostile value may take for ever.
+        return f"<persistent {type(self.value).__name__}>"
 
 
-def namespace(fields: dict[str, object]) -> Inert:
-    """An inert ``argparse.Namespace``, as Megatron stores its arguments."""
-    made = Inert("newobj", Global("argparse", "Namespace"))
-    made.state = fields
-    return made
+def make_namespace(fields: dict[str, object]) -> Inert:
+    """Return an inert ``argparse.Namespace``, in which Megatron stores its arguments."""
+    record = Inert("newobj", Global("argparse", "Namespace"))
+    record.state = fields
+    return record
 
 
-def ordered_dict(entries: dict[object, object]) -> Inert:
-    """An inert ``collections.OrderedDict``."""
-    made = Inert("reduce", Global("collections", "OrderedDict"))
-    made.entries = list(entries.items())
-    return made
+def make_ordered_dict(entries: dict[object, object]) -> Inert:
+    """Return an inert ``collections.OrderedDict``."""
+    record = Inert("reduce", Global("collections", "OrderedDict"))
+    record.entries = list(entries.items())
+    return record
 
 
 def attributes(value: object) -> dict[str, object] | None:
-    """The attribute dict of an inert namespace-like object, or None if ``value`` is not one."""
+    """Return the attribute dict of an inert object, or None if ``value`` has none."""
     if isinstance(value, Inert) and isinstance(value.state, dict):
         return value.state
     return None
 
 
 def as_mapping(value: object) -> dict[object, object] | None:
-    """The entries of a dict or of an inert dict subclass (OrderedDict, defaultdict), or None.
+    """Return the entries of a dict or of an inert dict subclass; None for any other value.
 
-    Later entries win, as they would in Python.
+    Of equal keys the last one counts, as in Python.
     """
     if isinstance(value, dict):
         return value
@@ -161,84 +165,95 @@ _DICT_LIKE = {"collections.OrderedDict", "collections.defaultdict", "collections
 
 
 PLAIN = frozenset((str, int, float, bool, type(None)))
-"""Types of what neither holds nor names anything."""
+"""Types of values that have no parts and name nothing."""
 
 
 def is_flat(items: Iterable[object]) -> bool:
-    """Return whether only strings, numbers and None stand in a container; quick for lists of millions."""
+    """Return whether a container holds only strings, numbers and None; quick for millions."""
     return PLAIN.issuperset(map(type, items))
 
 
 def walk(value: object, seen: set[int] | None = None) -> Iterator[object]:
-    """Every object of an inert tree once, containers first, without recursion; shared and cyclic parts are safe.
+    """Yield every object of an inert tree once, containers before their parts.
 
-    Strings, numbers and None are left out.
+    Strings, numbers and None are left out. Shared and cyclic parts are safe, and nothing recurses.
 
     Args:
-        seen: ids of containers that are left out; those of the tree are added.
+        seen: ids of containers to leave out; the ids of the containers of the tree are added.
     """
-    seen = set() if seen is None else seen
+    visited = set() if seen is None else seen
     stack = [value]
     while stack:
         node = stack.pop()
         kind = type(node)
         if kind in PLAIN:
             continue
+        # Most nodes are of these types, so they are handled without calling ``_children``.
         if kind is bytes or kind is Global:
             yield node
-            continue
-        if kind is list or kind is tuple:  # most others are
-            if id(node) not in seen:
-                seen.add(id(node))
+        elif kind is list or kind is tuple:
+            if id(node) not in visited:
+                visited.add(id(node))
                 yield node
                 if node and not is_flat(node):  # type: ignore[arg-type]
                     stack += [item for item in reversed(node) if type(item) not in PLAIN]  # type: ignore[call-overload]
-            continue
-        if isinstance(node, (dict, list, tuple, set, frozenset, Inert)):
-            if id(node) in seen:
-                continue
-            seen.add(id(node))
-        yield node
-        if isinstance(node, dict):
-            if not (is_flat(node) and is_flat(node.values())):
-                for key, item in reversed(node.items()):
-                    stack += (item, key)
-        elif isinstance(node, (list, tuple, set, frozenset)):
-            if not is_flat(node):
-                stack += [item for item in reversed(list(node)) if type(item) not in PLAIN]
-        elif isinstance(node, Inert):
-            for key, item in reversed(node.entries):
-                stack += (item, key)
-            stack += reversed(node.items)
-            if node.state is not NO_STATE:
-                stack.append(node.state)
-            if node.kwargs:
-                stack.append(node.kwargs)
-            stack += (node.args, node.fn)
-        elif isinstance(node, Persistent):
-            stack.append(node.value)
+        elif not isinstance(node, _CONTAINERS):
+            yield node
+            if isinstance(node, Persistent):
+                stack.append(node.value)
+        elif id(node) not in visited:
+            visited.add(id(node))
+            yield node
+            stack += reversed(_children(node))
 
 
-class Weights:
-    """How many values inert containers consist of; what several of them share is looked at once."""
+_CONTAINERS = (dict, list, tuple, set, frozenset, Inert)
+
+
+def _children(node: object) -> list[object]:
+    """Return the parts of a container in the order of ``walk``; plain ones may be left out."""
+    if isinstance(node, Inert):
+        children = [node.fn, node.args]
+        if node.kwargs:
+            children.append(node.kwargs)
+        if node.state is not NO_STATE:
+            children.append(node.state)
+        children += node.items
+        for entry in node.entries:
+            children += entry
+        return children
+    if isinstance(node, dict):
+        if is_flat(node) and is_flat(node.values()):
+            return []
+        return [part for entry in node.items() for part in entry]
+    assert isinstance(node, (list, tuple, set, frozenset))
+    return [item for item in node if type(item) not in PLAIN]
+
+
+class ValueCounter:
+    """A counter of the values in inert containers, which looks at shared containers only once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[object, int]] = {}
-        """id → (the container, so that its id stays its own; its weight)."""
+        self._counted: dict[int, tuple[object, int]] = {}
+        """id → (the container, so that no other object gets its id; its count)."""
 
     def of(self, node: object) -> int:
-        """Values in ``node``, itself included; 0 if a tensor is among them, or it is cyclic or nested too deeply."""
+        """Return the number of values in a tree, its root included.
+
+        Returns:
+            0 if a tensor is among the values, or the tree is cyclic or nested too deeply.
+        """
         return self._of(node, 0)
 
     def _of(self, node: object, depth: int) -> int:
         if isinstance(node, TensorLeaf):
             return 0
-        if not isinstance(node, (dict, list, tuple, set, frozenset, Inert, Persistent)):
+        if not isinstance(node, (*_CONTAINERS, Persistent)):
             return 1
-        known = self._known.get(id(node))
-        if known is not None:
-            return known[1]
-        self._known[id(node)] = node, 0  # for what is below, if it is cyclic
+        counted = self._counted.get(id(node))
+        if counted is not None:
+            return counted[1]
+        self._counted[id(node)] = node, 0  # met again below only if the tree is cyclic
         if depth == _MAX_DEPTH:
             return 0
         total = 1
@@ -247,7 +262,7 @@ class Weights:
             if not weight:
                 return 0
             total += weight
-        self._known[id(node)] = node, total
+        self._counted[id(node)] = node, total
         return total
 
 
@@ -255,7 +270,7 @@ _MAX_DEPTH = 64
 
 
 def _parts(node: object) -> Iterator[object]:
-    """What stands in a container itself."""
+    """Yield all parts of a container, plain ones too."""
     if isinstance(node, dict):
         yield from node
         yield from node.values()

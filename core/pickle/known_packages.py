@@ -1,9 +1,10 @@
-"""Which modules belong to somebody: the standard library, a well-known distribution, or one that is installed here.
+"""Tell which modules are known: standard library, a well-known distribution, or installed locally.
 
-Nothing is imported to find out, and no code of a package runs. What is installed here only makes a verdict stricter:
-a class of an unknown module is doubted anyway.
+Nothing is imported to find out, and no code of a package runs. An installed package only makes a
+verdict stricter: a class of an unknown module is doubted anyway.
 
-Source: ``sys.stdlib_module_names``; ``pickle/calls.toml`` for the distributions; PEP 610 for ``direct_url.json``.
+Source: ``sys.stdlib_module_names``; ``pickle/calls.toml`` for the distributions; PEP 610 for
+``direct_url.json``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _STANDARD = frozenset(sys.stdlib_module_names) | frozenset(sys.builtin_module_na
 
 @lru_cache(maxsize=1 << 14)
 def is_known_package(module: str) -> bool:
-    """Return whether a module's top-level package is known; ``__main__`` is not, it is the user's script."""
+    """Return whether a module's top-level package is known; ``__main__`` never is."""
     top = module.partition(".")[0]
     if top == "__main__":
         return False
@@ -34,8 +35,9 @@ def is_known_package(module: str) -> bool:
 
 
 def _is_installed(top: str) -> bool:
-    """Return whether a package lies where packages are installed to, and was not installed from a local directory."""
-    if top not in _installed_names():  # asking the finders takes 0.2 ms, and a hostile pickle has many names
+    """Return whether a package lies in an install directory, and is not one of the user's own."""
+    # The list of names first: asking the finders takes 0.2 ms, and a hostile pickle has many names.
+    if top not in _installed_names():
         return False
     try:
         spec = find_spec(top)
@@ -43,9 +45,10 @@ def _is_installed(top: str) -> bool:
         return False
     if spec is None:
         return False
-    places = [place for place in (spec.origin, *(spec.submodule_search_locations or ())) if place is not None]
+    # The finders may still find the name elsewhere, such as in the working directory.
+    paths = [path for path in (spec.origin, *(spec.submodule_search_locations or ())) if path is not None]
     roots = _install_dirs()
-    is_inside = any(Path(root) in Path(place).parents for place in places for root in roots)
+    is_inside = any(Path(root) in Path(path).parents for path in paths for root in roots)
     return is_inside and top not in _local_packages()
 
 
@@ -60,11 +63,11 @@ def _install_dirs() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _installed_names() -> frozenset[str]:
-    """Return what the files and directories are called where packages are installed to, up to the first dot."""
+    """Return the names of all files and directories in install directories, up to the first dot."""
     roots = _install_dirs()
-    below = [place for place in sys.path if any(Path(root) in Path(place).parents for root in roots)]
+    search_dirs = [path for path in sys.path if any(Path(root) in Path(path).parents for root in roots)]
     names: set[str] = set()
-    for folder in (*roots, *below):
+    for folder in (*roots, *search_dirs):
         with suppress(OSError):
             names.update(name.partition(".")[0] for name in os.listdir(folder))
     return frozenset(names)
@@ -72,7 +75,7 @@ def _installed_names() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def _local_packages() -> frozenset[str]:
-    """Return the top-level packages of distributions that were installed from a directory: the user's own projects."""
+    """Return the packages that were installed from a local directory: the user's own projects."""
     names: set[str] = set()
     for distribution in distributions():
         try:

@@ -1,4 +1,4 @@
-"""The virtual machine of ``core.pickle.reader``: one run of the opcodes of a pickle.
+"""The virtual machine of ``core.pickle.reader``, which runs the opcodes of one pickle.
 
 Source: CPython 3.11 ``pickle.py`` and ``pickletools.py`` (opcode semantics).
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from core.errors import CorruptError, UnsafeError
-from core.pickle.call_table import handed
+from core.pickle.call_table import argument_uses
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent
 from core.pickle.reduce import GETATTR, MAX_NAME, PARTIAL, SCRIPT_OBJECT, KeyGuard, Name, normal_forms
 from core.pickle.text import LINES, SIZED, two_lines
@@ -29,22 +29,25 @@ from core.pickle.uses import (
 )
 
 Hook = Callable[..., object]
+"""Makes the value of a call from its arguments; ``NotImplemented`` leaves it inert."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a pickle may ask for.
+class PickleLimits:
+    """Limits of what a pickle may ask for.
 
     Args:
         max_objects: containers (60 to 70 bytes each); a record counts as three, a set as four.
-        objects_per_byte: as many objects a byte of the pickle, beside ``_FREE_OBJECTS``. Real pickles have at most 0.1.
-        max_depth: nesting of the result, None for any. Counted along a depth-first walk.
+        objects_per_byte: objects allowed for each byte of the pickle, in addition to
+            ``_FREE_OBJECTS``. Real pickles have at most 0.1.
+        max_depth: levels of nesting of the result along a depth-first walk; None for no limit.
         max_int_bytes: bytes of one integer; Python refuses to print much longer ones.
         max_string_bytes: bytes of one string.
-        max_marks: open MARKs.
-        max_names: distinct names of classes and functions. A whole model pickled by its classes has some hundred.
-        max_streams: calls of ``torch.storage._load_from_bytes``, a tensor each where a model was pickled without
-            ``torch.save``.
+        max_marks: MARKs that are open at the same time.
+        max_names: distinct names of classes and functions. A model pickled by its classes has
+            some hundred.
+        max_streams: calls of ``torch.storage._load_from_bytes``; a model that was pickled without
+            ``torch.save`` has one for each tensor.
     """
 
     max_objects: int = 50_000_000
@@ -57,13 +60,14 @@ class Limits:
     max_streams: int = 10_000
 
     def objects_of(self, n_bytes: int) -> int:
-        """Objects that a pickle of that length may make."""
+        """Return how many objects a pickle of ``n_bytes`` bytes may make."""
         return min(self.max_objects, _FREE_OBJECTS + int(self.objects_per_byte * n_bytes))
 
     def copies_of(self, n_bytes: int) -> int:
-        """Return how much a pickle of that length may have copied, counted in the bytes that would spell it out.
+        """Return how many elements a pickle of ``n_bytes`` bytes may have copied.
 
-        A pickle that Python writes spells out every element that it hands over to a constructor, or sets as state.
+        They count as the bytes that spell them out: a pickle written by Python spells out every
+        element that it passes to a constructor or sets as state.
         """
         return _FREE_COPIES + n_bytes
 
@@ -83,8 +87,8 @@ class Machine:
     """One run of the virtual machine.
 
     Attributes:
-        at: byte position when the run ended or failed.
-        n_objects: containers and records made.
+        at: byte position at which the run ended or failed.
+        n_objects: number of containers and records that it made.
     """
 
     __slots__ = (
@@ -92,12 +96,12 @@ class Machine:
         "_actions",
         "_called",
         "_copies_left",
-        "_folds",
         "_forms",
+        "_getattr_forms",
         "_guard",
         "_hooks",
+        "_instantiated",
         "_limits",
-        "_made_of",
         "_makers",
         "_merged",
         "_n_streams",
@@ -110,7 +114,7 @@ class Machine:
     )
 
     def __init__(
-        self, persistent_load: Callable[[object], object] | None, hooks: Mapping[Name, Hook], limits: Limits
+        self, persistent_load: Callable[[object], object] | None, hooks: Mapping[Name, Hook], limits: PickleLimits
     ) -> None:
         self.at = 0
         self.n_objects = 0
@@ -119,30 +123,33 @@ class Machine:
         self._persistent_load = persistent_load
         self._hooks = hooks
         self._guard = KeyGuard()
-        self._folds: set[bool] = set()
-        self._forms = normal_forms(self._guard, self._named, self._folds, self._count_copies)
+        self._getattr_forms: set[bool] = set()
+        """Whether calls of ``getattr`` became longer names: True, False, or both."""
+        self._forms = normal_forms(self._guard, self._resolve, self._getattr_forms.add, self._count_copies)
         self._names: dict[Name, Global] = {}
         self._actions: dict[int, Hook] = {}
-        """id of a Global (kept alive by _names) → what a REDUCE of it does."""
+        """id of a Global (kept alive by _names) → the function that a REDUCE of it runs."""
         self._makers: dict[int, Hook] = {}
-        """The same for NEWOBJ, which only hooks have."""
+        """id of a Global → the function that a NEWOBJ of it runs; only hooks have one."""
         self._called: set[int] = set()
-        self._made_of: set[int] = set()
-        """ids of the Globals that REDUCE calls, save in forms that are understood, and that NEWOBJ instantiates."""
+        """ids of the Globals that REDUCE calls, except in forms that become plain values."""
+        self._instantiated: set[int] = set()
+        """ids of the Globals that NEWOBJ instantiates."""
         self._acting: list[Inert] = []
-        """Objects whose class acts on their state (``uses_by_state``), also those that the pickle drops again."""
+        """Objects whose class acts on their state (``uses_by_state``), even if dropped again."""
         self._uses: set[Use] = set()
-        """Whatever else is done with names."""
+        """All other uses of names."""
         self._merged: dict[int, dict[object, object]] = {}
-        """id → a state that was merged of several, which is nobody else's."""
+        """id → a state that was merged from several and belongs to one object only."""
         self._copies_left = 0
         self._n_streams = 0
 
     def run(self, data: bytes, i: int) -> tuple[object, int]:
-        """Runs from byte ``i`` to STOP. The loop is one function because a call per opcode doubles its time.
+        """Run the opcodes from byte ``i`` to STOP, and return the value and the position after it.
 
-        Where slices reach beyond the end of the data they come out short and ``i`` lies beyond the end, so that
-        fetching the next opcode raises IndexError; no length needs a check of its own.
+        The loop is one function because a call per opcode doubles its time. Slices that reach
+        beyond the end of the data come out short, and then ``i`` lies beyond the end, so that
+        fetching the next opcode raises IndexError: no length needs a check of its own.
         """
         stack: list[Any] = []
         push = stack.append
@@ -151,14 +158,15 @@ class Machine:
         memoize = memo.append
         sparse: dict[int, Any] = {}
         limits = self._limits
-        most = left = limits.objects_of(len(data))
+        max_objects = objects_left = limits.objects_of(len(data))
         self._copies_left = limits.copies_of(len(data))
         max_marks = limits.max_marks
-        # without a MARK, every opcode takes at most three values off the stack, and puts one around them
+        # Without a MARK every opcode takes at most three values off the stack and puts one around
+        # them, so a longer stack must become too deep.
         max_open = sys.maxsize if limits.max_depth is None else 3 * limits.max_depth
         actions = self._actions
         called = self._called
-        made_of = self._made_of
+        instantiated = self._instantiated
         check_key = self._guard.check
         try:
             while True:
@@ -166,6 +174,7 @@ class Machine:
                 i += 1
                 if op == 0x94:  # MEMOIZE
                     if sparse:
+                        # CPython counts entries, wherever their indexes are.
                         self._put(memo, sparse, len(memo) + len(sparse), stack[-1])
                     else:
                         memoize(stack[-1])
@@ -208,7 +217,7 @@ class Machine:
                     stack = []
                     push = stack.append
                     if len(meta) > max_marks:
-                        raise UnsafeError(f"the pickle nests more than {max_marks} levels deep")
+                        raise depth_error(max_marks)
                 elif op == 0x75:  # SETITEMS
                     items = stack
                     stack = meta.pop()
@@ -216,6 +225,7 @@ class Machine:
                     target = stack[-1]
                     if len(items) & 1:
                         raise CorruptError("malformed pickle: a key without a value")
+                    # Keys of other types than str may be expensive to hash.
                     if type(target) is dict:
                         pairs = iter(items)
                         for key in pairs:
@@ -230,7 +240,7 @@ class Machine:
                     else:
                         self._change("mapping", target)
                 elif op == 0x52:  # REDUCE
-                    left -= 3
+                    objects_left -= 3
                     args = stack.pop()
                     fn = stack[-1]
                     action = actions.get(id(fn))
@@ -238,6 +248,7 @@ class Machine:
                         _not_a("tuple of arguments", args)
                     if len(args) > _MAX_ARGS:
                         self._count_copies(len(args))
+                    # Most calls are of a name on plain values: noting the name is enough for them.
                     if action is None:
                         if type(fn) is Global and not (args and type(args[0]) is Inert):
                             called.add(id(fn))
@@ -250,10 +261,10 @@ class Machine:
                             self._check_callable("reduce", fn, args)
                             value = Inert("reduce", fn, args)
                         stack[-1] = value
-                    if left < 0:
-                        self._too_many()
+                    if objects_left < 0:
+                        self._refuse_size()
                 elif op == 0x81:  # NEWOBJ
-                    left -= 3
+                    objects_left -= 3
                     args = stack.pop()
                     fn = stack[-1]
                     action = self._makers.get(id(fn))
@@ -262,7 +273,7 @@ class Machine:
                     if len(args) > _MAX_ARGS:
                         self._count_copies(len(args))
                     if type(fn) is Global:
-                        made_of.add(id(fn))
+                        instantiated.add(id(fn))
                     else:
                         self._check_callable("newobj", fn, args)
                     if action is None:
@@ -270,9 +281,10 @@ class Machine:
                     else:
                         value = action(*args)
                         stack[-1] = Inert("newobj", fn, args) if value is NotImplemented else value
-                    if left < 0:
-                        self._too_many()
+                    if objects_left < 0:
+                        self._refuse_size()
                 elif op == 0x62:  # BUILD
+                    # Nearly always the first and only state of a record.
                     state = stack.pop()
                     target = stack[-1]
                     if type(target) is Inert and target.state is NO_STATE:
@@ -280,40 +292,40 @@ class Machine:
                     else:
                         i = self._build(target, state, data, i)
                 elif op == 0x7D:  # EMPTY_DICT
-                    left -= 1
-                    if left < 0:
-                        self._too_many()
+                    objects_left -= 1
+                    if objects_left < 0:
+                        self._refuse_size()
                     if len(stack) > max_open and not meta:
-                        raise UnsafeError(f"the pickle nests more than {limits.max_depth} levels deep")
+                        raise depth_error(limits.max_depth)
                     push({})
                 elif op == 0x29:  # EMPTY_TUPLE
                     push(())
                 elif op == 0x85:  # TUPLE1
-                    left -= 1
+                    objects_left -= 1
                     stack[-1] = (stack[-1],)
-                    if left < 0:
-                        self._too_many()
+                    if objects_left < 0:
+                        self._refuse_size()
                 elif op == 0x86:  # TUPLE2
-                    left -= 1
+                    objects_left -= 1
                     second = stack.pop()
                     stack[-1] = (stack[-1], second)
-                    if left < 0:
-                        self._too_many()
+                    if objects_left < 0:
+                        self._refuse_size()
                 elif op == 0x87:  # TUPLE3
-                    left -= 1
+                    objects_left -= 1
                     third = stack.pop()
                     second = stack.pop()
                     stack[-1] = (stack[-1], second, third)
-                    if left < 0:
-                        self._too_many()
+                    if objects_left < 0:
+                        self._refuse_size()
                 elif op == 0x74:  # TUPLE
-                    left -= 1
+                    objects_left -= 1
                     items = stack
                     stack = meta.pop()
                     push = stack.append
                     push(tuple(items))
-                    if left < 0:
-                        self._too_many()
+                    if objects_left < 0:
+                        self._refuse_size()
                 elif op == 0x4D:  # BININT2
                     push(data[i] | data[i + 1] << 8)
                     i += 2
@@ -365,11 +377,11 @@ class Machine:
                     else:
                         self._change("list", target)
                 elif op == 0x5D:  # EMPTY_LIST
-                    left -= 1
-                    if left < 0:
-                        self._too_many()
+                    objects_left -= 1
+                    if objects_left < 0:
+                        self._refuse_size()
                     if len(stack) > max_open and not meta:
-                        raise UnsafeError(f"the pickle nests more than {limits.max_depth} levels deep")
+                        raise depth_error(limits.max_depth)
                     push([])
                 elif op == 0x47:  # BINFLOAT
                     push(_float(data, i)[0])
@@ -378,22 +390,24 @@ class Machine:
                     pid = stack.pop()
                     self._note_persistent(pid)
                     push(Persistent(pid) if self._persistent_load is None else self._persistent_load(pid))
-                    left -= 1
-                    if left < 0:
-                        self._too_many()
+                    objects_left -= 1
+                    if objects_left < 0:
+                        self._refuse_size()
                 elif op == 0x63:  # GLOBAL
                     module, name, i = two_lines(data, i)
-                    push(self._global(module, name))
+                    push(self._read_global(module, name))
                 elif op == 0x93:  # STACK_GLOBAL
                     name = stack.pop()
                     module = stack.pop()
-                    push(self._global(module, name))
+                    push(self._read_global(module, name))
                 elif op == 0x2E:  # STOP
                     value = stack.pop()
                     if stack or meta:
-                        raise CorruptError(f"malformed pickle: {len(stack) + len(meta)} values are left at its end")
+                        n_values = len(stack) + len(meta)
+                        raise CorruptError(f"malformed pickle: {n_values} values are left at its end")
                     return value, i
                 elif op == 0x95:  # FRAME
+                    # The frame is skipped, but must lie inside the data.
                     i += 8
                     if i + _uint8(data, i - 8)[0] > len(data):
                         i = len(data)
@@ -402,11 +416,11 @@ class Machine:
                     self._proto = data[i]
                     i += 1
                     if self._proto > 5:
-                        raise CorruptError(f"pickle protocol {self._proto} is not known")
+                        raise CorruptError(f"unknown pickle protocol {self._proto}")
                 elif op == 0x8F:  # EMPTY_SET
-                    left -= 4
-                    if left < 0:
-                        self._too_many()
+                    objects_left -= 4
+                    if objects_left < 0:
+                        self._refuse_size()
                     push(set())
                 elif op in SIZED:
                     width, convert = SIZED[op]
@@ -414,7 +428,8 @@ class Machine:
                     size = int.from_bytes(data[i:start], "little")
                     i = start + size
                     if size > limits.max_string_bytes:
-                        raise UnsafeError(f"a string of {size} bytes, more than the limit")
+                        raise UnsafeError(f"a string of {size:,} bytes exceeds the limit")
+                    # A slice beyond the end would come out short.
                     if i >= len(data):
                         raise IndexError("string")
                     push(convert(data[start:i]))
@@ -435,25 +450,26 @@ class Machine:
                 elif op == 0x8B:  # LONG4
                     size = _uint4(data, i)[0]
                     if size > limits.max_int_bytes:
-                        raise UnsafeError(f"an integer of {size} bytes, more than the limit of {limits.max_int_bytes}")
+                        raise UnsafeError(f"an integer of {size} bytes exceeds the limit")
                     start = i + 4
                     i = start + size
                     push(int.from_bytes(data[start:i], "little", signed=True))
                 elif op == 0x6C or op == 0x64 or op == 0x90 or op == 0x91:  # LIST, DICT, ADDITEMS, FROZENSET
-                    left -= 4
-                    if left < 0:
-                        self._too_many()
+                    # All of them take the values above the last MARK.
+                    objects_left -= 4
+                    if objects_left < 0:
+                        self._refuse_size()
                     items = stack
                     stack = meta.pop()
                     push = stack.append
                     if op == 0x6C:
                         push(items)
                     elif op == 0x64:
-                        made: dict[object, object] = {}
+                        mapping: dict[object, object] = {}
                         for key, value in zip(items[::2], items[1::2], strict=True):
                             check_key(key)
-                            made[key] = value
-                        push(made)
+                            mapping[key] = value
+                        push(mapping)
                     else:
                         for key in items:
                             check_key(key)
@@ -464,9 +480,9 @@ class Machine:
                         else:
                             self._change("set", stack[-1])
                 elif op == 0x92:  # NEWOBJ_EX
-                    left -= 3
-                    if left < 0:
-                        self._too_many()
+                    objects_left -= 3
+                    if objects_left < 0:
+                        self._refuse_size()
                     kwargs = stack.pop()
                     args = stack.pop()
                     if type(kwargs) is not dict or type(args) is not tuple:
@@ -475,19 +491,21 @@ class Machine:
                     self._check_callable("newobj_ex", stack[-1], args, kwargs)
                     stack[-1] = Inert("newobj_ex", stack[-1], args, kwargs=kwargs)
                 elif op == 0x69 or op == 0x6F:  # INST, OBJ
-                    left -= 3
-                    if left < 0:
-                        self._too_many()
+                    objects_left -= 3
+                    if objects_left < 0:
+                        self._refuse_size()
                     items = stack
                     stack = meta.pop()
                     push = stack.append
+                    # INST names the class in the opcode, OBJ takes it from the stack.
                     if op == 0x69:
                         module, name, i = two_lines(data, i)
-                        fn = self._global(module, name)
+                        fn = self._read_global(module, name)
                     else:
                         fn = items.pop(0)
-                    push(self._made(fn, tuple(items)))
+                    push(self._instantiate(fn, tuple(items)))
                 elif op == 0x30:  # POP
+                    # With nothing above the last MARK, POP takes that, as in CPython.
                     if stack:
                         stack.pop()
                     else:
@@ -502,85 +520,85 @@ class Machine:
                     self._refuse(op)
         finally:
             self.at = i
-            self.n_objects = most - left
-            # Their functions refer to the machine: thousands of small pickles would wait for the garbage collector.
+            self.n_objects = max_objects - objects_left
+            # These functions refer to the machine, so that it would wait for the garbage collector,
+            # which is expensive for thousands of small pickles.
             self._forms.clear()
             self._actions.clear()
             self._makers.clear()
 
     @property
     def uses(self) -> set[Use]:
-        """What the pickle does with names, also with those it drops again.
+        """Return what the pickle does with names, also with those that it drops again.
 
-        ``getattr`` only where it was called for something else than a longer name, or not called at all.
+        ``getattr`` is left out if all its calls became longer names.
         """
+        # States are complete only now.
         uses = self._uses.union(*map(uses_by_state, self._acting))
         for name in self._names.values():
-            if name == GETATTR and self._folds == {True}:
+            if name == GETATTR and self._getattr_forms == {True}:
                 continue
             uses.add(Use(name))
             if id(name) in self._called:
                 uses.add(Use(name, "called"))
-            if id(name) in self._made_of:
+            if id(name) in self._instantiated:
                 uses.add(Use(name, "made"))
         return uses
 
     def _check_callable(
         self, how: str, fn: object, args: tuple[object, ...], kwargs: dict[str, object] | None = None
     ) -> None:
-        """Note a call.
+        """Note the uses of a call.
 
         Raises:
-            CorruptError: nothing that might be called.
+            CorruptError: ``fn`` cannot be called.
         """
         if not isinstance(fn, (Global, Inert)):
             _not_a("callable", fn)
         self._uses.update(uses_of_call(how, fn, args, kwargs))
 
-    def _note_hooks(self, target: Inert) -> None:
-        """Note what an object of this state calls when it gets another one."""
-        if target.state is not NO_STATE:
-            self._uses.update(uses_of_state(target.state))
-
     def _note_append(self, target: Inert) -> None:
-        """Note an object that is appended to after it got a state or entries, where a method may have been hidden.
+        """Note an append to an object whose state or entries may hide a method of its own.
 
-        Pickles that Python writes append first, set entries then, and give the state last.
+        Pickles written by Python append items first, then set entries, and give the state last.
         """
         if target.state is not NO_STATE or target.entries:
             self._uses.add(use_of_late_append(target))
 
     def _note_persistent(self, value: object) -> None:
-        """Note the class in a persistent id, once."""
+        """Note the class in a persistent id."""
         if type(value) is tuple and len(value) > 1 and value[0] == "storage" and type(value[1]) is Global:
             self._called.add(id(value[1]))
         else:
             self._uses.update(uses_of_persistent(value))
 
-    def _change(self, wanted: str, target: object) -> NoReturn:
-        """Note that a pickle changes what it should only name, which is refused.
+    def _change(self, expected: str, target: object) -> NoReturn:
+        """Refuse to fill an object that is not a container, after noting a change of a class.
 
         Raises:
             CorruptError: always.
         """
         if type(target) is Global:
             self._uses.add(Use(target, "changed"))
-        _not_a(wanted, target)
+        _not_a(expected, target)
 
     def _build(self, target: object, state: object, data: bytes, i: int) -> int:
-        """BUILD of something that is not a fresh record; returns where the next opcode is."""
+        """Run a BUILD of any other object than a fresh record, and return the next position."""
+        # Objects made by a hook take their state themselves.
         build = getattr(type(target), "build", None)
         if build is not None:
             build(target, state)
             bytes_behind = getattr(type(target), "bytes_behind", None)
             return i if bytes_behind is None else bytes_behind(target, data, i)
+        # A second state of a record adds attributes to the first.
         if not isinstance(target, Inert):
             self._change("record", target)
-        self._note_hooks(target)
+        if target.state is not NO_STATE:
+            self._uses.update(uses_of_state(target.state))
         if type(target.state) is not dict or type(state) is not dict:
             raise CorruptError(f"malformed pickle: the state of a {target.class_name} is set twice")
         self._count_copies(2 * len(state))
-        if id(target.state) not in self._merged:  # the first state may also stand elsewhere in the tree
+        if id(target.state) not in self._merged:  # other parts of the tree may share the first state
             self._count_copies(2 * len(target.state))
             target.state = dict(target.state)
             self._merged[id(target.state)] = target.state
@@ -588,30 +606,33 @@ class Machine:
         return i
 
     def _count_copies(self, n_bytes: int) -> None:
-        """Count what is copied from one container into another.
+        """Count elements that are copied from one container into another.
 
         Args:
-            n_bytes: the least that a pickle needs to spell it out.
+            n_bytes: the least number of bytes that spell out the elements in a pickle.
 
         Raises:
-            UnsafeError: there are more than the pickle can have spelled out, so it has the same ones copied for ever.
+            UnsafeError: the pickle is too short to have spelled out all copies, so it must have
+                the same elements copied over and over.
         """
         self._copies_left -= n_bytes
         if self._copies_left < 0:
-            self._too_many()
+            self._refuse_size()
 
     def _refuse(self, op: int) -> NoReturn:
+        """Raise for an opcode that is unknown, or is never run."""
         name = _REFUSED.get(op)
         if name is None:
-            raise CorruptError(f"malformed pickle: opcode {op:#04x} is not known")
+            raise CorruptError(f"malformed pickle: unknown opcode {op:#04x}")
         if op in _EXTENSIONS:
             self._uses.add(use_of_extension())
-        raise UnsafeError(f"the pickle uses {name}", hint="do not trust this file; no checkpoint needs that")
+        raise UnsafeError(f"the pickle uses {name}", hint="do not trust this file; no checkpoint needs this")
 
-    def _too_many(self) -> NoReturn:
+    def _refuse_size(self) -> NoReturn:
+        """Raise for a pickle that makes too many objects for its length."""
         raise UnsafeError(
             "the pickle makes more objects than pickles of its length do",
-            hint="do not trust this file; if it is yours, report what wrote it",
+            hint="do not trust this file; if it is yours, report the program that wrote it",
         )
 
     @staticmethod
@@ -623,7 +644,10 @@ class Machine:
 
     @staticmethod
     def _put(memo: list[Any], sparse: dict[int, Any], index: int, value: object) -> None:
-        """Sets a memo entry; entries without gaps lie in a list, others in a dict (no allocation by index)."""
+        """Set a memo entry: in the list if its index leaves no gap, else in the dict.
+
+        So no memory is allocated for indexes in between.
+        """
         if index < len(memo):
             memo[index] = value
         elif index == len(memo):
@@ -632,86 +656,95 @@ class Machine:
         else:
             sparse[index] = value
 
-    def _global(self, module: object, name: object) -> Global:
-        """The Global of a GLOBAL opcode; up to protocol 2 it has the names of Python 2."""
+    def _read_global(self, module: object, name: object) -> Global:
+        """Return the Global of a GLOBAL opcode; up to protocol 2 names are those of Python 2."""
         if type(module) is not str or type(name) is not str:
             _not_a("module and name", (module, name))
         if self._proto < 3:
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        return self._named(module, name)
+        return self._resolve(module, name)
 
-    def _named(self, module: str, name: str) -> Global:
-        """The load's one Global of a name; sets up what a REDUCE of it does."""
-        found = self._names.get((module, name))
-        if found is None:
-            if len(module) + len(name) > MAX_NAME:
-                raise UnsafeError(f"the name of a global is longer than {MAX_NAME} characters")
-            if len(self._names) >= self._limits.max_names:
-                raise UnsafeError(
-                    f"the pickle names more than {self._limits.max_names:,} classes and functions, the limit",
-                    hint="do not trust this file; real ones name some hundred",
-                )
-            found = self._names[module, name] = Global(module, name)
-            hook = self._hooks.get((module, name))
-            if hook is not None:
-                self._makers[id(found)] = hook
-            action = hook or self._forms.get((module, name)) or self._copyreg(module, name)
-            if found == LOAD_FROM_BYTES or handed(module, name):
-                action = self._noted(found, action)
-            if found == PARTIAL and action is not None:
-                action = self._watched(action)
-            if found == SCRIPT_OBJECT:
-                self._makers[id(found)] = self._watched(lambda *args: Inert("newobj", found, args))
-            if action is not None:
-                self._actions[id(found)] = action
-        return found
+    def _resolve(self, module: str, name: str) -> Global:
+        """Return the load's one Global of a name, after setting up its actions if it is new."""
+        fn = self._names.get((module, name))
+        if fn is not None:
+            return fn
+        if len(module) + len(name) > MAX_NAME:
+            raise UnsafeError(f"the name of a global is longer than {MAX_NAME:,} characters")
+        if len(self._names) >= self._limits.max_names:
+            raise UnsafeError(
+                f"the pickle names more than {self._limits.max_names:,} classes and functions",
+                hint="do not trust this file; real ones name some hundred",
+            )
+        fn = self._names[module, name] = Global(module, name)
+        self._set_actions(fn)
+        return fn
 
-    def _watched(self, action: Hook) -> Hook:
-        """Return the action that makes objects whose state is to be judged when the pickle ends."""
+    def _set_actions(self, fn: Global) -> None:
+        """Set the functions that a REDUCE and a NEWOBJ of a name run; most names have none."""
+        hook = self._hooks.get((fn.module, fn.name))
+        if hook is not None:
+            self._makers[id(fn)] = hook
+        action = hook or self._forms.get((fn.module, fn.name)) or self._copyreg_action(fn)
+        if fn == LOAD_FROM_BYTES or argument_uses(fn.module, fn.name):
+            action = self._noting_arguments(fn, action)
+        # The states of these objects are judged when the pickle ends (``uses``).
+        if fn == PARTIAL and action is not None:
+            action = self._keeping_results(action)
+        if fn == SCRIPT_OBJECT:
+            self._makers[id(fn)] = self._keeping_results(lambda *args: Inert("newobj", fn, args))
+        if action is not None:
+            self._actions[id(fn)] = action
 
-        def watched(*args: object) -> object:
+    def _keeping_results(self, action: Hook) -> Hook:
+        """Return an action that also keeps the inert objects it makes, to judge their states."""
+
+        def keep_result(*args: object) -> object:
             value = action(*args)
             if type(value) is Inert:
                 self._acting.append(value)
             return value
 
-        return watched
+        return keep_result
 
-    def _noted(self, fn: Global, action: Hook | None) -> Hook:
-        """Return the action of a function that calls its arguments: it notes those as well."""
+    def _noting_arguments(self, fn: Global, action: Hook | None) -> Hook:
+        """Return an action that also notes the arguments that the function would call."""
 
         is_loading = fn == LOAD_FROM_BYTES
 
-        def noted(*args: object) -> object:
+        def note_arguments(*args: object) -> object:
             self._n_streams += is_loading
             if self._n_streams > self._limits.max_streams:
                 raise UnsafeError(
-                    f"the pickle loads more than {self._limits.max_streams:,} streams inside it, the limit",
-                    hint="save it with torch.save, which keeps the tensors beside the pickle",
+                    f"the pickle loads more than {self._limits.max_streams:,} streams nested in it",
+                    hint="save it with torch.save, which stores tensors outside the pickle",
                 )
             self._count_copies(sum(len(arg) for arg in args if type(arg) is bytearray))
             self._uses.update(uses_of_call("reduce", fn, args, None))
             return NotImplemented if action is None else action(*args)
 
-        return noted
+        return note_arguments
 
-    def _copyreg(self, module: str, name: str) -> Hook | None:
-        """The functions of copyreg by which protocols 0 and 1 make objects, as the NEWOBJ that they mean."""
-        if module != "copyreg":
+    def _copyreg_action(self, fn: Global) -> Hook | None:
+        """Return the action of a function of copyreg that makes objects; None for other functions.
+
+        Protocols 0 and 1 make objects with them; the result is that of the equivalent NEWOBJ.
+        """
+        if fn.module != "copyreg":
             return None
 
         def newobj(*args: object) -> object:
-            return self._made(args[0], args[1:], how="newobj") if args else NotImplemented
+            return self._instantiate(args[0], args[1:], how="newobj") if args else NotImplemented
 
         def reconstructor(*args: object) -> object:
             if len(args) == 3 and args[1] == Global("builtins", "object") and args[2] is None:
-                return self._made(args[0], (), how="newobj")
+                return self._instantiate(args[0], (), how="newobj")
             return NotImplemented
 
-        return {"__newobj__": newobj, "_reconstructor": reconstructor}.get(name)
+        return {"__newobj__": newobj, "_reconstructor": reconstructor}.get(fn.name)
 
-    def _made(self, fn: object, args: tuple[object, ...], *, how: str | None = None) -> object:
-        """What instantiating ``fn`` gives; ``how`` as for INST and OBJ if it is None."""
+    def _instantiate(self, fn: object, args: tuple[object, ...], *, how: str | None = None) -> object:
+        """Return the value of instantiating ``fn``; ``how`` None means as INST and OBJ do it."""
         how = how or ("reduce" if args else "newobj")
         self._check_callable(how, fn, args)
         action = (self._makers if how == "newobj" else self._actions).get(id(fn))
@@ -722,8 +755,13 @@ class Machine:
         return Inert(how, fn, args)
 
 
-def _not_a(wanted: str, found: object) -> NoReturn:
-    raise CorruptError(f"malformed pickle: a {type(found).__name__} where a {wanted} is needed")
+def _not_a(expected: str, value: object) -> NoReturn:
+    raise CorruptError(f"malformed pickle: a {type(value).__name__} where a {expected} is expected")
+
+
+def depth_error(max_depth: int | None) -> UnsafeError:
+    """Return the error for a pickle with more levels of nesting than allowed."""
+    return UnsafeError(f"the pickle is nested more than {max_depth} levels deep")
 
 
 _REFUSED = {
@@ -734,4 +772,5 @@ _REFUSED = {
     0x97: "an out-of-band buffer (NEXT_BUFFER)",
     0x98: "an out-of-band buffer (READONLY_BUFFER)",
 }
+"""Opcode → description of what it uses, for the message."""
 _EXTENSIONS = frozenset((0x82, 0x83, 0x84))

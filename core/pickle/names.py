@@ -1,14 +1,15 @@
-"""What is to be thought of a name in a pickle, and of what the pickle does with it.
+"""Judge a name in a pickle by what it is and by what the pickle does with it.
 
-Nothing is ever looked up or called, so this is not what keeps a reader safe: it is what ``ckpt`` says about a file that
-other programs would unpickle.
+No name is ever looked up or called, so the verdicts are not what keeps the reader safe: they are
+what ``ckpt`` reports about a file that other programs would unpickle.
 
 - ``known``: a constructor of plain data (``pickle/calls.toml``), which conversions keep.
-- ``unknown``: harmless to load or only mentioned, but nothing that a conversion understands; or of a module that nobody
-  knows (``known_packages``), which only its user can judge.
-- ``dangerous``: a callable of a known package that is not on the list of harmless ones and is called, and whatever is
-  named that runs commands, reads files or loads code. The list of the latter follows the modules that picklescan,
-  fickling and modelscan name. It is never complete, which is why it does not decide what may be called.
+- ``unknown``: harmless to load or only mentioned, but not understood by conversions; or of an
+  unknown module (``known_packages``), which only its user can judge.
+- ``dangerous``: a callable of a known package that is called and is not on the list of harmless
+  ones, and any name that runs commands, reads files or loads code. The list of the latter follows
+  the modules that picklescan, fickling and modelscan name. It is never complete, which is why it
+  does not decide what may be called.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ Verdict = Literal["known", "unknown", "dangerous"]
 
 
 _SCRIPT = "__torch__"
-"""The module of TorchScript's own classes, which no Python imports."""
+"""The module of TorchScript's own classes, which Python never imports."""
 _ALLOWED = {"name": ("named",), "make": ("named", "made"), "call": ("named", "made", "called", "bound")}
-"""What a row of the table allows."""
+"""``may`` of a row of the table → the uses that it allows."""
 
 
 def judge(use: Use) -> Verdict:
-    """Return the verdict on a name and what is done with it."""
+    """Return the verdict on one use of a name."""
     return classify(use.name, use.how)
 
 
@@ -41,61 +42,68 @@ def classify(name: Global, how: How = "named") -> Verdict:
     """Return the verdict on a name.
 
     Args:
-        how: what is done with it; by itself a name is only mentioned.
+        how: what the pickle does with the name; by default it only mentions it.
     """
     if how == "unread":
         return "dangerous"
     if name.module == _SCRIPT or name.module.startswith(f"{_SCRIPT}."):
         return "unknown"
-    row = constructor(name.module, name.name)
-    if row is not None and (how in _ALLOWED[row.may] or (how == "bound" and row.may_be_bound)):
-        return "known" if row.is_data else "unknown"
-    head, _, attribute = name.name.partition(".")
-    if how == "named" and attribute.isupper() and "." not in attribute and _is_enum(name.module, head):
-        return "known"
-    if _is_listed(name, head):
+    verdict = _verdict_of_table(name, how)
+    if verdict is not None:
+        return verdict
+    if _is_known_attack(name):
         return "dangerous"
     if how == "named":
         return "unknown"
+    # A call: callables of known packages would be in the table if they were harmless.
     if how == "changed" or is_known_package(name.module) or _leads_through_a_module(name):
         return "dangerous"
     return "unknown"
 
 
+def _verdict_of_table(name: Global, how: How) -> Verdict | None:
+    """Return the verdict on a use that the table of constructors allows; None for any other."""
+    row = constructor(name.module, name.name)
+    if row is not None and (how in _ALLOWED[row.may] or (how == "bound" and row.may_be_bound)):
+        return "known" if row.is_data else "unknown"
+    # A member of an enumeration, such as Color.RED.
+    head, _, attribute = name.name.partition(".")
+    if how == "named" and attribute.isupper() and "." not in attribute:
+        enum = constructor(name.module, head)
+        return "known" if enum is not None and enum.is_enum else None
+    return None
+
+
 def is_foreign(use: Use) -> bool:
-    """Return whether nobody but its user can know what a name is: of an unknown module, and not dangerous for sure."""
+    """Return whether only the user can judge a name: of an unknown module, and not dangerous."""
     return not is_known_package(use.name.module) and judge(use) == "unknown"
 
 
 def dangerous_uses(uses: Iterable[Use]) -> set[Use]:
-    """Return those that must not be loaded."""
+    """Return the uses that make a pickle dangerous to load."""
     return {use for use in uses if judge(use) == "dangerous"}
 
 
 def globals_of(tree: object) -> set[Global]:
-    """Return every name in an inert tree."""
+    """Return the names of all classes and functions in an inert tree."""
     return {node for node in walk(tree) if type(node) is Global}
 
 
-def _is_enum(module: str, name: str) -> bool:
-    row = constructor(module, name)
-    return row is not None and row.is_enum
-
-
-def _is_listed(name: Global, head: str) -> bool:
-    """Return whether a name is known to be an attack, whoever uses it for what."""
+def _is_known_attack(name: Global) -> bool:
+    """Return whether a name has no honest use in a pickle, not even to be mentioned."""
     modules = name.module.split(".")
     parts = name.name.split(".")
+    # Modules inside a known package count too: ``package.os`` may be the module ``os``.
     inner = modules[1:] if is_known_package(name.module) else []
     if modules[0] in _DANGEROUS_MODULES or any(part in _DANGEROUS_PARTS for part in (*inner, *parts)):
         return True
-    own = modules[1:] if modules[0] == "__main__" else modules
-    is_special = any(part.startswith("__") and part.endswith("__") for part in (*own, *parts))
-    return is_special or (name.module, head) in _DANGEROUS_PAIRS
+    own_modules = modules[1:] if modules[0] == "__main__" else modules
+    is_special = any(part.startswith("__") and part.endswith("__") for part in (*own_modules, *parts))
+    return is_special or (name.module, parts[0]) in _DANGEROUS_PAIRS
 
 
 def _leads_through_a_module(name: Global) -> bool:
-    """Return whether a dotted name does not go from class to class: then it may leave the module it begins in."""
+    """Return whether a dotted name passes something that is not a class, perhaps another module."""
     *heads, _ = name.name.split(".")
     return any(not part.lstrip("_")[:1].isupper() for part in heads)
 
@@ -104,33 +112,34 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _pairs(table: dict[str, str]) -> frozenset[tuple[str, str]]:
-    return frozenset((module, name) for module, names in table.items() for name in names.split())
-
-
 _DANGEROUS_MODULES = _words(
     """
-    os posix nt ntpath posixpath sys subprocess _posixsubprocess commands popen2 pty shutil socket _socket ssl runpy
-    importlib imp zipimport pkgutil code codeop ctypes _ctypes cffi pickle _pickle cPickle dill cloudpickle joblib
-    marshal shelve webbrowser platform pdb bdb timeit cProfile profile trace tracemalloc asyncio _asyncio
-    multiprocessing concurrent threading _thread operator _operator inspect gc atexit tempfile glob fileinput linecache
-    urllib http httplib ftplib smtplib telnetlib poplib imaplib nntplib xmlrpc socketserver requests httpx aiohttp
-    logging distutils setuptools pip pydoc doctest unittest pytest test venv ensurepip sysconfig site idlelib lib2to3
-    turtledemo ast symtable dis types signal resource fcntl mmap sqlite3 dbm nturl2path antigravity rlcompleter readline
-    uu_decode this wsgiref crypt mailbox mailcap msilib winreg _winreg _winapi msvcrt pipes select selectors
+    os posix nt ntpath posixpath sys subprocess _posixsubprocess commands popen2 pty shutil
+    socket _socket ssl runpy importlib imp zipimport pkgutil code codeop ctypes _ctypes cffi
+    pickle _pickle cPickle dill cloudpickle joblib marshal shelve webbrowser platform pdb bdb
+    timeit cProfile profile trace tracemalloc asyncio _asyncio multiprocessing concurrent
+    threading _thread operator _operator inspect gc atexit tempfile glob fileinput linecache
+    urllib http httplib ftplib smtplib telnetlib poplib imaplib nntplib xmlrpc socketserver
+    requests httpx aiohttp logging distutils setuptools pip pydoc doctest unittest pytest test
+    venv ensurepip sysconfig site idlelib lib2to3 turtledemo ast symtable dis types signal
+    resource fcntl mmap sqlite3 dbm nturl2path antigravity rlcompleter readline uu_decode this
+    wsgiref crypt mailbox mailcap msilib winreg _winreg _winapi msvcrt pipes select selectors
     """
 )
 _DANGEROUS_PARTS = _words(
     """
-    os posix sys subprocess system popen spawn execv execve eval exec compile __import__ import_module __builtins__
-    __globals__ __subclasses__ __getattribute__ builtins shutil socket runpy ctypes cpp_extension hub
+    os posix sys subprocess system popen spawn execv execve eval exec compile __import__
+    import_module __builtins__ __globals__ __subclasses__ __getattribute__ builtins shutil
+    socket runpy ctypes cpp_extension hub
     """
 )
-_DANGEROUS_PAIRS = _pairs(
-    {
+_DANGEROUS_PAIRS = frozenset(
+    (module, name)
+    for module, names in {
         "builtins": (
-            "eval exec compile open input __import__ getattr setattr delattr globals locals vars dir breakpoint "
-            "memoryview exit quit help apply execfile file map filter classmethod staticmethod property type super"
+            "eval exec compile open input __import__ getattr setattr delattr globals locals vars "
+            "dir breakpoint memoryview exit quit help apply execfile file map filter classmethod "
+            "staticmethod property type super"
         ),
         "functools": "partial partialmethod reduce",
         "io": "open open_code FileIO TextIOWrapper",
@@ -146,5 +155,6 @@ _DANGEROUS_PAIRS = _pairs(
         "numpy.f2py": "compile",
         "pandas": "read_pickle eval",
         "collections": "namedtuple",
-    }
+    }.items()
+    for name in names.split()
 )

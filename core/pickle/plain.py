@@ -1,104 +1,117 @@
 """Any inert value as plain containers, and back.
 
-``to_plain`` spells what only a pickle can say (records, names, tuples, sets, keys that are no strings) as dicts with
-one leading ``$`` key, so that ``torch.load(weights_only=True)`` reads the result, and people can::
+``to_plain`` spells what only a pickle can express (records, names, tuples, sets, keys that are not
+strings) as dicts with one leading ``$`` key, so that ``torch.load(weights_only=True)`` reads the
+result, and people can::
 
     Namespace(lr=0.1, kind=Kind.a)   {"$new": {"$global": ["argparse", "Namespace"]}, "args": [],
                                       "state": {"lr": 0.1, "kind": {"$global": ["mine", "Kind.a"]}}}
     (1, {2: b"x"})                   {"$tuple": [1, {"$dict": [[2, b"x"]]}]}
 
-None, bool, int, float, str, bytes, tensor leaves, lists, and dicts whose keys are strings without a leading ``$``,
-stand for themselves. Parts that are shared stay shared, so the result is never much larger than the value. Nothing
-recurses.
+None, bool, int, float, str, bytes, tensor leaves, lists, and dicts whose keys are strings without a
+leading ``$``, stand for themselves. Parts that are shared stay shared, so the result is never much
+larger than the value. Nothing recurses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, Size, TensorLeaf
 from core.pickle.reduce import KeyGuard
 
+_T = TypeVar("_T")
+
 _SAME = frozenset({type(None), bool, float, str, bytes, TensorLeaf})
-_MAX_PLAIN_BITS = 2032  # what LONG1, the longest integer that weights_only reads, holds for sure
-_HOW = {"reduce": "$call", "newobj": "$new", "newobj_ex": "$new_ex"}
-_HOW_OF = {tag: how for how, tag in _HOW.items()}
+"""Types whose values stand for themselves."""
+_MAX_PLAIN_BITS = 2032
+"""Integers of fewer bits fit in LONG1, the longest integer that weights_only reads."""
+_MAX_HEX_DIGITS = 2 * 4096 + 1
+"""Digits, with the sign, of the longest integer that is read back."""
+_TAGS = {"reduce": "$call", "newobj": "$new", "newobj_ex": "$new_ex"}
+"""``how`` of an inert object → its tag."""
+_HOWS = {tag: how for how, tag in _TAGS.items()}
 
 
 def to_plain(value: object) -> object:
-    """``value`` in plain containers.
+    """Convert an inert value to plain containers.
 
     Raises:
-        UnsupportedError: it contains itself.
-        TypeError: it contains something that is no inert value.
+        UnsupportedError: the value contains itself.
+        TypeError: the value contains an object that is not inert.
     """
-    return _rebuilt(
+    return _convert(
         value,
         _parts,
         _to_plain,
         error=UnsupportedError(
-            "an object contains itself, so it can only be kept in a pickle, under its class",
+            "an object contains itself, which only a pickle of its class can store",
             hint="leave it out with --exclude, or write a torch file without --weights-only",
         ),
     )
 
 
 def from_plain(value: object) -> object:
-    """The value of which ``to_plain`` made ``value``.
+    """Convert the result of ``to_plain`` back to the inert value.
 
     Raises:
-        CorruptError: not a result of ``to_plain``.
-        UnsafeError: a dict key or set member that takes long to hash.
+        CorruptError: ``value`` is not a result of ``to_plain``.
+        UnsafeError: a dict key or set member would take long to hash.
     """
     guard = KeyGuard()
-    return _rebuilt(
+    return _convert(
         value,
         _plain_parts,
-        lambda node, made: _from_plain(node, made, guard),
+        lambda node, result_of: _from_plain(node, result_of, guard),
         error=CorruptError("an object contains itself"),
     )
 
 
-_Made = Callable[[object], Any]
+_ResultOf = Callable[[object], Any]
+"""Returns what a part of a node was converted to."""
 
 
-def _rebuilt(
+def _convert(
     root: object,
     parts_of: Callable[[object], Iterable[object]],
-    make: Callable[[object, _Made], object],
+    convert: Callable[[object, _ResultOf], object],
     *,
     error: CheckpointingException,
 ) -> object:
-    """``make(root, made)``, where ``made(part)`` is what became of a part; every object is made once.
+    """Convert a tree from its leaves to its root, each object once, without recursion.
 
     Args:
-        error: is raised if an object contains itself.
+        parts_of: returns the parts of a node, which are converted before it.
+        convert: converts a node, whose parts it takes from the function that it is given.
+        error: raised if an object contains itself.
     """
-    done: dict[int, tuple[object, object]] = {}
-    begun: set[int] = set()
+    done: dict[int, tuple[object, object]] = {}  # id → (node, so that its id stays its own; result)
+    open_ids: set[int] = set()  # nodes that wait for their parts
     stack: list[tuple[object, bool]] = [(root, False)]
     while stack:
-        node, is_ready = stack.pop()
+        node, are_parts_done = stack.pop()
         if id(node) in done:
             continue
-        if is_ready:
-            done[id(node)] = (node, make(node, lambda part: done[id(part)][1]))
-            begun.discard(id(node))
+        # The second visit, after the parts.
+        if are_parts_done:
+            done[id(node)] = (node, convert(node, lambda part: done[id(part)][1]))
+            open_ids.discard(id(node))
             continue
+        # The first visit: come back to the node after its parts.
         parts = [part for part in parts_of(node) if id(part) not in done]
-        if any(id(part) in begun for part in parts) or any(part is node for part in parts):
+        if any(id(part) in open_ids or part is node for part in parts):
             raise error
         if parts:
-            begun.add(id(node))
+            open_ids.add(id(node))
         stack.append((node, True))
         stack += [(part, False) for part in reversed(parts)]
     return done[id(root)][1]
 
 
 def _parts(node: object) -> list[object]:
-    """What is directly below an inert value."""
+    """Return the direct parts of an inert value."""
     if isinstance(node, dict):
         return [*node, *node.values()]
     if isinstance(node, (list, tuple, set, frozenset)):
@@ -113,60 +126,69 @@ def _parts(node: object) -> list[object]:
     return parts + list((node.kwargs or {}).values())
 
 
-def _to_plain(node: Any, made: _Made) -> object:
+def _to_plain(node: Any, result_of: _ResultOf) -> object:
+    """Convert one node whose parts have been converted."""
     kind = type(node)
     if kind in _SAME:
         return node
-    if kind is int:
-        return node if node.bit_length() < _MAX_PLAIN_BITS else {"$int": f"{node:x}"}
-    if kind is list:
-        return [made(item) for item in node]
-    if kind is dict:
-        if all(type(key) is str and not key.startswith("$") for key in node):
-            return {key: made(item) for key, item in node.items()}
-        return {"$dict": [[made(key), made(item)] for key, item in node.items()]}
-    if kind is tuple:
-        return {"$tuple": [made(item) for item in node]}
-    if kind is Size:
-        return {"$size": list(node)}
-    if kind is set or kind is frozenset:
-        return {f"${kind.__name__}": [made(item) for item in sorted(node, key=_order)]}
-    if kind is Global:
-        return {"$global": [node.module, node.name]}
-    if kind is Inert:
-        return _inert_to_plain(node, made)
-    if kind is complex:
-        return {"$complex": [node.real, node.imag]}
-    if kind is bytearray:
-        return {"$bytearray": bytes(node)}
-    if kind is Persistent:
-        return {"$persistent": made(node.value)}
-    if kind is ObjectLeaf:
-        return {"$object": node.key}
-    raise TypeError(f"a {kind.__name__} is no inert value")
+    convert = _TO_PLAIN.get(kind)
+    if convert is None:
+        raise TypeError(f"a {kind.__name__} is not an inert value")
+    return convert(node, result_of)
 
 
-def _inert_to_plain(node: Inert, made: _Made) -> dict[str, object]:
-    plain: dict[str, object] = {_HOW[node.how]: made(node.fn), "args": [made(item) for item in node.args]}
+def _dict_to_plain(node: dict[object, object], result_of: _ResultOf) -> object:
+    if all(type(key) is str and not key.startswith("$") for key in node):
+        return {key: result_of(item) for key, item in node.items()}
+    return {"$dict": [[result_of(key), result_of(item)] for key, item in node.items()]}
+
+
+def _set_to_plain(node: set[object] | frozenset[object], result_of: _ResultOf) -> object:
+    return {f"${type(node).__name__}": [result_of(item) for item in sorted(node, key=_sort_key)]}
+
+
+def _inert_to_plain(node: Inert, result_of: _ResultOf) -> dict[str, object]:
+    plain: dict[str, object] = {_TAGS[node.how]: result_of(node.fn), "args": [result_of(item) for item in node.args]}
     if node.kwargs is not None:
-        plain["kwargs"] = [[key, made(item)] for key, item in node.kwargs.items()]
+        plain["kwargs"] = [[key, result_of(item)] for key, item in node.kwargs.items()]
     if node.state is not NO_STATE:
-        plain["state"] = made(node.state)
+        plain["state"] = result_of(node.state)
     if node.items:
-        plain["items"] = [made(item) for item in node.items]
+        plain["items"] = [result_of(item) for item in node.items]
     if node.entries:
-        plain["entries"] = [[made(key), made(item)] for key, item in node.entries]
+        plain["entries"] = [[result_of(key), result_of(item)] for key, item in node.entries]
     return plain
 
 
-def _order(member: object, levels: int = 3) -> str:
-    """A text by which members of a set are sorted, whatever their addresses are."""
+_TO_PLAIN: dict[type, Callable[[Any, _ResultOf], object]] = {
+    int: lambda node, result_of: node if node.bit_length() < _MAX_PLAIN_BITS else {"$int": f"{node:x}"},
+    list: lambda node, result_of: [result_of(item) for item in node],
+    dict: _dict_to_plain,
+    tuple: lambda node, result_of: {"$tuple": [result_of(item) for item in node]},
+    Size: lambda node, result_of: {"$size": list(node)},
+    set: _set_to_plain,
+    frozenset: _set_to_plain,
+    Global: lambda node, result_of: {"$global": [node.module, node.name]},
+    Inert: _inert_to_plain,
+    complex: lambda node, result_of: {"$complex": [node.real, node.imag]},
+    bytearray: lambda node, result_of: {"$bytearray": bytes(node)},
+    Persistent: lambda node, result_of: {"$persistent": result_of(node.value)},
+    ObjectLeaf: lambda node, result_of: {"$object": node.key},
+}
+"""Type of an inert value → the function that converts it."""
+
+
+def _sort_key(member: object, levels: int = 3) -> str:
+    """Return a text to sort the members of a set by, which does not depend on addresses."""
     if isinstance(member, (tuple, frozenset)):
-        texts = [_order(item, levels) for item in member]
+        texts = [_sort_key(item, levels) for item in member]
         return f"{type(member).__name__}{sorted(texts) if isinstance(member, frozenset) else texts}"
     if isinstance(member, Inert):
-        return f"{member.class_name}{[_order(item, levels - 1) for item in member.args[:8]] if levels else []}"
-    return f"{type(member).__name__} {member!r}" if not isinstance(member, (list, dict, set)) else type(member).__name__
+        texts = [_sort_key(item, levels - 1) for item in member.args[:8]] if levels else []
+        return f"{member.class_name}{texts}"
+    if isinstance(member, (list, dict, set)):
+        return type(member).__name__
+    return f"{type(member).__name__} {member!r}"
 
 
 def _plain_parts(node: object) -> Iterable[object]:
@@ -175,113 +197,94 @@ def _plain_parts(node: object) -> Iterable[object]:
     return node if isinstance(node, list) else ()
 
 
-def _from_plain(node: Any, made: _Made, guard: KeyGuard) -> object:
+def _from_plain(node: Any, result_of: _ResultOf, guard: KeyGuard) -> object:
+    """Convert one plain node, whose parts have been converted, back to an inert value."""
     kind = type(node)
     if kind is list:
-        return [made(item) for item in node]
+        return [result_of(item) for item in node]
     if kind is not dict:
         if kind in _SAME or kind is int:
             return node
         raise CorruptError(f"a plain value holds a {kind.__name__}")
+    content = {key: result_of(item) for key, item in node.items()}
+    # A dict whose first key has a "$" spells another value, every other one is a dict.
     tag = next(iter(node), "")
     if type(tag) is not str or not tag.startswith("$"):
-        return {key: made(item) for key, item in node.items()}
-    content = {key: made(item) for key, item in node.items()}
-    value = content[tag]
+        return content
     try:
-        if tag in _HOW_OF:
-            return _inert_from_plain(_HOW_OF[tag], value, content)
-        (only,) = content.values()
-        return _FROM_TAG[tag](only, guard)
+        if tag in _HOWS:
+            return _inert_from_plain(_HOWS[tag], content[tag], content)
+        (argument,) = content.values()
+        return _FROM_TAG[tag](argument, guard)
     except (KeyError, ValueError, TypeError, AttributeError) as err:
         raise CorruptError(f"a plain value is malformed at {tag[:40]!r}") from err
 
 
 def _inert_from_plain(how: str, fn: object, content: dict[str, Any]) -> Inert:
-    record = Inert(how, fn, tuple(_listed(content["args"])))
+    record = Inert(how, fn, tuple(_of_type(content["args"], list)))
     if "kwargs" in content:
-        record.kwargs = {str(key): item for key, item in _pairs(content["kwargs"])}
+        record.kwargs = {str(key): item for key, item in _pairs_of(content["kwargs"])}
     if "state" in content:
         record.state = content["state"]
-    record.items = _listed(content.get("items", []))
-    record.entries = _pairs(content.get("entries", []))
+    record.items = _of_type(content.get("items", []), list)
+    record.entries = _pairs_of(content.get("entries", []))
     return record
 
 
-def _listed(value: object) -> list[object]:
-    if type(value) is not list:
-        raise ValueError("not a list")
+def _of_type(value: object, kind: type[_T]) -> _T:
+    """Return a value of exactly this type, or raise ValueError."""
+    if type(value) is not kind:
+        raise ValueError(f"not a {kind.__name__}")
     return value
 
 
-def _pairs(value: object) -> list[tuple[object, object]]:
-    pairs: Any = _listed(value)
+def _pairs_of(value: object) -> list[tuple[object, object]]:
+    pairs: list[Any] = _of_type(value, list)
     return [(key, item) for key, item in pairs]
 
 
 def _dict(value: object, guard: KeyGuard) -> dict[object, object]:
-    pairs = _pairs(value)
+    pairs = _pairs_of(value)
     for key, _ in pairs:
         guard.check(key)
     return dict(pairs)
 
 
 def _set(value: object, guard: KeyGuard) -> set[object]:
-    members = _listed(value)
+    members = _of_type(value, list)
     for member in members:
         guard.check(member)
     return set(members)
 
 
 def _global(value: object, guard: KeyGuard) -> Global:
-    module, name = _listed(value)
-    if type(module) is not str or type(name) is not str:
-        raise ValueError("not a name")
-    return Global(module, name)
+    module, name = _of_type(value, list)
+    return Global(_of_type(module, str), _of_type(name, str))
 
 
 def _long(value: object, guard: KeyGuard) -> int:
-    if type(value) is not str or len(value) > 2 * 4096 + 1:
-        raise ValueError("not an integer")
-    return int(value, 16)
+    digits = _of_type(value, str)
+    if len(digits) > _MAX_HEX_DIGITS:
+        raise ValueError("too many digits")
+    return int(digits, 16)
 
 
 def _complex(value: object, guard: KeyGuard) -> complex:
-    real, imaginary = _listed(value)
-    if type(real) is not float or type(imaginary) is not float:
-        raise ValueError("not numbers")
-    return complex(real, imaginary)
-
-
-def _bytearray(value: object, guard: KeyGuard) -> bytearray:
-    if type(value) is not bytes:
-        raise ValueError("not bytes")
-    return bytearray(value)
-
-
-def _size(value: object, guard: KeyGuard) -> Size:
-    extents = _listed(value)
-    if any(type(extent) is not int for extent in extents):
-        raise ValueError("not a size")
-    return Size(extents)  # type: ignore[arg-type]
-
-
-def _object(value: object, guard: KeyGuard) -> ObjectLeaf:
-    if type(value) is not str:
-        raise ValueError("not a key")
-    return ObjectLeaf(value)
+    real, imaginary = _of_type(value, list)
+    return complex(_of_type(real, float), _of_type(imaginary, float))
 
 
 _FROM_TAG: dict[str, Callable[[Any, KeyGuard], object]] = {
     "$dict": _dict,
-    "$tuple": lambda value, guard: tuple(_listed(value)),
-    "$size": _size,
+    "$tuple": lambda value, guard: tuple(_of_type(value, list)),
+    "$size": lambda value, guard: Size(_of_type(extent, int) for extent in _of_type(value, list)),
     "$set": _set,
     "$frozenset": lambda value, guard: frozenset(_set(value, guard)),
     "$global": _global,
     "$int": _long,
     "$complex": _complex,
-    "$bytearray": _bytearray,
+    "$bytearray": lambda value, guard: bytearray(_of_type(value, bytes)),
     "$persistent": lambda value, guard: Persistent(value),
-    "$object": _object,
+    "$object": lambda value, guard: ObjectLeaf(_of_type(value, str)),
 }
+"""Tag → the function that builds the value from the tag's argument; ValueError if malformed."""

@@ -1,18 +1,19 @@
-"""Reads a pickle without running anything: a virtual machine for protocols 0 to 5 that builds inert trees.
+"""Read a pickle without running anything: a machine for protocols 0 to 5 that builds inert trees.
 
-No name in a pickle is imported, looked up or called, and ``pickle.Unpickler`` is not used: it allocates whatever a
-memo index or a length asks for, and nested tuple keys overflow its stack (docs/facts/safety.md 2.3). A name becomes a
-``Global``; REDUCE, NEWOBJ, INST and OBJ become an ``Inert`` with its arguments; BUILD sets its ``state``; SETITEMS and
-APPENDS fill its ``entries`` and ``items``. Refused by name: the copyreg extension registry (EXT1/2/4), out-of-band
-buffers, text persistent ids.
+No name in a pickle is imported, looked up or called, and ``pickle.Unpickler`` is not used: it
+allocates whatever a memo index or a length asks for, and nested tuple keys overflow its stack
+(docs/facts/safety.md 2.3). A name becomes a ``Global``; REDUCE, NEWOBJ, INST and OBJ become an
+``Inert`` with its arguments; BUILD sets its ``state``; SETITEMS and APPENDS fill its ``entries``
+and ``items``. Refused by name: the copyreg extension registry (EXT1/2/4), out-of-band buffers, text
+persistent ids.
 
-Bounds: the number of objects is limited in proportion to the length of the pickle (``Limits``), so that memory stays
-below 100 MB and 40 times that length; time is linear; nothing recurses. Lengths are compared with the data before
-anything is allocated.
+Bounds: the number of objects is limited in proportion to the length of the pickle
+(``PickleLimits``), so that memory stays below 100 MB and 40 times that length; time is linear;
+nothing recurses. Lengths are compared with the data before memory is allocated for them.
 
-Some callables that only make plain values are normalised (``core.pickle.reduce``): ``torch.Size`` to a tuple (the hooks
-of torch's files keep it apart), sets, bytes of protocol 2, ``getattr(Class, "name")`` to a longer name, module names of
-Python 2.
+Some callables that only make plain values are normalised (``core.pickle.reduce``): ``torch.Size``
+to a tuple (the hooks of torch's files keep it apart), sets, bytes of protocol 2,
+``getattr(Class, "name")`` to a longer name, module names of Python 2.
 
 Source: CPython 3.11 ``pickle.py`` and ``pickletools.py`` (opcode semantics).
 """
@@ -29,14 +30,14 @@ from traceback import clear_frames
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
 from core.pickle.inert import NO_STATE, PLAIN, Inert, is_flat
-from core.pickle.machine import Hook, Limits, Machine
+from core.pickle.machine import Hook, Machine, PickleLimits, depth_error
 from core.pickle.names import classify, globals_of, judge
 from core.pickle.reduce import Name
 from core.pickle.uses import Use
 
 __all__ = [
     "DEFAULT_LIMITS",
-    "Limits",
+    "PickleLimits",
     "ReadPickle",
     "ReadPickles",
     "classify",
@@ -50,7 +51,7 @@ __all__ = [
     "noting_uses",
 ]
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = PickleLimits()
 
 _noted: ContextVar[set[Use] | None] = ContextVar("uses of names in the pickles that are read", default=None)
 
@@ -60,8 +61,8 @@ class ReadPickle:
     """A pickle that was read to its end.
 
     Args:
-        uses: what it does with names.
-        tree: what it holds, as ``load`` returned it.
+        uses: what the pickle does with names.
+        tree: its content, as returned by ``load``.
     """
 
     uses: frozenset[Use]
@@ -69,34 +70,34 @@ class ReadPickle:
 
 
 class ReadPickles:
-    """The pickles that were read of some files, so that what needs them again does not read them again.
+    """The pickles that were read from some files, kept so that they need not be read again.
 
     Args:
-        files: which ones are kept.
+        files: the files whose pickles are kept.
     """
 
     def __init__(self, files: Container[str]) -> None:
         self._files = files
         self._read: dict[str, list[ReadPickle]] = {}
         self._failed: set[str] = set()
-        self._has_others = False
+        self._has_unkept = False
 
     def add(self, file: str, pickle: ReadPickle | None) -> None:
-        """Keep a pickle of a file, or None for one that could not be read."""
+        """Keep a pickle of a file; None for a pickle that could not be read."""
         if pickle is None:
             self._failed.add(file)
         elif file not in self._files:
-            self._has_others = True
+            self._has_unkept = True
         else:
             self._read.setdefault(file, []).append(pickle)
 
     def are_all_of(self, files: Container[str]) -> bool:
-        """Return whether every pickle that was read is one of these files, and was read without an error."""
-        is_complete = bool(self._read) and not self._failed and not self._has_others
+        """Return whether all pickles that were read are of these files, and without an error."""
+        is_complete = bool(self._read) and not self._failed and not self._has_unkept
         return is_complete and all(file in files for file in self._read)
 
     def of(self, file: str) -> tuple[ReadPickle, ...]:
-        """Return the pickles of a file; () if it was not read, or not without an error."""
+        """Return the pickles of a file; () if it was not read, or with an error."""
         return () if file in self._failed else tuple(self._read.get(file, ()))
 
 
@@ -109,22 +110,24 @@ def load(
     label: str,
     persistent_load: Callable[[object], object] | None = None,
     hooks: Mapping[Name, Hook] | None = None,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: PickleLimits = DEFAULT_LIMITS,
 ) -> object:
-    """The inert tree of a pickle that is all of ``data``.
+    """Read a pickle that takes up all of ``data``, and return its inert tree.
 
     Args:
         data: the pickle.
         label: name of the file, for errors.
-        persistent_load: makes the value of a persistent id; without it the tree holds ``Persistent``.
-        hooks: our functions that make the value of a REDUCE, NEWOBJ, INST or OBJ of a global, from its arguments. An
-            object that has a method ``build`` receives the state of a BUILD by it. What a hook returns as
-            ``NotImplemented`` becomes an ``Inert`` after all.
+        persistent_load: makes the value of a persistent id; by default the tree holds
+            ``Persistent``.
+        hooks: our functions that make the value of a REDUCE, NEWOBJ, INST or OBJ of a global, from
+            its arguments. If the value has a method ``build``, that receives the state of a BUILD.
+            If a hook returns ``NotImplemented``, the value is an ``Inert`` after all.
         limits: what the pickle may ask for.
 
     Raises:
-        CorruptError: not a well-formed pickle (TruncatedError: it ends too early).
-        UnsafeError: it asks for more than the limits, or for something that is never done.
+        CorruptError: not a well-formed pickle, or bytes follow its end.
+        TruncatedError: the pickle ends too early.
+        UnsafeError: the pickle exceeds the limits, or asks for something that is never done.
     """
     value, stop = load_next(data, 0, label=label, persistent_load=persistent_load, hooks=hooks, limits=limits)
     if stop != len(data):
@@ -139,11 +142,14 @@ def load_next(
     label: str,
     persistent_load: Callable[[object], object] | None = None,
     hooks: Mapping[Name, Hook] | None = None,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: PickleLimits = DEFAULT_LIMITS,
 ) -> tuple[object, int]:
-    """The inert tree of the pickle that begins at byte ``start``, and the byte after its end.
+    """Read the pickle that begins at byte ``start``, for streams of several pickles.
 
-    For streams of several pickles. Arguments and errors are those of ``load``.
+    Args and errors as for ``load``.
+
+    Returns:
+        Its inert tree, and the position after its end.
     """
     machine = Machine(persistent_load, hooks or {}, limits)
     value: object = None
@@ -156,36 +162,43 @@ def load_next(
         is_read = True
         return value, stop
     except CheckpointingException as err:
+        # An error that is kept must not keep millions of objects alive.
         value = None
-        clear_frames(err.__traceback__)  # an error that is kept must not keep millions of objects
+        clear_frames(err.__traceback__)
         if err.file is None:
             err.file = label
         raise
     except (MemoryError, RecursionError) as err:
-        raise UnsafeError("the pickle asks for too much memory or depth", file=label) from err
-    except (IndexError, struct.error) as err:
-        if machine.at >= len(data):
+        raise UnsafeError("the pickle needs too much memory or is nested too deeply", file=label) from err
+    except (struct.error, ValueError, TypeError, AttributeError, ArithmeticError, LookupError) as err:
+        if isinstance(err, (IndexError, struct.error)) and machine.at >= len(data):
             raise TruncatedError("the pickle ends too early", file=label, span=(start, len(data))) from err
-        raise _malformed(label, machine.at, err) from err
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, LookupError) as err:
-        raise _malformed(label, machine.at, err) from err
+        reason = f"{type(err).__name__}: {str(err)[:200]}"
+        raise CorruptError(f"malformed pickle at byte {machine.at}: {reason}", file=label) from err
     finally:
+        # The uses count even if the pickle is malformed: another reader may run calls before that.
         uses = machine.uses
         note_uses(uses)
-        kept = _kept.get()
-        if kept is not None:
-            kept.add(label, ReadPickle(frozenset(uses), value) if is_read else None)
+        _keep_pickle(label, ReadPickle(frozenset(uses), value) if is_read else None)
+
+
+def _keep_pickle(label: str, pickle: ReadPickle | None) -> None:
+    """Add a pickle (None for one that could not be read) to those of ``keeping_pickles``."""
+    pickles = _kept.get()
+    if pickles is not None:
+        pickles.add(label, pickle)
 
 
 @contextmanager
 def noting_uses(*, passes_on: bool = True) -> Iterator[set[Use]]:
-    """Collect what the pickles that this thread reads in the block do with names, also with those they drop again.
+    """Collect the uses of names in the pickles that this thread reads in the block.
 
-    A tree does not tell them all: a call whose result is popped from the stack, or handed to something that does not
-    keep it, would run in another reader all the same.
+    A tree does not show all of them: a call whose result is popped from the stack, or given to a
+    call that does not keep it, would run in another reader all the same.
 
     Args:
-        passes_on: to the block around this one; if not, the pickles are not kept either.
+        passes_on: whether the ``noting_uses`` and ``keeping_pickles`` around this block get the
+            uses and pickles too.
     """
     uses: set[Use] = set()
     token = _noted.set(uses)
@@ -202,16 +215,16 @@ def noting_uses(*, passes_on: bool = True) -> Iterator[set[Use]]:
 @contextmanager
 def keeping_pickles(files: Container[str]) -> Iterator[ReadPickles]:
     """Keep the pickles of these files that this thread reads in the block."""
-    kept = ReadPickles(files)
-    token = _kept.set(kept)
+    pickles = ReadPickles(files)
+    token = _kept.set(pickles)
     try:
-        yield kept
+        yield pickles
     finally:
         _kept.reset(token)
 
 
 def note_uses(uses: Iterable[Use]) -> None:
-    """Add to what ``noting_uses`` collects."""
+    """Add uses of names to those that ``noting_uses`` collects."""
     noted = _noted.get()
     if noted is not None:
         noted.update(uses)
@@ -219,7 +232,10 @@ def note_uses(uses: Iterable[Use]) -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Switches the cyclic garbage collector off; it costs most of the time while millions of objects are made."""
+    """Switch the cyclic garbage collector off in the block.
+
+    It takes most of the time while millions of objects are made.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -229,45 +245,44 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _malformed(label: str, at: int, err: Exception) -> CorruptError:
-    reason = f"{type(err).__name__}: {str(err)[:200]}"
-    return CorruptError(f"malformed pickle at byte {at}: {reason}", file=label)
-
-
 def _check_depth(value: object, max_depth: int) -> None:
-    """Raises UnsafeError if a depth-first walk that visits nothing twice goes deeper than ``max_depth``."""
-    seen: set[int] = set()
+    """Raise UnsafeError if a tree is nested deeper than ``max_depth``.
+
+    Depths are those of a depth-first walk that enters no container twice.
+    """
+    visited: set[int] = set()
     path: list[Iterator[object]] = [iter((value,))]
     while path:
         for node in path[-1]:
-            kind = type(node)
-            if kind in PLAIN or id(node) in seen:
+            if type(node) in PLAIN or id(node) in visited:
                 continue
-            children: Iterator[object]
-            if kind is dict:
-                keys: Iterable[object] = () if is_flat(node) else node  # type: ignore[arg-type, assignment]
-                children = iter([*keys, *node.values()])  # type: ignore[attr-defined]
-            elif kind is list or kind is tuple or kind is set or kind is frozenset:
-                children = iter(() if is_flat(node) else node)  # type: ignore[call-overload, arg-type]
-            elif kind is Inert:
-                children = iter(_parts(node))  # type: ignore[arg-type]
-            else:
+            children = _children(node)
+            if children is None:
                 continue
-            seen.add(id(node))
-            path.append(children)
+            # Go down into this container first; the loop goes on with its siblings afterwards.
+            visited.add(id(node))
+            path.append(iter(children))
             if len(path) > max_depth:
-                raise UnsafeError(f"the pickle nests more than {max_depth} levels deep")
+                raise depth_error(max_depth)
             break
         else:
             path.pop()
 
 
-def _parts(node: Inert) -> list[object]:
-    parts: list[object] = [node.fn, node.args, *node.items]
-    if node.kwargs:
-        parts.append(node.kwargs)
-    if node.state is not NO_STATE:
-        parts.append(node.state)
-    for entry in node.entries:
-        parts += entry
-    return parts
+def _children(node: object) -> Iterable[object] | None:
+    """Return the parts of a container; None for any other object. Plain ones may be left out."""
+    if type(node) is dict:
+        keys = () if is_flat(node) else node
+        return [*keys, *node.values()]
+    if type(node) is Inert:
+        children: list[object] = [node.fn, node.args, *node.items]
+        if node.kwargs:
+            children.append(node.kwargs)
+        if node.state is not NO_STATE:
+            children.append(node.state)
+        for entry in node.entries:
+            children += entry
+        return children
+    if type(node) in (list, tuple, set, frozenset):
+        return () if is_flat(node) else node  # type: ignore[arg-type, return-value]
+    return None

@@ -1,10 +1,11 @@
-"""What a REDUCE of a well-known callable means, as plain values.
+"""Turn the REDUCE of a well-known callable into the plain value that it stands for.
 
-``NORMAL[(module, name)](*args)`` returns the value that calling it would give, or ``NotImplemented`` if the arguments
-are not of the usual form (the caller then keeps an ``Inert``). Only plain containers and numbers are made here; no
-name is looked up.
+``normal_forms(…)[module, name](*args)`` returns the value that calling the function would give, or
+``NotImplemented`` if the arguments do not have the usual form (the machine then keeps an
+``Inert``). Only plain containers and numbers are made; no name is looked up.
 
-Source: CPython 3.11 ``pickle.py``, ``copyreg.py``, ``Objects/*`` (``__reduce_ex__`` of the builtins).
+Source: CPython 3.11 ``pickle.py``, ``copyreg.py``, ``Objects/*`` (``__reduce_ex__`` of the
+builtins).
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ MAX_KEY_ELEMENTS = 4096
 MAX_EQUAL_HASHES = 64
 
 Name = tuple[str, str]
+"""Module and name of a class or function."""
 
 
 class KeyGuard:
-    """Decides which objects may be keys of a dict or members of a set.
+    """A guard that decides which objects may be keys of a dict or members of a set.
 
-    Hashing a tuple of shared tuples takes exponential time, hashing a deep one overflows the C stack, and keys chosen
-    to have equal hashes make every insertion linear. So keys are scalars, names, records (hashed by identity) and
-    small shallow tuples or frozensets of such.
+    Hashing a tuple of shared tuples takes exponential time, hashing a deep one overflows the C
+    stack, and keys chosen to have equal hashes make every insertion linear. So keys are scalars,
+    names, records (hashed by identity) and small shallow tuples or frozensets of such.
 
     Source: docs/facts/safety.md 2.2 and 2.3.
     """
@@ -37,10 +39,10 @@ class KeyGuard:
         self._hashes: dict[int, int] = {}
 
     def check(self, key: object) -> None:
-        """Returns if ``key`` may be hashed.
+        """Raise unless an object may be hashed.
 
         Raises:
-            CorruptError: a type that Python could not hash.
+            CorruptError: Python cannot hash objects of its type.
             UnsafeError: hashing could take long.
         """
         kind = type(key)
@@ -53,11 +55,13 @@ class KeyGuard:
         if kind is tuple or kind is frozenset or kind is Size:
             self._check_nested(key)  # type: ignore[arg-type]
             return
-        if kind.__hash__ is object.__hash__:  # what a hook made
+        if kind.__hash__ is object.__hash__:  # an object made by a hook
             return
         raise CorruptError(f"a dict key or set member is a {kind.__name__}")
 
     def _check_nested(self, key: Iterable[object]) -> None:
+        """Check a tuple or frozenset level by level, and count its hash."""
+        # Level by level, so that deep and shared tuples are refused after few steps.
         level: list[object] = list(key)
         n_elements = 0
         for _ in range(MAX_KEY_DEPTH):
@@ -71,12 +75,13 @@ class KeyGuard:
                 else:
                     self.check(item)
             if not below:
-                self._count(hash(key))
+                self._count_hash(hash(key))
                 return
             level = below
-        raise UnsafeError(f"a dict key is a tuple of more than {MAX_KEY_DEPTH} levels or {MAX_KEY_ELEMENTS} elements")
+        raise UnsafeError(f"a dict key has more than {MAX_KEY_DEPTH} levels or {MAX_KEY_ELEMENTS:,} elements")
 
-    def _count(self, value: int) -> None:
+    def _count_hash(self, value: int) -> None:
+        """Raise UnsafeError if too many keys have the same hash."""
         n_equal = self._hashes.get(value, 0) + 1
         self._hashes[value] = n_equal
         if n_equal > MAX_EQUAL_HASHES and n_equal > 0.1 * len(self._hashes):
@@ -84,36 +89,27 @@ class KeyGuard:
 
 
 PLAIN_KEYS = frozenset({str, bool, float, bytes, type(None), Inert, Global, TensorLeaf, ObjectLeaf})
-"""Types of keys that need no look at the value. (``str`` and ``bytes`` hash with a secret seed.)"""
-
-
-def _bytes(*args: object) -> object:
-    return b"" if not args else NotImplemented
-
-
-def _complex(*args: object) -> object:
-    if len(args) == 2 and all(type(part) in (int, float) for part in args):
-        return complex(args[0], args[1])  # type: ignore[call-overload]
-    return NotImplemented
+"""Types of keys that are safe with any value; ``str`` and ``bytes`` hash with a secret seed."""
 
 
 def is_harmless_form(fn: object, args: tuple[object, ...]) -> bool:
-    """Return whether a call of a function that must not be called with any arguments has a form that does no harm.
+    """Return whether a call is harmless though the same function may do harm with other arguments.
 
-    ``typing.List[int]`` and ``int | None`` make types, ``iter([1, 2])`` an iterator over a plain container, and
-    ``functools.partial(f)`` calls nothing; what it binds is judged by ``core.pickle.uses.uses_by_state``.
+    ``typing.List[int]`` and ``int | None`` make types, ``iter([1, 2])`` an iterator over a plain
+    container, and ``functools.partial(f)`` calls nothing; the function and arguments that it binds
+    are judged by ``core.pickle.uses.uses_by_state``.
     """
     form = _FORMS.get(fn) if type(fn) is Global else None
     return form is not None and form(args)
 
 
 def has_harmless_forms(fn: Global) -> bool:
-    """Return whether a function does harm or none depending on how it is called."""
+    """Return whether it depends on the arguments of a function if a call of it is harmless."""
     return fn in _FORMS
 
 
 def is_partial(value: object) -> bool:
-    """Return whether a value is a ``functools.partial`` as Python pickles it."""
+    """Return whether a value is a ``functools.partial`` in the form in which Python pickles it."""
     return type(value) is Inert and value.fn == PARTIAL and value.how == "reduce" and _is_of_function(value.args)
 
 
@@ -160,21 +156,28 @@ _FORMS: dict[Global, Callable[[tuple[object, ...]], bool]] = {
     PARTIAL: _is_of_function,
     **dict.fromkeys(_ITERATORS, _is_of_container),
 }
+"""Function → test whether its arguments make a call harmless."""
 
 
 def normal_forms(
-    guard: KeyGuard, named: Callable[[str, str], Global], folds: set[bool], count_copies: Callable[[int], None]
+    guard: KeyGuard,
+    resolve: Callable[[str, str], Global],
+    note_getattr: Callable[[bool], None],
+    count_copies: Callable[[int], None],
 ) -> dict[Name, Callable[..., object]]:
-    """The table of normalisations for one load.
+    """Return the functions that make the plain values of one load, by module and name.
 
     Args:
-        guard: checks set members.
-        named: the load's one ``Global`` of a module and a name.
-        folds: gets True when ``getattr`` makes a longer name, False when it is called in another way.
-        count_copies: told how many bytes at least would spell out the argument that is copied; it refuses too many.
+        guard: checks set members and keys.
+        resolve: returns the load's one ``Global`` of a module and a name.
+        note_getattr: called with whether a ``getattr`` was turned into a longer name.
+        count_copies: called with the least number of bytes that spell out an argument that is
+            copied; it raises if there are too many.
     """
 
-    def a_size(*args: object) -> object:
+    # Containers, bytes and numbers.
+
+    def make_size(*args: object) -> object:
         if len(args) == 1 and type(args[0]) is tuple:
             return args[0]
         if len(args) == 1 and type(args[0]) is list:
@@ -182,14 +185,14 @@ def normal_forms(
             return tuple(args[0])
         return () if not args else NotImplemented
 
-    def encoded(*args: object) -> object:
-        """Bytes, as protocols 0 to 2 spell them."""
+    def make_bytes_of_text(*args: object) -> object:
+        """Make bytes from text, which is how protocols 0 to 2 spell them."""
         if len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1", "iso-8859-1"):
             count_copies(len(args[0]))
             return args[0].encode("latin-1")
         return NotImplemented
 
-    def a_bytearray(*args: object) -> object:
+    def make_bytearray(*args: object) -> object:
         if not args:
             return bytearray()
         if len(args) == 1 and type(args[0]) is bytes:
@@ -200,7 +203,12 @@ def normal_forms(
             return bytearray(args[0].encode("latin-1"))
         return NotImplemented
 
-    def a_set(*args: object) -> object:
+    def make_complex(*args: object) -> object:
+        if len(args) == 2 and all(type(part) in (int, float) for part in args):
+            return complex(args[0], args[1])  # type: ignore[call-overload]
+        return NotImplemented
+
+    def make_set(*args: object) -> object:
         if len(args) > 1 or (args and type(args[0]) not in (list, tuple)):
             return NotImplemented
         members: list[object] = list(args[0]) if args else []  # type: ignore[call-overload]
@@ -209,55 +217,60 @@ def normal_forms(
             guard.check(member)
         return set(members)
 
-    def a_frozenset(*args: object) -> object:
-        made = a_set(*args)
-        return made if made is NotImplemented else frozenset(made)  # type: ignore[call-overload]
+    def make_frozenset(*args: object) -> object:
+        members = make_set(*args)
+        return members if members is NotImplemented else frozenset(members)  # type: ignore[call-overload]
 
-    def an_attribute(*args: object) -> object:
-        """``getattr(module.Class, "name")`` is a longer name (enums of Python 3.11, nested classes)."""
+    # Names, and calls that stay inert.
+
+    def get_attribute(*args: object) -> object:
+        """Turn ``getattr(module.Class, "name")`` into a longer name.
+
+        Enumerations of Python 3.11 and nested classes are pickled so.
+        """
         if len(args) == 2 and type(args[0]) is Global and type(args[1]) is str:
             if len(args[0].name) + len(args[1]) > MAX_NAME:
                 raise UnsafeError(f"the name of a global is longer than {MAX_NAME} characters")
-            folds.add(True)
-            return named(args[0].module, f"{args[0].name}.{args[1]}")
-        folds.add(False)
+            note_getattr(True)
+            return resolve(args[0].module, f"{args[0].name}.{args[1]}")
+        note_getattr(False)
         return NotImplemented
 
-    def a_type(*args: object) -> object:
-        """``type(None)``, as pickles of annotations have it."""
-        return named("types", "NoneType") if args == (None,) else NotImplemented
+    def make_none_type(*args: object) -> object:
+        """Turn ``type(None)``, which occurs in pickles of annotations, into a name."""
+        return resolve("types", "NoneType") if args == (None,) else NotImplemented
 
-    def a_harmless_form(fn: Global) -> Callable[..., object]:
+    def keep_harmless_form(fn: Global) -> Callable[..., object]:
         return lambda *args: Inert("reduce", fn, args) if is_harmless_form(fn, args) else NotImplemented
 
-    def an_ordered_dict(*args: object) -> object:
-        """An empty inert OrderedDict, or one of a list of pairs (as Python 2 wrote it)."""
-        made = Inert("reduce", named("collections", "OrderedDict"))
+    def make_ordered_dict(*args: object) -> object:
+        """Make an inert OrderedDict, empty or from a list of pairs (as Python 2 wrote it)."""
+        record = Inert("reduce", resolve("collections", "OrderedDict"))
         if not args:
-            return made
+            return record
         if len(args) == 1 and type(args[0]) is list and all(type(p) in (list, tuple) and len(p) == 2 for p in args[0]):
             count_copies(4 * len(args[0]))
             for pair in args[0]:
                 guard.check(pair[0])
-            made.entries = [(pair[0], pair[1]) for pair in args[0]]
-            return made
+            record.entries = [(pair[0], pair[1]) for pair in args[0]]
+            return record
         return NotImplemented
 
     return {
-        ("torch", "Size"): a_size,
-        ("_codecs", "encode"): encoded,
-        ("builtins", "bytes"): _bytes,
-        ("builtins", "bytearray"): a_bytearray,
-        ("builtins", "complex"): _complex,
-        ("builtins", "set"): a_set,
-        ("builtins", "frozenset"): a_frozenset,
-        ("builtins", "getattr"): an_attribute,
-        ("builtins", "type"): a_type,
-        **{(fn.module, fn.name): a_harmless_form(fn) for fn in _FORMS},
-        ("collections", "OrderedDict"): an_ordered_dict,
+        ("torch", "Size"): make_size,
+        ("_codecs", "encode"): make_bytes_of_text,
+        ("builtins", "bytes"): lambda *args: NotImplemented if args else b"",
+        ("builtins", "bytearray"): make_bytearray,
+        ("builtins", "complex"): make_complex,
+        ("builtins", "set"): make_set,
+        ("builtins", "frozenset"): make_frozenset,
+        ("builtins", "getattr"): get_attribute,
+        ("builtins", "type"): make_none_type,
+        **{(fn.module, fn.name): keep_harmless_form(fn) for fn in _FORMS},
+        ("collections", "OrderedDict"): make_ordered_dict,
     }
 
 
 GETATTR = Global("builtins", "getattr")
 MAX_NAME = 4096
-"""Characters of a global's name."""
+"""Longest name of a global, in characters."""

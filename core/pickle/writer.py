@@ -1,14 +1,15 @@
-"""Writes an inert tree as a pickle that any Python can load: the inverse of ``core.pickle.reader``.
+"""Write an inert tree as a pickle that any Python can load: the inverse of ``core.pickle.reader``.
 
-The bytes are a function of the tree alone: members of sets are sorted, equal strings are one memo entry, nothing
-depends on addresses. Shared and cyclic containers stay shared. The opcodes are those of protocol 2 that
-``torch.load(weights_only=True)`` accepts; only where one does not suffice is the protocol raised: names with
-dots cost a ``getattr``, keyword arguments of ``__new__`` need protocol 4, strings over 4 GiB too.
+The bytes are a function of the tree alone: members of sets are sorted, equal strings are one memo
+entry, nothing depends on addresses. Shared and cyclic containers stay shared. The opcodes are those
+of protocol 2 that ``torch.load(weights_only=True)`` accepts; the protocol is raised only where they
+do not suffice: names with dots cost a ``getattr``, keyword arguments of ``__new__`` need protocol
+4, strings over 4 GiB too.
 
 No recursion: the depth of the tree does not matter.
 
-Source: CPython 3.11 ``pickle.py`` (what unpicklers accept); torch 2.13 ``torch/_weights_only_unpickler.py`` (its
-subset).
+Source: CPython 3.11 ``pickle.py`` (what unpicklers accept); torch 2.13
+``torch/_weights_only_unpickler.py`` (its subset).
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from core.errors import CapacityError
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent, Size
 
 PersistentId = Callable[[Any], object | None]
+"""Returns the persistent id (a plain tree) of a leaf, or None for a leaf without one."""
 Reducers = Mapping[type, Callable[[Any], object]]
+"""Exact type of a leaf → the function that returns the value to write in its place."""
 
 BATCH = 1000
-"""Entries per APPENDS or SETITEMS, as CPython has it."""
+"""Entries per APPENDS or SETITEMS, as in CPython."""
 
 
 def dumps(
@@ -35,17 +38,17 @@ def dumps(
     reducers: Reducers | None = None,
     protocol: int = 2,
 ) -> bytes:
-    """The pickle of an inert tree.
+    """Return the pickle of an inert tree.
 
     Args:
         tree: plain values and the classes of ``core.pickle.inert``.
-        persistent_id: gives the persistent id (a plain tree) of a leaf that is neither plain nor a record, or None.
-        reducers: by exact type of a leaf, what stands for it in the pickle; called once for each distinct leaf object.
+        persistent_id: called for leaves that are neither plain nor records.
+        reducers: called for leaves without a persistent id, once for each distinct object.
         protocol: 2 to 5; raised where the tree needs it.
 
     Raises:
-        TypeError: a leaf that no reducer and no persistent id explains.
-        CapacityError: an integer or name too long for a pickle.
+        TypeError: a leaf has neither a persistent id nor a reducer.
+        CapacityError: an integer is too long for a pickle.
     """
     writer = PickleWriter(persistent_id=persistent_id, reducers=reducers, protocol=protocol)
     writer.write(tree)
@@ -53,18 +56,18 @@ def dumps(
 
 
 class _Raw(bytes):
-    """Opcodes to emit between values."""
+    """Opcodes to write between values."""
 
     __slots__ = ()
 
 
 class _End:
-    """What remains to be written when the parts of ``value`` are.
+    """The rest of a value, to be written after its parts.
 
     Args:
         value: a tuple, set or record.
-        opcodes: what makes it of its parts.
-        undo: what drops the parts if ``value`` came into the memo meanwhile, through a cycle.
+        opcodes: the opcodes that make the value from its parts.
+        undo: the opcodes that drop the parts if a cycle has put ``value`` into the memo meanwhile.
         after: opcodes and values that follow, in order.
     """
 
@@ -78,12 +81,12 @@ class _End:
 
 
 class PickleWriter:
-    """A pickle in the making: values are pushed by ``write`` and joined by ``emit``.
+    """A pickle under construction: ``write`` pushes values, and ``emit`` adds opcodes.
 
-    Memo indexes are explicit, so that a caller may emit parts with memo entries of its own (``new_memo_index``) in
-    another order than it made them.
+    Memo indexes are explicit, so that a caller may emit parts with memo entries of its own
+    (``new_memo_index``) in another order than it made them.
 
-    Args: those of ``dumps``.
+    Args: as for ``dumps``.
     """
 
     def __init__(
@@ -99,38 +102,39 @@ class PickleWriter:
         self._out: list[bytes] = []
         self._n_memo = 0
         self._by_id: dict[int, tuple[int, object]] = {}
-        """id → memo index, and the object so that its id stays its own."""
+        """id → memo index, and the object, so that no other object gets its id."""
         self._by_value: dict[object, int] = {}
         """str, (bytes,), or Global → memo index."""
         self._reduced: dict[int, tuple[object, object]] = {}
 
     def finish(self) -> bytes:
-        """The whole pickle."""
+        """Return the complete pickle."""
         return b"".join((b"\x80", bytes([self._protocol]), *self._out, b"."))
 
     def emit(self, opcodes: bytes) -> None:
-        """Adds opcodes as they are."""
+        """Add opcodes as they are."""
         self._out.append(opcodes)
 
     def take(self) -> bytes:
-        """The opcodes so far, which are then forgotten: for callers that order parts themselves."""
-        taken = b"".join(self._out)
+        """Return the opcodes so far and forget them, for callers that order parts themselves."""
+        opcodes = b"".join(self._out)
         self._out.clear()
-        return taken
+        return opcodes
 
     def new_memo_index(self) -> int:
-        """A memo index that nothing else uses."""
+        """Return a memo index that is not used otherwise."""
         index = self._n_memo
         self._n_memo += 1
         return index
 
     def write(self, tree: object) -> None:
-        """Adds the opcodes that push ``tree``."""
-        todo: list[object] = [tree]
+        """Add the opcodes that push a tree."""
+        todo: list[object] = [tree]  # the next one last
         emit = self._out.append
         while todo:
             node = todo.pop()
             kind = type(node)
+            # Values without parts are written at once.
             if kind is _Raw:
                 emit(node)  # type: ignore[arg-type]
             elif kind is str:
@@ -141,83 +145,83 @@ class PickleWriter:
                 emit(self._bytes(node))  # type: ignore[arg-type]
             elif kind is Global:
                 emit(self._global(node))  # type: ignore[arg-type]
+            # Containers and leaves put what follows them onto ``todo``.
             elif kind is _End:
-                self._end(node, todo)  # type: ignore[arg-type]
+                todo += reversed(self._finish_value(node))  # type: ignore[arg-type]
             elif kind is tuple and not node:
                 emit(b")")
             else:
-                known = self._by_id.get(id(node))
-                if known is not None:
-                    emit(get(known[0]))
+                memoized = self._by_id.get(id(node))
+                if memoized is not None:
+                    emit(get(memoized[0]))
                 else:
-                    self._container(node, todo)
+                    todo += reversed(self._begin_value(node))
 
-    def _container(self, node: Any, todo: list[object]) -> None:
+    def _begin_value(self, node: Any) -> Sequence[object]:
+        """Begin to write a container or leaf, and return the values and opcodes that follow."""
         kind = type(node)
         if kind is dict:
-            self._out += (b"}", self._memoized(node))
-            todo += reversed(_batches(node.items(), _SET_ONE, _SET_MANY))
-        elif kind is list:
-            self._out += (b"]", self._memoized(node))
-            todo += reversed(_batches(((item,) for item in node), _APPEND_ONE, _APPEND_MANY))
-        elif kind is tuple:
+            self._out += (b"}", self._memoize(node))
+            return _batches(node.items(), _SET_ONE, _SET_MANY)
+        if kind is list:
+            self._out += (b"]", self._memoize(node))
+            return _batches(((item,) for item in node), _APPEND_ONE, _APPEND_MANY)
+        if kind is tuple:
             if len(node) <= 3:
-                todo.append(_End(node, _TUPLES[len(node)], b"0" * len(node)))
-                todo += reversed(node)
-            else:
-                todo.append(_End(node, b"t", b"1"))
-                todo += reversed(node)
-                self._out.append(b"(")
-        elif kind is Inert:
-            self._record(node, todo)
-        elif kind in _REDUCED:
+                return (*node, _End(node, _TUPLES[len(node)], b"0" * len(node)))
+            self._out.append(b"(")
+            return (*node, _End(node, b"t", b"1"))
+        if kind is Inert:
+            return self._parts_of_record(node)
+        if kind in _REDUCED:
             fn, args = _REDUCED[kind](node)
-            todo += (_End(node, b"\x85R" if len(args) == 1 else b"\x86R", b"0" * (1 + len(args))), *reversed(args), fn)
-        else:
-            self._leaf(node, todo)
+            call = b"\x85R" if len(args) == 1 else b"\x86R"
+            return (fn, *args, _End(node, call, b"0" * (1 + len(args))))
+        return self._replacement_of_leaf(node)
 
-    def _record(self, node: Inert, todo: list[object]) -> None:
+    def _parts_of_record(self, node: Inert) -> Sequence[object]:
+        """Return the values and opcodes that make a record."""
         after: list[object] = _batches(((item,) for item in node.items), _APPEND_ONE, _APPEND_MANY)
         after += _batches(node.entries, _SET_ONE, _SET_MANY)
         if node.state is not NO_STATE:
             after += (node.state, _Raw(b"b"))
         if node.how == "newobj_ex":
             self._protocol = max(self._protocol, 4)
-            todo += (_End(node, b"\x92", b"000", after), node.kwargs or {}, node.args, node.fn)
-        else:
-            todo += (_End(node, b"\x81" if node.how == "newobj" else b"R", b"00", after), node.args, node.fn)
+            return (node.fn, node.args, node.kwargs or {}, _End(node, b"\x92", b"000", after))
+        opcode = b"\x81" if node.how == "newobj" else b"R"
+        return (node.fn, node.args, _End(node, opcode, b"00", after))
 
-    def _leaf(self, node: object, todo: list[object]) -> None:
-        """A leaf that is not plain. It is looked up first, so that reducers may share what they return."""
+    def _replacement_of_leaf(self, node: object) -> Sequence[object]:
+        """Return the values and opcodes that stand for a leaf that is not plain."""
         pid = self._persistent_id(node) if self._persistent_id is not None else None
         if pid is not None:
-            todo += (_Raw(b"Q"), pid)
-            return
+            return (pid, _Raw(b"Q"))
         reducer = self._reducers.get(type(node))
         if reducer is not None:
             if id(node) not in self._reduced:
                 self._reduced[id(node)] = (node, reducer(node))
-            todo.append(self._reduced[id(node)][1])
-        elif isinstance(node, Persistent):
-            todo += (_Raw(b"Q"), node.value)
-        else:
-            raise TypeError(f"a {type(node).__name__} cannot be written into a pickle")
+            return (self._reduced[id(node)][1],)
+        if isinstance(node, Persistent):
+            return (node.value, _Raw(b"Q"))
+        raise TypeError(f"a {type(node).__name__} cannot be written into a pickle")
 
-    def _end(self, end: _End, todo: list[object]) -> None:
-        known = self._by_id.get(id(end.value))
-        if known is not None:
-            self._out += (end.undo, get(known[0]))
-            return
-        self._out += (end.opcodes, self._memoized(end.value))
-        todo += reversed(end.after)
+    def _finish_value(self, end: _End) -> Sequence[object]:
+        """Make a value from its parts, and return the values and opcodes that follow."""
+        memoized = self._by_id.get(id(end.value))
+        if memoized is not None:
+            self._out += (end.undo, get(memoized[0]))
+            return ()
+        self._out += (end.opcodes, self._memoize(end.value))
+        return end.after
 
-    def _memoized(self, node: object) -> bytes:
+    def _memoize(self, node: object) -> bytes:
+        """Give an object a memo index, and return the opcodes that store it."""
         index = self.new_memo_index()
         self._by_id[id(node)] = (index, node)
         return put(index)
 
     def text(self, text: str) -> bytes:
-        """Opcodes that push a string; one memo entry for all equal ones."""
+        """Return the opcodes that push a string; equal strings share a memo entry."""
         index = self._by_value.get(text)
         if index is not None:
             return get(index)
@@ -231,6 +235,7 @@ class PickleWriter:
         return opcodes + put(index)
 
     def _bytes(self, value: bytes) -> bytes:
+        """Return the opcodes that push bytes, which protocol 2 spells as a call on text."""
         index = self._by_value.get((value,))
         if index is not None:
             return get(index)
@@ -249,10 +254,14 @@ class PickleWriter:
         return opcodes + put(index)
 
     def _global(self, node: Global) -> bytes:
-        """A name; up to protocol 3 a nested one (``Class.name``) is an attribute of the outer one."""
+        """Return the opcodes that push a name.
+
+        Up to protocol 3 a nested name (``Class.name``) is an attribute of the outer one.
+        """
         parts = node.name.split(".")
         if len(parts) == 1 or self._protocol >= 4 or node in self._by_value or not all(parts):
             return self.name(node)
+        # getattr(getattr(outer, "name"), "name"): all functions first, then the arguments.
         opcodes = [self.name(_GETATTR) for _ in parts[1:]]
         opcodes.append(self.name(Global(node.module, parts[0])))
         opcodes += [self.text(part) + b"\x86R" for part in parts[1:]]
@@ -260,41 +269,39 @@ class PickleWriter:
         return b"".join(opcodes) + put(index)
 
     def name(self, node: Global) -> bytes:
-        """Opcodes that push a name without dots; one memo entry for all equal ones."""
+        """Return the opcodes that push a name without dots; equal names share a memo entry."""
         index = self._by_value.get(node)
         if index is not None:
             return get(index)
-        if not _fits_in_lines(node) or self._protocol >= 4:
+        text = node.module + node.name
+        fits_in_lines = text.isascii() and "\n" not in text and "\r" not in text
+        if not fits_in_lines or self._protocol >= 4:
             self._protocol = max(self._protocol, 4)
             opcodes = self.text(node.module) + self.text(node.name) + b"\x93"
         else:
             if (node.module, node.name) in NAME_MAPPING or node.module in IMPORT_MAPPING:
-                self._protocol = max(self._protocol, 3)  # up to 2, readers take it for a name of Python 2
+                # Up to protocol 2 readers would take it for a name of Python 2.
+                self._protocol = max(self._protocol, 3)
             opcodes = f"c{node.module}\n{node.name}\n".encode()
         index = self._by_value[node] = self.new_memo_index()
         return opcodes + put(index)
 
 
-def _fits_in_lines(node: Global) -> bool:
-    text = node.module + node.name
-    return text.isascii() and "\n" not in text and "\r" not in text
-
-
 def put(index: int) -> bytes:
-    """Opcode that stores the top of the stack as memo entry ``index``."""
+    """Return the opcode that stores the top of the stack as memo entry ``index``."""
     return _PUTS[index] if index < 256 else _PUT4(0x72, index)
 
 
 def get(index: int) -> bytes:
-    """Opcode that pushes memo entry ``index``."""
+    """Return the opcode that pushes memo entry ``index``."""
     return _GETS[index] if index < 256 else _PUT4(0x6A, index)
 
 
 def integer(value: int) -> bytes:
-    """Opcodes that push an integer.
+    """Return the opcodes that push an integer.
 
     Raises:
-        CapacityError: more than 2**31 - 1 bytes.
+        CapacityError: the integer has more than 2**31 - 1 bytes.
     """
     if 0 <= value < 256:
         return _INTS[value]
@@ -307,7 +314,7 @@ def integer(value: int) -> bytes:
         return b"\x8a" + bytes([len(raw)]) + raw
     if len(raw) < 0x80000000:
         return b"\x8b" + len(raw).to_bytes(4, "little") + raw
-    raise CapacityError(f"an integer of {len(raw)} bytes does not fit in a pickle")
+    raise CapacityError(f"an integer of {len(raw):,} bytes does not fit in a pickle")
 
 
 _PUT4 = struct.Struct("<BI").pack
@@ -329,34 +336,39 @@ _SCALARS: dict[type, Callable[[Any], bytes]] = {
 
 
 def _batches(entries: Iterable[Sequence[object]], one: _Raw, many: _Raw) -> list[object]:
-    """Values and opcodes that put ``entries`` (of one or two values each) into the container below them."""
-    found: list[object] = []
+    """Return the values and opcodes that add entries to the container on the stack.
+
+    Args:
+        entries: one value for each item of a list, two for each entry of a dict.
+        one, many: the opcodes that add one entry, or all since a MARK.
+    """
+    result: list[object] = []
     batch: list[object] = []
     n_entries = 0
     for entry in entries:
         batch += entry
         n_entries += 1
         if n_entries == BATCH:
-            found += (_MARK, *batch, many)
+            result += (_MARK, *batch, many)
             batch.clear()
             n_entries = 0
     if n_entries == 1:
-        found += (*batch, one)
+        result += (*batch, one)
     elif n_entries:
-        found += (_MARK, *batch, many)
-    return found
-
-
-def _sorted(members: Iterable[object]) -> list[object]:
-    """The members of a set in an order that depends on their values alone."""
-    return sorted(members, key=_description)
+        result += (_MARK, *batch, many)
+    return result
 
 
 def _description(value: object, levels: int = 3) -> str:
-    """A text by which members of a set are ordered: their whole value, but records only to a few levels."""
+    """Return a text to sort the members of a set by, which does not depend on addresses.
+
+    It describes their complete value, but records only to a few levels.
+    """
     if isinstance(value, (tuple, frozenset)):
         parts = [_description(item, levels) for item in value]
-        return f"{type(value).__name__}({','.join(parts if isinstance(value, tuple) else sorted(parts))})"
+        if not isinstance(value, tuple):
+            parts.sort()
+        return f"{type(value).__name__}({','.join(parts)})"
     if isinstance(value, (list, dict, set)):
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, Inert):
@@ -369,15 +381,11 @@ def _description(value: object, levels: int = 3) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def _set_parts(fn: Global) -> Callable[[Iterable[object]], tuple[Global, tuple[object, ...]]]:
-    return lambda members: (fn, (_sorted(members),))
-
-
 _REDUCED: dict[type, Callable[[Any], tuple[Global, tuple[object, ...]]]] = {
-    set: _set_parts(Global("builtins", "set")),
-    frozenset: _set_parts(Global("builtins", "frozenset")),
+    set: lambda value: (Global("builtins", "set"), (sorted(value, key=_description),)),
+    frozenset: lambda value: (Global("builtins", "frozenset"), (sorted(value, key=_description),)),
     bytearray: lambda value: (Global("builtins", "bytearray"), (bytes(value),)),
     complex: lambda value: (Global("builtins", "complex"), (value.real, value.imag)),
     Size: lambda value: (Global("torch", "Size"), (tuple(value),)),
 }
-"""Types that protocol 2 knows only as a call: the callable and its one or two arguments."""
+"""Type that protocol 2 spells as a call → the callable and its one or two arguments."""

@@ -20,7 +20,7 @@ from math import prod
 from core.arrays.box import Box, Shape
 from core.arrays.coverage import BoxIndex
 from core.arrays.dtypes import itemsize
-from core.arrays.gather import Layout, copy_box, dense, inner_run, read_box, starts
+from core.arrays.gather import StridedLayout, copy_box, dense_layout, inner_run, list_addresses, read_box
 from core.catalog.catalog import Catalog, Fragment, catalog_of_arrays
 from core.catalog.decoded import DEFAULT_CACHE_BYTES, DecodedStore
 from core.catalog.stored import PlannedArray
@@ -127,13 +127,13 @@ class TensorReader:
         Raises:
             TruncatedError, MissingShardError, StorageError, CorruptError: as the store and encodings raise them.
         """
-        whole = dense(box.shape, self._size)
+        whole = dense_layout(box.shape, self._size)
         for piece, common in self._meeting(box):
             delta = [a - b for a, b in zip(common.offset, piece.box.offset, strict=True)]
-            source = Layout(piece.source.at(delta), piece.source.strides)
+            source = StridedLayout(piece.source.at(delta), piece.source.strides)
             place = sum((a - b) * step for a, b, step in zip(common.offset, box.offset, whole.strides, strict=True))
             with in_checkpoint(self._store.label):
-                self._fill(piece.source.file, source, out, Layout(place, whole.strides), common.shape, raw)
+                self._fill(piece.source.file, source, out, StridedLayout(place, whole.strides), common.shape, raw)
 
     def _meeting(self, box: Box) -> Iterator[tuple[_Piece, Box]]:
         if self._index is not None:
@@ -146,13 +146,19 @@ class TensorReader:
                 yield piece, found
 
     def _fill(
-        self, file: str | None, source: Layout, out: memoryview, target: Layout, shape: Shape, raw: memoryview
+        self,
+        file: str | None,
+        source: StridedLayout,
+        out: memoryview,
+        target: StridedLayout,
+        shape: Shape,
+        raw: memoryview,
     ) -> None:
         """Reads one part of a box to its place."""
         if file is None:
             n_axes, n_bytes = inner_run(shape, self._size, target)
             zeros = bytes(n_bytes)
-            for (start,) in starts(shape[:n_axes], target):
+            for (start,) in list_addresses(shape[:n_axes], target):
                 out[start : start + n_bytes] = zeros
             return
         n_axes, n_bytes = inner_run(shape, self._size, source, target)
@@ -162,12 +168,12 @@ class TensorReader:
         total = prod(shape) * self._size
         if inner_run(shape, self._size, source)[0] == 0:
             if n_bytes >= _MIN_VECTOR_BYTES:
-                places = [out[start : start + n_bytes] for (start,) in starts(shape[:n_axes], target)]
+                places = [out[start : start + n_bytes] for (start,) in list_addresses(shape[:n_axes], target)]
                 self._store.read_vector(file, source.start, places, total)
                 return
             if total <= len(raw):
                 self._store.read_into(file, source.start, raw[:total])
-                copy_box(raw, Layout(0, source.strides), out, target, shape=shape, itemsize=self._size)
+                copy_box(raw, StridedLayout(0, source.strides), out, target, shape=shape, itemsize=self._size)
                 return
         read_box(
             lambda address, buffer: self._store.read_into(file, address, buffer),

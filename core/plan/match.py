@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.arrays.cast import check_cast
 from core.arrays.coverage import BoxIndex, first_hole, first_overlap, is_tiled
 from core.arrays.fast_value import value
@@ -78,7 +78,7 @@ def matched(
     pieces, copies = _primaries(offered)
     pairs = _pairs(key, [box for box, _ in pieces], targets, meta)
     if covers and not _is_covered(meta, [fragment.box for fragment in targets]):
-        hole = first_hole(whole(meta.shape), [fragment.box for fragment in targets])
+        hole = first_hole(full_box(meta.shape), [fragment.box for fragment in targets])
         raise CorruptError(f"{described(hole)} would not be written anywhere", key=key)
     return Match(meta, dtype, pieces, copies, targets, pairs)
 
@@ -232,7 +232,7 @@ def _is_covered(meta: TensorMeta, boxes: list[Box]) -> bool:
     if meta.n_elements == 0:
         return True
     distinct = list(dict.fromkeys(boxes))
-    region = whole(meta.shape)
+    region = full_box(meta.shape)
     return distinct == [region] or is_tiled(region, distinct) or first_hole(region, distinct) is None
 
 

@@ -6,13 +6,13 @@ from array import array as columns
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from core.arrays.box import Box, Shape, whole
+from core.arrays.box import Box, Shape, full_box
 from core.arrays.coverage import first_hole, first_overlap
 from core.catalog.catalog import TargetFragment
 from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray
 from core.errors import CorruptError
-from core.files.store import checked_name
+from core.files.store import check_name
 
 
 class Places:
@@ -36,7 +36,7 @@ class Places:
         self._n_bytes = columns("q")
         paths: set[str] = set()
         for number, image in enumerate(images):
-            checked_name(image.path)
+            check_name(image.path)
             if image.path in paths:
                 raise CorruptError("two file images have one path", file=image.path)
             paths.add(image.path)
@@ -159,7 +159,7 @@ class ArrayCoverage:
                 if self._is_done[number] or 0 in placed.array.shape:
                     continue
                 parts = self._parts.get(number, [])
-                hole = first_hole(whole(placed.array.shape), [box for box, _ in parts])
+                hole = first_hole(full_box(placed.array.shape), [box for box, _ in parts])
                 raise CorruptError(
                     f"nothing fills {described(hole)} of array {placed.array.name!r}",
                     file=image.path,

@@ -17,7 +17,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from core.arrays.box import Box, boxes_of_flat_range, whole
+from core.arrays.box import Box, boxes_of_flat_range, full_box
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.decoded import device_of
@@ -92,7 +92,7 @@ class Dequantized:
         import numpy as np
 
         note = self.row_format
-        if note is not None and any(note.read(store, whole(note.shape))):
+        if note is not None and any(note.read(store, full_box(note.shape))):
             raise UnsupportedError(
                 "bitsandbytes' weight_format says another order than rows",
                 key=note.key,
@@ -161,7 +161,7 @@ class Dequantized:
         at_once = max(1, _AT_ONCE // max(1, self._columns))
         kind = number_type(self.scales.dtype)
         if self.block is None:
-            data = self.scales.read(store, whole(self.scales.shape))
+            data = self.scales.read(store, full_box(self.scales.shape))
             scale: Any = np.frombuffer(data, kind).astype(np.float32)[:1]
             n_rows = prod(box.shape[:-1])
             yield from ((min(at_once, n_rows - first), scale) for first in range(0, n_rows, at_once))

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from core.arrays.box import Box, Shape, c_strides, whole
+from core.arrays.box import Box, Shape, c_strides, full_box
 from core.arrays.coverage import first_hole
 from core.arrays.dtypes import itemsize
-from core.arrays.gather import Layout, copy_box, dense, is_dense, read_box
+from core.arrays.gather import StridedLayout, copy_box, dense_layout, is_dense, read_box
 from core.catalog.catalog import Catalog, Fragment
 from core.catalog.decoded import DecodedStore, decoding_bytes
 from core.catalog.stored import StoredArray
@@ -81,7 +81,7 @@ class SourceTensor:
                 self._fill(store, fragment, common, out, _within(common, box, size))
             else:
                 found = memoryview(bytearray(common.n_elements * size))
-                self._fill(store, fragment, common, found, dense(common.shape, size))
+                self._fill(store, fragment, common, found, dense_layout(common.shape, size))
                 self._merge(fragment, common, found, fresh, box, out)
             rest = [piece for old in rest for piece in old.subtract(common)]
         return data
@@ -94,7 +94,9 @@ class SourceTensor:
         for part in fresh:
             copy_box(found, _within(part, common, size), out, _within(part, box, size), shape=part.shape, itemsize=size)
         again = memoryview(bytearray(len(found)))
-        copy_box(out, _within(common, box, size), again, dense(common.shape, size), shape=common.shape, itemsize=size)
+        copy_box(
+            out, _within(common, box, size), again, dense_layout(common.shape, size), shape=common.shape, itemsize=size
+        )
         if bytes(again) != bytes(found):
             array = fragment.array
             raise ReplicaMismatchError(
@@ -104,7 +106,7 @@ class SourceTensor:
                 hint="the ranks disagree; the checkpoint is damaged or was saved by diverged ranks",
             )
 
-    def _fill(self, store: ReadStore, fragment: Fragment, box: Box, out: memoryview, to: Layout) -> None:
+    def _fill(self, store: ReadStore, fragment: Fragment, box: Box, out: memoryview, to: StridedLayout) -> None:
         """Reads a part of a fragment to its place; zeros by rule are there already."""
         if fragment.array is None:
             return
@@ -129,7 +131,7 @@ class SourceTensor:
             return
         read_box(
             lambda address, buffer: served.read_into(extent.file, address, buffer),
-            Layout(start, strides),
+            StridedLayout(start, strides),
             out,
             to,
             shape=box.shape,
@@ -157,7 +159,7 @@ def source_of(catalog: Catalog, key: str) -> SourceTensor:
         raise CorruptError(f"stored in part as {' and as '.join(sorted(dtypes))}", key=key)
     for fragment in fragments:
         _check(fragment, meta.shape)
-    hole = first_hole(whole(meta.shape), [fragment.box for fragment in fragments])
+    hole = first_hole(full_box(meta.shape), [fragment.box for fragment in fragments])
     if hole is not None:
         raise MissingShardError(
             f"nothing holds the box at {hole.offset} of {hole.shape} elements",
@@ -186,10 +188,10 @@ def _check(fragment: Fragment, shape: Shape) -> None:
         )
 
 
-def _within(box: Box, outer: Box, size: int) -> Layout:
+def _within(box: Box, outer: Box, size: int) -> StridedLayout:
     """Where the elements of a box lie in the dense bytes of an outer one."""
-    steps = dense(outer.shape, size).strides
-    return Layout(_dot([a - b for a, b in zip(box.offset, outer.offset, strict=True)], steps), steps)
+    steps = dense_layout(outer.shape, size).strides
+    return StridedLayout(_dot([a - b for a, b in zip(box.offset, outer.offset, strict=True)], steps), steps)
 
 
 def _dot(index: Any, strides: Shape) -> int:

@@ -29,7 +29,7 @@ from core.catalog.stored import StoredArray
 from core.device.device import Device
 from core.device.lane import host_buffer, uploaded_once
 from core.errors import CheckpointingException, MissingShardError
-from core.files.store import files_below
+from core.files.store import list_files_below
 from core.scan.observer import FileObserver, Observer
 from core.scan.separate_arrays import MemoryBudget, SeparateReader, is_checked
 from core.scan.share import Meter, ScanPart, divide_files
@@ -113,7 +113,7 @@ def scan(
     def prepare() -> ScanRun:
         return ScanRun(
             store,
-            files_below(store) if files is None else files,
+            list_files_below(store) if files is None else files,
             _group_by_file(arrays),
             bind=(lambda array: array) if catalog is None else lambda array: catalog.bind(store, array),
             observers=observers,

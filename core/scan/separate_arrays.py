@@ -15,7 +15,7 @@ import xxhash
 from core.arrays.box import c_strides
 from core.arrays.checksum import RunSum
 from core.arrays.dtypes import itemsize
-from core.arrays.gather import Layout, dense, read_box
+from core.arrays.gather import StridedLayout, dense_layout, read_box
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import has_checksum
 from core.errors import CapacityError, CorruptError, UnsupportedError
@@ -157,9 +157,9 @@ class SeparateReader:
             data = self._band[: prod(shape) * size]
             read_box(
                 lambda address, buffer: self._store.read_into(extent.file, address, buffer),
-                Layout(extent.offset + sum(i * step for i, step in zip(index, strides, strict=True)), strides),
+                StridedLayout(extent.offset + sum(i * step for i, step in zip(index, strides, strict=True)), strides),
                 data,
-                dense(shape, size),
+                dense_layout(shape, size),
                 shape=shape,
                 itemsize=size,
                 raw=self._raw,

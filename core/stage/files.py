@@ -13,7 +13,7 @@ from pathlib import Path
 
 from core.errors import StorageError, TruncatedError, UnsupportedError
 from core.files.folders import sync_file, sync_folders
-from core.files.store import checked_name, translated
+from core.files.store import check_name, translate_os_errors
 from core.files.syscalls import allocate, start_writeback
 
 MAX_OPEN_FILES = 128
@@ -46,8 +46,8 @@ class StageStore:
             CapacityError: the disk is full, or a limit on file sizes is reached.
             StorageError: the file cannot be created.
         """
-        path = self.root / checked_name(name)
-        with translated(name, doing="create"):
+        path = self.root / check_name(name)
+        with translate_os_errors(name, doing="create"):
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, _FLAGS | os.O_CREAT, 0o666))
             with self._file(name) as fd:
@@ -67,8 +67,8 @@ class StageStore:
                 links.
             StorageError: the link cannot be created.
         """
-        path = self.root / checked_name(name)
-        with translated(name, doing="link"):
+        path = self.root / check_name(name)
+        with translate_os_errors(name, doing="link"):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(existing, path)
@@ -89,7 +89,7 @@ class StageStore:
             CapacityError: the disk is full.
             StorageError: the system cannot write.
         """
-        with self._file(name) as fd, translated(name, doing="write"):
+        with self._file(name) as fd, translate_os_errors(name, doing="write"):
             done = os.pwrite(fd, data, offset)
             while done < len(data):
                 done += os.pwrite(fd, memoryview(data)[done:], offset + done)
@@ -101,7 +101,7 @@ class StageStore:
             TruncatedError: the file is too short.
             StorageError: the system cannot read.
         """
-        with self._file(name) as fd, translated(name, doing="read back"):
+        with self._file(name) as fd, translate_os_errors(name, doing="read back"):
             done = 0
             while done < len(buffer):
                 n = os.preadv(fd, [buffer[done:]], offset + done)
@@ -121,7 +121,7 @@ class StageStore:
         Raises:
             StorageError: the system could not write.
         """
-        with self._file(name) as fd, translated(name, doing="sync"):
+        with self._file(name) as fd, translate_os_errors(name, doing="sync"):
             os.fsync(fd)
 
     def sync_files(self) -> None:
@@ -167,8 +167,8 @@ class StageStore:
                 raise StorageError("the stage is closed", file=name)
             opened = self._open.get(name)
             if opened is None:
-                with translated(name, doing="open"):
-                    opened = _StageFile(os.open(self.root / checked_name(name), _FLAGS))
+                with translate_os_errors(name, doing="open"):
+                    opened = _StageFile(os.open(self.root / check_name(name), _FLAGS))
                 self._open[name] = opened
                 self._names.add(name)
                 self._close_idle()
@@ -194,7 +194,7 @@ class StageStore:
                     self._close(name)
 
     def _close(self, name: str) -> None:
-        with translated(name, doing="close"):  # here network file systems report failed writes
+        with translate_os_errors(name, doing="close"):  # here network file systems report failed writes
             os.close(self._open.pop(name).fd)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.errors import StorageError
-from core.files.store import translated
+from core.files.store import translate_os_errors
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 NO_LOCKS = "the file system does not support locks: make sure that nothing else writes to this destination"
@@ -43,7 +43,7 @@ def lock_folder(folder: Path, *, dst: Path) -> FolderLock:
     Raises:
         StorageError: another process has locked the directory, or the system refuses.
     """
-    with translated(str(folder), doing="create"):
+    with translate_os_errors(str(folder), doing="create"):
         while True:
             is_created = False
             fd = -1

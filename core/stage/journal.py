@@ -21,7 +21,7 @@ from pathlib import Path
 
 from core.copy.ledger import CheckedRun, ItemRecord, WrittenRun
 from core.errors import CapacityError, MissingShardError, StorageError
-from core.files.store import translated
+from core.files.store import translate_os_errors
 from core.plan.addresses import RecordCrc
 from core.plan.items import ItemNumber
 
@@ -41,7 +41,7 @@ def journal_path(stage_dir: Path, rank: int = 0) -> Path:
 
 def journals_in(stage_dir: Path) -> list[Path]:
     """Return the paths of the journals of all workers of earlier runs."""
-    with translated(str(stage_dir), doing="look into"):
+    with translate_os_errors(str(stage_dir), doing="look into"):
         return sorted([*stage_dir.glob(_FIRST), *stage_dir.glob("journal-*.jsonl")])
 
 
@@ -80,7 +80,7 @@ class FileJournal:
         for other in others:
             if other != path:
                 self._done.update(_read(other, identity, keys)[0])
-        with translated(path.name, doing="write"):
+        with translate_os_errors(path.name, doing="write"):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             os.ftruncate(self._fd, n_valid)
             os.lseek(self._fd, n_valid, os.SEEK_SET)
@@ -123,7 +123,7 @@ class FileJournal:
                 except (StorageError, CapacityError):
                     self.distrust()
                     raise
-                with translated(self._path.name, doing="write"):
+                with translate_os_errors(self._path.name, doing="write"):
                     self._append({"items": [_entry(item, record) for item, record in pending]})
 
     def distrust(self) -> None:
@@ -167,7 +167,7 @@ def _read(path: Path, identity: str, keys: Container[int] | None) -> tuple[dict[
     done: dict[ItemNumber, list[object]] = {}
     n_valid = 0
     try:
-        with translated(path.name, doing="read"), path.open("rb") as lines:
+        with translate_os_errors(path.name, doing="read"), path.open("rb") as lines:
             header = lines.readline()
             if not header.endswith(b"\n") or json.loads(header) != {"journal": VERSION, "plan": identity}:
                 return {}, 0

@@ -26,7 +26,7 @@ from typing import Self
 
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
 from core.files.folders import empty_folder, make_folders, remove_empty, sync_folder, sync_folders
-from core.files.store import translated
+from core.files.store import translate_os_errors
 from core.stage.files import StageStore
 from core.stage.folder_lock import NO_LOCKS, lock_folder
 from core.stage.journal import BATCH_BYTES, FileJournal, is_journal_of, journal_path, journals_in
@@ -114,7 +114,7 @@ class Stage:
     def __enter__(self) -> Self:
         self._check_destination()
         try:
-            make_folders(self.dst.parent, self._created_dirs)
+            self._created_dirs = make_folders(self.dst.parent)
             self._acquire()
         except BaseException:
             remove_empty(self._created_dirs)
@@ -129,7 +129,7 @@ class Stage:
     def _begin(self) -> None:
         """Continue or clear an earlier run's stage, then open the files and the journal."""
         journals = journals_in(self.stage_dir)
-        with translated(str(self.stage_dir), doing="look into"):
+        with translate_os_errors(str(self.stage_dir), doing="look into"):
             has_earlier_work = any(entry.name != WORKERS_LOCK for entry in self.stage_dir.iterdir())
             # As long as the earlier work may be useful, a failure must not remove it.
             self._keeps_earlier_work = has_earlier_work and self._resume
@@ -141,7 +141,7 @@ class Stage:
             raise UsageError(_APPEARED, file=str(self.dst))
         if has_earlier_work:
             journals = self._continue_or_clear(journals)
-        with translated(str(self.stage_dir), doing="create"):
+        with translate_os_errors(str(self.stage_dir), doing="create"):
             self.data_dir.mkdir(exist_ok=True)
         self._check_space()
         self.store = StageStore(self.data_dir, is_durable=self._fsync)
@@ -175,7 +175,7 @@ class Stage:
 
         It names the plan and the data directory, which another one may replace (``--force``).
         """
-        with translated(str(self.data_dir), doing="look at"):
+        with translate_os_errors(str(self.data_dir), doing="look at"):
             inode = os.lstat(self.data_dir).st_ino if os.path.lexists(self.data_dir) else "none"
             return f"{self._identity} in {inode}"
 
@@ -213,7 +213,7 @@ class Stage:
 
     def _check_space(self) -> None:
         if self._needed_bytes:
-            with translated(str(self.stage_dir), doing="check the free space"):
+            with translate_os_errors(str(self.stage_dir), doing="check the free space"):
                 status = os.statvfs(self.stage_dir)
                 present = sum(
                     entry.stat().st_blocks * 512 for entry in self.data_dir.rglob("*") if not entry.is_symlink()
@@ -238,7 +238,7 @@ class Stage:
         if self._fsync:
             self._sync_all()
         self.store.close()
-        with translated(str(self.dst), doing="publish"):
+        with translate_os_errors(str(self.dst), doing="publish"):
             self._new_stat = os.lstat(self.data_dir / self.dst.name if self.is_file else self.data_dir)
             replace = replace_file if self.is_file else replace_dir
             try:
@@ -266,7 +266,7 @@ class Stage:
     def _finish(self) -> None:
         """Move the manifest of a single file and sync directories, after the renames."""
         if self.is_file:
-            with translated(str(self.dst), doing="publish the manifest of"):
+            with translate_os_errors(str(self.dst), doing="publish the manifest of"):
                 for name in os.listdir(self.data_dir):
                     os.replace(self.data_dir / name, self.dst.parent / name)
         if self._fsync:

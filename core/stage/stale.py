@@ -9,7 +9,7 @@ from pathlib import Path
 
 from core.errors import CheckpointingException
 from core.files.folders import sync_folder
-from core.files.store import translated
+from core.files.store import translate_os_errors
 from core.stage.folder_lock import lock_folder
 
 _ATTEMPTS = 2
@@ -62,7 +62,7 @@ def finish_publication(stage_dir: Path, dst: Path) -> None:
         lock = lock_folder(stage_dir, dst=dst)
         try:
             if not dst.is_dir():
-                with translated(str(dst), doing="publish the manifest of"):
+                with translate_os_errors(str(dst), doing="publish the manifest of"):
                     for path in (stage_dir / "data").glob("*"):
                         path.replace(dst.parent / path.name)
             remove_stage(stage_dir)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.errors import StorageError
-from core.files.store import translated
+from core.files.store import translate_os_errors
 from core.stage.folder_lock import WITHOUT_LOCKS, is_current
 
 NAME = "workers.lock"
@@ -69,7 +69,7 @@ def claim_stage(stage_dir: Path, *, wait_s: float = WAIT_SECONDS) -> WorkersLock
         StorageError: such workers are still there after that time, or the system refuses.
     """
     path = stage_dir / NAME
-    with translated(str(path), doing="lock"):
+    with translate_os_errors(str(path), doing="lock"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             is_sure = _lock_exclusively(fd, path, wait_s)
@@ -90,10 +90,10 @@ def join_stage(stage_dir: Path, token: str) -> WorkersLock:
         StorageError: the stage belongs to another run by now, or the system refuses.
     """
     path = stage_dir / NAME
-    with translated(str(path), doing="open"):
+    with translate_os_errors(str(path), doing="open"):
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        with translated(str(path), doing="lock"):
+        with translate_os_errors(str(path), doing="lock"):
             try:
                 is_free = _try_lock(fd, fcntl.LOCK_SH)
                 is_sure = True

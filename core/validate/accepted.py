@@ -21,8 +21,8 @@ from pathlib import Path
 
 from core.checks.finding import Finding, Severity
 from core.errors import CorruptError, UsageError
-from core.files.json_object import MAX_BYTES, object_of
-from core.files.store import translated
+from core.files.json_object import MAX_BYTES, parse_json_object
+from core.files.store import translate_os_errors
 
 SCHEMA = "ckpt.baseline/1"
 _PLACE = ("code", "file", "rank", "key")
@@ -148,7 +148,7 @@ def read_baseline(path: Path) -> frozenset[str]:
         UsageError: there is no such file, or it is no baseline.
         StorageError: the system refuses to read it.
     """
-    with translated(str(path), doing="read"):
+    with translate_os_errors(str(path), doing="read"):
         if not path.is_file():
             raise UsageError("--baseline: there is no such file", file=str(path), hint="make it with --write-baseline")
         with path.open("rb") as file:
@@ -156,7 +156,7 @@ def read_baseline(path: Path) -> frozenset[str]:
     if len(data) > MAX_BYTES:
         raise UsageError("--baseline: this file is too large for one", file=str(path))
     try:
-        found = object_of(data, file=str(path))
+        found = parse_json_object(data, file=str(path))
     except CorruptError as err:
         raise UsageError(f"--baseline: {err.message}", file=str(path), hint="make it with --write-baseline") from err
     rows = found.get("findings")

@@ -31,7 +31,7 @@ from core.formats.torch.format import TreePlan, parse, plan_tree
 from core.megatron.model.args import facts_of, fields_of, topology_of
 from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Rank, Topology, rank_dir
-from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, ordered_dict
+from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, make_ordered_dict
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "golden.tar.xz"
 GOLDEN_FILE = "mcore_legacy/dense_gqa/tp2_pp1_optim/iter_0000010/mp_rank_00/model_optim_rng.pt"
@@ -420,7 +420,7 @@ class Stage:
             if name == "args":
                 root[name] = args
             elif name == "model":
-                root[name] = ordered_dict(dict(entries))
+                root[name] = make_ordered_dict(dict(entries))
             elif name != "optimizer":
                 root[name] = self._found.copied(tree, value)
             elif self._kind != "none":

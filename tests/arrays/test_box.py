@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.arrays.box import Box, boxes_of_flat_range, c_strides, flat_offset, is_c_contiguous, whole
+from core.arrays.box import Box, boxes_of_flat_range, c_strides, flat_offset, full_box, is_c_contiguous
 
 _axes = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=0, max_size=3)
 
@@ -85,7 +85,7 @@ def test_boxes_of_different_rank_are_never_mixed() -> None:
 def test_split_follows_the_sizes_and_refuses_a_wrong_sum() -> None:
     assert Box((4, 0), (6, 2)).split(0, [1, 5]) == [Box((4, 0), (1, 2)), Box((5, 0), (5, 2))]
     with pytest.raises(ValueError, match="add up"):
-        whole((3,)).split(0, [1, 1])
+        full_box((3,)).split(0, [1, 1])
 
 
 @given(st.lists(st.integers(0, 3), max_size=3).map(tuple))

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.arrays.coverage import BoxIndex, first_hole, first_overlap, is_tiled
 
 
@@ -64,7 +64,7 @@ def _elements(region: Box, some: list[Box]) -> set[tuple[int, ...]]:
 def test_a_large_shuffled_grid_is_proven_without_comparing_all_pairs() -> None:
     grid = [Box((i * 3, j * 5), (3, 5)) for i in range(120) for j in range(120)]
     random.Random(1).shuffle(grid)
-    region = whole((360, 600))
+    region = full_box((360, 600))
     assert is_tiled(region, grid)
     missing = grid.pop()
     assert not is_tiled(region, grid)

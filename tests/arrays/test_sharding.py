@@ -8,45 +8,45 @@ from hypothesis import strategies as st
 
 from core.arrays.box import Box
 from core.arrays.sharding import (
-    Piece,
+    ShardPiece,
     check_divides,
     check_heads,
     padded_vocab_size,
-    replicated,
+    replicated_pieces,
     shard_shape,
-    split,
-    trimmed,
+    split_axis,
+    trim_piece,
 )
 from core.errors import UnsupportedError
 
 
-def rows_of(pieces: list[Piece]) -> list[int]:
+def rows_of(pieces: list[ShardPiece]) -> list[int]:
     return [row for piece in pieces for row in range(piece.box.offset[0], piece.box.end[0])]
 
 
 def test_a_gated_mlp_keeps_gate_and_up_apart() -> None:
-    assert rows_of(split((24, 4), 0, parts=[12, 12], rank=0, n=2)) == [*range(6), *range(12, 18)]
-    assert rows_of(split((24, 4), 0, parts=[12, 12], rank=1, n=2)) == [*range(6, 12), *range(18, 24)]
+    assert rows_of(split_axis((24, 4), 0, parts=[12, 12], rank=0, n=2)) == [*range(6), *range(12, 18)]
+    assert rows_of(split_axis((24, 4), 0, parts=[12, 12], rank=1, n=2)) == [*range(6, 12), *range(18, 24)]
 
 
 def test_a_mamba_projection_has_five_parts() -> None:
-    assert rows_of(split((32,), 0, parts=[8, 8, 6, 6, 4], rank=0, n=2)) == [
+    assert rows_of(split_axis((32,), 0, parts=[8, 8, 6, 6, 4], rank=0, n=2)) == [
         *(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 22, 23, 24, 28, 29)
     ]
 
 
 def test_row_parallel_cuts_columns() -> None:
-    assert split((3, 8), 1, parts=[8], rank=1, n=4) == [Piece(Box((0, 2), (3, 2)), (0, 0))]
+    assert split_axis((3, 8), 1, parts=[8], rank=1, n=4) == [ShardPiece(Box((0, 2), (3, 2)), (0, 0))]
 
 
 def test_pieces_lie_behind_each_other_in_the_shard() -> None:
-    pieces = split((24, 4), 0, parts=[12, 12], rank=1, n=2)
+    pieces = split_axis((24, 4), 0, parts=[12, 12], rank=1, n=2)
     assert [piece.at for piece in pieces] == [(0, 0), (6, 0)]
 
 
 def test_replication_is_one_piece() -> None:
-    assert replicated((2, 3)) == [Piece(Box((0, 0), (2, 3)), (0, 0))]
-    assert replicated(()) == [Piece(Box((), ()), ())]
+    assert replicated_pieces((2, 3)) == [ShardPiece(Box((0, 0), (2, 3)), (0, 0))]
+    assert replicated_pieces(()) == [ShardPiece(Box((), ()), ())]
 
 
 @given(
@@ -60,7 +60,7 @@ def test_shards_tile_the_tensor(units: list[int], n: int, axis: int) -> None:
     owner: dict[int, int] = {}
     for rank in range(n):
         held = 0
-        for piece in split(shape, axis, parts=parts, rank=rank, n=n):
+        for piece in split_axis(shape, axis, parts=parts, rank=rank, n=n):
             assert piece.at[axis] == held
             held += piece.box.shape[axis]
             for index in range(piece.box.offset[axis], piece.box.end[axis]):
@@ -110,7 +110,7 @@ def test_vocabularies_are_padded_as_megatron_does(n_rows: int, padded: list[int]
 
 
 def test_pieces_are_cut_at_the_true_vocabulary() -> None:
-    piece = Piece(Box((4, 0), (4, 3)), (0, 0))
-    assert trimmed(piece, 0, 6) == Piece(Box((4, 0), (2, 3)), (0, 0))
-    assert trimmed(piece, 0, 8) == piece
-    assert trimmed(piece, 0, 4) is None
+    piece = ShardPiece(Box((4, 0), (4, 3)), (0, 0))
+    assert trim_piece(piece, 0, 6) == ShardPiece(Box((4, 0), (2, 3)), (0, 0))
+    assert trim_piece(piece, 0, 8) == piece
+    assert trim_piece(piece, 0, 4) is None

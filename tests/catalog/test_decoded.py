@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta
 from core.catalog.decoded import DecodedStore, decoding_bytes
 from core.catalog.file_image import FileImage, PlacedArray
@@ -184,7 +184,7 @@ def merged() -> tuple[TargetCatalog, list[FileImage]]:
         "fake",
         None,
         {"w": TensorMeta("w", "int32", VALUES.shape)},
-        lambda key: (Fragment("w", whole(VALUES.shape), array, (0, 0)),),
+        lambda key: (Fragment("w", full_box(VALUES.shape), array, (0, 0)),),
     )
     return target, [FileImage("out", array.n_bytes, (PlacedArray(0, array),))]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, catalog_of_arrays
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import Extent, StoredArray
@@ -66,7 +66,7 @@ def content(catalog: Catalog, store: MemoryStore, key: str) -> bytes:
     """The dense bytes of a tensor that is one array, read through the engine's own store."""
     (fragment,) = catalog.fragments(key)
     assert fragment.array is not None
-    assert fragment.box == whole(catalog.tensors[key].shape)
+    assert fragment.box == full_box(catalog.tensors[key].shape)
     assert (fragment.array.dtype, fragment.array.shape) == (catalog.tensors[key].dtype, catalog.tensors[key].shape)
     decoded = DecodedStore(store)
     array = decoded.placed(catalog.bind(store, fragment.array))
@@ -468,7 +468,7 @@ def test_replicas_are_compared() -> None:
     again = Box((90, 20), (60, 100))
     catalog, store = cut(weight, [*GRID, again])
     source = source_of(catalog, "a.weight")
-    assert bytes(source.read(store, whole((300, 300)))) == raw(weight)
+    assert bytes(source.read(store, full_box((300, 300)))) == raw(weight)
     files = {name: bytearray(store.read(name, 0, store.size(name))) for name in store.files()}
     files[f"f{len(GRID)}"][-1] ^= 1
     broken = MemoryStore({name: bytes(data) for name, data in files.items()})

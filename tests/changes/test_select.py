@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.arrays.box import whole
+from core.arrays.box import full_box
 from core.catalog.catalog import Catalog, StoredObject, TensorMeta, catalog_of_arrays
 from core.catalog.facets import MegatronModel
 from core.catalog.stored import Extent, StoredArray
@@ -62,7 +62,7 @@ def test_rename_moves_keys_and_skeleton_leaves() -> None:
     }
     (fragment,) = made.fragments("a.weight")
     assert fragment.key == "a.weight"
-    assert fragment.box == whole((2, 3))
+    assert fragment.box == full_box((2, 3))
     assert fragment.array is not None
     assert fragment.array.name == "model.a.weight"
 

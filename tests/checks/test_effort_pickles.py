@@ -20,13 +20,13 @@ from core.files.store import MemoryStore
 from core.formats.torch.nested_names import uses_of_stream
 from core.inspect.summary import summarized
 from core.opening.open import open_checkpoint
-from core.pickle.machine import Limits, Machine
+from core.pickle.machine import Machine, PickleLimits
 from core.pickle.reader import load
 from core.validate.run import validate
 from tests.checks.test_effort import n_calls
 from tests.hostile.cases import FOUR, torch_zip
 
-LIMITS = Limits()
+LIMITS = PickleLimits()
 NAMESPACE = b"cargparse\nNamespace\n)\x81"
 
 

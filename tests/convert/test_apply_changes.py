@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta, catalog_of_arrays
 from core.catalog.stored import Extent, StoredArray
 from core.convert.apply_changes import changed
@@ -46,7 +46,7 @@ def stored(tensors: dict[str, torch.Tensor], *, config: dict[str, Any] | None = 
         data = json.dumps(config).encode()
         files["config.json"] = data
         array = StoredArray("file:config.json", "uint8", (len(data),), Extent("config.json", 0))
-        beside = Fragment(array.name, whole(array.shape), array, (0,))
+        beside = Fragment(array.name, full_box(array.shape), array, (0,))
         plain = catalog
         catalog = replace(
             catalog,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.arrays.checksum import digest_of
 from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta
 from core.catalog.file_image import FileImage
@@ -126,7 +126,7 @@ def test_layers_of_a_stacked_array_become_tensors_and_the_other_way_round() -> N
     layers, shape = 5, (6, 8)
     keys = [f"layers.{n}.w" for n in range(layers)]
     tensors = dict.fromkeys(keys, shape)
-    stacked = {key: Cut([("stack", (layers, *shape), [(whole(shape), (n, 0, 0))])]) for n, key in enumerate(keys)}
+    stacked = {key: Cut([("stack", (layers, *shape), [(full_box(shape), (n, 0, 0))])]) for n, key in enumerate(keys)}
     single = {key: one(key, shape) for key in keys}
     for source_cuts, target_cuts in ((stacked, single), (single, stacked), (stacked, stacked)):
         source_model, target_model = Model(tensors, dict(source_cuts)), Model(tensors, dict(target_cuts))
@@ -142,8 +142,8 @@ def test_layers_of_a_stacked_array_become_tensors_and_the_other_way_round() -> N
 def test_columns_of_several_tensors_share_an_array() -> None:
     tensors = {"a": (10, 3), "b": (10, 5)}
     cuts = {
-        "a": Cut([("both", (10, 8), [(whole((10, 3)), (0, 0))])]),
-        "b": Cut([("both", (10, 8), [(whole((10, 5)), (0, 3))])]),
+        "a": Cut([("both", (10, 8), [(full_box((10, 3)), (0, 0))])]),
+        "b": Cut([("both", (10, 8), [(full_box((10, 5)), (0, 3))])]),
     }
     single = {key: one(key, shape) for key, shape in tensors.items()}
     for source_cuts, target_cuts in ((cuts, single), (single, cuts)):
@@ -196,7 +196,10 @@ def test_an_expanded_source_with_stride_zero_is_repeated() -> None:
     store = MemoryStore({"f": values("w", (5,)).tobytes()})
     array = StoredArray("w", DTYPE, (3, 5), Extent("f", 0, (0, 1)))
     source = Catalog(
-        "fake", None, {"w": TensorMeta("w", DTYPE, (3, 5))}, lambda key: [Fragment(key, whole((3, 5)), array, (0, 0))]
+        "fake",
+        None,
+        {"w": TensorMeta("w", DTYPE, (3, 5))},
+        lambda key: [Fragment(key, full_box((3, 5)), array, (0, 0))],
     )
     target, images = Model({"w": (3, 5)}, {"w": one("w", (3, 5))}).target()
     found, _ = moved(source, store, target, images)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.arrays.box import whole
+from core.arrays.box import full_box
 from core.arrays.cast import cast_of, check_cast
 from core.arrays.dtypes import DTYPES, itemsize
 from core.calibration.choice import choose_device, decisions
@@ -162,7 +162,7 @@ def planned(
         for name in [key, *([f"{key}.copy"] if key in copies else [])]:
             files[name] = data
             array = StoredArray(name, dtype, shape, Extent(name, 0))
-            found.setdefault(key, []).append(Fragment(key, whole(shape), array, (0,) * len(shape)))
+            found.setdefault(key, []).append(Fragment(key, full_box(shape), array, (0,) * len(shape)))
     metas = {key: TensorMeta(key, dtype, shape) for key, (dtype, _, shape) in tensors.items()}
     source = Catalog("test", None, metas, found.__getitem__)
     wanted = [TensorMeta(key, target, shape) for key, (_, target, shape) in tensors.items()]

@@ -7,7 +7,7 @@ import pytest
 from core.diff import entries as diff_entries
 from core.diff.entries import EntryDiff, entry_diffs
 from core.errors import CapacityError
-from core.pickle.inert import Global, Inert, TensorLeaf, namespace, ordered_dict
+from core.pickle.inert import Global, Inert, TensorLeaf, make_namespace, make_ordered_dict
 
 
 def diffs(a: dict[str, object], b: dict[str, object]) -> list[EntryDiff]:
@@ -15,8 +15,8 @@ def diffs(a: dict[str, object], b: dict[str, object]) -> list[EntryDiff]:
 
 
 def test_what_is_missing_or_changed_is_told_with_its_path() -> None:
-    a: dict[str, object] = {"args": namespace({"lr": 0.1, "seed": 1}), "list": [1, [2, 3]], "gone": None}
-    b: dict[str, object] = {"args": namespace({"lr": 0.2, "new": "x"}), "list": [1, [2, 4, 5]]}
+    a: dict[str, object] = {"args": make_namespace({"lr": 0.1, "seed": 1}), "list": [1, [2, 3]], "gone": None}
+    b: dict[str, object] = {"args": make_namespace({"lr": 0.2, "new": "x"}), "list": [1, [2, 4, 5]]}
     assert diffs(a, b) == [
         EntryDiff("args.lr", "changed", "0.1", "0.2"),
         EntryDiff("args.seed", "only_a", "1", None),
@@ -31,7 +31,7 @@ def test_what_is_missing_or_changed_is_told_with_its_path() -> None:
     ("one", "other"),
     [
         ((1, 2), [1, 2]),
-        ({"a": 1}, ordered_dict({"a": 1})),
+        ({"a": 1}, make_ordered_dict({"a": 1})),
         (1, 1.0),
         (math.nan, math.nan),
         (b"ab", b"ab"),

@@ -22,7 +22,7 @@ from core.catalog.catalog import Catalog, TargetCatalog, catalog_of_arrays
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
-from core.files.store import ReadStore, checked_name
+from core.files.store import ReadStore, check_name
 from core.formats.format import Format
 
 INDEX = "index.json"
@@ -54,7 +54,7 @@ def read(store: ReadStore) -> Catalog:
         files = dict(json.loads(store.read(INDEX, 0, store.size(INDEX)))["tensors"])
     except (ValueError, KeyError, TypeError, RecursionError) as err:
         raise CorruptError(f"not an index: {err!r}", file=INDEX, hint="copy the checkpoint again") from err
-    arrays = {key: _array(store, key, checked_name(name, found_in=INDEX)) for key, name in files.items()}
+    arrays = {key: _array(store, key, check_name(name, found_in=INDEX)) for key, name in files.items()}
     return catalog_of_arrays(format="npy_folder", version="1", arrays=arrays)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import MissingShardError, SourceChangedError, StorageError, TruncatedError, UnsafeError
-from core.files.store import MAX_OPEN_FILES, LocalStore, MemoryStore, checked_name
+from core.files.store import MAX_OPEN_FILES, LocalStore, MemoryStore, check_name
 
 
 @pytest.mark.parametrize(
@@ -16,12 +16,12 @@ from core.files.store import MAX_OPEN_FILES, LocalStore, MemoryStore, checked_na
 )
 def test_names_that_lead_elsewhere_are_refused(name: object) -> None:
     with pytest.raises(UnsafeError, match="not a path inside"):
-        checked_name(name)
+        check_name(name)
 
 
 @pytest.mark.parametrize("name", ["a", "a/b.pt", "...", ".metadata", "mp_rank_00/model_optim_rng.pt", "décor"])
 def test_plain_names_pass(name: str) -> None:
-    assert checked_name(name) == name
+    assert check_name(name) == name
 
 
 def test_reading_past_the_end_names_the_file_and_the_range(tmp_path: Path) -> None:

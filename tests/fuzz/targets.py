@@ -18,7 +18,7 @@ from core.arrays.checksum import crc32c
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.errors import CheckpointingException
-from core.files.json_object import object_of
+from core.files.json_object import parse_json_object
 from core.files.store import MemoryStore
 from core.formats.dcp import format as dcp
 from core.formats.dcp import metadata as dcp_metadata
@@ -196,7 +196,7 @@ def _hf_index(data: bytes) -> None:
 
 
 def _json(data: bytes) -> None:
-    object_of(data, file="x.json")
+    parse_json_object(data, file="x.json")
 
 
 def _config(data: bytes) -> None:

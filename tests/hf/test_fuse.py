@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import Fragment
 from core.catalog.stored import Extent, StoredArray
 from core.hf import fuse
@@ -87,9 +87,9 @@ def test_rows_that_are_not_those_of_the_groups_are_refused() -> None:
 
 def test_one_of_a_stack_has_an_axis_less() -> None:
     array = StoredArray("a", "uint8", (4, 2, 3), Extent("f", 0))
-    pieces = [Fragment("s", whole((4, 2, 3)), array, (0, 0, 0))]
+    pieces = [Fragment("s", full_box((4, 2, 3)), array, (0, 0, 0))]
     (found,) = fuse.one_of_stack("e", pieces, 2)
-    assert (found.key, found.box, found.at) == ("e", whole((2, 3)), (2, 0, 0))
+    assert (found.key, found.box, found.at) == ("e", full_box((2, 3)), (2, 0, 0))
 
 
 def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
@@ -100,9 +100,9 @@ def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
 
 
 def test_regions_without_an_array_stay_so() -> None:
-    zero = [Fragment("s", whole((4, 3)), None, ())]
+    zero = [Fragment("s", full_box((4, 3)), None, ())]
     (found,) = fuse.taken_apart("p", fuse.by_groups([1, 3], 1), 1, zero)
-    assert (found.array, found.box, found.at) == (None, whole((3, 3)), ())
+    assert (found.array, found.box, found.at) == (None, full_box((3, 3)), ())
 
 
 def test_first_rows_leave_the_padding() -> None:

@@ -19,7 +19,7 @@ from core.errors import (
     UsageError,
 )
 from core.hf import is_hf, to_hf, to_megatron
-from core.pickle.inert import namespace
+from core.pickle.inert import make_namespace
 from tests.hf.models import DEEPSEEK, LLAMA3, YARN, arguments, catalog_of, config_of, saved
 
 
@@ -331,7 +331,7 @@ def test_arguments_are_refused_with(folders: Folders, what: str) -> None:
     name, changes, error, message = ARGUMENTS[what]
     middle = to_megatron(*folders(name))
     with pytest.raises(error, match=message):
-        to_hf(replace(middle, args=namespace(arguments(middle) | changes)))
+        to_hf(replace(middle, args=make_namespace(arguments(middle) | changes)))
 
 
 def test_no_arguments_are_refused(folders: Folders) -> None:

@@ -13,7 +13,7 @@ from core.files.store import LocalStore
 from core.formats.format import Format
 from core.inspect.summary import groups_of, path_of, summarized
 from core.opening.open import Checkpoint
-from core.pickle.inert import Global, Inert, namespace
+from core.pickle.inert import Global, Inert, make_namespace
 
 FORMAT = Format("test", "a format of this test", lambda store: True, lambda store: catalog_of({}), None)
 
@@ -38,7 +38,7 @@ def test_groups_count_every_tensor_once_and_leave_out_empty_groups() -> None:
 
 
 def test_sizes_and_model_come_from_the_training_arguments(tmp_path: Path) -> None:
-    args = namespace(
+    args = make_namespace(
         {
             "tensor_model_parallel_size": 4,
             "pipeline_model_parallel_size": 2,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.errors import CorruptError, MissingShardError, UsageError
 from core.formats.registry import format_called
 from core.live.load import fill
@@ -66,7 +66,7 @@ FLAT = [[held_by(Box((0, 0), (6, 4)), (0, 7)), held_by(Box((0, 4), (6, 4)))], [h
 @pytest.mark.parametrize("processes", [ROWS, COLUMNS, FLAT], ids=["rows", "columns", "flat"])
 def test_what_several_processes_write_is_one_checkpoint(tmp_path, format, processes):
     root = saved(tmp_path / "made", format, processes)
-    np.testing.assert_array_equal(loaded(root, whole(SHAPE)), VALUES)
+    np.testing.assert_array_equal(loaded(root, full_box(SHAPE)), VALUES)
     np.testing.assert_array_equal(loaded(root, Box((1, 3), (4, 2))), VALUES[1:5, 3:5])
     np.testing.assert_array_equal(loaded(root, Box((1, 0), (5, 8)), (3, 37)), VALUES[1:].reshape(-1)[3:37])
 
@@ -79,8 +79,8 @@ def test_every_process_writes_a_file_of_its_own_where_the_format_has_files_by_ra
 def test_strided_memory_is_written_as_it_reads(tmp_path):
     data = np.asfortranarray(VALUES)
     memory = memoryview(data.T.copy().reshape(-1)).cast("B")
-    tensor = LiveTensor(Chunk("w", "float32", SHAPE, whole(SHAPE)), memory, (1, SHAPE[0]))
-    np.testing.assert_array_equal(loaded(saved(tmp_path / "made", "dcp", [[tensor]]), whole(SHAPE)), VALUES)
+    tensor = LiveTensor(Chunk("w", "float32", SHAPE, full_box(SHAPE)), memory, (1, SHAPE[0]))
+    np.testing.assert_array_equal(loaded(saved(tmp_path / "made", "dcp", [[tensor]]), full_box(SHAPE)), VALUES)
 
 
 def test_a_flexible_tensor_is_zero_where_the_checkpoint_ends(tmp_path):
@@ -88,7 +88,7 @@ def test_a_flexible_tensor_is_zero_where_the_checkpoint_ends(tmp_path):
     opened = open_checkpoint(root)
     for rows in (4, 9):
         data = np.full((rows, 8), -1, "float32")
-        chunk = Chunk("w", "float32", (rows, 8), whole((rows, 8)), flexible=True)
+        chunk = Chunk("w", "float32", (rows, 8), full_box((rows, 8)), flexible=True)
         fill([LiveTensor(chunk, memoryview(data).cast("B"))], opened.catalog, opened.store)
         np.testing.assert_array_equal(data[:6], VALUES[:rows])
         assert not data[6:].any()
@@ -100,12 +100,12 @@ def test_another_shape_or_a_missing_tensor_is_refused(tmp_path):
     data = np.zeros((9, 8), "float32")
     with pytest.raises(CorruptError, match="shape"):
         fill(
-            [LiveTensor(Chunk("w", "float32", (9, 8), whole((9, 8))), memoryview(data).cast("B"))],
+            [LiveTensor(Chunk("w", "float32", (9, 8), full_box((9, 8))), memoryview(data).cast("B"))],
             opened.catalog,
             opened.store,
         )
     with pytest.raises(MissingShardError, match="no such tensor"):
-        fill([held_by(whole(SHAPE), key="v")], opened.catalog, opened.store)
+        fill([held_by(full_box(SHAPE), key="v")], opened.catalog, opened.store)
     opened.store.close()
 
 
@@ -113,7 +113,7 @@ def test_values_are_cast_to_what_is_asked_for(tmp_path):
     opened = open_checkpoint(saved(tmp_path / "made", "dcp", COLUMNS))
     data = np.zeros(SHAPE, "float64")
     fill(
-        [LiveTensor(Chunk("w", "float64", SHAPE, whole(SHAPE)), memoryview(data).cast("B"))],
+        [LiveTensor(Chunk("w", "float64", SHAPE, full_box(SHAPE)), memoryview(data).cast("B"))],
         opened.catalog,
         opened.store,
     )
@@ -124,4 +124,4 @@ def test_values_are_cast_to_what_is_asked_for(tmp_path):
 def test_chunks_that_disagree_are_refused(tmp_path):
     other = LiveTensor(Chunk("w", "float32", (6, 9), Box((0, 8), (6, 1))), memoryview(bytes(24)))
     with pytest.raises(UsageError, match="another float32 of shape"):
-        saved(tmp_path / "made", "dcp", [[held_by(whole(SHAPE)), other]])
+        saved(tmp_path / "made", "dcp", [[held_by(full_box(SHAPE)), other]])

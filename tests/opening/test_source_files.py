@@ -10,7 +10,7 @@ import pytest
 
 from core.convert.prepare import Prepared, prepare
 from core.convert.run import Job
-from core.files.store import files_below
+from core.files.store import list_files_below
 
 FOLDERS = {
     "mcore_legacy/dense_gqa/*": "torch_dist",
@@ -55,7 +55,7 @@ def listed(prepared: Prepared) -> set[str]:
 def passed_over(prepared: Prepared) -> set[str]:
     """Files of the opened directory of which nothing is read, and nothing told."""
     source = prepared.source
-    names = set(files_below(source.store))
+    names = set(list_files_below(source.store))
     used = set(source.store.opened)
     for fragment in source.catalog.all_fragments():
         if fragment.array is not None:

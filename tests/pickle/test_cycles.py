@@ -16,8 +16,8 @@ from core.convert.run import Job, run
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch.tree import load_object
 from core.opening.open import open_checkpoint
-from core.pickle.cycles import cut
-from core.pickle.inert import ObjectLeaf, TensorLeaf, ordered_dict
+from core.pickle.cycles import cut_cycles
+from core.pickle.inert import ObjectLeaf, TensorLeaf, make_ordered_dict
 from core.validate.run import validate
 from tests.formats.torch.torch_samples import opened
 from tests.formats.torch.torch_samples import saved as saved_bytes
@@ -126,12 +126,12 @@ def test_what_has_no_end_is_not_followed_where_it_is_shared() -> None:
     inner["up"] = inner
     shared = [1, TensorLeaf("u")]
     tree = {"a": inner, "b": [inner, shared], "c": shared}
-    result: Any = cut(tree)
+    result: Any = cut_cycles(tree)
     assert result["a"] is result["b"][0]
     assert result["a"]["t"] == TensorLeaf("t") and isinstance(result["a"]["up"], ObjectLeaf)
     assert result["c"] is shared is result["b"][1]
-    ordered = ordered_dict({"x": shared})
-    assert cut([ordered])[0] is ordered  # type: ignore[index]
+    ordered = make_ordered_dict({"x": shared})
+    assert cut_cycles([ordered])[0] is ordered  # type: ignore[index]
 
 
 def test_containers_that_are_only_deep_are_malformed() -> None:

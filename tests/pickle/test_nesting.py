@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core.errors import CorruptError
-from core.pickle.inert import TensorLeaf, as_mapping, ordered_dict
-from core.pickle.nesting import REMOVED, Entry, Index, entries, mapped, nested
+from core.pickle.inert import TensorLeaf, as_mapping, make_ordered_dict
+from core.pickle.nesting import REMOVED, LeafEntry, ListIndex, entries, map_leaves, nest_leaves
 
 
 def test_keys_and_paths_agree_with_torch_flattening() -> None:
@@ -48,38 +48,42 @@ def _with_leaves(node: object) -> object:
 
 def test_nested_is_the_inverse_of_entries() -> None:
     tree = {"a": {"b.c": TensorLeaf("a.b.c"), "d": [1, 2]}, "e": [{"f": 1}, TensorLeaf("e.1")], "g": {}}
-    assert nested({entry.path: entry.leaf for entry in entries(tree)}) == tree
+    assert nest_leaves({entry.path: entry.leaf for entry in entries(tree)}) == tree
 
 
 def test_integer_mapping_keys_stay_a_mapping() -> None:
     tree = {"state": {0: {"m": TensorLeaf("state.0.m")}, 1: {"m": TensorLeaf("state.1.m")}}}
-    assert nested({entry.path: entry.leaf for entry in entries(tree)}) == tree
+    assert nest_leaves({entry.path: entry.leaf for entry in entries(tree)}) == tree
 
 
 def test_missing_list_elements_become_none() -> None:
-    assert nested({("a", Index(0)): 1, ("a", Index(2)): 3}) == {"a": [1, None, 3]}
+    assert nest_leaves({("a", ListIndex(0)): 1, ("a", ListIndex(2)): 3}) == {"a": [1, None, 3]}
 
 
 @pytest.mark.parametrize(
     "paths",
     [
         {("a",): 1, ("a", "b"): 2},
-        {("a", Index(0)): 1, ("a", "b"): 2},
-        {("a", Index(0)): 1, ("a", Index(10**9)): 2},
+        {("a", ListIndex(0)): 1, ("a", "b"): 2},
+        {("a", ListIndex(0)): 1, ("a", ListIndex(10**9)): 2},
     ],
 )
 def test_contradicting_paths_are_refused(paths: dict[tuple[object, ...], object]) -> None:
     with pytest.raises(CorruptError):
-        nested(paths)
+        nest_leaves(paths)
 
 
 def test_removed_leaves_take_empty_containers_with_them_and_keep_list_indexes() -> None:
-    tree = {"a": {"x": TensorLeaf("a.x")}, "b": [TensorLeaf("b.0"), TensorLeaf("b.1")], "c": ordered_dict({"y": 1})}
+    tree = {
+        "a": {"x": TensorLeaf("a.x")},
+        "b": [TensorLeaf("b.0"), TensorLeaf("b.1")],
+        "c": make_ordered_dict({"y": 1}),
+    }
 
-    def change(entry: Entry) -> object:
+    def change(entry: LeafEntry) -> object:
         return REMOVED if entry.key in ("a.x", "b.0") else entry.leaf
 
-    made = mapped(tree, change)
+    made = map_leaves(tree, change)
     assert isinstance(made, dict)
     assert made["b"] == [None, TensorLeaf("b.1")]
     assert "a" not in made

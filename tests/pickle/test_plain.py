@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
-from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, namespace, walk
+from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, make_namespace, walk
 from core.pickle.plain import from_plain, to_plain
 from core.pickle.reader import load
 from core.pickle.writer import dumps
@@ -123,7 +123,7 @@ def test_damaged_plain_values_raise_only_our_errors(tree: object, random: Any) -
 
 
 def test_a_namespace_reads_well() -> None:
-    plain = to_plain(namespace({"lr": 0.1, "shape": (1, 2)}))
+    plain = to_plain(make_namespace({"lr": 0.1, "shape": (1, 2)}))
     assert plain == {
         "$new": {"$global": ["argparse", "Namespace"]},
         "args": [],
@@ -154,7 +154,7 @@ def test_real_objects_come_back_through_plain(value: Any) -> None:
 
 
 def test_shared_parts_stay_shared() -> None:
-    shared = namespace({"x": 1})
+    shared = make_namespace({"x": 1})
     back = from_plain(to_plain({"a": shared, "b": [shared, shared]}))
     assert isinstance(back, dict)
     assert back["a"] is back["b"][0] is back["b"][1]

@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
 from core.pickle import reader as safe_pickle
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent, as_mapping, attributes, walk
-from core.pickle.reader import Limits, classify, globals_of, load, load_next, noting_uses
+from core.pickle.reader import PickleLimits, classify, globals_of, load, load_next, noting_uses
 from core.pickle.uses import Use
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
@@ -566,10 +566,10 @@ NESTED_TUPLES = b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(60))
         (b"\x80\x05\x97.", UnsafeError, "NEXT_BUFFER"),
         (b"\x80\x05N\x98.", UnsafeError, "READONLY_BUFFER"),
         (b"\xff.", CorruptError, "opcode 0xff"),
-        (b"c" + b"m" * 5000 + b"\nf\n.", UnsafeError, "longer than 4096"),
+        (b"c" + b"m" * 5000 + b"\nf\n.", UnsafeError, "longer than 4,096"),
         (b"}\x8a\x09" + bytes(8) + b"\x01K\x01s.", UnsafeError, "64 bits"),
-        (b"\x80\x04})" + NESTED_TUPLES + b"K\x01s.", UnsafeError, "8 levels or 4096"),
-        (b"\x80\x04}" + b")" + b"\x85" * 100_000 + b"K\x01s.", UnsafeError, "8 levels or 4096"),
+        (b"\x80\x04})" + NESTED_TUPLES + b"K\x01s.", UnsafeError, "8 levels or 4,096"),
+        (b"\x80\x04}" + b")" + b"\x85" * 100_000 + b"K\x01s.", UnsafeError, "8 levels or 4,096"),
         (b"]" * 2000 + b"a" * 1999 + b".", UnsafeError, "1000 levels"),
         (b")" + b"\x85" * 500_000 + b".", UnsafeError, "1000 levels"),
         (b"(" * 200_000, UnsafeError, "100000 levels"),
@@ -629,9 +629,9 @@ def test_memo_entries_may_come_in_any_order() -> None:
 
 def test_the_number_of_objects_is_limited() -> None:
     data = pickle.dumps([[] for _ in range(100)])
-    assert load(data, label="x", limits=Limits(max_objects=200)) == [[]] * 100
+    assert load(data, label="x", limits=PickleLimits(max_objects=200)) == [[]] * 100
     with pytest.raises(UnsafeError, match="more objects than"):
-        load(data, label="x", limits=Limits(max_objects=100))
+        load(data, label="x", limits=PickleLimits(max_objects=100))
 
 
 def test_colliding_keys_do_not_take_quadratic_time() -> None:
@@ -668,7 +668,7 @@ def test_a_wide_tree_is_not_a_deep_one() -> None:
 
 def test_a_deep_tree_is_read_where_the_caller_allows_it() -> None:
     data = b"]" * 50_000 + b"a" * 49_999 + b"."
-    tree = load(data, label="x", limits=Limits(max_depth=None))
+    tree = load(data, label="x", limits=PickleLimits(max_depth=None))
     assert isinstance(tree, list)
 
 
@@ -692,7 +692,7 @@ SAMPLES = samples()
 
 def survives(data: bytes) -> None:
     """Reads bytes; whatever they are, there is a value or one of the project's errors."""
-    limits = Limits(max_objects=100_000)
+    limits = PickleLimits(max_objects=100_000)
     try:
         tree, _ = load_next(data, 0, label="fuzz", limits=limits)
     except CheckpointingException as err:

@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.errors import UnsafeError
-from core.pickle.inert import Global, Inert, Persistent, TensorLeaf, namespace, ordered_dict
-from core.pickle.reader import Limits, load
+from core.pickle.inert import Global, Inert, Persistent, TensorLeaf, make_namespace, make_ordered_dict
+from core.pickle.reader import PickleLimits, load
 from core.pickle.writer import BATCH, dumps
 
 WEIGHTS_ONLY = set(
@@ -220,7 +220,7 @@ def test_the_bytes_do_not_depend_on_the_hash_seed(repo_dir: Path) -> None:
         "from core.pickle.writer import dumps\n"
         "call = lambda n: Inert('reduce', Global('m', 'E'), (n,))\n"
         "tree = {'s': set('abcdefgh'), 'f': frozenset(map(str, range(50))), 'm': {1, 'a', None, (2, 'x'), 2.5},\n"
-        "        'e': {call(i) for i in range(20)}, 'o': ordered_dict({'z': 1, 'a': 2})}\n"
+        "        'e': {call(i) for i in range(20)}, 'o': make_ordered_dict({'z': 1, 'a': 2})}\n"
         "print(hashlib.sha256(dumps(tree)).hexdigest())\n"
     )
     outputs = {
@@ -304,11 +304,11 @@ def test_depth_does_not_matter() -> None:
     written = dumps(tree)
     with pytest.raises(UnsafeError, match="levels deep"):
         load(written, label="x")
-    load(written, label="x", limits=Limits(max_depth=None))
+    load(written, label="x", limits=PickleLimits(max_depth=None))
 
 
 def test_namespaces_and_ordered_dicts_made_by_us_are_real_ones() -> None:
-    tree = namespace({"a": 1, "extra": ordered_dict({"k": (1, 2)})})
+    tree = make_namespace({"a": 1, "extra": make_ordered_dict({"k": (1, 2)})})
     found = pickle.loads(dumps(tree))
     assert found == argparse.Namespace(a=1, extra=collections.OrderedDict(k=(1, 2)))
     assert isinstance(found.extra, collections.OrderedDict)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.stored import Extent, StoredArray
@@ -67,7 +67,7 @@ def test_any_box_is_the_slice_of_the_tensor(order: str, raw_bytes: int, cut: obj
     reader = BoxReader(catalog, model.store)
     expected = values("w", (6, 4, 8))
     for box in (
-        whole((6, 4, 8)),
+        full_box((6, 4, 8)),
         Box((0, 0, 0), (1, 1, 1)),
         Box((1, 1, 3), (4, 2, 3)),
         Box((5, 0, 7), (1, 4, 1)),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta, whole_fragment
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import ArrayT, Extent, PlannedArray, StoredArray
@@ -113,7 +113,7 @@ def test_a_region_that_would_be_written_nowhere_is_refused() -> None:
 
 
 def test_a_hole_in_a_target_array_is_refused() -> None:
-    cut = Cut([("big", (12, 9), [(whole(SHAPE), (0, 0))])])
+    cut = Cut([("big", (12, 9), [(full_box(SHAPE), (0, 0))])])
     refused(CorruptError, r"nothing fills \[0:12, 8:9\] of array 'big'", *catalogs(one("w", SHAPE), cut))
 
 
@@ -126,7 +126,9 @@ def test_an_array_that_nothing_fills_is_refused() -> None:
 @pytest.mark.parametrize("at", [(0, 0), (3, 0)])
 def test_double_writes_are_refused(at: tuple[int, int]) -> None:
     half = Box((0, 0), (6, 8))
-    cut = Cut([("a", (12, 8), [(half, (0, 0)), (Box((6, 0), (6, 8)), at)]), ("b", (12, 8), [(whole(SHAPE), (0, 0))])])
+    cut = Cut(
+        [("a", (12, 8), [(half, (0, 0)), (Box((6, 0), (6, 8)), at)]), ("b", (12, 8), [(full_box(SHAPE), (0, 0))])]
+    )
     err = refused(CorruptError, "twice|nothing fills", *catalogs(one("w", SHAPE), cut))
     assert err.key == "w"
 
@@ -134,7 +136,7 @@ def test_double_writes_are_refused(at: tuple[int, int]) -> None:
 def test_two_tensors_cannot_fill_one_array() -> None:
     tensors = {"a": SHAPE, "b": SHAPE}
     source = Model(tensors, {key: one(key, SHAPE) for key in tensors}).source()
-    cut = Cut([("same", SHAPE, [(whole(SHAPE), (0, 0))])])
+    cut = Cut([("same", SHAPE, [(full_box(SHAPE), (0, 0))])])
     target, images = Model(tensors, {"a": cut, "b": cut}).target()
     err = refused(CorruptError, "written twice", source, target, images[:1])
     assert err.key == "b"
@@ -174,7 +176,7 @@ def test_dtypes_of_one_tensor_must_agree() -> None:
 def test_casts_that_lose_values_are_unsupported() -> None:
     source, target, images = catalogs(one("w", SHAPE), one("w", SHAPE))
     floats = with_fragment(source, lambda f: replace(f, array=replace(f.array, dtype="float32")))  # type: ignore[type-var]
-    refused(UnsupportedError, "float32 is not cast to int32", floats, target, images)
+    refused(UnsupportedError, "casting float32 to int32 is not supported", floats, target, images)
 
 
 def test_the_memory_need_is_stated_and_kept() -> None:

@@ -19,7 +19,7 @@ from core.catalog.catalog import Catalog, catalog_of_arrays
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, Report
-from core.files.store import MemoryStore, ReadStore, files_below
+from core.files.store import MemoryStore, ReadStore, list_files_below
 from core.opening.open import open_checkpoint
 from core.scan.run import scan
 from core.scan.sums import WantedSums
@@ -90,7 +90,7 @@ def check(catalog: Catalog, store: ReadStore) -> None:
         assert bytes(seen.data[name]) == data, name
         assert found.arrays[name].crc == crc32(data)
         assert found.arrays[name].digest == digest_of(data).hex()
-    files = files_below(store)
+    files = list_files_below(store)
     assert found.files.keys() == files.keys()
     for name, size in files.items():
         data = store.read(name, 0, size)

@@ -123,9 +123,8 @@ def test_after_a_failed_sync_nothing_more_is_recorded(tmp_path: Path) -> None:
 
 
 def test_folders_are_made_and_removed_as_long_as_they_are_empty(tmp_path: Path) -> None:
-    made: list[Path] = []
-    make_folders(tmp_path / "a" / "b" / "c", made)
-    assert made == [tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"]
+    folders = make_folders(tmp_path / "a" / "b" / "c")
+    assert folders == [tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"]
     (tmp_path / "a" / "mine").write_text("")
-    remove_empty(made)
+    remove_empty(folders)
     assert os.listdir(tmp_path / "a") == ["mine"]

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from core.arrays.box import Box, c_strides, whole
+from core.arrays.box import Box, c_strides, full_box
 from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray
@@ -61,7 +61,7 @@ def pieces(key: str, shape: tuple[int, ...], axis: int, n: int, *, segments: int
 
 def one(key: str, shape: tuple[int, ...]) -> Cut:
     """The tensor as one array."""
-    return Cut([(f"{key}/all", shape, [(whole(shape), (0,) * len(shape))])])
+    return Cut([(f"{key}/all", shape, [(full_box(shape), (0,) * len(shape))])])
 
 
 def region(at: Sequence[int], box: Box, rank: int) -> tuple[slice, ...]:

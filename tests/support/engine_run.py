@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.catalog.stored import Extent, PlannedArray, StoredArray
@@ -59,7 +59,7 @@ def target_catalog(*, is_file: bool) -> tuple[TargetCatalog, list[FileImage]]:
     arrays = {f"t{n}": PlannedArray(f"t{n}", "bfloat16", (ROWS, COLUMNS)) for n in range(TENSORS)}
 
     def fragments_of(key: str) -> list[TargetFragment]:
-        return [Fragment(key, whole((ROWS, COLUMNS)), arrays[key], (0, 0))]
+        return [Fragment(key, full_box((ROWS, COLUMNS)), arrays[key], (0, 0))]
 
     images = []
     at_once = TENSORS if is_file else TENSORS // 3

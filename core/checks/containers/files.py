@@ -18,7 +18,7 @@ from core.checks.finding import Finding, Severity
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
 from core.files.substitute import HEAD_BYTES, substitute_of
-from core.files.walk import AGAIN, NOWHERE
+from core.files.walk import BROKEN_LINK, REPEATED_LINK
 from core.stage.stage import stage_dir_of
 
 CODES = ALL
@@ -44,11 +44,11 @@ _PAGE_BYTES = 1 << 20
 
 def regular(subject: Subject) -> Iterator[Finding]:
     """CK104, CK105: everything is a file or a directory, and can be listed."""
-    for name, what in subject.tree.others.items():
+    for name, what in subject.tree.irregular.items():
         if "cannot be" in what:
             yield UNREADABLE_FILE.finding(f"{what}", file=name or None, found=what)
             continue
-        is_harmless = what == AGAIN or (what == NOWHERE and not DATA.search(name))
+        is_harmless = what == REPEATED_LINK or (what == BROKEN_LINK and not DATA.search(name))
         severity = Severity.NOTE if is_harmless else None
         yield IRREGULAR.finding(f"it is {what}", file=name, expected="a regular file", found=what, severity=severity)
 

@@ -22,7 +22,7 @@ from core.checks.level import Level
 from core.checks.problems import finding_of, problems_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.files.json_object import small_file
+from core.files.json_object import read_small_file
 from core.files.store import ReadStore
 from core.formats.mcore.objects import shard_grids
 from core.formats.zarr import format as zarr
@@ -45,11 +45,11 @@ Parsed = Callable[[ReadStore, str, str], ZarrArray | None]
 
 
 def _v2(store: ReadStore, file: str, key: str) -> ZarrArray | None:
-    return parse_zarray(small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=key), file=file, key=key)
+    return parse_zarray(read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=key), file=file, key=key)
 
 
 def _v3(store: ReadStore, file: str, key: str) -> ZarrArray | None:
-    kind, metadata = node_of(small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=key), file=file)
+    kind, metadata = node_of(read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=key), file=file)
     return parse_array(metadata, file=file, key=key) if kind == "array" else None
 
 

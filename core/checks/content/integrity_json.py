@@ -20,7 +20,7 @@ from core.checks.level import Level
 from core.checks.subject import Subject
 from core.checks.watch import Watch
 from core.errors import CheckpointingException, CorruptError
-from core.files.json_object import parsed_object
+from core.files.json_object import read_json_object
 
 INTEGRITY = "integrity.json"
 _ALGORITHM = "sha256"
@@ -90,7 +90,7 @@ def _listed(subject: Subject) -> Mapping[str, str] | CheckpointingException | No
     if subject.store.entry is not None or INTEGRITY not in subject.files:
         return None
     try:
-        found = parsed_object(subject.store, INTEGRITY)
+        found = read_json_object(subject.store, INTEGRITY)
         files, algorithm = found.get("files"), found.get("algorithm", _ALGORITHM)
         if algorithm != _ALGORITHM:
             raise CorruptError(f"algorithm {algorithm!r} is not {_ALGORITHM}", file=INTEGRITY)

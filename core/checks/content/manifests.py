@@ -58,7 +58,7 @@ def files(subject: Subject) -> Iterator[Finding]:
         if subject.is_explained(one.path):
             continue
         if size is None:
-            found = "something that is no file" if one.path in subject.tree.others else "nothing"
+            found = "something that is no file" if one.path in subject.tree.irregular else "nothing"
             yield MISSING.finding(f"{known.name} lists it", file=one.path, expected=f"{one.n_bytes} bytes", found=found)
         elif size != one.n_bytes:
             yield SIZE.finding(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.arrays.coverage import first_hole, first_overlap, is_tiled
 from core.catalog.catalog import Fragment, TensorMeta
 from core.checks.check import Check, Code
@@ -68,7 +68,7 @@ def tiled(subject: Subject) -> Iterator[Finding]:
 
 def _of_tensor(meta: TensorMeta, fragments: Sequence[Fragment], *, lists_chunks: bool) -> Iterator[Finding]:
     """The findings of one tensor."""
-    region = whole(meta.shape)
+    region = full_box(meta.shape)
     counts = Counter(fragment.box for fragment in fragments if not fragment.box.is_empty)
     boxes = list(counts)
     for box in (box for box in boxes if not (box.rank == region.rank and region.contains(box))):

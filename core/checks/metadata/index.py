@@ -18,7 +18,7 @@ from core.checks.level import Level
 from core.checks.problems import finding_of
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.files.json_object import object_of, small_file
+from core.files.json_object import parse_json_object, read_small_file
 from core.formats.huggingface.index import Index, read_index
 from core.formats.safetensors.files import is_piece
 from core.formats.safetensors.header import read_header
@@ -229,11 +229,11 @@ def small_files(subject: Subject) -> Iterator[Finding]:
         if not is_read or "/" in name or not 0 < size <= _MAX_JSON_BYTES or _INDEX.match(name):
             continue
         try:
-            data = small_file(subject.store, name, max_bytes=_MAX_JSON_BYTES)
+            data = read_small_file(subject.store, name, max_bytes=_MAX_JSON_BYTES)
             if name == _CONFIGS[0]:
-                object_of(data, file=name)  # as those who convert it read it
+                parse_json_object(data, file=name)  # as those who convert it read it
             elif data.lstrip()[:1] != b"[":  # some tools keep lists
-                object_of(data, file=name, max_values=1 << 24)
+                parse_json_object(data, file=name, max_values=1 << 24)
         except CheckpointingException as err:
             yield finding_of(err, default=SMALL, file=name, expected="a JSON object")
 

@@ -154,7 +154,7 @@ def _streams(subject: Subject) -> Iterator[tuple[str, int, int, str | None]]:
 
 def files_beside(subject: Subject) -> Iterator[Finding]:
     """CK603, CK605: programs, and names that play with a terminal."""
-    for name in (*subject.files, *subject.tree.others):
+    for name in (*subject.files, *subject.tree.irregular):
         if _PROGRAM.search(name):
             yield PROGRAM.finding("it would run on its own, and no checkpoint needs it", file=name)
         if not name.isprintable():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import AnyFragment, Fragment, TargetFragment, TensorMeta, bind_nothing
 from core.catalog.stored import AnyArray, ArrayT, Extent, PlannedArray, StoredArray
 from core.errors import UnsupportedError
@@ -226,7 +226,7 @@ def _fragments(meta: TensorMeta, arrays: Sequence[ArrayT], rows: Sequence[object
     found = []
     for row in rows:
         if isinstance(row, int):
-            found.append(Fragment(meta.key, whole(meta.shape), arrays[row], (0,) * len(meta.shape)))
+            found.append(Fragment(meta.key, full_box(meta.shape), arrays[row], (0,) * len(meta.shape)))
         else:
             number, offset, shape, at = _row(row)
             piece = arrays[number] if number >= 0 else None

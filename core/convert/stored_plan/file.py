@@ -35,7 +35,7 @@ from core.catalog.stored import PlannedArray, StoredArray, files_read
 from core.convert.stored_plan.codec import BINDERS, Decoder, Encoder, binder_name, refused
 from core.convert.stored_plan.division import Division, KeyWork
 from core.errors import CorruptError
-from core.files.store import ReadStore, translated
+from core.files.store import ReadStore, translate_os_errors
 from core.plan.items import ITEM_BYTES, Portion
 from core.plan.match import Match, is_all, match
 from core.plan.plan import Plan
@@ -298,7 +298,7 @@ def file_digest(path: Path) -> str:
     Raises:
         StorageError, MissingShardError: it cannot be read.
     """
-    with translated(str(path), doing="read"), path.open("rb") as file:
+    with translate_os_errors(str(path), doing="read"), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -325,7 +325,7 @@ class StoredPlan:
         self._fd = -1
 
     def __enter__(self) -> StoredPlan:
-        with translated(str(self.path), doing="read"):
+        with translate_os_errors(str(self.path), doing="read"):
             self._fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 self._check()

@@ -38,7 +38,7 @@ from core.device.device import Device
 from core.errors import WorkerError
 from core.files.folders import sync_folders
 from core.files.network_mounts import file_system_of, is_coherent
-from core.files.store import LocalStore, translated
+from core.files.store import LocalStore, translate_os_errors
 from core.megatron.reshard.reshard import load_rules
 from core.plan.items import ITEM_BYTES
 from core.stage.existing import check_replaceable
@@ -241,7 +241,7 @@ class _Lead:
         """Writes the plan's file; its SHA-256."""
         finish_plan(spooled, written, division)
         spooled.seek(0)
-        with translated(str(path), doing="write"), path.open("wb") as file:
+        with translate_os_errors(str(path), doing="write"), path.open("wb") as file:
             shutil.copyfileobj(spooled, file)
         return file_digest(path)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from core.errors import StorageError
 from core.files.folders import sync_folder
-from core.files.store import checked_name, translated
+from core.files.store import check_name, translate_os_errors
 
 
 def write_file(checkpoint_dir: str | os.PathLike[str], name: str, pieces: Iterable[bytes | memoryview]) -> None:
@@ -26,13 +26,13 @@ def write_file(checkpoint_dir: str | os.PathLike[str], name: str, pieces: Iterab
             nothing new is visible then.
     """
     root = Path(checkpoint_dir)
-    path = root / checked_name(name)
-    with translated(str(root), doing="look at"):
+    path = root / check_name(name)
+    with translate_os_errors(str(root), doing="look at"):
         is_dir = root.is_dir()
     if not is_dir:
         raise StorageError("the directory does not exist", file=str(root), hint="create it before saving into it")
     # Write a hidden file next to the target and rename it, so that no reader sees a part of it.
-    with translated(str(path), doing="write"):
+    with translate_os_errors(str(path), doing="write"):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.ckpt-part")
         try:

@@ -32,8 +32,8 @@ from core.dist_checkpointing._directory.durable_file import write_file
 from core.dist_checkpointing.core import CONFIG_FNAME, save_config
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
 from core.files.folders import empty_folder, sync_folder, sync_tree
-from core.files.json_object import object_of
-from core.files.store import translated
+from core.files.json_object import parse_json_object
+from core.files.store import translate_os_errors
 from core.files.syscalls import rename_new
 from core.manifest.of_copy import manifest_name
 from core.stage.folder_lock import FolderLock, is_current, lock_folder
@@ -94,11 +94,11 @@ class Publication:
             raise
 
     def _begin(self) -> None:
-        with translated(str(self.checkpoint_dir), doing="clear away an interrupted save in"):
+        with translate_os_errors(str(self.checkpoint_dir), doing="clear away an interrupted save in"):
             _clear_away(self._stage_dir)
         if not self._overwrite:
             _check_empty(self.checkpoint_dir)
-        with translated(str(self.data_dir), doing="create"):
+        with translate_os_errors(str(self.data_dir), doing="create"):
             self.data_dir.mkdir()
 
     def publish(self, config: CheckpointingConfig, *, is_synced: bool = False) -> None:
@@ -116,7 +116,7 @@ class Publication:
         """
         try:
             self._check_stage()
-            with translated(str(self.checkpoint_dir), doing="publish"):
+            with translate_os_errors(str(self.checkpoint_dir), doing="publish"):
                 save_config(config, self.data_dir)
                 if not is_synced:
                     sync_tree(self.data_dir)
@@ -133,7 +133,7 @@ class Publication:
         Raises:
             StorageError: the stage was removed.
         """
-        with translated(str(self.checkpoint_dir), doing="look at"):
+        with translate_os_errors(str(self.checkpoint_dir), doing="look at"):
             is_ours = is_current(self._lock_fd, self._stage_dir)
         if not is_ours:
             raise StorageError(
@@ -234,14 +234,14 @@ def _check_directory(checkpoint_dir: Path) -> None:
         raise UsageError(
             "the directory to save into does not exist", file=str(checkpoint_dir), hint="create it before the save"
         )
-    with translated(str(checkpoint_dir), doing="look at"):
+    with translate_os_errors(str(checkpoint_dir), doing="look at"):
         is_dir = checkpoint_dir.is_dir()
     if not is_dir:
         raise UsageError("a checkpoint is saved into a directory, but this is a file", file=str(checkpoint_dir))
 
 
 def _check_empty(checkpoint_dir: Path) -> None:
-    with translated(str(checkpoint_dir), doing="read"):
+    with translate_os_errors(str(checkpoint_dir), doing="read"):
         names = sorted(set(os.listdir(checkpoint_dir)) - {STAGE})
     if names:
         content = "a checkpoint" if CONFIG_FNAME in names else "files"
@@ -269,7 +269,7 @@ def _clear_away(stage_dir: Path) -> None:
 def _names_to_move(stage_dir: Path) -> list[str]:
     """Return the names that a publication had begun to move; [] if it had not begun."""
     try:
-        names = object_of((stage_dir / _ENTRIES).read_bytes(), file=f"{STAGE}/{_ENTRIES}").get("entries")
+        names = parse_json_object((stage_dir / _ENTRIES).read_bytes(), file=f"{STAGE}/{_ENTRIES}").get("entries")
     except (OSError, CheckpointingException):  # missing, or truncated before any entry moved
         return []
     if not isinstance(names, list):

@@ -16,7 +16,7 @@ from pathlib import Path
 from core.dist_checkpointing._directory.durable_file import write_file
 from core.errors import UnsupportedError, UsageError
 from core.files.folders import sync_folder
-from core.files.store import LocalStore, translated
+from core.files.store import LocalStore, translate_os_errors
 from core.formats.dcp.columns import DcpMetadata
 from core.formats.dcp.format import METADATA, metadata_of
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
@@ -122,5 +122,5 @@ def delete_file(path: Path) -> None:
     Raises:
         StorageError: the file cannot be deleted.
     """
-    with translated(str(path), doing="delete"):
+    with translate_os_errors(str(path), doing="delete"):
         path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import StoredObject, TargetCatalog
 from core.catalog.file_image import FileImage
 from core.catalog.stored import Extent, StoredArray
@@ -29,7 +29,7 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
     lay_out,
 )
 from core.errors import CheckpointingException, CorruptError, UsageError
-from core.files.store import MemoryStore, translated
+from core.files.store import MemoryStore, translate_os_errors
 from core.formats.dcp.items import BEHIND
 from core.formats.format import Format
 from core.formats.torch.format import load_object
@@ -146,7 +146,7 @@ def write_rest(
         check_same_positions(layout, full_layout)
         layout = full_layout
         target = layout.target
-        share = share_of(target, layout.images, {key: [whole(meta.shape)] for key, meta in target.hidden.items()})
+        share = share_of(target, layout.images, {key: [full_box(meta.shape)] for key, meta in target.hidden.items()})
         plan = make_plan(layout.source, share.target, share.images, compares=False, is_share=True)
         execute(plan, memory, store, CopyOptions(crc=False, digest=False))
     # Write headers and trailers, those of metadata files last.
@@ -168,7 +168,7 @@ def _check_sizes(sizes: Mapping[str, int], store: StageStore) -> None:
     """
     for name, n_bytes in sizes.items():
         path = store.root / name
-        with translated(str(path), doing="check"):
+        with translate_os_errors(str(path), doing="check"):
             n_found = path.stat().st_size
         if n_found != n_bytes:
             raise CorruptError(f"a rank has written {n_found} bytes, expected {n_bytes}", file=name)

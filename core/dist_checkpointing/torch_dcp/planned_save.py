@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.arrays.coverage import first_hole, first_overlap, is_tiled
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TargetCatalog, TargetFragment, TensorMeta
 from core.catalog.file_image import FileImage, PlacedArray, no_literals
@@ -34,7 +34,7 @@ from core.live.share import HOLDER, filled, is_own
 from core.live.tensors import Chunk, metas_of_chunks
 from core.opening.target import source_and_target, tensors_only
 from core.pickle.inert import ObjectLeaf, TensorLeaf
-from core.pickle.nesting import Index, nested
+from core.pickle.nesting import ListIndex, nest_leaves
 from core.plan.plan import make_plan
 from core.plan.positions import described
 
@@ -90,9 +90,9 @@ class PlannedSave:
             return None
         leaves: dict[KeyPath, object] = {}
         for key in (*self.tensors, *objects):
-            path = tuple(Index(part) if isinstance(part, int) else part for part in self.paths.get(key, (key,)))
+            path = tuple(ListIndex(part) if isinstance(part, int) else part for part in self.paths.get(key, (key,)))
             leaves[path] = TensorLeaf(key) if key in self.tensors else ObjectLeaf(key)
-        return nested(leaves)
+        return nest_leaves(leaves)
 
 
 def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
@@ -133,7 +133,7 @@ def _assign_pieces(
             if not chunk.box.is_empty:
                 pieces[chunk.key].setdefault(chunk.box, rank)
             elif tensors[chunk.key].n_elements == 0 and not pieces[chunk.key]:
-                pieces[chunk.key][whole(chunk.shape)] = rank
+                pieces[chunk.key][full_box(chunk.shape)] = rank
     return pieces
 
 
@@ -153,7 +153,7 @@ def _check_pieces(tensor: TensorMeta, writers: Mapping[Box, int]) -> None:
     if overlap is not None:
         first, second = (f"{described(boxes[n])} of rank {writers[boxes[n]]}" for n in overlap)
         raise UsageError(f"{first} and {second} overlap: two ranks would write the same elements", key=tensor.key)
-    region = whole(tensor.shape)
+    region = full_box(tensor.shape)
     if not region.is_empty and not is_tiled(region, boxes):
         raise MissingShardError(f"no rank has {described(first_hole(region, boxes))} of the tensor", key=tensor.key)
 

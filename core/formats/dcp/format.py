@@ -85,7 +85,7 @@ from core.formats.torch.format import item_location
 from core.formats.torch.refused import aside_notes, loadable
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.key_text import text_of
-from core.pickle.nesting import Index, Path, entries, nested
+from core.pickle.nesting import ListIndex, Path, entries, nest_leaves
 
 if TYPE_CHECKING:
     from core.catalog.file_image import FileImage
@@ -373,11 +373,11 @@ def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> obj
     leaves: dict[Path, object] = {}
     for key in keys:
         path = metadata.planner_data.get(key, (key,))
-        place: Path = tuple(Index(part) if isinstance(part, int) else part for part in path)
+        place: Path = tuple(ListIndex(part) if isinstance(part, int) else part for part in path)
         if place in leaves or not place:
             raise CorruptError(f"planner_data gives the path {path} to two entries", file=METADATA, key=key)
         leaves[place] = ObjectLeaf(key) if key in objects else TensorLeaf(key)
-    return nested(leaves)
+    return nest_leaves(leaves)
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
@@ -403,7 +403,7 @@ def paths_of(catalog: AnyCatalog) -> dict[str, tuple[str | int, ...]]:
     paths: dict[str, tuple[str | int, ...]] = {}
     if catalog.skeleton is not None:
         for entry in entries(catalog.skeleton):
-            path = tuple(int(part) if isinstance(part, Index) else text_of(part) for part in entry.path)
+            path = tuple(int(part) if isinstance(part, ListIndex) else text_of(part) for part in entry.path)
             if ".".join(map(str, path)) == entry.key and (entry.key in catalog.tensors or entry.key in catalog.objects):
                 paths[entry.key] = path
     for key in (*catalog.tensors, *catalog.objects):

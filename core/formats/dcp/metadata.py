@@ -48,7 +48,7 @@ from core.errors import (
     raising,
 )
 from core.files.sandbox import run_sandboxed
-from core.files.store import checked_name
+from core.files.store import check_name
 from core.formats.dcp.columns import DcpChunk, DcpItem, DcpMetadata, DcpTensor
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.dcp.records import (
@@ -384,7 +384,7 @@ class _Reader:
             raise CorruptError("malformed entry of storage_data: a name is not text")
         file = files.get(name)
         if file is None:
-            file = files[checked_name(name)] = len(files)
+            file = files[check_name(name)] = len(files)
             self.names.append(name)
         if not (
             type(offset) is type(n_bytes) is int and offset >= 0 and n_bytes >= 0 and offset + n_bytes < _MAX_EXTENT

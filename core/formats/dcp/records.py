@@ -141,7 +141,7 @@ def read_by_machine(data: bytes, *, label: str) -> object:
     Raises:
         CorruptError, UnsafeError: those of ``core.pickle.reader.load``.
     """
-    limits = safe_pickle.Limits(max_depth=None)
+    limits = safe_pickle.PickleLimits(max_depth=None)
     return safe_pickle.load(data, label=label, hooks=_HOOKS, persistent_load=_refuse_persistent, limits=limits)
 
 

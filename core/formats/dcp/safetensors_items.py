@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from core.errors import CorruptError, MissingShardError
-from core.files.json_object import object_of
+from core.files.json_object import parse_json_object
 from core.formats.safetensors.header import Header, looks_like_header, read_header
 from core.formats.safetensors.pieces import SHARDING_INFO
 
@@ -124,7 +124,7 @@ def _stated_offsets(header: Header) -> dict[str, object]:
     if text is None:
         return {}
     try:
-        stated: Any = object_of(text.encode(), file=header.file)
+        stated: Any = parse_json_object(text.encode(), file=header.file)
         return {key: info[_OFFSETS] for key, info in stated.items()}
     except (CorruptError, TypeError, KeyError) as err:
         raise CorruptError(f"{SHARDING_INFO} is malformed: {err}", file=header.file) from err

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.arrays.box import Shape, boxes_of_flat_range, whole
+from core.arrays.box import Shape, boxes_of_flat_range, full_box
 from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Fragment
 from core.catalog.stored import Extent, StoredArray
@@ -53,7 +53,7 @@ def held_whole(array: StoredArray) -> Held:
     """A tensor that is one stored array."""
 
     def fragments(key: str) -> Sequence[Fragment]:
-        return (Fragment(key, whole(array.shape), array, (0,) * len(array.shape)),)
+        return (Fragment(key, full_box(array.shape), array, (0,) * len(array.shape)),)
 
     return Held(array.dtype, array.shape, fragments)
 

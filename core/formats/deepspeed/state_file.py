@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from core.errors import CorruptError
 from core.formats.torch.format import parse
 from core.pickle.inert import Inert, ObjectLeaf, TensorLeaf, as_mapping
-from core.pickle.nesting import mapped
+from core.pickle.nesting import map_leaves
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -112,7 +112,7 @@ def read_value(store: ReadStore, file: str) -> tuple[object, dict[str, StoredArr
         UnsupportedError, UnsafeError: as ``parse``.
     """
     tree = parse(store, file, prefix=f"{file}:")
-    value = mapped(
+    value = map_leaves(
         tree.value, lambda entry: tree.objects[entry.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
     )
     return value, {**tree.arrays, **tree.hidden}

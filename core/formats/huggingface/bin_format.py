@@ -43,7 +43,7 @@ from core.formats.huggingface.files import with_carried
 from core.formats.huggingface.index import Index, read_index
 from core.formats.torch.format import SUFFIXES, TorchTree, catalog_of, parse
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
-from core.pickle.nesting import Entry, mapped
+from core.pickle.nesting import LeafEntry, map_leaves
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -284,13 +284,13 @@ class _Merged:
 def _without_prefix(tree: TorchTree, prefix: str) -> object:
     """A tree's value with the plain keys of its entries; tensors inside objects keep theirs."""
 
-    def plain(entry: Entry) -> object:
+    def plain(entry: LeafEntry) -> object:
         leaf = entry.leaf
         if isinstance(leaf, (TensorLeaf, ObjectLeaf)):
             return replace(leaf, key=leaf.key.removeprefix(prefix))
         return leaf
 
-    return mapped(tree.value, plain)
+    return map_leaves(tree.value, plain)
 
 
 FORMAT = Format(

@@ -29,7 +29,7 @@ from core.catalog.file_image import FileImage, PlacedArray, literal_file
 from core.catalog.files_beside import carried_of
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
-from core.files.json_object import parsed_object
+from core.files.json_object import read_json_object
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -95,7 +95,7 @@ def config_of(store: ReadStore) -> dict[str, object] | None:
     """
     if not store.exists(CONFIG):
         return None
-    return parsed_object(store, CONFIG, max_bytes=_MAX_CONFIG_BYTES)
+    return read_json_object(store, CONFIG, max_bytes=_MAX_CONFIG_BYTES)
 
 
 def config_number(config: Mapping[str, object], name: str) -> int | None:

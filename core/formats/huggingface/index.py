@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError
-from core.files.json_object import parsed_object
-from core.files.store import checked_name
+from core.files.json_object import read_json_object
+from core.files.store import check_name
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -47,7 +47,7 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> Index:
         UnsafeError: it names a file outside the directory.
         MissingShardError: there is no such index.
     """
-    found = parsed_object(store, file)
+    found = read_json_object(store, file)
     weight_map = found.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError(
@@ -55,7 +55,7 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> Index:
             file=file,
             hint="copy the checkpoint again, with all its files",
         )
-    file_of = {key: checked_name(name, found_in=file) for key, name in weight_map.items()}
+    file_of = {key: check_name(name, found_in=file) for key, name in weight_map.items()}
     for key, name in file_of.items():
         if not name.endswith(suffix):
             kind = suffix.removeprefix(".")

@@ -21,7 +21,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.formats.mcore.objects import is_sharded_object
 from core.formats.torch.format import load_object, plan_tree
 from core.pickle.inert import as_mapping
-from core.pickle.nesting import REMOVED, Entry, mapped
+from core.pickle.nesting import REMOVED, LeafEntry, map_leaves
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog, TargetCatalog
@@ -76,7 +76,7 @@ def common_state(target: TargetCatalog) -> dict[object, object]:
 
     placed: set[str] = set()
 
-    def value_of(entry: Entry) -> object:
+    def value_of(entry: LeafEntry) -> object:
         if entry.key not in loose:
             return REMOVED
         placed.add(entry.key)
@@ -84,7 +84,7 @@ def common_state(target: TargetCatalog) -> dict[object, object]:
 
     found: dict[object, object] = {}
     if loose and target.skeleton is not None:
-        found |= as_mapping(mapped(target.skeleton, value_of)) or {}
+        found |= as_mapping(map_leaves(target.skeleton, value_of)) or {}
     found |= {key: item.value for key, item in loose.items() if key not in placed}
     return {**found, **(target.common or {})}
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.file_image import FileImage, literal_file
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.files.json_object import parsed_object
+from core.files.json_object import read_json_object
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -39,7 +39,7 @@ def config_of(store: ReadStore) -> dict[str, object]:
     Raises:
         CorruptError: it is not a JSON object.
     """
-    return parsed_object(store, CONFIG, max_bytes=_MAX_CONFIG_BYTES)
+    return read_json_object(store, CONFIG, max_bytes=_MAX_CONFIG_BYTES)
 
 
 def names_backend(store: ReadStore) -> bool:

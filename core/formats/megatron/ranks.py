@@ -20,7 +20,7 @@ from core.formats.torch.zip.container import Record
 from core.megatron.extras.common_state import OPTIMIZER, is_chunk
 from core.megatron.model.args import replaced
 from core.pickle.inert import Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
-from core.pickle.nesting import entries, mapped
+from core.pickle.nesting import entries, map_leaves
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -190,7 +190,7 @@ def _parts(node: object) -> Iterator[object]:
 def _inlined(tree: TorchTree) -> object:
     """The content of a file with every object in its place."""
     objects = tree.objects
-    return mapped(
+    return map_leaves(
         tree.value, lambda entry: objects[entry.leaf.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
     )
 

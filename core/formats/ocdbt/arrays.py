@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError
-from core.files.json_object import small_file
+from core.files.json_object import read_small_file
 from core.formats.ocdbt.database import Database
 from core.formats.ocdbt.entries import MANIFEST
 from core.formats.zarr.chunks import Chunks, folder_chunks, fragments_of_chunks
@@ -109,7 +109,7 @@ def _metadata(store: ReadStore, prefix: str, name: str) -> tuple[str, ZarrArray]
     for file in (prefix + ARRAY_FILE, prefix + METADATA_FILE):
         if not store.exists(file):
             continue
-        data = small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=name)
+        data = read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES, key=name)
         if file.endswith(ARRAY_FILE):
             return file, parse_zarray(data, file=file, key=name)
         kind, metadata = node_of(data, file=file)

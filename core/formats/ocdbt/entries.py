@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, CorruptError, TruncatedError
-from core.files.store import checked_name
+from core.files.store import check_name
 from core.formats.ocdbt.nodes import Budget, Manifest, Place, read_manifest, read_node
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class _Walk:
         path = self._root + place.path
         size = self._sizes.get(path)
         if size is None:
-            size = self._sizes[path] = self._store.size(checked_name(path, found_in=self._root + MANIFEST))
+            size = self._sizes[path] = self._store.size(check_name(path, found_in=self._root + MANIFEST))
         if place.offset + place.n_bytes > size:
             raise TruncatedError(
                 f"the file has {size} bytes, but the database has data up to byte {place.offset + place.n_bytes}",

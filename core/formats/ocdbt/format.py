@@ -46,7 +46,7 @@ from core.formats.ocdbt.entries import MANIFEST
 from core.formats.ocdbt.tree import TREE, leaves_of
 from core.formats.zarr.facets import ZarrFacts
 from core.pickle.inert import ObjectLeaf, TensorLeaf
-from core.pickle.nesting import Path, nested
+from core.pickle.nesting import Path, nest_leaves
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -191,7 +191,7 @@ def _skeleton(store: ReadStore, parts: Mapping[str, _Item]) -> object:
             if not at or at in leaves:
                 raise CorruptError(f"{TREE} gives the path {at!r:.200} to two entries", file=store.label)
             leaves[at] = ObjectLeaf(prefix + name) if name in part.objects else TensorLeaf(prefix + name)
-    return nested(leaves)
+    return nest_leaves(leaves)
 
 
 def _iteration(catalog: Catalog, store: ReadStore, notes: list[str]) -> int | None:

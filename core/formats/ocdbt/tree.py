@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.errors import CorruptError, MissingShardError
-from core.files.json_object import parsed_object
-from core.pickle.nesting import Index, Path
+from core.files.json_object import read_json_object
+from core.pickle.nesting import ListIndex, Path
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -101,11 +101,11 @@ def _path(steps: Any) -> Path:
             raise ValueError(f"a key {name!r:.40} of the type {kind!r:.40}")
         if kind == _INDEX and not (name.isascii() and name.isdigit() and len(name) < 10):
             raise ValueError(f"the index {name!r:.40}")
-        path.append(Index(name) if kind == _INDEX else name)
+        path.append(ListIndex(name) if kind == _INDEX else name)
     if not path:
         raise ValueError("a path without keys")
     return tuple(path)
 
 
 def _object(store: ReadStore, file: str) -> dict[str, object]:
-    return parsed_object(store, file, max_bytes=_MAX_JSON_BYTES, max_values=_MAX_JSON_VALUES)
+    return read_json_object(store, file, max_bytes=_MAX_JSON_BYTES, max_values=_MAX_JSON_VALUES)

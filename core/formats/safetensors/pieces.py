@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from core.arrays.box import Box, Shape, whole
+from core.arrays.box import Box, Shape, full_box
 from core.arrays.coverage import first_hole, first_overlap
 from core.arrays.dtypes import DTYPES
 from core.catalog.catalog import Fragment, TensorMeta
@@ -142,7 +142,7 @@ def _fragments(meta: TensorMeta, pieces: list[tuple[Box, StoredArray]]) -> tuple
             key=meta.key,
         )
     if sum(box.n_elements for box in boxes) != meta.n_elements:
-        hole = first_hole(whole(meta.shape), boxes)
+        hole = first_hole(full_box(meta.shape), boxes)
         assert hole is not None
         raise MissingShardError(
             f"no piece holds offset {list(hole.offset)} shape {list(hole.shape)} of the tensor of shape "

@@ -47,14 +47,14 @@ from core.formats.torch.zip.tree_layout import TreePlan as TreePlan
 from core.formats.torch.zip.tree_layout import plan_tree as plan_tree
 from core.pickle.cycles import ENDLESS, endless_error
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, as_mapping, attributes, walk
-from core.pickle.nesting import mapped
+from core.pickle.nesting import map_leaves
 from core.pickle.reader import gc_paused
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
     from core.catalog.catalog import Catalog
     from core.files.store import ReadStore
-    from core.pickle.nesting import Entry
+    from core.pickle.nesting import LeafEntry
 
 FILE_NAME = "checkpoint.pt"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -186,7 +186,7 @@ def _root(target: TargetCatalog) -> object:
         flat.update((key, item.value) for key, item in target.objects.items())
         return flat
 
-    def value_of(entry: Entry) -> object:
+    def value_of(entry: LeafEntry) -> object:
         if not isinstance(entry.leaf, ObjectLeaf):
             return entry.leaf
         item = target.objects[entry.leaf.key]
@@ -194,7 +194,7 @@ def _root(target: TargetCatalog) -> object:
             raise UnsupportedError("an object was not read yet", key=item.key)
         return item.value
 
-    return mapped(target.skeleton, value_of)
+    return map_leaves(target.skeleton, value_of)
 
 
 FORMAT = Format(

@@ -23,21 +23,21 @@ from core.formats.torch.stream import stream_kind, tar_members
 from core.formats.torch.zip.container import read_archive
 from core.formats.torch.zip.records import read_pickle
 from core.pickle.inert import Global, Inert, Persistent, walk
-from core.pickle.reader import Limits, ReadPickle, gc_paused, load, load_next, note_uses, noting_uses
+from core.pickle.reader import PickleLimits, ReadPickle, gc_paused, load, load_next, note_uses, noting_uses
 from core.pickle.uses import Use, is_plain_call, uses_of_node
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 _MAX_DEPTH = 4
-_MAX_LOADED = Limits().max_streams
+_MAX_LOADED = PickleLimits().max_streams
 """Nested streams of one value that are read if something loads them: a tensor each where a model was pickled."""
 _MAX_LYING = 1000
 _MAX_BYTES = 64 << 20
 """Those that only lie there, and their bytes."""
 _MAX_TRIED = 10_000
 """Bytes that are looked at whether they are such streams."""
-_MAX_USES = 3 * Limits().max_names
+_MAX_USES = 3 * PickleLimits().max_names
 """Uses beyond which no further stream is read."""
 _SMALL_BYTES = 8192
 _MAX_TEXT_BYTES = 1 << 20

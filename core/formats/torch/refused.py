@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from core.errors import UnsupportedError
 from core.formats.torch.weights_only import ASIDE_KEY, RefusedKey, refused, set_aside
 from core.pickle.inert import Global, Inert, TensorLeaf, walk
-from core.pickle.nesting import joined
+from core.pickle.nesting import join_path
 from core.pickle.reader import globals_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _NUMPY = {
 
 def refusal_notes(target: TargetCatalog) -> list[str]:
     """Return a note that names the objects of a torch file that weights_only refuses."""
-    objects = {joined(path) or "the root": value for path, value in refused(target.skeleton)}
+    objects = {join_path(path) or "the root": value for path, value in refused(target.skeleton)}
     if not objects:
         return []
     names = _listed(objects)

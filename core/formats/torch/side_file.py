@@ -31,7 +31,7 @@ from core.formats.torch.tree import load_object
 from core.formats.torch.weights_only import set_aside
 from core.formats.torch.zip.tree_layout import plan_tree
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, walk
-from core.pickle.nesting import Entry, entries, mapped
+from core.pickle.nesting import LeafEntry, entries, map_leaves
 from core.pickle.plain import from_plain, to_plain
 from core.pickle.reader import gc_paused
 
@@ -120,7 +120,7 @@ def _marked(target: TargetCatalog) -> object:
 
     kind_of = {facts: kind for kind, facts in _KINDS.items()}
 
-    def mark(entry: Entry) -> object:
+    def mark(entry: LeafEntry) -> object:
         leaf = entry.leaf
         if isinstance(leaf, TensorLeaf) and leaf.key in target.tensors:
             return ObjectLeaf(f"{kind_of[leaf.wrapper, leaf.requires_grad]}:{leaf.key}")
@@ -128,7 +128,7 @@ def _marked(target: TargetCatalog) -> object:
         is_object = item is not None and (isinstance(leaf, ObjectLeaf) or item.value is leaf)
         return ObjectLeaf(f"object:{entry.key}") if is_object else leaf
 
-    return mapped(target.skeleton, mark)
+    return map_leaves(target.skeleton, mark)
 
 
 def read_objects(store: ReadStore) -> ObjectsBeside | None:
@@ -171,7 +171,7 @@ def _unmarked(spelled: object, *, file: str) -> object:
         err.file = err.file or file
         raise
 
-    def leaf_of(entry: Entry) -> object:
+    def leaf_of(entry: LeafEntry) -> object:
         if not isinstance(entry.leaf, ObjectLeaf):
             return entry.leaf
         kind, _, key = entry.leaf.key.partition(":")
@@ -181,7 +181,7 @@ def _unmarked(spelled: object, *, file: str) -> object:
             raise CorruptError(f"the skeleton has a place of the unknown kind {kind[:40]!r}", file=file)
         return TensorLeaf(key, *_KINDS[kind])
 
-    return mapped(marked, leaf_of)
+    return map_leaves(marked, leaf_of)
 
 
 def with_objects(catalog: Catalog, beside: ObjectsBeside | None) -> Catalog:

@@ -24,11 +24,11 @@ from core.formats.torch.tensors import Hook, Location, TensorReader, unsupported
 from core.formats.torch.weights_only import put_back
 from core.formats.torch.zip.container import Record, check_kind, read_archive
 from core.formats.torch.zip.records import encoded, is_big_endian, pickle_limits, read_pickle, read_record
-from core.pickle.cycles import ENDLESS, cut
+from core.pickle.cycles import ENDLESS, cut_cycles
 from core.pickle.inert import PLAIN, ObjectLeaf, TensorLeaf, as_mapping, is_flat, walk
 from core.pickle.key_text import text_of
 from core.pickle.names import dangerous_uses
-from core.pickle.nesting import MAX_DEPTH, Entry, containers, entries, joined, mapped
+from core.pickle.nesting import MAX_DEPTH, LeafEntry, containers, entries, join_path, map_leaves
 from core.pickle.reader import gc_paused, load
 from core.pickle.reduce import Name
 
@@ -153,7 +153,7 @@ def load_object(store: ReadStore, array: StoredArray, *, key: str) -> tuple[obje
             return load(store.read(extent.file, start, n_bytes), label=extent.file), {}
         tree = parse(store, extent.file, start=start, n_bytes=n_bytes, prefix=f"{key}:", coords=array.coords)
         _refuse_endless(tree, prefix=f"{key}:")
-        value = mapped(tree.value, lambda entry: _inlined(tree, entry))
+        value = map_leaves(tree.value, lambda entry: _inlined(tree, entry))
     except CheckpointingException as err:
         err.key = err.key or key
         err.span = err.span or (start, start + n_bytes)
@@ -213,7 +213,7 @@ def _refuse_endless(tree: TorchTree, *, prefix: str) -> None:
         )
 
 
-def _inlined(tree: TorchTree, entry: Entry) -> object:
+def _inlined(tree: TorchTree, entry: LeafEntry) -> object:
     return tree.objects[entry.leaf.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
 
 
@@ -270,7 +270,7 @@ class _Reading:
         """The content; ``root`` is its value with everything back in its place."""
         is_set_aside = root is not self._content.value
         if _check_unfolded_size(root):
-            root = cut(root)
+            root = cut_cycles(root)
             _check_unfolded_size(root)
         found = list(entries(root))
         keys = iter(keys_of(found, taken=self._reader.locations))
@@ -279,7 +279,7 @@ class _Reading:
         unsupported: dict[str, str] = {}
         attributes: dict[str, tuple[str, ...]] = {}
 
-        def named(entry: Entry) -> object:
+        def named(entry: LeafEntry) -> object:
             path_key, plain_key = next(keys)
             key = self._prefix + path_key
             leaf = entry.leaf
@@ -298,7 +298,7 @@ class _Reading:
                 unsupported[key] = kind
             return leaf if path_key == plain_key and entry.path else ObjectLeaf(key)
 
-        value = mapped(root, named)
+        value = map_leaves(root, named)
         inside = {
             node.key: self.array(node.key, self._reader.locations[node.key])
             for node in walk([value, [item.value for item in objects.values()]])
@@ -355,7 +355,7 @@ class _Reading:
         return StoredArray(key, location.dtype, location.shape, extent, self._coords)
 
 
-def keys_of(found: list[Entry], *, taken: Container[str] = ()) -> list[tuple[str, str]]:
+def keys_of(found: list[LeafEntry], *, taken: Container[str] = ()) -> list[tuple[str, str]]:
     """A unique key for every entry, and the plain one.
 
     The plain key is the path, dot-joined. Where several entries have the same, those with dots in names get them
@@ -383,7 +383,7 @@ def keys_of(found: list[Entry], *, taken: Container[str] = ()) -> list[tuple[str
 
 
 def _joined(path: Path) -> str:
-    return joined(path) if path else "value"
+    return join_path(path) if path else "value"
 
 
 def _aliases(arrays: dict[str, StoredArray]) -> dict[str, str]:

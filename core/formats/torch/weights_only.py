@@ -26,7 +26,7 @@ from typing import Any
 from core.arrays.dtypes import DTYPES
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import NO_STATE, Global, Inert, Size, TensorLeaf, as_mapping
-from core.pickle.nesting import MAX_DEPTH, joined
+from core.pickle.nesting import MAX_DEPTH, join_path
 from core.pickle.plain import from_plain, to_plain
 from core.pickle.reduce import KeyGuard
 
@@ -52,7 +52,7 @@ def set_aside(root: object) -> object:
     try:
         note = {"version": _VERSION, "entries": to_plain(setter.records)}
     except UnsupportedError as err:
-        err.key = next((joined(_path_of(record)) for record in setter.records if _is_endless(record)), None)
+        err.key = next((join_path(_path_of(record)) for record in setter.records if _is_endless(record)), None)
         raise
     if kept is _REFUSED:
         return {ASIDE_KEY: note}

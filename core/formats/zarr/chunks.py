@@ -13,7 +13,7 @@ from itertools import chain, islice, pairwise, product
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.arrays.box import Box, Shape, boxes_of_flat_range, whole
+from core.arrays.box import Box, Shape, boxes_of_flat_range, full_box
 from core.catalog.catalog import Fragment, whole_fragment
 from core.catalog.stored import Extent, StoredArray, array_name
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report, TruncatedError, raising
@@ -175,7 +175,7 @@ def check_chunks(store: ReadStore, folder: str, array: ZarrArray, box: Box, *, k
         TruncatedError, CorruptError: a chunk has the wrong length.
     """
     grid = array.grid
-    inside = box.intersect(whole(grid.shape))
+    inside = box.intersect(full_box(grid.shape))
     if inside is None:
         return
     spans = (

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import DTYPES, DType
 from core.errors import MissingShardError, UnsupportedError
-from core.files.json_object import object_of, small_file
+from core.files.json_object import parse_json_object, read_small_file
 from core.files.store import LocalStore
 from core.formats.zarr.facets import ZarrFacts
 
@@ -171,8 +171,8 @@ def _listed_but_absent(store: ReadStore) -> tuple[str, ...]:
     """Return the files that the checkpoint's manifest lists and that are not there; none without a manifest."""
     if not store.exists(_MANIFEST):
         return ()
-    data = small_file(store, _MANIFEST, max_bytes=_MAX_MANIFEST_BYTES)
-    listed = object_of(data, file=_MANIFEST, max_values=_MAX_MANIFEST_VALUES).get("files")
+    data = read_small_file(store, _MANIFEST, max_bytes=_MAX_MANIFEST_BYTES)
+    listed = parse_json_object(data, file=_MANIFEST, max_values=_MAX_MANIFEST_VALUES).get("files")
     paths = (entry.get("path") for entry in listed if isinstance(entry, dict)) if isinstance(listed, list) else ()
     return tuple(path for path in paths if isinstance(path, str) and not store.exists(path))
 

@@ -41,7 +41,7 @@ from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.file_image import FileImage, PlacedArray
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
-from core.files.json_object import small_file
+from core.files.json_object import read_small_file
 from core.files.store import LocalStore
 from core.formats.format import Format
 from core.formats.mcore.common_state import COMMON_FILE, common_image, common_of_file, common_state, with_common_state
@@ -158,7 +158,7 @@ def stores_every_chunk(store: ReadStore) -> bool:
 def _metadata(store: ReadStore, folder: str, *, key: str) -> tuple[ZarrArray, str]:
     """(metadata of an array, the file that holds them)."""
     file = f"{folder}/{ARRAY_FILE}" if folder else ARRAY_FILE
-    return parse_zarray(small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key), file=file, key=key), file
+    return parse_zarray(read_small_file(store, file, max_bytes=_MAX_ZARRAY_BYTES, key=key), file=file, key=key), file
 
 
 def _check_no_array(store: ReadStore, folder: str, listing: Listing, *, is_megatron: bool) -> None:

@@ -42,7 +42,7 @@ from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.file_image import FileImage, Literal, PlacedArray, literal_file
 from core.catalog.key_patterns import some_of
 from core.errors import MissingShardError, UnsafeError, UnsupportedError
-from core.files.json_object import small_file
+from core.files.json_object import read_small_file
 from core.formats.format import Format
 from core.formats.torch.side_file import OBJECTS_FILE, objects_image, read_objects, with_objects
 from core.formats.zarr.chunks import folder_chunks
@@ -96,7 +96,7 @@ def read(store: ReadStore) -> Catalog:
         if METADATA_FILE not in listing:
             return False
         file = _file_of(folder)
-        kind, metadata = node_of(small_file(store, file, max_bytes=_MAX_METADATA_BYTES), file=file)
+        kind, metadata = node_of(read_small_file(store, file, max_bytes=_MAX_METADATA_BYTES), file=file)
         if kind == "array":
             nodes[folder] = metadata
         elif not folder:
@@ -144,7 +144,7 @@ def stores_every_chunk(store: ReadStore) -> bool:
     """
     if not store.exists(METADATA_FILE):
         return False
-    kind, metadata = node_of(small_file(store, METADATA_FILE, max_bytes=_MAX_METADATA_BYTES), file=METADATA_FILE)
+    kind, metadata = node_of(read_small_file(store, METADATA_FILE, max_bytes=_MAX_METADATA_BYTES), file=METADATA_FILE)
     return kind == "group" and _noted(metadata) is not None
 
 

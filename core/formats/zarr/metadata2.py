@@ -23,7 +23,7 @@ import re
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, UnsupportedError
-from core.files.json_object import object_of
+from core.files.json_object import parse_json_object
 from core.formats.zarr.array import PICKLE_CODECS, ZarrArray, checked_grid, checked_shape, pickled_array, required
 from core.formats.zarr.decode import ChunkCoding
 from core.formats.zarr.dtypes import v2_dtype, v2_spelling
@@ -57,7 +57,7 @@ def parse_zarray(data: bytes, *, file: str, key: str) -> ZarrArray:
         UnsupportedError: another version, or an element type that is not handled.
         UnsafeError: its chunks are pickles.
     """
-    metadata = object_of(data, file=file)
+    metadata = parse_json_object(data, file=file)
     version = required(metadata, "zarr_format", file=file)
     if version != 2:
         raise UnsupportedError(f"zarr format {str(version)[:40]} is not 2", file=file, key=key)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
 from core.errors import CorruptError, UnsupportedError
-from core.files.json_object import object_of
+from core.files.json_object import parse_json_object
 from core.formats.zarr.array import (
     PICKLE_CODECS,
     Sharding,
@@ -68,7 +68,7 @@ def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
         CorruptError: it is malformed.
         UnsupportedError: another version.
     """
-    metadata = object_of(data, file=file, max_values=_MAX_VALUES)
+    metadata = parse_json_object(data, file=file, max_values=_MAX_VALUES)
     version = required(metadata, "zarr_format", file=file)
     if version != 3:
         raise UnsupportedError(f"zarr format {str(version)[:40]} is not 3", file=file)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.key_patterns import listed_keys, rename_hint
 from core.errors import UnsafeError, UnsupportedError
-from core.files.store import checked_name
+from core.files.store import check_name
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -55,7 +55,7 @@ def _is_shown(name: str) -> bool:
 
 
 def _check_text(path: str) -> None:
-    checked_name(path)
+    check_name(path)
     try:
         path.encode()
     except UnicodeEncodeError as err:

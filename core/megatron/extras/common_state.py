@@ -33,8 +33,8 @@ from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.topology import Rank, Topology
-from core.pickle.inert import NO_STATE, Global, Inert, TensorLeaf, Weights, as_mapping, attributes, walk
-from core.pickle.nesting import MAX_DEPTH, joined
+from core.pickle.inert import NO_STATE, Global, Inert, TensorLeaf, ValueCounter, as_mapping, attributes, walk
+from core.pickle.nesting import MAX_DEPTH, join_path
 
 OPTIMIZER = "optimizer"
 RNG = "rng_state"
@@ -170,7 +170,7 @@ def with_arrays(
     coords: Coords,
     beside: dict[str, list[PlannedArray]],
     *,
-    weights: Weights | None = None,
+    weights: ValueCounter | None = None,
 ) -> object:
     """An entry of a rank's file whose tensors are arrays of that file.
 
@@ -200,18 +200,18 @@ def _renamed(
     path: tuple[object, ...],
     made: dict[int, object],
     new_key: Callable[[str, str], str],
-    weights: Weights | None = None,
+    weights: ValueCounter | None = None,
 ) -> object:
     if not isinstance(node, (dict, list, tuple, Inert, TensorLeaf)) or (weights is not None and weights.of(node)):
         return node
     if len(path) > MAX_DEPTH:
-        raise CorruptError(f"objects are nested deeper than {MAX_DEPTH} levels", key=joined(path[:8]))
+        raise CorruptError(f"objects are nested deeper than {MAX_DEPTH} levels", key=join_path(path[:8]))
 
     def below(item: object, name: object) -> object:
         return _renamed(item, (*path, name), made, new_key, weights)
 
     if isinstance(node, TensorLeaf):
-        return replace(node, key=new_key(joined(path), node.key))
+        return replace(node, key=new_key(join_path(path), node.key))
     if id(node) not in made:
         if isinstance(node, dict):
             made[id(node)] = {key: below(item, key) for key, item in node.items()}

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from core.errors import CorruptError
 from core.megatron.extras.common_state import EXTRA_STATE, is_ordered, module_versions
-from core.pickle.inert import as_mapping, ordered_dict
+from core.pickle.inert import as_mapping, make_ordered_dict
 
 MAX_DEPTH = 8
 Nesting = Mapping[str, bool]
@@ -120,9 +120,9 @@ def _finished(branch: _Branch, versions: Mapping[str, dict[object, object]], nes
     }
     if not nesting.get(branch.name):
         return entries
-    made = ordered_dict(entries)
+    made = make_ordered_dict(entries)
     if branch.name in versions:
-        made.state = {"_metadata": ordered_dict(versions[branch.name])}
+        made.state = {"_metadata": make_ordered_dict(versions[branch.name])}
     return made
 
 

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.arrays.box import Box, Shape
-from core.arrays.sharding import Piece, check_divides, check_heads, divisors, listed, replicated, shard_shape, split
+from core.arrays.sharding import (
+    ShardPiece,
+    check_divides,
+    check_heads,
+    divisors,
+    join_numbers,
+    replicated_pieces,
+    shard_shape,
+    split_axis,
+)
 from core.catalog.catalog import Catalog, Fragment, TargetFragment, TensorMeta
 from core.catalog.facets import MegatronModel
 from core.catalog.file_image import JoinedArray
@@ -56,15 +65,17 @@ class Cut:
         """Shape of a shard with its axes as in files."""
         return self.shard_shape[::-1] if self.is_transposed else self.shard_shape
 
-    def pieces(self, rank: Rank) -> list[Piece]:
+    def pieces(self, rank: Rank) -> list[ShardPiece]:
         """The pieces of one rank's shard."""
         if self.axis is None:
-            return replicated(self.shape)
-        return split(self.shape, self.axis, parts=self.parts, rank=rank.within(self.group), n=self.n)
+            return replicated_pieces(self.shape)
+        return split_axis(self.shape, self.axis, parts=self.parts, rank=rank.within(self.group), n=self.n)
 
     def fragments(self, key: str, rank: Rank, array: PlannedArray) -> list[TargetFragment]:
         """The fragments of a tensor that lie in an array, which is one rank's shard."""
-        pieces = replicated(self.shape) if self.n == 1 else self.pieces(rank)  # parts follow each other on both sides
+        pieces = (
+            replicated_pieces(self.shape) if self.n == 1 else self.pieces(rank)
+        )  # parts follow each other on both sides
         if self.is_transposed:
             swapped = [(Box(piece.box.offset[::-1], piece.box.shape[::-1]), piece.at[::-1]) for piece in pieces]
             return [Fragment(key, box, array, at) for box, at in swapped]
@@ -186,5 +197,5 @@ def check_target(topology: Topology, facts: Facts) -> None:
     elif facts.n_experts % topology.ep:
         raise UnsupportedError(
             f"{facts.n_experts} experts do not divide over EP {topology.ep}",
-            hint=f"EP sizes that do: {listed(divisors(facts.n_experts))}",
+            hint=f"EP sizes that do: {join_numbers(divisors(facts.n_experts))}",
         )

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from core.arrays.box import Shape
-from core.arrays.sharding import divisors, listed
+from core.arrays.sharding import divisors, join_numbers
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.checks import with_gate
 from core.megatron.model.facts import Facts
@@ -124,7 +124,7 @@ def check_units(rule: Rule, n: int, facts: Facts, *, key: str) -> None:
             raise UnsupportedError(
                 f"{size} {name} do not divide over {rule.group.upper()} {n}",
                 key=key,
-                hint=f"{rule.group.upper()} sizes that do: {listed(divisors(gcd(*known.values())))}",
+                hint=f"{rule.group.upper()} sizes that do: {join_numbers(divisors(gcd(*known.values())))}",
             )
 
 

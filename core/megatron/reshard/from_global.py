@@ -38,7 +38,7 @@ from core.megatron.placement.joined import joined
 from core.megatron.placement.origins import Origin, Pieces, meta_of, names_in, origins_of
 from core.megatron.rules.rules import Layer, Rules
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
-from core.pickle.nesting import Entry, mapped
+from core.pickle.nesting import LeafEntry, map_leaves
 
 _PREFIXES = ("", "model.", "module.", "model.module.")
 _EXTRA = "_extra_state"
@@ -212,7 +212,7 @@ def common_entries(catalog: Catalog) -> dict[object, object]:
     if found is not None:
         return dict(found)
 
-    def value_of(entry: Entry) -> object:
+    def value_of(entry: LeafEntry) -> object:
         if isinstance(entry.leaf, ObjectLeaf):
             item = catalog.objects.get(entry.leaf.key)
             return entry.leaf if item is None or item.raw_key is not None else item.value
@@ -220,7 +220,7 @@ def common_entries(catalog: Catalog) -> dict[object, object]:
 
     root = as_mapping(catalog.skeleton) or {}
     common = {
-        name: mapped({"": value}, value_of)
+        name: map_leaves({"": value}, value_of)
         for name, value in root.items()
         if not is_chunk(name) and name != RNG and not isinstance(value, TensorLeaf)
     }

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from core.arrays.box import Shape
-from core.arrays.sharding import Piece, global_shape, replicated, split, trimmed
+from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta, metas_of, whole_fragment
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.optimizer_keys import STEP, param_of, state_key
@@ -120,7 +120,7 @@ def unshard_ranks(
         )
 
     root = as_mapping(next(iter(ranks.values()))[1]) or {}
-    cut: dict[object, list[Piece]] = {}
+    cut: dict[object, list[ShardPiece]] = {}
 
     def fragments_of(key: str) -> Sequence[Fragment]:
         if key in copies:
@@ -305,7 +305,7 @@ def _vocab_rows(
 
 
 def _fragments(
-    key: str, tensor: HeldTensor, shape: Shape, facts: Facts, known: dict[object, list[Piece]]
+    key: str, tensor: HeldTensor, shape: Shape, facts: Facts, known: dict[object, list[ShardPiece]]
 ) -> Iterator[Fragment]:
     """One fragment for every piece that a rank holds; ``known`` remembers how tensors of one kind are cut."""
     rule = tensor.rule
@@ -323,14 +323,14 @@ def _fragments(
                 yield from tensor.old_rows.fragments(fragment)
 
 
-def _pieces(key: str, rule: Rule, shape: Shape, held: Held, facts: Facts) -> list[Piece]:
+def _pieces(key: str, rule: Rule, shape: Shape, held: Held, facts: Facts) -> list[ShardPiece]:
     """The pieces of a tensor that a rank's array holds, without padding."""
     axis = rule.cut_axis
     if axis is None:
-        return replicated(shape)
+        return replicated_pieces(shape)
     n = facts.topology.size_of(rule.group)
     padded = global_shape(held.array.shape, axis, n)
     parts = parts_of(rule, padded[axis], facts, key=key)
-    one = replicated(padded)  # what one rank holds whole has its parts one after the other on both sides
-    pieces = one if n == 1 else split(padded, axis, parts=parts, rank=held.rank.within(rule.group), n=n)
-    return [kept for piece in pieces if (kept := trimmed(piece, axis, shape[axis])) is not None]
+    one = replicated_pieces(padded)  # what one rank holds whole has its parts one after the other on both sides
+    pieces = one if n == 1 else split_axis(padded, axis, parts=parts, rank=held.rank.within(rule.group), n=n)
+    return [kept for piece in pieces if (kept := trim_piece(piece, axis, shape[axis])) is not None]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from core.arrays.box import Shape, whole
+from core.arrays.box import Shape, full_box
 from core.catalog.catalog import Catalog, Fragment, TargetCatalog, TargetFragment, TensorMeta, bind_nothing
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.file_image import JoinedArray
@@ -49,7 +49,7 @@ from core.megatron.placement.homes import Home, Homes, by_chunk, by_rank, homes_
 from core.megatron.reshard.rank_optimizer import optimizer_files
 from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import GPT, Rules
-from core.pickle.inert import TensorLeaf, Weights
+from core.pickle.inert import TensorLeaf, ValueCounter
 
 
 def shard(
@@ -148,7 +148,7 @@ def shard(
     )
     ranks: dict[Coords, tuple[str, object]] = {}
     beside: dict[str, list[PlannedArray]] = {}
-    weights = Weights()
+    weights = ValueCounter()
     for rank in topology.ranks():
         coords = topology.coords(rank)
         folder = rank_dir(topology, rank)
@@ -184,7 +184,7 @@ def shard(
             return optim.fragments(key) if optim is not None else ()
         if key in cuts:
             return files.fragments(key)
-        return tuple(Fragment(key, whole(one.shape), one, (0,) * len(one.shape)) for one in beside.get(key, ()))
+        return tuple(Fragment(key, full_box(one.shape), one, (0,) * len(one.shape)) for one in beside.get(key, ()))
 
     rank_facts = RankFacts(
         ranks=ranks,

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TargetCatalog, TargetFragment, TensorMeta
 from core.catalog.facets import TorchDistFacts
 from core.catalog.optimizer_keys import param_of
@@ -156,7 +156,7 @@ def stack(
         if key in members:
             return tuple(_chunks(key, members[key], cuts, catalog, topology))
         meta = catalog.meta(key)
-        return (Fragment(key, whole(meta.shape), PlannedArray(key, meta.dtype, meta.shape), (0,) * len(meta.shape)),)
+        return (Fragment(key, full_box(meta.shape), PlannedArray(key, meta.dtype, meta.shape), (0,) * len(meta.shape)),)
 
     objects = _objects(catalog, states, places)
     notes = list(catalog.notes)

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from core.errors import UsageError
-from core.files.store import translated
+from core.files.store import translate_os_errors
 from core.megatron.rules.experts import ExpertForm
 from core.megatron.rules.rules import GPT, NEEDS_AXIS, UNKNOWN_SOURCE, ModelKind, Rule, Rules, tells_numbers_apart
 from core.megatron.rules.sizes import PartSize, ShapeSize, parsed_size
@@ -52,7 +52,7 @@ def _all_rules(extra: Path | None, unknown: str) -> Rules:
     sizes = _sizes(table, label=label)
     if extra is not None:
         label = str(extra)
-        with translated(label, doing="read"):
+        with translate_os_errors(label, doing="read"):
             data = extra.read_bytes()
         try:
             added = tomllib.loads(data.decode("utf-8"))

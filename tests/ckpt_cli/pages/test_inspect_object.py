@@ -8,7 +8,7 @@ from core.catalog.catalog import Catalog, StoredObject
 from core.files.store import LocalStore
 from core.formats.format import Format
 from core.opening.open import Checkpoint
-from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, namespace, ordered_dict
+from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, make_namespace, make_ordered_dict
 
 CATALOG = Catalog("test", None, {}, lambda key: ())
 CHECKPOINT = Checkpoint(
@@ -35,8 +35,8 @@ def test_plain_values_stay_and_others_are_described() -> None:
 
 
 def test_instances_show_their_class_and_attributes() -> None:
-    assert shown(namespace({"lr": 0.1})) == {"<class>": "argparse.Namespace", "lr": 0.1}
-    assert shown(ordered_dict({"a": 1})) == {"a": 1}
+    assert shown(make_namespace({"lr": 0.1})) == {"<class>": "argparse.Namespace", "lr": 0.1}
+    assert shown(make_ordered_dict({"a": 1})) == {"a": 1}
     assert shown(Inert("reduce", Global("numpy", "array"), ([1],), state=(2,))) == {
         "<class>": "numpy.array",
         "<arguments>": [[1]],

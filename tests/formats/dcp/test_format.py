@@ -46,7 +46,7 @@ from core.formats.dcp.metadata import read_metadata
 from core.formats.torch.format import load_object
 from core.opening.objects import loaded
 from core.opening.target import partitioned
-from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, attributes, namespace
+from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, attributes, make_namespace
 from tests.support.materialize import materialized, tensor_bytes, write_files
 
 GOLD = ("fsdp2_dp2", "fsdp2_dp4", "tp2_only", "tp2_fsdp2_dp2", "bf16_fsdp2_dp2_modelonly")
@@ -474,9 +474,9 @@ def test_a_value_with_tensors_inside_is_written_with_them(tmp_path: Path) -> Non
 
 def test_an_object_of_foreign_classes_stops_no_tool_of_torch(tmp_path: Path) -> None:
     enum = Inert("reduce", Global("megatron.core.enums", "ModelType"), (1,))
-    value = namespace({"model_type": enum, "lr": 0.1})
+    value = make_namespace({"model_type": enum, "lr": 0.1})
     arrays = {"w": PlannedArray("w", "float32", (2,))}
-    objects = {"args": StoredObject("args", value=value), "lr": StoredObject("lr", value=namespace({"lr": 0.1}))}
+    objects = {"args": StoredObject("args", value=value), "lr": StoredObject("lr", value=make_namespace({"lr": 0.1}))}
     target = catalog_of_arrays(format="dcp", arrays=arrays, objects=objects)
     source = catalog_of_arrays(format="x", arrays={"w": StoredArray("w", "float32", (2,), Extent("w", 0))})
     store = MemoryStore({"w": plain_bytes(counted(2))})

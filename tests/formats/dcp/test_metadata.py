@@ -150,11 +150,12 @@ def test_both_readers_agree_on_every_golden_checkpoint(golden: Path) -> None:
             assert item.offset + item.n_bytes <= (path.parent / item.file).stat().st_size
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 def test_the_contained_reader_gives_what_the_other_gives(golden: Path) -> None:
+    """It gives nothing, and every large .metadata is read slowly, if its imports need another package."""
     data = max((path.read_bytes() for path in metadata_files(golden)), key=len)
     found = dcp_metadata._parsed_by_c(data)
-    if found is None:
-        pytest.skip("another thread runs in this test process")
+    assert found is not None
     assert found.checked("x") == by_machine(data)
 
 

@@ -24,7 +24,7 @@ from core.formats.deepspeed.universal.format import for_universal
 from core.formats.deepspeed.universal.source import NO_STATE
 from core.formats.torch.format import parse
 from core.opening.target import source_and_target
-from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, namespace
+from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, make_namespace
 from tests.formats.deepspeed.deepspeed_samples import GROUPS, STATES, Zero, values, written
 from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
@@ -287,7 +287,7 @@ def test_how_tensor_parallelism_cuts_a_parameter_is_kept(tmp_path: Path) -> None
 
 def test_classes_that_the_loader_cannot_import_are_put_aside(tmp_path: Path) -> None:
     strange = Inert("newobj", Global("megatron.core.enums", "ModelType"), (1,))
-    store, catalog = in_memory({"w": torch.ones(2)}, {"args": namespace({"lr": 0.5, "type": strange}), "step": 5})
+    store, catalog = in_memory({"w": torch.ones(2)}, {"args": make_namespace({"lr": 0.5, "type": strange}), "step": 5})
     folder = written(catalog, store, tmp_path)
     root = torch.load(folder / "universal" / "mp_rank_00_model_states.pt", weights_only=True)
     assert root["step"] == 5 and "args" not in root

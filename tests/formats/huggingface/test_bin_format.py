@@ -282,7 +282,7 @@ def broken() -> dict[str, tuple[MemoryStore, type[Exception], str]]:
         "no weight_map": (indexed({"metadata": {}}), CorruptError, "no weight_map"),
         "an empty weight_map": (indexed({"weight_map": {}}), CorruptError, "no weight_map"),
         "a weight_map that is a list": (indexed({"weight_map": ["a"]}), CorruptError, "no weight_map"),
-        "a key that is there twice": (indexed(b'{"weight_map": {"a": "x", "a": "y"}}'), CorruptError, "twice"),
+        "a key that is there twice": (indexed(b'{"weight_map": {"a": "x", "a": "y"}}'), CorruptError, "duplicate key"),
         "a place outside": (indexed({"weight_map": {"a": "../x.bin"}}), UnsafeError, "not a path inside"),
         "a place that is a number": (indexed({"weight_map": {"a": 5}}), UnsafeError, "not a path inside"),
     }

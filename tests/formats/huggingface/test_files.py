@@ -117,11 +117,11 @@ BROKEN = {
     "a list": (b"[]", "a JSON list, not an object"),
     "cut": (b'{"a": 1', "not a JSON file"),
     "no UTF-8": (b'{"a": "\xff"}', "not a JSON file"),
-    "a key twice": (b'{"a": 1, "a": 2}', "'a' is there twice"),
+    "a key twice": (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
     "not a number": (b'{"a": nan}', "not a JSON file"),
     "too deep": (b'{"a":' + b"[" * 100_000, "not a JSON file"),
     "too many digits": (b'{"a":' + b"9" * 100_000 + b"}", "not a JSON file"),
-    "too many values": (b'{"a":[' + b"[]," * (MAX_VALUES // 2 + 10) + b"1]}", "too many for this file"),
+    "too many values": (b'{"a":[' + b"[]," * (MAX_VALUES // 2 + 10) + b"1]}", "too many JSON values"),
 }
 
 

@@ -28,7 +28,7 @@ from core.formats.safetensors.format import lay_out, read, sniff
 from core.formats.torch.side_file import OBJECTS_FILE
 from core.manifest.of_copy import finish_files
 from core.opening.target import partitioned, tensors_only
-from core.pickle.inert import namespace
+from core.pickle.inert import make_namespace
 from core.plan.plan import make_plan
 from core.stage.files import StageStore
 from tests.support.facets import facet_of
@@ -520,7 +520,7 @@ def test_a_dtype_that_the_format_lacks_is_refused_by_the_tensors_name() -> None:
 
 
 def with_settings(source: Catalog) -> Catalog:
-    objects = {"args": StoredObject("args", value=namespace({"lr": 0.1})), "step": StoredObject("step", value=7)}
+    objects = {"args": StoredObject("args", value=make_namespace({"lr": 0.1})), "step": StoredObject("step", value=7)}
     return replace(source, objects=objects)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.arrays.box import whole
+from core.arrays.box import full_box
 from core.catalog.catalog import Catalog, Fragment, StoredObject, TensorMeta
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
@@ -19,7 +19,7 @@ from core.formats.torch.format import FORMAT as TORCH
 from core.formats.torch.side_file import OBJECTS_FILE, ObjectsBeside, objects_image, read_objects, with_objects
 from core.opening.objects import inlined
 from core.opening.target import partitioned
-from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, namespace
+from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, TensorLeaf, make_namespace
 from tests.support.materialize import materialized, tensor_bytes
 
 
@@ -42,7 +42,7 @@ def flat_catalog(tensors: tuple[str, ...] = (), **objects: object) -> Catalog:
 
     def fragments_of(key: str) -> list[Fragment]:
         number = tensors.index(key)
-        return [Fragment(key, whole((2,)), StoredArray(key, "uint8", (2,), Extent("t", 2 * number)), (0,))]
+        return [Fragment(key, full_box((2,)), StoredArray(key, "uint8", (2,), Extent("t", 2 * number)), (0,))]
 
     return Catalog(
         "fake",
@@ -97,14 +97,14 @@ def test_objects_and_nesting_of_a_torch_file_come_back(tmp_path: Path) -> None:
 
 
 def test_the_file_is_opened_by_torch_with_its_defaults(tmp_path: Path) -> None:
-    source = flat_catalog(args=namespace({"lr": 0.1}), kind=Global("mine", "Kind.a"), plain={"a": [1, (2, None)]})
+    source = flat_catalog(args=make_namespace({"lr": 0.1}), kind=Global("mine", "Kind.a"), plain={"a": [1, (2, None)]})
     value = opened(written(source, MemoryStore()))
     assert value["ckpt_objects"] == 1 and value["skeleton"] is None
     assert value["objects"] == {"plain": {"a": [1, (2, None)]}}
 
 
 def test_objects_that_torch_refuses_come_back_as_they_were() -> None:
-    found = read_back(written(flat_catalog(args=namespace({"lr": 0.1}), n=1), MemoryStore()))
+    found = read_back(written(flat_catalog(args=make_namespace({"lr": 0.1}), n=1), MemoryStore()))
     args = found.objects["args"].value
     assert isinstance(args, Inert) and str(args.fn) == "argparse.Namespace" and args.state == {"lr": 0.1}
     assert list(found.objects) == ["args", "n"]
@@ -119,7 +119,7 @@ def test_tensors_inside_objects_are_hidden_and_keep_their_bytes(tmp_path: Path) 
 
     def fragments_of(key: str) -> list[Fragment]:
         assert key == "inside"
-        return [Fragment(key, whole((40,)), array, (0,))]
+        return [Fragment(key, full_box((40,)), array, (0,))]
 
     catalog = Catalog(
         "fake",

@@ -18,7 +18,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.optimizer.groups import Policy, Slots, Trained, assign, by_policy, identity, policies_of
 from core.megatron.optimizer.merged_groups import MergedGroups
 from core.megatron.optimizer.target_groups import TargetGroups, target_groups
-from core.pickle.inert import namespace
+from core.pickle.inert import make_namespace
 from tests.megatron.support import groups_oracle
 from tests.megatron.support.reshard_targets import target_of
 from tests.megatron.support.synthetic import Model
@@ -103,7 +103,7 @@ def test_groups_are_those_that_megatron_makes(
     held = {name: 2 - (len(PARAMS[i].shape) == 1) for name, i in place.items()}
     optimizer = Optimizer("float16", tuple(ParamGroup(settings) for settings, _ in megatron[case]))
     args = {**MOE.args(Topology(ep=2)), **groups_oracle.CASES[case]}
-    target = target_of(optimizer, namespace(args), topology=Topology(ep=4), facts=facts_of(args))
+    target = target_of(optimizer, make_namespace(args), topology=Topology(ep=4), facts=facts_of(args))
     found = target_groups(target, held)
     for settings, names in megatron[case]:
         assert all(found.settings[found.group_of[name]] == settings for name in names)

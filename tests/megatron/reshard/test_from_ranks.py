@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.arrays.box import Box, whole
+from core.arrays.box import Box, full_box
 from core.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.topology import Topology
@@ -80,7 +80,7 @@ def _joined(expected: set[tuple[str, str, Box, tuple[int, ...]]]) -> set[tuple[s
     for array, key, box, _ in expected:
         n_held[array, key] = n_held.get((array, key), 0) + box.n_elements
     return {
-        (array, key, whole(shape) if n_held[array, key] == prod(shape) else box, shape)
+        (array, key, full_box(shape) if n_held[array, key] == prod(shape) else box, shape)
         for array, key, box, shape in expected
     }
 

@@ -15,7 +15,7 @@ from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import shard, stack, unshard
 from core.opening.objects import state_dict
-from core.pickle.inert import namespace
+from core.pickle.inert import make_namespace
 from tests.megatron.support.megatron_gold import RULES, filled
 from tests.megatron.support.synthetic import Model
 from tests.support.facets import facet_of, ranks_of, with_facts, with_facts_of, without_facts
@@ -304,7 +304,7 @@ def test_arguments_are_updated_only_where_they_exist() -> None:
 def test_namespaces_keep_their_class() -> None:
     from core.megatron.model.args import replaced
 
-    args = namespace({"a": 1, "b": 2})
+    args = make_namespace({"a": 1, "b": 2})
     made = replaced(args, {"b": 3, "c": 4})
     assert type(made) is type(args)
     assert fields_of(made) == {"a": 1, "b": 3}

@@ -17,7 +17,7 @@ from core.catalog.facets import RankFacts
 from core.catalog.stored import Coords, Extent, StoredArray
 from core.files.store import MemoryStore
 from core.megatron.model.topology import Rank, Topology, rank_dir
-from core.pickle.inert import Global, TensorLeaf, namespace, ordered_dict
+from core.pickle.inert import Global, TensorLeaf, make_namespace, make_ordered_dict
 from tests.megatron.support.synthetic import Model
 
 STATES = {"param": 1.0, "exp_avg": -1.0, "exp_avg_sq": 0.5}
@@ -121,7 +121,7 @@ def with_optimizer(
         arrays[key] = StoredArray(key, array.dtype.name, array.shape, extent, topology.coords(rank))
         return TensorLeaf(key)
 
-    settings = namespace(model.args(topology))
+    settings = make_namespace(model.args(topology))
     ranks: dict[Coords, tuple[str, object]] = {}
     optim_files = {}
     for rank in topology.ranks():
@@ -129,7 +129,7 @@ def with_optimizer(
         root: dict[object, object] = {"args": settings, "checkpoint_version": 3.0, "iteration": 7}
         for chunk, held in model.held(rank, topology).items():
             names = {name: leaf(f"{folder}:{chunk}.{name}", array, rank) for name, array in held.items()}
-            root[chunk] = ordered_dict(dict(names))
+            root[chunk] = make_ordered_dict(dict(names))
         made: list[object] = []
         entries: list[object] = []
         for number, buffers in enumerate(members(model, rank, topology, run)):

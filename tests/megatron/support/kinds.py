@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from core.arrays.box import whole
+from core.arrays.box import full_box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import MemoryStore
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.topology import Topology, rank_dir
-from core.pickle.inert import TensorLeaf, namespace, ordered_dict
+from core.pickle.inert import TensorLeaf, make_namespace, make_ordered_dict
 from tests.support.asked import told
 
 Arrays = dict[str, np.ndarray]
@@ -175,7 +175,7 @@ def catalog_of(
     contents: dict[str, bytes | bytearray] = {}
     arrays: dict[str, StoredArray] = {}
     ranks = {}
-    space = namespace(dict(args))
+    space = make_namespace(dict(args))
     for rank in topology.ranks():
         coords, folder = topology.coords(rank), rank_dir(topology, rank)
         entries: dict[object, object] = {}
@@ -185,7 +185,7 @@ def catalog_of(
             if array is not None:
                 arrays[key] = _stored(key, array, contents, coords)
                 entries[name] = TensorLeaf(key)
-        root = {"args": space, "checkpoint_version": 3.0, "iteration": 7, "model": ordered_dict(entries)}
+        root = {"args": space, "checkpoint_version": 3.0, "iteration": 7, "model": make_ordered_dict(entries)}
         ranks[coords] = (folder, root)
     catalog = replace(_catalog("megatron", arrays), args=space, iteration=7)
     return MemoryStore(contents), catalog.with_facet(RankFacts(ranks)).with_facet(topology)
@@ -195,7 +195,7 @@ def dist_catalog(args: Mapping[str, object], tensors: Arrays) -> tuple[MemorySto
     """The catalog of a torch_dist checkpoint, and the store that holds its bytes."""
     contents: dict[str, bytes | bytearray] = {}
     arrays = {key: _stored(key, array, contents, ()) for key, array in tensors.items()}
-    common: dict[object, object] = {"args": namespace(dict(args)), "checkpoint_version": 3.0, "iteration": 7}
+    common: dict[object, object] = {"args": make_namespace(dict(args)), "checkpoint_version": 3.0, "iteration": 7}
     return MemoryStore(contents), replace(_catalog("torch_dist", arrays), common=common)
 
 
@@ -210,7 +210,7 @@ def _stored(
 def _catalog(name: str, arrays: Mapping[str, StoredArray]) -> Catalog:
     def fragments_of(key: str) -> list[Fragment]:
         array = arrays[key]
-        return [Fragment(key, whole(array.shape), array, (0,) * len(array.shape))]
+        return [Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))]
 
     metas = {key: TensorMeta(key, array.dtype, array.shape) for key, array in arrays.items()}
     return Catalog(format=name, version=None, tensors=metas, fragments_of=fragments_of)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.arrays.box import whole
+from core.arrays.box import full_box
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import MemoryStore
 from core.megatron.model.topology import Rank, Topology, rank_dir
-from core.pickle.inert import TensorLeaf, namespace, ordered_dict
+from core.pickle.inert import TensorLeaf, make_namespace, make_ordered_dict
 
 Arrays = dict[str, np.ndarray]
 
@@ -271,7 +271,7 @@ class Model:
         contents: dict[str, bytes | bytearray] = {}
         arrays: dict[str, StoredArray] = {}
         ranks = {}
-        args = namespace(self.args(topology))
+        args = make_namespace(self.args(topology))
         for rank in topology.ranks():
             coords = topology.coords(rank)
             folder = rank_dir(topology, rank)
@@ -286,14 +286,14 @@ class Model:
                 "args": args,
                 "checkpoint_version": 3.0,
                 "iteration": 7,
-                "model": ordered_dict(entries),
+                "model": make_ordered_dict(entries),
                 **top_level,
             }
             ranks[coords] = (folder, root)
 
         def fragments_of(key: str) -> list[Fragment]:
             array = arrays[key]
-            return [Fragment(key, whole(array.shape), array, (0,) * len(array.shape))]
+            return [Fragment(key, full_box(array.shape), array, (0,) * len(array.shape))]
 
         catalog = Catalog(
             format="megatron",

@@ -16,8 +16,8 @@ from core.arrays.box import Box, Shape
 from core.dist_checkpointing._directory.removal import check_prefix, delete_file, keys_with_prefix
 from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.files.folders import sync_folder
-from core.files.json_object import small_file
-from core.files.store import LocalStore, translated
+from core.files.json_object import read_small_file
+from core.files.store import LocalStore, translate_os_errors
 from core.formats.mcore.objects import is_sharded_object
 from core.formats.zarr.array import ZarrArray
 from core.formats.zarr.chunks import check_chunks
@@ -51,7 +51,7 @@ def array_metadata(array_dir: Path, *, key: str) -> ZarrArray:
             supported.
     """
     with closing(LocalStore(array_dir)) as store:
-        data = small_file(store, ARRAY_FILE, max_bytes=_MAX_ZARRAY_BYTES, key=key)
+        data = read_small_file(store, ARRAY_FILE, max_bytes=_MAX_ZARRAY_BYTES, key=key)
     return parse_zarray(data, file=str(array_dir / ARRAY_FILE), key=key)
 
 
@@ -118,7 +118,7 @@ def create_array(array_dir: Path, grid: ChunkGrid, dtype: str, *, key: str) -> N
     """
     text = zarray(grid, dtype, key=key)
     check_no_array(array_dir, key=key)
-    with translated(str(array_dir / ARRAY_FILE), doing="create"):
+    with translate_os_errors(str(array_dir / ARRAY_FILE), doing="create"):
         array_dir.mkdir(parents=True, exist_ok=True)
         with (array_dir / ARRAY_FILE).open("xb") as file:
             file.write(text)
@@ -145,7 +145,7 @@ def write_in_chunk(array_dir: Path, index: Sequence[int], offset: int, data: mem
     if offset + len(data) > array.coding.n_bytes:
         raise ValueError(f"bytes {offset}–{offset + len(data)} do not lie in a chunk of {array.coding.n_bytes} bytes")
     path = array_dir / array.names.name(tuple(index))
-    with translated(str(path), doing="write"):
+    with translate_os_errors(str(path), doing="write"):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -197,7 +197,7 @@ def _entry_keys(checkpoint_dir: Path) -> list[str]:
 
 def _remove_folder(folder: Path) -> None:
     removed_dir = folder.with_name(_REMOVED)
-    with translated(str(folder), doing="remove"):
+    with translate_os_errors(str(folder), doing="remove"):
         shutil.rmtree(removed_dir, ignore_errors=True)
         folder.rename(removed_dir)
         sync_folder(folder.parent)

@@ -44,7 +44,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError
-from core.files.store import checked_name
+from core.files.store import check_name
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.model_states import ModelStates, iteration_of, model_states, version_of
 from core.formats.deepspeed.optim_states import CONSUMED_OPTIM, OPTIMIZER_STATE, enum_number
@@ -92,7 +92,7 @@ def _folder(store: ReadStore) -> str:
     if store.folders(ZERO) or not store.exists(LATEST):
         return ""
     text = store.read(LATEST, 0, min(store.size(LATEST), _MAX_NAME_BYTES)).decode("utf-8", "replace").strip()
-    name = checked_name(text, found_in=LATEST)
+    name = check_name(text, found_in=LATEST)
     if not store.folders(f"{name}/{ZERO}"):
         raise MissingShardError(
             f"{LATEST} names {name[:80]!r}, which holds no universal checkpoint",

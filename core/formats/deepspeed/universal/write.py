@@ -16,7 +16,7 @@ from core.catalog.file_image import FileImage, literal_file
 from core.catalog.key_patterns import listed_keys, rename_hint
 from core.changes.rename import is_optimizer_key
 from core.errors import UnsafeError, UnsupportedError
-from core.files.store import checked_name
+from core.files.store import check_name
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, STATE
 from core.formats.deepspeed.universal.groups import ParamGroup, param_groups, stored_groups
@@ -40,7 +40,7 @@ from core.formats.deepspeed.universal.names import (
 )
 from core.formats.torch.format import plan_tree
 from core.formats.torch.refused import loadable
-from core.pickle.inert import TensorLeaf, as_mapping, ordered_dict, walk
+from core.pickle.inert import TensorLeaf, as_mapping, make_ordered_dict, walk
 
 if TYPE_CHECKING:
     from core.catalog.catalog import TargetCatalog, TensorMeta
@@ -172,7 +172,7 @@ def _check_names(keys: Iterable[str]) -> None:
 
 def _is_directory_name(key: str) -> bool:
     try:
-        checked_name(key)
+        check_name(key)
     except UnsafeError:
         return False
     return "/" not in key and len(key.encode("utf-8", "replace")) <= 255
@@ -295,10 +295,12 @@ def _model_root(
     optimized = {*trained, *(name for group in groups for name in group.names)}
     facts = target.facet(ZeroFacts)
     root: dict[object, object] = {
-        "module": ordered_dict({}),
+        "module": make_ordered_dict({}),
         "buffer_names": [name for name in parameters if name not in optimized],
         OPTIMIZER: None,
-        "param_shapes": [ordered_dict({name: target.tensors[name].shape for name in group.names}) for group in groups],
+        "param_shapes": [
+            make_ordered_dict({name: target.tensors[name].shape for name in group.names}) for group in groups
+        ],
         "frozen_param_shapes": None,
         "shared_params": dict(aliases),
         "frozen_param_fragments": None,

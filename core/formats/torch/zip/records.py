@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import DTYPES
+from core.arrays.gather import StridedLayout, dense_layout
 from core.catalog.stored import Extent, StoredArray
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.formats.torch.zip.container import Archive, Record
-from core.pickle.reader import DEFAULT_LIMITS, Limits
+from core.pickle.reader import DEFAULT_LIMITS, PickleLimits
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -186,7 +187,7 @@ def read_pickle(store: ReadStore, file: str, record: Record) -> bytes:
     return read_record(store, file, record)
 
 
-def pickle_limits(record: Record) -> Limits:
+def pickle_limits(record: Record) -> PickleLimits:
     """What a record's pickle may ask for: where it is deflated, objects in proportion to what the file holds."""
     if record.packed_bytes is None:
         return DEFAULT_LIMITS
@@ -267,10 +268,10 @@ def _inflated(store: ReadStore, file: str, record: Record, start: int, stop: int
 
 def _gathered(data: bytes | memoryview, shape: Shape, strides: Shape, itemsize: int) -> memoryview:
     """The elements of a strided view as dense ones."""
-    from core.arrays.gather import Layout, copy_box, dense
+    from core.arrays.gather import copy_box
 
-    source = Layout(0, tuple(step * itemsize for step in strides))
-    target = dense(shape, itemsize)
+    source = StridedLayout(0, tuple(step * itemsize for step in strides))
+    target = dense_layout(shape, itemsize)
     made = memoryview(bytearray(prod(shape) * itemsize))
     copy_box(memoryview(data), source, made, target, shape=shape, itemsize=itemsize)
     return made

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.formats.torch.zip.tree_layout import TreePlan, placed_records, plan_tree
-from core.pickle.inert import NO_STATE, Global, Inert, Size, TensorLeaf, Weights
+from core.pickle.inert import NO_STATE, Global, Inert, Size, TensorLeaf, ValueCounter
 
 if TYPE_CHECKING:
     from core.catalog.file_image import JoinedArray
@@ -36,7 +36,7 @@ class TreePlans:
         """id of a container → (the container, so that its id stays its own; the number of its content, if it is large
         and holds no tensor)."""
         self._contents: dict[tuple[object, ...], int] = {}
-        self._weights = Weights()
+        self._weights = ValueCounter()
 
     def plan(self, value: object, array_of: Callable[[str], PlannedArray | JoinedArray]) -> TreePlan:
         """The torch zip of an inert tree; see ``plan_tree``."""

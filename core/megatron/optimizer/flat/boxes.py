@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, c_strides
-from core.arrays.sharding import Piece
+from core.arrays.sharding import ShardPiece
 from core.catalog.catalog import Fragment
 from core.catalog.stored import StoredArray, part_of
 
@@ -41,7 +41,7 @@ class Run:
     at: int
 
 
-def fragments_of_run(key: str, run: Run, pieces: Sequence[Piece], *, shape: Shape) -> Iterator[Fragment]:
+def fragments_of_run(key: str, run: Run, pieces: Sequence[ShardPiece], *, shape: Shape) -> Iterator[Fragment]:
     """The fragments of a global tensor that a run of one of its shards holds.
 
     Args:

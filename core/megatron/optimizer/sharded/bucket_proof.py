@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from core.arrays.box import Box, Shape, c_strides
-from core.arrays.sharding import Piece
+from core.arrays.sharding import ShardPiece
 from core.catalog.catalog import Catalog, Fragment
 from core.catalog.stored import StoredArray, part_of
 from core.files.store import ReadStore
@@ -37,7 +37,9 @@ class Spots:
         shape: of the shard.
     """
 
-    def __init__(self, store: ReadStore, model: Catalog, key: str, pieces: Sequence[Piece], *, shape: Shape) -> None:
+    def __init__(
+        self, store: ReadStore, model: Catalog, key: str, pieces: Sequence[ShardPiece], *, shape: Shape
+    ) -> None:
         self._store = store
         self._spots = list(_spots(store, model, key, pieces, shape))
 
@@ -53,7 +55,7 @@ class Spots:
         return True
 
 
-def _spots(store: ReadStore, model: Catalog, key: str, pieces: Sequence[Piece], shape: Shape) -> Iterator[_Spot]:
+def _spots(store: ReadStore, model: Catalog, key: str, pieces: Sequence[ShardPiece], shape: Shape) -> Iterator[_Spot]:
     strides = c_strides(shape)
     fragments = model.fragments(key)
     for piece in pieces:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from core.arrays.sharding import Piece, trimmed
+from core.arrays.sharding import ShardPiece, trim_piece
 from core.catalog.catalog import Catalog
 from core.megatron.extras.order import Place, place_of
 from core.megatron.model.cut import Cut, cuts_of
@@ -32,7 +32,7 @@ class Held:
     name: str
     vp_rank: int
     cut: Cut
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
 
 
 class Holdings:
@@ -65,12 +65,12 @@ class Holdings:
                 found.append(Held(key, name, vp_rank, cut, self._pieces(key, cut, rank)))
         return found
 
-    def _pieces(self, key: str, cut: Cut, rank: Rank) -> tuple[Piece, ...]:
+    def _pieces(self, key: str, cut: Cut, rank: Rank) -> tuple[ShardPiece, ...]:
         pieces = cut.pieces(rank)
         axis, shape = cut.axis, self._model.tensors[key].shape
         if axis is None:
             return tuple(pieces)
-        kept = (trimmed(piece, axis, shape[axis]) for piece in pieces)
+        kept = (trim_piece(piece, axis, shape[axis]) for piece in pieces)
         return tuple(piece for piece in kept if piece is not None)
 
 

@@ -29,7 +29,7 @@ from itertools import product
 from math import prod
 
 from core.arrays.box import Box, Shape, c_strides
-from core.arrays.sharding import Piece
+from core.arrays.sharding import ShardPiece
 from core.catalog.catalog import Catalog, Fragment, TensorMeta
 from core.catalog.facets import TorchDistFacts
 from core.catalog.optimizer_keys import MASTER, STEP, Optimizer, param_of, state_key
@@ -261,5 +261,5 @@ def _unflattened(piece: Fragment, stored: Shape, shape: Shape) -> Iterator[Fragm
         number = tuple(first + step for first, step in zip(piece.box.offset, steps, strict=False))
         at = sum((i + step) * stride for i, step, stride in zip(piece.at, (*steps, 0), strides, strict=True))
         box = Box(tuple(i * extent for i, extent in zip(number, shard, strict=True)), shard)
-        whole = Piece(box, (0,) * len(shard))
+        whole = ShardPiece(box, (0,) * len(shard))
         yield from fragments_of_run(piece.key, Run(start, n, array, at), [whole], shape=shard)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.arrays.box import Shape
-from core.arrays.sharding import replicated, split, trimmed
+from core.arrays.sharding import replicated_pieces, split_axis, trim_piece
 from core.catalog.catalog import Fragment
 from core.catalog.stored import Extent, StoredArray
 from core.megatron.optimizer.flat.boxes import Run, fragments_of_run, runs_in
@@ -48,7 +48,7 @@ def test_runs_of_all_shards_make_the_tensor(case: tuple[Shape, int, list[int], i
     true = np.arange(prod(shape)).reshape(shape)
     whole = np.full(shape, -1)
     for rank in range(n_ranks):
-        pieces = split(shape, axis, parts=parts, rank=rank, n=n_ranks)
+        pieces = split_axis(shape, axis, parts=parts, rank=rank, n=n_ranks)
         local = tuple(n // n_ranks if i == axis else n for i, n in enumerate(shape))
         shard = np.zeros(local, np.int64)
         for piece in pieces:
@@ -64,8 +64,8 @@ def test_runs_of_all_shards_make_the_tensor(case: tuple[Shape, int, list[int], i
 
 
 def test_what_pieces_leave_out_is_in_no_fragment() -> None:
-    (piece,) = split((8, 3), 0, parts=[8], rank=1, n=2)
-    kept = trimmed(piece, 0, 6)
+    (piece,) = split_axis((8, 3), 0, parts=[8], rank=1, n=2)
+    kept = trim_piece(piece, 0, 6)
     assert kept is not None
     found = list(fragments_of_run("w", Run(1, 11, _stored("a", 11), 0), [kept], shape=(4, 3)))
     assert [fragment.box.offset for fragment in found] == [(4, 1), (5, 0)]
@@ -73,9 +73,9 @@ def test_what_pieces_leave_out_is_in_no_fragment() -> None:
 
 
 def test_a_scalar_and_an_empty_run() -> None:
-    (found,) = fragments_of_run("s", Run(0, 1, _stored("a", 4), 2), replicated(()), shape=())
+    (found,) = fragments_of_run("s", Run(0, 1, _stored("a", 4), 2), replicated_pieces(()), shape=())
     assert found.array is not None and found.array.shape == () and found.array.extent == Extent("a", 8)
-    assert list(fragments_of_run("w", Run(3, 0, _stored("a", 4), 2), replicated((2, 2)), shape=(2, 2))) == []
+    assert list(fragments_of_run("w", Run(3, 0, _stored("a", 4), 2), replicated_pieces((2, 2)), shape=(2, 2))) == []
 
 
 def test_a_run_of_a_flat_tensor_in_several_arrays() -> None:

@@ -20,7 +20,7 @@ from core.megatron.model.args import facts_of
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.optimizer.sharded.buckets import BucketStates, has_buckets, read_buckets
 from core.megatron.reshard.reshard import unshard
-from core.pickle.inert import Global, TensorLeaf, as_mapping, namespace
+from core.pickle.inert import Global, TensorLeaf, as_mapping, make_namespace
 from tests.megatron.optimizer.flat.test_read import DENSE, EXPERTS, TIED, assert_states, assert_true_states
 from tests.megatron.support.flat_files import GROUP, STATES, Run, members
 from tests.megatron.support.megatron_gold import RULES, dist_files
@@ -113,7 +113,7 @@ def bucketed(model: Model, topology: Topology, run: Run, *, pads: bool = False) 
                 ("optimizer", {"param_groups": [{**GROUP, "is_expert_parallel": is_expert}]}),
             ):
                 objects[f"{start}{name}/shard_0_1"] = StoredObject(f"{start}{name}/shard_0_1", value=[value])
-    args = namespace(model.args(topology) | {"data_parallel_size": run.dp, "use_distributed_optimizer": True})
+    args = make_namespace(model.args(topology) | {"data_parallel_size": run.dp, "use_distributed_optimizer": True})
     plain = replace(
         catalog_of_arrays(format="torch_dist", arrays=weights),
         args=args,
