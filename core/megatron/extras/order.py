@@ -19,12 +19,13 @@ Place = tuple[int, int, int, int, int, str, int]
 
 
 def by_place(rules: Rules) -> Callable[[str], Place]:
-    """A key for ``sorted`` over global names."""
+    """Return a key function that sorts global names into the order of a rank file."""
     return lambda name: place_of(name, rules)
 
 
 def place_of(name: str, rules: Rules) -> Place:
-    """Sorts global names: embedding, every stack of layers with its last norm, the rest.
+    """Return a sort key for a global name: embedding, every stack of layers with its last norm, the
+    rest.
 
     Experts come one after the other, parameters before extra states.
     """

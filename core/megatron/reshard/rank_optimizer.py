@@ -14,7 +14,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.errors import Report, UnsupportedError, raising
 from core.files.store import ReadStore
-from core.megatron.model.facts import Facts
+from core.megatron.model.facts import ModelFacts
 from core.megatron.optimizer.rank_state import OptimizerFiles, RankFile, RankStates
 from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.rules.experts import OPTION
@@ -24,7 +24,7 @@ from core.megatron.rules.rules import Rules
 def read_states(
     catalog: Catalog,
     files: Sequence[RankFile],
-    facts: Facts,
+    facts: ModelFacts,
     rules: Rules,
     *,
     store: ReadStore | None,

@@ -55,7 +55,7 @@ class ExpertForm:
     rest: str | None = None
 
     def named(self, expert: Expert, number: int) -> str:
-        """The name of an expert's parameter in this form, which is not read only."""
+        """Return the name of an expert's parameter in this form, which is not a read-only one."""
         assert self.name is not None
         return expert.before + self.name.format(e=number, rest=expert.rest)
 
@@ -77,21 +77,21 @@ class Expert:
     names: str
 
     def numbered(self, number: int) -> str:
-        """The common name of one expert's parameter."""
+        """Return the common name of one expert's parameter."""
         return f"{self.before}local_experts.{number}.{self.rest}"
 
 
 def expert_of(forms: Sequence[ExpertForm], name: str) -> Expert | None:
-    """The expert that a parameter (or module) belongs to, or None."""
+    """Return the expert that a parameter (or module) belongs to, or None."""
     if "experts." not in name:
         return None
     for form in forms:
-        found = form.pattern.search(name)
-        if found is not None:
-            groups = found.groupdict()
+        match = form.pattern.search(name)
+        if match is not None:
+            groups = match.groupdict()
             number = groups.get("e")
             return Expert(
-                before=name[: found.start()],
+                before=name[: match.start()],
                 number=None if number is None else int(number),
                 rest=form.rest or groups["rest"],
                 names=form.names,
@@ -100,7 +100,7 @@ def expert_of(forms: Sequence[ExpertForm], name: str) -> Expert | None:
 
 
 def expert_form(forms: Sequence[ExpertForm], expert: Expert, *, names: str, number: int) -> ExpertForm:
-    """The form that names an expert's parameter otherwise; that of one number is that of all.
+    """Return the form that can name an expert's parameter; what holds for one number holds for all.
 
     Raises:
         UnsupportedError: the form has no name for it.
@@ -114,7 +114,8 @@ def expert_form(forms: Sequence[ExpertForm], expert: Expert, *, names: str, numb
 
 
 def unpacked(array: StoredArray, rest: str, *, n: int, key: str, rank: str) -> Iterator[StoredArray]:
-    """The weights of single experts in a parameter of legacy grouped experts, as strided views.
+    """Yield the weights of single experts in a parameter of legacy grouped experts, as strided
+    views.
 
     Args:
         array: ``weight1`` or ``weight2`` of one rank.
