@@ -181,7 +181,7 @@ class PlannedEntry:
     """An entry of a rank's file that is to be written.
 
     Args:
-        value: its inert tree; every tensor in it names one of the arrays.
+        value: inert tree of the entry; every tensor in it names one of the arrays.
         arrays: (key of the source, array that the tensor goes to), in the order of the tree.
     """
 

@@ -101,7 +101,7 @@ def for_experts(
 
     Args:
         topology: sizes of the destination.
-        facts: of the source.
+        facts: facts about the source.
         expert_names: how the destination names experts; legacy grouped ones have no states.
     """
     new_keys = _new_state_keys(catalog, topology, facts, rules, expert_names=expert_names)

@@ -61,7 +61,7 @@ def flattened(container: object, *, rank: str) -> FlatDict:
         rank: the rank's directory, for messages.
 
     Raises:
-        CorruptError: it is no dict, is nested too deeply, or has two entries of one name.
+        CorruptError: the state dict is not a dict, is nested too deeply, or has two entries of one name.
     """
     flat = FlatDict()
     _flatten(container, "", flat, depth=0, rank=rank)

@@ -24,8 +24,9 @@ def by_place(rules: Rules) -> Callable[[str], Place]:
 
 
 def place_of(name: str, rules: Rules) -> Place:
-    """Return a sort key for a global name: embedding, every stack of layers with its last norm, the
-    rest.
+    """Return a sort key that puts a global name at its place in a rank file.
+
+    The embedding comes first, then every stack of layers with its last norm, then the rest.
 
     Experts come one after the other, parameters before extra states.
     """

@@ -114,7 +114,7 @@ def kept_states(catalog: Catalog, own: Topology, topology: Topology, *, rng: str
 
     Args:
         own: parallel sizes of the run that saved.
-        topology: those of the destination.
+        topology: parallel sizes of the destination.
         rng: ``keep`` refuses to leave the states out; None leaves them out where they cannot be kept.
 
     Raises:

@@ -35,7 +35,7 @@ def fields_of(args: object, *, file: str | None = None) -> dict[str, object]:
     """Return the training arguments by name.
 
     Raises:
-        UnsupportedError: there are none, or they are not a namespace.
+        UnsupportedError: the checkpoint has no arguments, or they are not a namespace.
     """
     fields = attributes(args)
     if fields is None:
@@ -81,7 +81,7 @@ def _vpp(fields: Mapping[str, object], pp: int, *, file: str | None) -> int:
     """Return the model chunks of a stage: as the arguments say, else as their pipeline layout has.
 
     Raises:
-        CorruptError: they contradict each other.
+        CorruptError: the two contradict each other.
     """
     vpp = size_in(fields, "virtual_pipeline_model_parallel_size", file=file)
     layout = pipeline_of(fields, file=file).layout
@@ -172,7 +172,7 @@ def _check_supported(fields: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionSizes:
-    """The sizes of attention; see ``ModelFacts``."""
+    """The sizes of attention, as ``ModelFacts`` explains them."""
 
     n_heads: int
     n_groups: int
@@ -225,7 +225,7 @@ def _n_experts(fields: Mapping[str, object], topology: Topology) -> int | None:
     """Return the number of experts of a layer, or None for a model without experts.
 
     Raises:
-        UnsupportedError: there is expert parallelism, but no experts.
+        UnsupportedError: the arguments have expert parallelism, but no experts.
         CorruptError: the experts do not divide over the expert parallel ranks.
     """
     n_experts = size_in(fields, "num_experts")
@@ -250,8 +250,9 @@ def _moe_pattern(fields: Mapping[str, object], n_layers: int) -> list[bool]:
 
 
 def _linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
-    """Return the numbers of the layers with linear attention: all but every n-th, or those of a
-    list.
+    """Return the numbers of the layers with linear attention.
+
+    Those are all but every n-th one, or those of a list.
 
     Raises:
         CorruptError: ``linear_attention_freq`` is neither a positive number nor a list of 0 and 1, one a layer.
@@ -269,7 +270,7 @@ def _pattern(fields: Mapping[str, object], name: str, n_layers: int) -> list[boo
     """Return an argument that is a list with 0 or 1 for each layer; None if it is not a list.
 
     Raises:
-        CorruptError: it is another list.
+        CorruptError: the list has other items, or another length.
     """
     items = fields.get(name)
     if not isinstance(items, list):
@@ -336,7 +337,7 @@ def size_in(fields: Mapping[str, object], name: str, *, file: str | None = None)
     """Return a positive integer argument; None if it is absent or None.
 
     Raises:
-        CorruptError: it is something else.
+        CorruptError: the argument is something else.
     """
     value = fields.get(name)
     if value is None:
@@ -377,17 +378,16 @@ def disagreements(args: object, other: object, *, rank: str, other_rank: str) ->
 
 
 def with_vocab_size(args: object, n_rows: int) -> object:
-    """Return a copy of the arguments that states the true vocabulary size, even where they did not
-    before.
-    """
+    """Return a copy of the arguments that states the true vocabulary size."""
     copy = replaced(args, {})
     fields_of(copy)["vocab_size"] = n_rows
     return copy
 
 
 def replaced(args: object, changes: Mapping[str, object], *, added: Mapping[str, object] | None = None) -> object:
-    """Return a copy of the arguments with the values of ``changes`` where it has those names, and
-    of ``added`` anyway.
+    """Return a copy of the arguments with other values.
+
+    Arguments in ``changes`` are changed where they exist, those in ``added`` are set in any case.
     """
     fields = fields_of(args)
     values = {name: changes.get(name, value) for name, value in fields.items()} | dict(added or {})

@@ -20,15 +20,17 @@ ADAPTER = ".adapter."
 
 
 def check_complete(names: Iterable[str], facts: ModelFacts, rules: Rules, *, report: Report = raising) -> None:
-    """Raise unless a model has its embeddings, its layers, their experts, and the same parameters
-    in like layers.
+    """Raise unless a model is complete.
+
+    It must have its embeddings, all its layers, all their experts, and the same parameters in
+    layers of one kind.
 
     Args:
         report: takes what is wrong (rules ``layout.tensor``, ``.layers``, ``.experts``); raises it, if none is given.
 
     Raises:
-        MissingShardError: something is absent; names it.
-        CorruptError: there is more than the arguments say.
+        MissingShardError: something is missing; the error names it.
+        CorruptError: the checkpoint has more layers or experts than the arguments say.
     """
     present = set(names)
     if all(ADAPTER in name for name in present):
@@ -46,8 +48,7 @@ def check_complete(names: Iterable[str], facts: ModelFacts, rules: Rules, *, rep
 
 
 def check_predictions(facts: ModelFacts, topology: Topology) -> None:
-    """Raise for rank files of a model with multi-token prediction that Megatron cannot keep
-    properly.
+    """Raise for rank files with multi-token prediction that Megatron cannot keep properly.
 
     Raises:
         UnsupportedError: multi-token prediction, shared embeddings and several pipeline stages: the last stage has an
@@ -63,8 +64,8 @@ def check_predictions(facts: ModelFacts, topology: Topology) -> None:
 
 
 def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: ModelFacts, rules: Rules, report: Report) -> None:
-    """Report missing and surplus layers of a stack, and parameters that only some layers of a kind
-    have.
+    """Report missing and surplus layers of a stack, and parameters missing in some layers of a
+    kind.
 
     Args:
         subs_of: layer → what is in it, but for what is optional.
@@ -124,8 +125,9 @@ def _kind(stack: str, layer: int, subs: Iterable[str], facts: ModelFacts) -> obj
 
 
 def _is_optional(name: str, rules: Rules) -> bool:
-    """Return whether some layers may have a tensor and others not: extra states, quantization's
-    notes, unknown ones.
+    """Return whether some layers may have a tensor and others not.
+
+    Those are extra states, tensors of quantization, and tensors without a rule of their own.
     """
     rule = rules.rule_of(name)
     return rule.kind == "opaque" or rule.single is not None or rules.is_unknown(name)
@@ -166,7 +168,7 @@ def check_shape(name: str, shape: Shape, partner: Shape | None, rule: Rule, fact
         partner: the shape of the fc2 of the same MLP, or None.
 
     Raises:
-        CorruptError: they contradict each other.
+        CorruptError: shape and arguments contradict each other.
         UnsupportedError: the rule is for tensors of one element, and there are more.
     """
     if rule.single is not None and prod(shape) != 1:
@@ -193,8 +195,9 @@ def extent_of(rule: Rule, facts: ModelFacts) -> int | None:
 
 
 def with_gate(facts: ModelFacts, shapes: Mapping[str, Shape]) -> ModelFacts:
-    """Return the facts with ``is_gated`` set if a shape shows it: fc1 has twice the rows of fc2's
-    columns.
+    """Return the facts with ``is_gated`` set if a shape shows it.
+
+    An fc1 with twice the rows of fc2's columns has a gate.
 
     The arguments name only some of the gated activations (``--swiglu``); a plain MLP never has such shapes.
 
@@ -238,7 +241,7 @@ def check_qkv_rows(name: str, rows: int, facts: ModelFacts) -> None:
     """Raise unless the rows of the fused QKV weight fit the heads of the arguments.
 
     Raises:
-        CorruptError: they are not heads and groups of that many channels (nor with an output gate beside the queries).
+        CorruptError: the rows are not those of the heads and groups, with or without an output gate.
     """
     if facts.head_dim is None:
         return

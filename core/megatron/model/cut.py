@@ -74,8 +74,9 @@ class Cut:
 def cuts_of(
     catalog: Catalog, topology: Topology, facts: ModelFacts, rules: Rules, *, n_rows: int | None
 ) -> dict[str, Cut]:
-    """Return how every tensor of the global per-layer form is cut; an optimizer's states are cut as
-    their parameters.
+    """Return how every tensor of the global per-layer form is cut.
+
+    An optimizer's states are cut as their parameters are.
 
     Args:
         n_rows: rows of the true vocabulary, or None where nothing says.
@@ -139,12 +140,12 @@ def param_array(
     """Return the array of a rank's parameter, or of one of its states, before it has a place.
 
     Args:
-        name: of the array.
+        name: name of the array.
         keys: the tensors that it holds: one, or those of all experts of the rank, in order.
         tensors: their metadata.
         cuts: how they are cut.
         rules: the layout's table.
-        coords: of the rank.
+        coords: coordinates of the rank.
     """
     if not cuts[keys[0]].is_transposed:
         (key,) = keys
@@ -159,9 +160,7 @@ def param_array(
 
 
 def zeros_of(meta: TensorMeta, cut: Cut) -> list[Box]:
-    """Return the boxes of the destination's tensor that the source does not have: padding of the
-    vocabulary.
-    """
+    """Return the boxes of the destination's tensor that the source does not have (padding)."""
     if cut.shape == meta.shape:
         return []
     rows = meta.shape[0]

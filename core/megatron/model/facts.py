@@ -29,8 +29,8 @@ class ModelFacts:
 
     Args:
         topology: parallel sizes of the run that saved.
-        world_size: its ranks, or None.
-        cp: its context parallel size.
+        world_size: number of ranks of that run, or None.
+        cp: context parallel size of that run.
         n_layers: layers of the main stack.
         n_heads, n_groups: attention heads, and groups of them that share keys and values.
         head_dim: channels of one head, or None.
@@ -86,8 +86,9 @@ class ModelFacts:
 
     @property
     def fuses_names(self) -> bool:
-        """True if torch_dist names norms otherwise than rank files: the local implementation's, but
-        not with MLA.
+        """True if torch_dist has other names for norms than rank files.
+
+        So it is in the local implementation, except for multi-latent attention.
         """
         return self.is_local and not self.is_mla
 
@@ -96,8 +97,10 @@ class ModelFacts:
         return n_rows if self.divisible_by is None else padded_vocab_size(n_rows, divisible_by=self.divisible_by, tp=tp)
 
     def pipeline_at(self, pp: int, vpp: int = 1) -> Pipeline:
-        """Return the default distribution of layers over so many stages and chunks: the parts of
-        the run's own one that still mean something there, and evenly for the rest.
+        """Return the default distribution of layers over so many stages and chunks.
+
+        The parts of the run's own distribution that still mean something at these sizes are kept;
+        the rest is even.
         """
         own = self.topology
         return self.pipeline.at(has_pp=pp == own.pp and pp > 1, has_vpp=vpp == own.vpp)
@@ -149,8 +152,9 @@ class ModelFacts:
         return is_own and pp > 1 and self.pattern is not None and bool(self.pattern.cuts)
 
     def has_experts(self, stack: str, layer: int) -> bool:
-        """Return whether a layer has experts: predictions are like the last layer, or as the
-        pattern says.
+        """Return whether a layer has experts.
+
+        Predictions are like the last layer, or as the pattern says.
         """
         if stack != PREDICTION_STACK:
             return layer in self.moe_layers
@@ -179,7 +183,7 @@ def _cut_layers(cuts: tuple[int, ...], pp: int, vpp: int) -> LayerSplit:
     """Return the layers of chunks in order, virtual stages outermost.
 
     Raises:
-        CorruptError: there are not as many chunks.
+        CorruptError: the pattern does not have as many chunks.
     """
     if len(cuts) != pp * vpp:
         raise CorruptError(f"the pattern of layers has {len(cuts)} chunks, but there are {pp} stages of {vpp} chunks")

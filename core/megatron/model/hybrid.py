@@ -65,7 +65,7 @@ def pattern_of(fields: Mapping[str, object]) -> LayerPattern | None:
     """Return the pattern in the training arguments, or None.
 
     Raises:
-        CorruptError: it is not text, or has not as many symbols as there are layers.
+        CorruptError: the pattern is not text, or does not have as many symbols as there are layers.
         UnsupportedError: a symbol is not known.
     """
     name = next((name for name in NAMES if fields.get(name)), None)
@@ -97,8 +97,9 @@ def pattern_of(fields: Mapping[str, object]) -> LayerPattern | None:
 
 
 def recut(text: str, counts: Sequence[int]) -> str:
-    """Return a pattern for model chunks of ``counts`` layers, cut if it was cut before or if the
-    chunks are uneven.
+    """Return a pattern for model chunks of ``counts`` layers.
+
+    It has cuts if it had them before, or if the chunks are uneven.
     """
     main, *predictions = text.split("/")
     symbols = iter(main.replace("|", ""))

@@ -30,11 +30,12 @@ def updated(
     is_grouped: bool | None = None,
     unset: Iterable[str] = (),
 ) -> object:
-    """Return a copy of the arguments for rank files with new sizes (the module's docstring says
-    which change).
+    """Return a copy of the arguments for rank files with new sizes.
+
+    The module's docstring says which arguments change.
 
     Args:
-        args: those of the source.
+        args: training arguments of the source.
         topology: sizes to write.
         pipeline: how they distribute the layers.
         counts: layers of every model chunk, virtual stages outermost.
@@ -93,9 +94,7 @@ def updated(
 
 
 def _not_known(fields: Mapping[str, object], topology: Topology) -> dict[str, object]:
-    """Return the sizes for which the run had no argument, and which differ from what its absence
-    means.
-    """
+    """Return the sizes that must be added because their absence would mean another size."""
     sizes = {
         "pipeline_model_parallel_size": (topology.pp, 1),
         "virtual_pipeline_model_parallel_size": (topology.vpp, 1),
@@ -106,8 +105,9 @@ def _not_known(fields: Mapping[str, object], topology: Topology) -> dict[str, ob
 
 
 def dp_at(args: object, topology: Topology) -> int | None:
-    """Return the data parallel size that rank files of new sizes state; None if the run did not
-    state its own.
+    """Return the data parallel size in the arguments of rank files of new sizes.
+
+    None if the run did not state its own.
     """
     fields = fields_of(args)
     own = topology_of(args)

@@ -40,7 +40,7 @@ def parts_of(rule: Rule, extent: int, facts: ModelFacts, *, key: str) -> list[in
     """Return the extents of the consecutive parts of an axis.
 
     Args:
-        extent: of the axis, over all ranks.
+        extent: extent of the axis, over all ranks.
 
     Raises:
         CorruptError: a gated extent is odd, or the parts do not add up to the extent.
@@ -110,14 +110,13 @@ def check_parts(rule: Rule, shape: Shape, facts: ModelFacts, *, key: str) -> Non
 
 
 def check_units(rule: Rule, n: int, facts: ModelFacts, *, key: str) -> None:
-    """Raise if a number of shards does not divide a unit that a rank holds undivided, such as heads
-    or groups.
+    """Raise if a number of shards does not divide units, such as heads, that ranks hold undivided.
 
     Args:
         n: the wanted number of shards.
 
     Raises:
-        UnsupportedError: names the tensor, what does not divide and the sizes that work.
+        UnsupportedError: a size does not divide; the error names the sizes that do.
     """
     sizes = {name: facts.sizes[name] for name in rule.divides if name in facts.sizes}
     for name, size in sizes.items():

@@ -47,7 +47,7 @@ class Pipeline:
         has_embedding_stage: the first stage has no layers (``standalone_embedding_stage`` of older Megatron).
 
     Raises:
-        UsageError: two of them contradict each other.
+        UsageError: two of the options contradict each other.
     """
 
     first: int | None = None
@@ -119,7 +119,7 @@ class LayerSplit:
         """Return (vp_rank, pp_rank, local number) of a global layer.
 
         Raises:
-            ValueError: there is no such layer.
+            ValueError: the model has no such layer.
         """
         places = _places(self.counts)
         if not 0 <= layer < len(places):
@@ -140,7 +140,7 @@ def split_layers(
 
     Args:
         n_layers: layers of the model.
-        n_mtp: its layers of multi-token prediction, which only a layout string distributes.
+        n_mtp: layers of multi-token prediction, which only a layout string distributes.
         pp, vpp: pipeline stages, and model chunks a stage.
         pipeline: how; None for evenly.
 
@@ -296,8 +296,9 @@ def parse_layout(text: str) -> tuple[str, ...]:
 
 
 def layout_of_words(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return the letters of every chunk of a layout in words (``embedding``, ``decoder``, ``mtp``,
-    ``loss``) or letters.
+    """Return the letters of every chunk of a layout in words or letters.
+
+    The words are ``embedding``, ``decoder``, ``mtp`` and ``loss``.
 
     Raises:
         UsageError: a word that means nothing.
@@ -314,8 +315,9 @@ def layout_of_words(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def layout_text(layout: Sequence[str]) -> str:
-    """Return a layout as a string, abbreviating repetitions; ``parse_layout`` and Megatron read the
-    same from it.
+    """Return a layout as a string, abbreviating repetitions.
+
+    ``parse_layout`` and Megatron read the same layout from it.
     """
     runs = [(part, len(list(same))) for part, same in groupby(layout[:-1])]
     texts = (f"{_short(part)}|" if n == 1 else f"({_short(part)}|)*{n}" for part, n in runs)

@@ -56,7 +56,7 @@ def layout_of(value: object) -> tuple[str, ...] | None:
     """Return the letters of every chunk of a layout argument, or None if it is None or empty.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the value is not a layout.
     """
     if value is None or value == "" or value == []:
         return None
@@ -70,11 +70,12 @@ def layout_of(value: object) -> tuple[str, ...] | None:
 
 
 def _of_object(value: Inert) -> tuple[str, ...]:
-    """Return the layout of a pickled ``PipelineParallelLayerLayout``: its constructor's argument,
-    or its stages' chunks.
+    """Return the layout of a pickled ``PipelineParallelLayerLayout``.
+
+    That is its constructor's argument, or the chunks of its stages.
 
     Raises:
-        UsageError: it has neither.
+        UsageError: the object has neither.
     """
     fields = attributes(value) or {}
     if isinstance(fields.get("input_data"), (str, list)):
@@ -86,8 +87,9 @@ def _of_object(value: Inert) -> tuple[str, ...]:
 
 
 def _word(item: object) -> str:
-    """Return the word for a layer of a layout's list: itself, or the name of a pickled
-    ``LayerType``.
+    """Return the word for a layer in a layout's list.
+
+    That is the item itself, or the name of a pickled ``LayerType``.
     """
     if isinstance(item, Inert) and item.fn == _LAYER_TYPE and len(item.args) == 1:
         return _LAYER_TYPES.get(item.args[0], "") if isinstance(item.args[0], int) else ""

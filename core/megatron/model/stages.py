@@ -43,7 +43,7 @@ class Stages:
         """Return (vp, pp, local number) of a layer.
 
         Raises:
-            ValueError: there is no such layer.
+            ValueError: the model has no such layer.
         """
         split = self.splits.get(stack)
         if split is None:

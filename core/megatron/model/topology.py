@@ -31,8 +31,8 @@ class Rank:
     """Coordinates of one rank of a model replica.
 
     Args:
-        tp, pp, ep: its tensor, pipeline and expert parallel ranks.
-        etp: its rank among those that cut experts.
+        tp, pp, ep: tensor, pipeline and expert parallel ranks.
+        etp: rank among the ranks that cut experts.
     """
 
     tp: int
@@ -152,8 +152,9 @@ def rank_dir(topology: Topology, rank: Rank) -> str:
 
 
 def rank_dirs(topology: Topology, *, world_size: int | None = None, cp: int = 1) -> list[dict[str, Coords]]:
-    """Return the sets of directories that a training run may have written, each name with its
-    rank's coordinates.
+    """Return the sets of directories that a training run may have written.
+
+    Each maps names of directories to the coordinates of their ranks.
 
     Without expert parallelism there is one set, the full product. With it, TP and EP ranks co-vary, and which ranks
     write changed over time: the newest rule comes first, and last what ``core.megatron.reshard.to_ranks`` writes, the

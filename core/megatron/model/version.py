@@ -74,7 +74,7 @@ class MegatronVersion:
             has_layout: layers are distributed as a string says.
 
         Raises:
-            UnsupportedError: it needs a newer one.
+            UnsupportedError: the sizes need a newer version.
         """
         if tp > n_groups and not self.shares_query_groups:
             raise UnsupportedError(
@@ -93,7 +93,7 @@ def parse_version(text: str) -> MegatronVersion:
     """Parse a version of megatron-core such as ``0.16`` or ``0.16.1``.
 
     Raises:
-        UsageError: it names none, or one before 0.12.
+        UsageError: the text is not a version, or the version is before 0.12.
     """
     match = _TEXT.fullmatch(text)
     if match is None:

@@ -48,7 +48,7 @@ class ReadEntries:
     """The optimizer that an entry describes.
 
     Args:
-        optimizer: its kind, groups and other entries.
+        optimizer: kind, groups and other entries.
         steps: keys of the tensors that are the number of steps; all are equal.
         sharding: how the distributed optimizer's states are kept, or None where the entry does not say.
         dropped: parts that are left out, with the reason.
@@ -62,7 +62,7 @@ class ReadEntries:
 
 @dataclass(frozen=True, slots=True)
 class _ChainedOptimizer:
-    """One of chained optimizers, or the only one; see ``Optimizer``."""
+    """One of chained optimizers, or the only one, with fields as ``Optimizer`` has them."""
 
     kind: str
     groups: tuple[ParamGroup, ...]
@@ -117,7 +117,7 @@ def _members(entry: object) -> list[Mapping[object, object]]:
     """Return the chained optimizers of an entry, or the only one.
 
     Raises:
-        UnsupportedError: one of them is not a dict.
+        UnsupportedError: an optimizer is not a dict.
     """
     mapping = as_mapping(entry)
     items: list[object] = [entry]

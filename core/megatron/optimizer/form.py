@@ -75,8 +75,9 @@ _NEITHER = frozenset({
 def optim_format_of(
     tensor_keys: Iterable[str], object_keys: Iterable[str], *, has_flattened: bool = False
 ) -> str | None:
-    """Return the name of the form in the module's table, or None if the checkpoint holds no
-    optimizer state.
+    """Return the name of the optimizer's form in the module's table.
+
+    None if the checkpoint holds no optimizer state.
 
     Args:
         tensor_keys, object_keys: without rank directories.

@@ -42,9 +42,9 @@ class Traits:
     """The properties of a parameter that decide its group.
 
     Args:
-        is_exempt: from weight decay.
-        is_expert: of an expert that expert parallelism distributes.
-        has_own_lr: its learning rate is not the usual one.
+        is_exempt: the parameter is exempt from weight decay.
+        is_expert: the parameter belongs to an expert that expert parallelism distributes.
+        has_own_lr: the learning rate of the parameter is not the usual one.
     """
 
     is_exempt: bool
@@ -72,7 +72,7 @@ class Policy:
 
         Args:
             name: local or global.
-            n_axes: of its shape.
+            n_axes: number of axes of the parameter.
         """
         if self.trained == "adapters" and _ADAPTER.search(name) is None:
             return None
@@ -134,8 +134,8 @@ class Slots:
     """A group of a rank, before it is known whose its entries are.
 
     Args:
-        settings: as stored.
-        shapes: of the states of each entry; None where there are none.
+        settings: the stored settings.
+        shapes: shapes of the states of each entry; None where there are none.
         masters: shapes of the masters, which only fp16 and bf16 parameters have; None where the optimizer has none.
     """
 
@@ -167,7 +167,7 @@ def assign(
         decides: compares every one, where no policy fits; None takes ``agrees``.
 
     Raises:
-        UnsupportedError: none fits, or several do.
+        UnsupportedError: no assignment fits, or several do.
     """
 
     # The first policy that fits numbers, shapes and masters decides …
@@ -195,8 +195,9 @@ def assign(
 
 
 def by_policy(params: Sequence[Trained], groups: Sequence[Slots], policy: Policy) -> Assignment | None:
-    """Return the assignment that a policy makes, whether it fits or not; None if it cannot tell the
-    groups apart.
+    """Return the assignment that a policy makes, whether it fits or not.
+
+    None if the policy cannot tell the groups apart.
     """
     wanted = [traits_of(group.settings) for group in groups]
     if len(set(wanted)) < len(wanted):

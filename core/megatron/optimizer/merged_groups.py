@@ -44,8 +44,8 @@ class MergedGroups:
         """Add a rank's groups: settings, and global names of parameters.
 
         Raises:
-            CorruptError: it contradicts another rank.
-            UnsupportedError: groups of one identity.
+            CorruptError: the rank contradicts another one.
+            UnsupportedError: two groups of the rank have one identity.
         """
         own_groups: dict[tuple[object, ...], bool] = {}
         for stored, params in groups:
@@ -119,8 +119,9 @@ class MergedGroups:
 
     @property
     def omits_empty(self) -> bool | None:
-        """True if ranks leave out groups of which they have no parameter; None where no rank shows
-        it.
+        """True if ranks leave out groups of which they have no parameter.
+
+        None where no rank shows it.
         """
         if any(len(of_rank) < len(self._groups) for of_rank in self._of_rank):
             return True

@@ -37,9 +37,9 @@ def is_master(
 
     Args:
         store: where both lie.
-        master: of a float dtype at least as wide as the weight's.
+        master: an array of a float dtype at least as wide as the weight's.
         weight: with as many elements; its shape may be another.
-        bind: of the catalog, for late-bound arrays.
+        bind: ``bind`` of the catalog, for late-bound arrays.
 
     Raises:
         UnsupportedError: the weight's dtype is not one that masters are rounded to.
@@ -179,8 +179,9 @@ _CODES = {"float16": "H", "bfloat16": "H", "float32": "I"}
 
 
 def rounding_of(source: str, target: str) -> Callable[[bytes], bytes] | None:
-    """Return the function that rounds dense little-endian elements to nearest even; None where only
-    numpy does.
+    """Return the function that rounds dense little-endian elements to nearest even.
+
+    None where only numpy does.
 
     NaNs stay NaNs, with bits of their own.
     """
@@ -240,8 +241,9 @@ def strange_masters(catalog: Catalog, store: ReadStore) -> list[str]:
 
 
 def pairs_of_masters(catalog: Catalog) -> Iterator[tuple[str, StoredArray, StoredArray]]:
-    """Yield (parameter, array of weights, array of masters) of arrays that hold the same part of
-    their tensors.
+    """Yield (parameter, array of weights, array of masters).
+
+    The two arrays hold the same part of their tensors.
     """
     for key in catalog.tensors:
         if state_key(MASTER, key) in catalog.tensors:
@@ -251,8 +253,9 @@ def pairs_of_masters(catalog: Catalog) -> Iterator[tuple[str, StoredArray, Store
 
 
 def _same_part(catalog: Catalog, key: str, master: str) -> tuple[StoredArray, StoredArray] | None:
-    """Return a weight's array and a master's that hold the same box of their tensors, and nothing
-    else; None without such.
+    """Return a weight's array and a master's that hold the same box, and nothing else.
+
+    None if there are none.
     """
     boxes = {
         piece.box: piece.array

@@ -20,10 +20,10 @@ class Param:
     """A tensor in a rank's state dict.
 
     Args:
-        chunk: its model chunk; ``chunk.arrays(name, array)`` tells what it is called in the whole model, and takes its
-            optimizer's states as well, whose shape is the same.
+        chunk: model chunk of the tensor; ``chunk.arrays(name, array)`` tells what it is called in the whole model, and
+            takes its optimizer's states as well, whose shape is the same.
         name: in the chunk, without ``model.``; local numbers.
-        array: its weights.
+        array: weights of the tensor.
     """
 
     chunk: ModelChunk
@@ -81,9 +81,9 @@ class HeldParam:
     """A tensor of a rank's state dict.
 
     Args:
-        key: its global name.
+        key: global name of the tensor.
         chunk: ``model``, ``model0`` …
-        name: its name there.
+        name: local name of the tensor in the chunk.
     """
 
     key: str
@@ -109,9 +109,7 @@ class OptimizerFiles(Protocol):
     dropped: list[str]
 
     def add(self, rank: Rank, folder: str, coords: Coords, params: Sequence[HeldParam]) -> object:
-        """Add the tensors that a rank's file holds, in order, and return the rank's entry
-        ``optimizer``.
-        """
+        """Add the tensors of a rank's file, in order, and return the rank's entry ``optimizer``."""
 
     def fragments(self, key: str) -> Sequence[TargetFragment]:
         """Return the target's fragments of one state, once all ranks have been added."""

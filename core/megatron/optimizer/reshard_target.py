@@ -22,7 +22,7 @@ class ReshardTarget:
         catalog: the model in the global per-layer form, with the optimizer's states among its tensors.
         optimizer: the catalog's, without its tensors.
         topology: sizes of the destination.
-        facts: of the source.
+        facts: facts about the source.
         rules: the layout's table.
         cuts: how the destination cuts every tensor, states included.
         version: the megatron-core that is to load the result; None for the one that wrote the source.

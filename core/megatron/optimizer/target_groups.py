@@ -27,7 +27,7 @@ class TargetGroups:
     """The groups at a destination.
 
     Args:
-        settings: of each group, in order: dense ones first.
+        settings: settings of each group, in order: dense ones first.
         group_of: global parameter → number of its group.
         is_sorted: ranks have them in that order; otherwise as their parameters need them.
         omits_empty: ranks leave out those of which they have no parameter.
@@ -42,7 +42,7 @@ class TargetGroups:
         """Return the groups that a rank lists.
 
         Args:
-            params: those it holds, in order.
+            params: parameters that the rank holds, in order.
         """
         own = list(dict.fromkeys(self.group_of[name] for name in params))
         if self.is_sorted:
@@ -122,7 +122,8 @@ def _described(settings: Mapping[str, object], version: MegatronVersion) -> Mapp
     """Return a group's settings as a version has them.
 
     Raises:
-        UnsupportedError: it finds groups by a setting that this one lacks, or tells another learning rate otherwise.
+        UnsupportedError: the version needs a setting that the group lacks, or describes its learning rate in
+            another way.
     """
     missing = [name for name in _FOUND_BY if name not in settings and f"pre_{name}" not in settings]
     if missing:
@@ -147,7 +148,7 @@ def _in_order(groups: Mapping[tuple[object, ...], Mapping[str, object]]) -> list
     """Return groups with the usual learning rate in the order of 0.16: with weight decay, without; dense ones first.
 
     Raises:
-        UnsupportedError: two of them are alike in that.
+        UnsupportedError: two groups are alike in weight decay and experts.
     """
     place = {group_id: (bool(group_id[2]), traits_of(settings).is_exempt) for group_id, settings in groups.items()}
     if len(set(place.values())) < len(place):

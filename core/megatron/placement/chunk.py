@@ -45,8 +45,9 @@ class ModelChunk:
         return (self.facts.n_experts or 0) // self.facts.topology.ep
 
     def places(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """Return for every name its place, after that of the first parameter of the same experts
-        (else its own).
+        """Return for every name (place of the first parameter of its experts, own place).
+
+        The first number is the name's own place for other parameters.
 
         Experts of all ranks are to stand one after the other, where those of one rank stand in its file.
         """
@@ -73,8 +74,9 @@ class ModelChunk:
         return entry
 
     def global_names(self, name: str) -> list[tuple[int, str]]:
-        """Return (expert or 0, global name) of each tensor in an entry: one, or one for each expert
-        of the rank.
+        """Return (expert or 0, global name) of each tensor in an entry.
+
+        That is one, or one for each expert of the rank.
 
         Raises:
             CorruptError: an expert is beyond those of the rank.

@@ -27,7 +27,7 @@ class Home:
     Args:
         vp, pp: virtual and pipeline stage.
         ep: the expert parallel rank, for experts; None means all of them.
-        name: its name there.
+        name: local name of the tensor in the chunk.
     """
 
     vp: int
@@ -59,7 +59,7 @@ class Homes:
         """Return the home of a tensor or extra state.
 
         Raises:
-            CorruptError: there is no such layer.
+            CorruptError: the model has no such layer.
             UnsupportedError: no row says where it lives.
         """
         rules = self.rules
@@ -89,8 +89,9 @@ class Homes:
         return Home(vp, pp, ep, rules.expert_name(expert, names=self.expert_names, number=number))
 
     def homes(self, key: str) -> list[Home]:
-        """Return all homes of a tensor or extra state: multi-token prediction has the embedding at
-        its stage, too.
+        """Return all homes of a tensor or extra state.
+
+        Multi-token prediction has a copy of the embedding at its stage.
         """
         home = self.home(key)
         if not self.stages.n_layers(PREDICTION_STACK) or self.rules.stage_of(key) != "first":
@@ -127,7 +128,7 @@ def homes_at(
     Args:
         model: the global per-layer form.
         topology: sizes of the destination.
-        facts: of the source.
+        facts: facts about the source.
         pipeline: how layers are distributed; None for ``facts.pipeline_at``.
         expert_names: how files name experts; None for the source's way, legacy grouped ones one by one.
 
@@ -147,8 +148,9 @@ def homes_at(
 
 
 def tied_of(model: Catalog, facts: ModelFacts, rules: Rules) -> str | None:
-    """Return the tensor of which the last of several stages has a copy as its output layer; None if
-    there is none.
+    """Return the tensor that the output layer of the last of several stages is a copy of.
+
+    None if there is no such copy.
     """
     if not facts.is_tied:
         return None
@@ -157,8 +159,9 @@ def tied_of(model: Catalog, facts: ModelFacts, rules: Rules) -> str | None:
 
 
 def by_file_order(names: Iterable[tuple[str, str]], rules: Rules) -> list[tuple[str, str]]:
-    """Return (key, name in the file) pairs with the grouped experts of a layer linear by linear,
-    not one by one.
+    """Sort (key, name in the file) pairs as files have them.
+
+    The grouped experts of a layer come linear by linear, not expert by expert.
     """
     pairs = list(names)
     module_of: dict[str, int] = {}
@@ -178,8 +181,9 @@ def by_file_order(names: Iterable[tuple[str, str]], rules: Rules) -> list[tuple[
 def by_rank(
     items: Iterable[tuple[str, Home]], topology: Topology, rules: Rules
 ) -> dict[tuple[int, int, int], list[tuple[str, str]]]:
-    """Group homes by rank: (vp_rank, pp_rank, ep_rank) → (key, name in the file), in the order of
-    the file.
+    """Group homes by (vp_rank, pp_rank, ep_rank), in the order of the file.
+
+    Each group lists (key, name in the file).
     """
     names: dict[tuple[int, int, int], list[tuple[str, str]]] = {}
     for key, home in items:

@@ -143,23 +143,23 @@ def parted(catalog: Catalog[ArrayT], facts: ModelFacts, rules: Rules, *, is_targ
 
 
 def _n_front(key: str, rules: Rules) -> int:
-    """Return the number of axes in front of a parameter's own: one for its layers, where they are
-    stacked.
-    """
+    """Return the number of axes before a parameter's own: one for layers, if they are stacked."""
     return int(rules.stacked_of(param_of(key)) is not None)
 
 
 def _part_key(key: str, name: str) -> str:
-    """Return the key of a part: a name of one word is appended, several words replace as many of
-    the parameter's.
+    """Return the key of a part.
+
+    A name of one word is appended; several words replace as many of the parameter's.
     """
     words = name.split(".")
     return f"{key}.{name}" if len(words) == 1 else ".".join([*key.split(".")[: -len(words)], name])
 
 
 def _within(piece: Fragment[ArrayT], axis: int, run: _PartRange) -> Fragment[ArrayT] | None:
-    """Return the part of a fragment that lies in a range, in coordinates of the range; None if
-    there is none.
+    """Return the part of a fragment that lies in a range, in coordinates of the range.
+
+    None if there is none.
     """
     box = piece.box
     start = max(box.offset[axis], run.start)

@@ -77,8 +77,9 @@ def origins_of(
 
 
 def names_in(name: str, facts: ModelFacts, rules: Rules) -> list[tuple[tuple[int, ...], str]]:
-    """Return (index, global per-layer name) of everything that a tensor stacks; one with the index
-    () if it stacks nothing.
+    """Return (index, global per-layer name) of everything that a tensor stacks.
+
+    A tensor that stacks nothing has the index ().
     """
     stacked, single = rules.stacked_of(name), rules.layer_of(name)
     names: list[tuple[tuple[int, ...], str]] = [((), name)]
@@ -159,9 +160,7 @@ class OriginFragments:
 
 
 def _unstacked(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...], list[Fragment]]:
-    """Return the fragments of the tensors that a tensor stacks on its first axes, by index on those
-    axes.
-    """
+    """Return index on the first axes → fragments of the tensor that is stacked there."""
     fragments_at: dict[tuple[int, ...], list[Fragment]] = {}
     for piece in fragments:
         offset, shape = piece.box.offset, piece.box.shape
@@ -179,8 +178,9 @@ def _unstacked(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...
 
 
 def _cut(piece: Fragment, shape: Shape) -> Fragment | None:
-    """Return the part of a fragment that lies in ``shape``, which may have fewer rows than the
-    stored tensor.
+    """Return the part of a fragment that lies in ``shape``; None if there is none.
+
+    The shape may have fewer rows than the stored tensor.
     """
     if not shape or piece.box.offset[0] + piece.box.shape[0] <= shape[0]:
         return piece

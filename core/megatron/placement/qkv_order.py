@@ -37,9 +37,9 @@ class OldRows:
 
     Args:
         n_parts: 3, or 2 without queries.
-        n_heads: of the rank.
-        channels: of one head.
-        has_parts_last: as in version 1.0, otherwise as in version 0.
+        n_heads: heads of the rank.
+        channels: channels of one head.
+        has_parts_last: rows are ordered as in version 1.0, otherwise as in version 0.
     """
 
     n_parts: int
@@ -48,8 +48,9 @@ class OldRows:
     has_parts_last: bool
 
     def fragments(self, fragment: Fragment) -> Iterator[Fragment]:
-        """Yield the places of a fragment that is addressed in today's order of rows, as fragments
-        of the stored array.
+        """Yield where the rows of a fragment are stored.
+
+        The fragment addresses its array as if the rows were in today's order.
         """
         array = fragment.array
         assert array is not None
@@ -85,12 +86,13 @@ class OldRows:
 
 
 def old_rows(name: str, n_rows: int, version: float, facts: ModelFacts) -> OldRows | None:
-    """Return how a fused tensor's rows are ordered on a rank, or None where they are ordered as
-    today.
+    """Return how a fused tensor's rows are ordered on a rank.
+
+    None where they are ordered as today.
 
     Args:
-        name: of the parameter.
-        n_rows: of one rank's shard.
+        name: name of the parameter.
+        n_rows: rows of one rank's shard.
 
     Raises:
         UnsupportedError: a version that never was, or heads that share keys, which no such version had.

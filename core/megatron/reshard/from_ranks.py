@@ -328,7 +328,7 @@ class _RankFragments:
         tensors: global key → what the ranks hold of the tensor.
         shapes: global key → shape, without padding rows that are cut.
         copies: key of a hidden tensor → its equal arrays.
-        facts: of the source.
+        facts: facts about the source.
     """
 
     catalog: Catalog

@@ -54,7 +54,7 @@ def understood(
     """Read the model of a catalog with Megatron's names, as far as it is understood, and report its problems.
 
     Args:
-        catalog: of rank files, which may be incomplete, or of global tensors, its objects loaded.
+        catalog: a catalog of rank files, which may be incomplete, or of global tensors, its objects loaded.
         report: takes the problems: the rules of ``merge_ranks``, ``origins_of`` and ``check_complete``, and
             ``layout.args``, ``.ranks_differ``, ``.shapes``, ``.tied``.
         sample: rank directories that stand for all others, which are like them; None for all.

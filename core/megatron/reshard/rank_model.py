@@ -83,9 +83,9 @@ class _StageHead:
     """The first rank of a pipeline stage, whose names the others repeat.
 
     Args:
-        chunk: its model chunk.
+        chunk: model chunk of the tensor.
         names: the names in it, in order.
-        places: as of ``ModelChunk.places``.
+        places: the result of ``ModelChunk.places``.
     """
 
     chunk: ModelChunk
@@ -188,7 +188,7 @@ def _add_entry(
     """Add one entry of a rank's state dict to the model.
 
     Args:
-        place: the entry's, as of ``ModelChunk.places``.
+        place: place of the entry, as returned by ``ModelChunk.places``.
 
     Raises:
         CorruptError: experts are named in two ways.

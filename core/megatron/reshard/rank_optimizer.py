@@ -41,7 +41,7 @@ def read_states(
             none is given.
 
     Raises:
-        UnsupportedError: of a kind that is not read, or nothing proves which state is whose.
+        UnsupportedError: the optimizer is of a kind that is not read, or nothing proves which state is whose.
         CorruptError: ranks contradict each other.
     """
     ranks = catalog.facet(RankFacts)

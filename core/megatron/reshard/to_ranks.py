@@ -248,7 +248,7 @@ class _ShardPlan:
     Args:
         model: the global per-layer form, without the optimizer's states.
         topology: sizes of the destination.
-        facts: of the source.
+        facts: facts about the source.
         rules: the layout's table.
         cuts: key → how the destination cuts the tensor, states included.
         places: finds stage, chunk and name of each tensor in the files.
@@ -378,8 +378,8 @@ class _PlannedChunk:
     """One model chunk of one rank's file.
 
     Args:
-        name: its top-level entry.
-        container: its state dict, whose tensors name the arrays.
+        name: top-level entry of the chunk.
+        container: state dict of the chunk, whose tensors name the arrays.
         arrays: the arrays by name.
         parts: (name of an array, key of a tensor) → the array of just that tensor, where the first joins several.
         params: the tensors in the order of the file.

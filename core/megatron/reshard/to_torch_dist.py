@@ -61,7 +61,7 @@ class _StackedTensor:
     """One per-layer tensor of a stacked key.
 
     Args:
-        key: its global name.
+        key: global name of the tensor.
         at: its index on the stacking axes (layers, then experts), as many as there are.
         shape: the extents of those axes.
         stage: the pipeline stage that holds it.

@@ -114,8 +114,9 @@ def expert_form(forms: Sequence[ExpertForm], expert: Expert, *, names: str, numb
 
 
 def unpacked(array: StoredArray, rest: str, *, n: int, key: str, rank: str) -> Iterator[StoredArray]:
-    """Yield the weights of single experts in a parameter of legacy grouped experts, as strided
-    views.
+    """Yield the weights of single experts in a parameter of legacy grouped experts.
+
+    They are strided views; no data moves.
 
     Args:
         array: ``weight1`` or ``weight2`` of one rank.
@@ -145,7 +146,7 @@ def packed(name: str, experts: Sequence[PlannedArray], rest: str) -> JoinedArray
     """Return the parameter of legacy grouped experts that their transposed weights make.
 
     Args:
-        name: of the parameter's array.
+        name: name of the parameter's array.
         experts: the weights of a rank's experts in order, transposed.
         rest: what they are, ``linear_fc1.weight`` or ``linear_fc2.weight``.
     """

@@ -85,7 +85,7 @@ class ModelKind:
         kind: for people: ``GPT``, ``BERT``, ``T5`` …
         stacks: what stands before the numbers of its layers, that of the main stack first.
         embedding: the tensor of the input embedding.
-        output: that of the output layer, where it is a tensor of its own.
+        output: the tensor of the output layer, where it is a tensor of its own.
         head: the copy of the embedding that the last of several pipeline stages has where the two are shared.
         is_legacy: it has the names of ``megatron.legacy``, which only rank files have.
     """
@@ -123,7 +123,7 @@ class Layer:
 
     Args:
         stack: what stands before the number, such as ``decoder.layers.``.
-        number: of the layer, local or global.
+        number: number of the layer, local or global.
         sub: the name within the layer.
     """
 
@@ -181,7 +181,7 @@ class Rules:
 
         Args:
             name: local or global name, without ``model.``.
-            shapes: its shape on every rank that has it, for the message.
+            shapes: shape of the parameter on every rank that has it, for the message.
             hidden_size: channels of the model, for the row that the message proposes.
             tp: how many shards these are, for the same.
 
@@ -219,8 +219,9 @@ class Rules:
         return rule
 
     def parted_rule(self, name: str, part: str | None = None) -> Rule | None:
-        """Return the rule of a parameter that torch_dist stores in parts (of which ``part`` is
-        one), else None.
+        """Return the rule of a parameter that torch_dist stores in parts, else None.
+
+        With ``part``, the parameter must have a part of that name.
         """
         rule = self._first_fit(name)
         return None if rule is None or not rule.names or part not in (None, *rule.names) else rule
@@ -241,14 +242,16 @@ class Rules:
         return rule is not None and rule.source == UNKNOWN_SOURCE
 
     def stage_of(self, name: str) -> str | None:
-        """Return ``first`` or ``last`` for a parameter or module outside of layers; None if no row
-        says.
+        """Return ``first`` or ``last`` for a parameter or module outside of layers.
+
+        None if no row says.
         """
         return next((stage for pattern, stage in self.stages if pattern.search(name)), None)
 
     def is_param(self, name: str) -> bool:
-        """Return whether a tensor is a parameter, which an optimizer may train: neither a buffer
-        nor an extra state.
+        """Return whether a tensor is a parameter, which an optimizer may train.
+
+        Buffers and extra states are not.
 
         Raises:
             UnknownTensorError, UnsupportedError: as for ``rule_of``.
@@ -263,8 +266,9 @@ class Rules:
         return is_param
 
     def has_main_stack(self, name: str) -> bool:
-        """Return whether a name belongs to a layer, numbered or stacked, of the main stack of some
-        kind of model.
+        """Return whether a name is in a layer of the main stack of some kind of model.
+
+        The layer may be numbered or stacked.
         """
         return name.startswith(self.main_stacks)
 
@@ -292,8 +296,9 @@ class Rules:
         return None
 
     def stacked_of(self, name: str) -> tuple[str, str] | None:
-        """Return (stack, name within the layer) of a key that stacks all layers
-        (``decoder.layers.mlp.…``), else None.
+        """Return (stack, name within the layer) of a key that stacks all layers, else None.
+
+        Such a key is ``decoder.layers.mlp.…``.
         """
         for stack in self.stacks:
             sub = name.removeprefix(stack)
@@ -311,17 +316,16 @@ class Rules:
         return self._experts[name]
 
     def is_packed_state(self, name: str) -> bool:
-        """Return whether a global name is that of an extra state that all experts of a rank have
-        together.
-        """
+        """Return whether an extra state is that of all experts of a rank together."""
         expert = self.expert_of(name)
         if expert is None or expert.number is not None or expert.names == "stacked":  # torch_dist's has one an expert
             return False
         return expert.rest.endswith("_extra_state")
 
     def expert_name(self, expert: Expert, *, names: str, number: int) -> str:
-        """Return the name of an expert's parameter in another form of
-        ``core.megatron.rules.experts``.
+        """Return the name of an expert's parameter in another form.
+
+        ``core.megatron.rules.experts`` lists the forms.
         """
         form = self._forms.get((expert.before, expert.rest, names))
         if form is None:
@@ -341,18 +345,20 @@ class Rules:
         return inner + _exchanged(rest, [(fused, local) for local, fused in self.fused_names])
 
     def in_torch_dist(self, sub: str) -> str:
-        """Return a name within a layer with torch_dist's word for a layer within it, which newer
-        rank files call otherwise.
+        """Return a name within a layer with torch_dist's word for an inner layer.
+
+        Newer rank files have another word.
         """
         return _exchanged(sub, [self.renamed])
 
     def in_rank_files(self, sub: str) -> str:
-        """Return a name within a layer with newer rank files' word for a layer within it."""
+        """Return a name within a layer with newer rank files' word for an inner layer."""
         return _exchanged(sub, [self.renamed[::-1]])
 
     def position(self, sub: str) -> int:
-        """Return the place of a name within a layer in a rank file; names that the table does not
-        know come last.
+        """Return the place of a name within a layer in a rank file.
+
+        Names that the table does not know come last.
         """
         sub = self._inner(sub)[1]
         for place, start in enumerate(self.layer_order):
@@ -366,16 +372,18 @@ class Rules:
         return int(numbers[0]) if numbers else 0
 
     def _inner(self, sub: str) -> tuple[str, str]:
-        """Split a name within a layer of a layer into (beginning up to that layer, rest); ("", sub)
-        for other names.
+        """Split a name within a layer of a layer into (beginning up to that layer, rest).
+
+        Other names give ("", name).
         """
         match = None if self.inner is None else self.inner.match(sub)
         return ("", sub) if match is None else (match[0], sub[match.end() :])
 
 
 def _fit(model: ModelKind, stacks: Iterable[str]) -> tuple[int, int]:
-    """Return how well a kind of model fits the stacks of a checkpoint: it has them, and has few
-    others.
+    """Return a sort key for how well a kind of model fits the stacks of a checkpoint.
+
+    The best kind has the most of them, and the fewest others.
     """
     return len({*model.stacks} & {*stacks}), -len({*model.stacks} - {*stacks})
 
@@ -395,8 +403,9 @@ def _part_names(rules: tuple[Rule, ...]) -> frozenset[str]:
 
 
 def tells_numbers_apart(rule: Rule) -> bool:
-    """Return whether a rule may fit one layer or expert and not another: its pattern has a digit
-    outside of a word.
+    """Return whether a rule may fit one layer or expert and not another.
+
+    Its pattern then has a digit outside of a word.
     """
     text = re.sub(r"\\.|(?<=[a-z_])(\[[^\]]*\]|[0-9]+)", "", rule.pattern.pattern)
     return re.search("[0-9]", text) is not None

@@ -13,7 +13,7 @@ class PartSize:
     """A size, in elements.
 
     Args:
-        text: as it was written.
+        text: the text of the rule.
         terms: a sum of products of numbers and names.
     """
 
@@ -47,9 +47,9 @@ class ShapeSize:
     """A size that the shape of a tensor tells.
 
     Args:
-        name: of the size.
+        name: name of the size.
         pattern: searched in the tensor's name.
-        axis: whose extent it is.
+        axis: axis whose extent is the size.
         args: what it should be by the arguments, or None where they do not say.
     """
 

@@ -174,7 +174,7 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
 
     Args:
         where: the row, for messages.
-        label: its file, for messages.
+        label: file of the row, for messages.
 
     Raises:
         UsageError: a field is unknown or makes no sense.

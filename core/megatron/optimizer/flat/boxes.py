@@ -46,10 +46,10 @@ def fragments_of_run(key: str, run: FlatRun, pieces: Sequence[Piece], *, shape: 
 
     Args:
         key: the tensor.
-        run: of the shard.
+        run: a run of the shard.
         pieces: regions of the tensor that the shard holds, and where (``core.arrays.sharding``); what they leave out
             (vocabulary padding) is in no fragment.
-        shape: of the shard, in elements.
+        shape: shape of the shard, in elements.
 
     Yields:
         In C order of the shard, boxes disjoint; every array is a part of ``run.array``.

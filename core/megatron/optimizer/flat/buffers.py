@@ -53,7 +53,7 @@ class BufferLayout:
     """A buffer as files have it.
 
     Args:
-        slots: of the parameters, in the model's order.
+        slots: places of the parameters, in the model's order.
         buckets: elements of each bucket, without the padding at its end.
     """
 
@@ -146,7 +146,7 @@ def discover(sizes: Sequence[int], n_elements: int, fits: Fits, *, divisors: Seq
 
     Args:
         sizes: elements of the parameters, in the model's order.
-        n_elements: of the buffer.
+        n_elements: elements of the buffer.
         fits: asked for every possible start.
         divisors: the other multiples that the beginning of a bucket may have been padded to.
 
@@ -230,7 +230,7 @@ def bucketing_of(fields: Mapping[str, object]) -> Bucketing:
     """Return the bucketing of a run.
 
     Args:
-        fields: its training arguments.
+        fields: training arguments of the run.
 
     Raises:
         UnsupportedError: its buffers are of a kind that is not handled.

@@ -38,10 +38,10 @@ class Buffer:
     """A buffer as a file has it.
 
     Args:
-        number: its entry in the file.
-        dtype: of its parameters; None where the file does not say (before 2024-02).
+        number: number of the buffer in the file.
+        dtype: dtype of the parameters; None where the file does not say (before 2024-02).
         states: state → consecutive arrays of one axis; the masters are ``core.catalog.optimizer_keys.MASTER``.
-        n_elements: of each state.
+        n_elements: elements of each state.
         buckets: elements of every bucket, where the file says.
     """
 
@@ -66,7 +66,7 @@ class OptimFile:
     """A distrib_optim.pt that is to be written.
 
     Args:
-        content: its tree.
+        content: tree of the file.
         joined: key of each leaf → the flat array.
     """
 
@@ -75,11 +75,12 @@ class OptimFile:
 
 
 def members_of(content: object, *, rank: str) -> list[Mapping[object, object] | None]:
-    """Return the optimizers of a file: one, or several that are chained; None for one that another
-    rank has.
+    """Return the optimizers of a file: one, or several that are chained.
+
+    None stands for an optimizer that another rank has.
 
     Raises:
-        CorruptError: it is neither.
+        CorruptError: the content is neither.
     """
     items = content if isinstance(content, list) else [content]
     members: list[Mapping[object, object] | None] = []
@@ -141,7 +142,10 @@ def _buffer(
 def _checked_lengths(
     number: int, states: Mapping[str, Sequence[StoredArray]], tensors: Mapping[object, object], *, rank: str
 ) -> tuple[int, ...]:
-    """Return the elements of each array of a state, which must be those of all states and add up to the stated ones."""
+    """Return the elements of each array of a state.
+
+    All states must have the same, and they must add up to the number that the file states.
+    """
     lengths = {state: tuple(_length(array, rank) for array in arrays) for state, arrays in states.items()}
     expected = lengths[MASTER]
     for state, length in lengths.items():
@@ -160,12 +164,13 @@ def _length(array: StoredArray, rank: str) -> int:
 
 
 def dtype_of_key(key: object, *, where: str, rank: str) -> str | None:
-    """Return the parameters' dtype that a buffer's key states; None for a key that only states the
-    gradients'.
+    """Return the parameters' dtype that a buffer's key states.
+
+    None for a key that only states the gradients' dtype.
 
     Raises:
         CorruptError: the key states no dtype.
-        UnsupportedError: it is that of FP8 parameters.
+        UnsupportedError: the dtype is that of FP8 parameters.
     """
     if isinstance(key, Global):
         return None
@@ -180,7 +185,7 @@ def checked_dtype(name: str, *, where: str, rank: str) -> str:
     """Return a dtype of parameters by torch's name.
 
     Raises:
-        CorruptError: there is no such dtype.
+        CorruptError: the dtype is not known.
         UnsupportedError: the parameters are FP8.
     """
     if name == "uint8":

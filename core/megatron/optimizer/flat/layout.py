@@ -21,7 +21,7 @@ class FlatParam:
 
     Args:
         name: for messages.
-        n: its elements.
+        n: elements of the parameter.
         is_shared: an embedding that pipeline stages share.
     """
 
@@ -36,7 +36,7 @@ class FlatSpace:
 
     Args:
         params: in the model's order.
-        n_elements: of the buffer.
+        n_elements: elements of the buffer.
         buckets: elements of every bucket, where they are stored.
         bucketing: what the arguments say.
         chunk: (virtual stage, pipeline stage).

@@ -24,7 +24,7 @@ class Member:
 
     Args:
         chunks: the model chunks that it has parameters of.
-        is_expert: of distributed experts, or of all others.
+        is_expert: it is for distributed experts, not for all other parameters.
     """
 
     chunks: tuple[int, ...]

@@ -35,8 +35,8 @@ class StoredGroup:
 
     Args:
         settings: without ``params``.
-        states: of each of its parameters, by name; the number of steps is among them.
-        masters: those that are stored; None without masters.
+        states: states of each of its parameters, by name; the number of steps is among them.
+        masters: the masters that are stored; None without masters.
     """
 
     settings: Mapping[str, object]
@@ -49,7 +49,7 @@ class StoredOptimizer:
     """All members of a rank's optimizer.
 
     Args:
-        groups: of all members, one after the other.
+        groups: groups of all members, one after the other.
         entries: others of the members, of each member by name.
         has_masters: it is a Float16Optimizer.
     """
@@ -68,7 +68,7 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
         report: takes states of no parameter (rule ``optim.numbers``); raises them, if none is given.
 
     Raises:
-        MissingShardError: it has none.
+        MissingShardError: the rank has no optimizer.
         UnsupportedError: members of several kinds.
         CorruptError: the entry is not as above.
     """
@@ -132,8 +132,9 @@ def _member(value: object, report: Report, *, rank: str) -> StoredOptimizer:
 
 
 def _no_masters(inner: object, *, rank: str) -> MissingShardError:
-    """Return the error of an optimizer without masters: a distributed one, if its groups list no
-    parameters.
+    """Return the error for an optimizer without masters.
+
+    If its groups list no parameters, it is a distributed one.
     """
     listed = (as_mapping(inner) or {}).get("param_groups")
     groups = [as_mapping(item) or {} for item in listed] if isinstance(listed, (list, tuple)) else []

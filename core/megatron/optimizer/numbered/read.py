@@ -198,7 +198,7 @@ class _CollectedStates:
 
     Args:
         catalog: the rank catalog.
-        states: of all parameters.
+        states: states of all parameters.
         names: names of the states of the first parameter that has any, and where that was.
         steps: arrays that are the number of steps.
         step: the number of steps as the first parameter has it, and the rank of that.

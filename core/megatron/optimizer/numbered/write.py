@@ -103,7 +103,7 @@ class NumberedFiles:
 
         Args:
             place: what its arrays' names begin with.
-            numbers: its groups.
+            numbers: numbers of its groups.
             keys_of: parameters of the rank in order, by the first tensor of each.
         """
         inner = f"{place}.{INNER[0]}" if self._has_masters else place

@@ -37,9 +37,9 @@ class FlatBuffer:
     """A buffer.
 
     Args:
-        dtype: of its parameters, None where nothing says.
+        dtype: dtype of the parameters, None where nothing says.
         states: state → where it is stored.
-        n_elements: of each state, without padding at the end of buckets.
+        n_elements: elements of each state, without padding at the end of buckets.
         buckets: elements of every bucket, None where the checkpoint does not say.
     """
 
@@ -73,8 +73,9 @@ class _GroupKeys:
 
 
 def groups_of(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
-    """Group the buffers by (number among chained optimizers, number of the model parallel rank), in
-    order.
+    """Group the buffers by chained optimizer and model parallel rank.
+
+    Returns a mapping from the two numbers to the group, its buffers in order.
 
     Raises:
         CorruptError: a bucket, a state or an element is missing, or an object is not what it should be.

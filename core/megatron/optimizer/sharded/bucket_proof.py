@@ -34,7 +34,7 @@ class WeightSamples:
         model: the global form of the weights.
         key: the parameter.
         pieces: what the shard holds of it.
-        shape: of the shard.
+        shape: shape of the shard.
     """
 
     def __init__(self, store: ReadStore, model: Catalog, key: str, pieces: Sequence[Piece], *, shape: Shape) -> None:
@@ -70,8 +70,9 @@ def _samples(
 
 
 def _weights(fragments: Sequence[Fragment], box: Box, *, is_end: bool) -> tuple[StoredArray, Shape] | None:
-    """Return a few consecutive weights of a box (of its first or last row), and the index of the
-    first one.
+    """Return a few consecutive weights of a box, and the index of the first one.
+
+    They are from its first or last row. None if no dense fragment has them.
     """
     n = min(box.shape[-1], RUN) if box.shape else 1
     if box.is_empty:

@@ -49,7 +49,7 @@ class BucketStates:
     """The optimizer of a checkpoint with buffers, in the global per-layer form.
 
     Args:
-        tensors: its states, by ``core.catalog.optimizer_keys.state_key``.
+        tensors: states of the optimizer, by ``core.catalog.optimizer_keys.state_key``.
         fragments_of: their fragments.
         optimizer: the rest of it.
         hidden: the tensors in its entries; ``fragments_of`` answers for them too.
@@ -74,13 +74,13 @@ def read_buckets(
     """Read the optimizer out of the buffers.
 
     Args:
-        catalog: of torch_dist, its objects loaded.
+        catalog: a torch_dist catalog, its objects loaded.
         model: the global per-layer form of its weights.
-        facts: of the run that saved.
+        facts: facts about the run that saved.
         store: the checkpoint's files, to compare masters with weights; None leaves that out.
 
     Raises:
-        UnsupportedError: it is not determined, or nothing proves, which parameter is where.
+        UnsupportedError: nothing determines or proves where the parameters are.
         MissingShardError: a rank's buffers are absent.
         CorruptError: buffers and arguments contradict each other.
     """
@@ -154,7 +154,7 @@ class _BucketReader:
         """Yield where every state of every parameter of every rank is.
 
         Args:
-            groups: as of ``groups_of``.
+            groups: the result of ``groups_of``.
         """
         topology = self.facts.topology
         holdings = Holdings(self.model, self.facts, self.rules)

@@ -21,9 +21,9 @@ class BucketParam:
     """A parameter of a rank.
 
     Args:
-        key: its global name.
-        name: its name in the rank's file.
-        vp_rank: its model chunk.
+        key: global name of the tensor.
+        name: name of the parameter in the rank's file.
+        vp_rank: number of the model chunk.
         cut: how it is cut; its shape is that in the run, padding of the vocabulary included.
         pieces: what the rank's shard holds of the global tensor, without that padding.
     """
@@ -40,7 +40,7 @@ class Holdings:
 
     Args:
         model: the global per-layer form, without an optimizer.
-        facts: of the run.
+        facts: facts about the run.
 
     Raises:
         UnsupportedError, CorruptError: as for ``core.megatron.model.cut.cuts_of`` and

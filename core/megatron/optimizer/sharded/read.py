@@ -55,7 +55,7 @@ class GlobalStates:
     """The optimizer of a checkpoint of global tensors, in the global per-layer form.
 
     Args:
-        tensors: its states, by ``core.catalog.optimizer_keys.state_key``.
+        tensors: states of the optimizer, by ``core.catalog.optimizer_keys.state_key``.
         fragments_of: their fragments.
         optimizer: what is not a tensor.
         hidden: the tensors in its entries, ``STEP`` among them; ``fragments_of`` answers for them too.
@@ -86,12 +86,12 @@ def read_states(
         catalog: global tensors, its objects loaded.
         model: the global per-layer form of its weights.
         entry: ``optimizer`` of the common state, or the object of that name.
-        facts: of the run that saved.
+        facts: facts about the run that saved.
         prefix: what stands before Megatron's names in the model's keys; the optimizer's may have it as well.
         store: the checkpoint's files, to compare masters with weights; None leaves that out.
 
     Raises:
-        UnsupportedError: of a kind that is not read, or nothing tells which state is whose.
+        UnsupportedError: the optimizer is of a kind that is not read, or its states cannot be assigned.
         CorruptError: shapes or entries contradict each other.
     """
     is_flattened = any(isinstance(fact, dict) and _TRUE_SHAPE in fact for fact in _facts_of(catalog).values())
@@ -183,7 +183,7 @@ def _meta(key: str, stored: TensorMeta, model: Catalog) -> TensorMeta:
     """Return a state with its parameter's shape, which may leave out padding rows.
 
     Raises:
-        CorruptError: there is no such parameter, or it has another shape.
+        CorruptError: the model has no such parameter, or it has another shape.
     """
     param = model.tensors.get(param_of(key))
     if param is None:
@@ -199,16 +199,15 @@ def _meta(key: str, stored: TensorMeta, model: Catalog) -> TensorMeta:
 
 
 def _facts_of(catalog: Catalog) -> Mapping[str, object]:
-    """Return the facts about single tensors in ``.metadata`` of megatron-core up to 0.15, by their
-    keys.
-    """
+    """Return what ``.metadata`` says about single tensors (megatron-core up to 0.15), by key."""
     facts = catalog.facet(TorchDistFacts)
     return {} if facts is None or facts.mcore_data is None else facts.mcore_data
 
 
 def in_true_shapes(catalog: Catalog, keys: Iterable[str]) -> Catalog:
-    """Return the catalog with the true shapes of tensors that megatron-core up to 0.15 stored
-    reformulated.
+    """Return the catalog with the true shapes of reformulated tensors.
+
+    megatron-core up to 0.15 stored them so.
 
     Args:
         keys: tensors to look at.
