@@ -244,6 +244,7 @@ class _LeafRenamer:
         return self.copies[id(node)]
 
     def _copy_container(self, node: object, path: tuple[object, ...]) -> object:
+        """Return a copy of a container whose tensors have new keys."""
         if isinstance(node, dict):
             return {key: self.copy(item, (*path, key)) for key, item in node.items()}
         if isinstance(node, list):
@@ -295,7 +296,7 @@ def common_of(catalog: Catalog) -> Mapping[object, object]:
 
 @dataclass(frozen=True, slots=True)
 class RankExtras:
-    """What rank files hold besides the model and the optimizer.
+    """The content of rank files besides the model and the optimizer.
 
     Args:
         common: entries that all ranks share.

@@ -69,6 +69,7 @@ def flattened(container: object, *, rank: str) -> FlatDict:
 
 
 def _flatten(container: object, prefix: str, into: FlatDict, *, depth: int, rank: str) -> None:
+    """Add the entries of a state dict, and of the dicts within it, under their full names."""
     entries = as_mapping(container)
     if entries is None:
         raise CorruptError(f"the model is a {type(container).__name__}, not a dict", rank=rank)

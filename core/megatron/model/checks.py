@@ -16,7 +16,7 @@ from core.megatron.rules.rules import Layer, Rule, Rules
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 _SHOWN = 6
 ADAPTER = ".adapter."
-"""What is in the names of parameters that adapt others."""
+"""Part of the names of parameters that adapt others."""
 
 
 def check_complete(names: Iterable[str], facts: ModelFacts, rules: Rules, *, report: Report = raising) -> None:
@@ -26,7 +26,7 @@ def check_complete(names: Iterable[str], facts: ModelFacts, rules: Rules, *, rep
     layers of one kind.
 
     Args:
-        report: takes what is wrong (rules ``layout.tensor``, ``.layers``, ``.experts``); raises it, if none is given.
+        report: takes the problems (rules ``layout.tensor``, ``.layers``, ``.experts``); raises them, if none is given.
 
     Raises:
         MissingShardError: something is missing; the error names it.
@@ -64,13 +64,11 @@ def check_predictions(facts: ModelFacts, topology: Topology) -> None:
 
 
 def _check_stack(stack: str, subs_of: Mapping[int, set[str]], facts: ModelFacts, rules: Rules, report: Report) -> None:
-    """Report missing and surplus layers of a stack, and parameters missing in some layers of a
-    kind.
+    """Report missing and surplus layers of a stack, and parameters that some layers lack.
 
     Args:
         subs_of: layer → what is in it, but for what is optional.
     """
-
     # Every layer of the stack must be there, and none beyond.
     n_layers = facts.stacks.get(stack, 0)
     missing = sorted(set(range(n_layers)) - set(subs_of))

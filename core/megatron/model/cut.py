@@ -23,7 +23,7 @@ from core.megatron.rules.rules import Rule, Rules
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a global tensor is cut over the ranks of a group.
+    """The cut of a global tensor over the ranks of a group.
 
     Args:
         shape: global shape in the destination, padding included.

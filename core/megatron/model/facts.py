@@ -20,12 +20,12 @@ from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind
 
 PREDICTION_STACK = "mtp.layers."
-"""What stands before the numbers of the layers of multi-token prediction."""
+"""Beginning of the names of layers of multi-token prediction, before their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the training arguments say about the model and its layout.
+    """Facts from the training arguments about the model and its layout.
 
     Args:
         topology: parallel sizes of the run that saved.
@@ -53,7 +53,7 @@ class ModelFacts:
         n_predictions: layers of multi-token prediction.
         sizes: the arguments that are positive numbers; rules name some of them as sizes of parameters.
         kind: what kind of model it is.
-        stacks: what stands before the layers' numbers → layers, for every stack that the model has.
+        stacks: beginning of the names of layers → number of layers, for every stack that the model has.
     """
 
     topology: Topology

@@ -56,6 +56,7 @@ def parts_of(rule: Rule, extent: int, facts: ModelFacts, *, key: str) -> list[in
 
 
 def _named_parts(rule: Rule, extent: int, sizes: Mapping[str, int], *, key: str) -> list[int]:
+    """Return the extents of the parts that a rule names, from the first of its lists that fits."""
     fits = [_fit(parts, extent, sizes) for parts in rule.segments]
     for fit in fits:
         if fit.extents is not None:

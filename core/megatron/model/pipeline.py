@@ -94,7 +94,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class LayerSplit:
-    """How many layers every model chunk holds.
+    """The number of layers in every model chunk.
 
     Layers are numbered over all chunks, virtual stages outermost: the offset of a chunk is the sum of all counts
     before it in (vp, pp) order.
@@ -211,7 +211,7 @@ def _uneven(n_layers: int, pp: int, how: Pipeline) -> list[int]:
         )
     if n_middle_stages and n_middle % n_middle_stages:
         raise UnsupportedError(
-            f"{n_middle} layers do not divide over the {n_middle_stages} pipeline stages beside the first or last",
+            f"{n_middle} layers do not divide over the {n_middle_stages} pipeline stages other than the first or last",
             hint=f"with {given}, a remainder that is a multiple of {n_middle_stages} works, "
             "or --pipeline-model-parallel-layout",
         )

@@ -14,7 +14,7 @@ class Stages:
 
     Args:
         pp, vpp: pipeline stages, and model chunks a stage.
-        splits: what stands before the layers' numbers (``decoder.layers.``) → how they are distributed, the main stack
+        splits: beginning of the names of layers (``decoder.layers.``) → their distribution, the main stack
             first.
         mtp: (vp, pp) of the chunk of multi-token prediction; None for the last one.
     """

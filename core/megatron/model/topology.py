@@ -206,7 +206,6 @@ def matched_dirs(
         MissingShardError: a directory is absent; names the missing and the unexpected ones.
         CorruptError: there are more directories than the sizes allow.
     """
-
     # Compare with every set; the first one is the newest, which the message is about.
     names = set(existing)
     for candidate in expected:

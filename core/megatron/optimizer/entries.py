@@ -134,6 +134,7 @@ def _members(entry: object) -> list[Mapping[object, object]]:
 
 
 def _read_member(entry: Mapping[object, object], *, has_masters: bool) -> _ChainedOptimizer:
+    """Return one member of the chain that an entry of megatron-core describes."""
     inner = as_mapping(entry.get("optimizer"))
     sharding = entry.get(SHARDING)
     if sharding is not None:
@@ -204,6 +205,7 @@ def common_entry(optimizer: Optimizer, *, sharding: str) -> object:
 
 
 def _member_entry(optimizer: Optimizer, groups: Iterable[ParamGroup], sharding: str) -> dict[object, object]:
+    """Return the entry of one member, in megatron-core's form."""
     inner: dict[object, object] = {}
     if optimizer.step is not None and optimizer.kind != "distributed":
         inner["state"] = {"common_step": optimizer.step}

@@ -54,7 +54,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a run sorts parameters into groups.
+    """The way in which a run sorts parameters into groups.
 
     Args:
         exempt: what weight decay leaves alone: ``vectors`` and biases, those but not ``qk_norms``, or those and
@@ -147,7 +147,7 @@ class Slots:
 Assignment = tuple[tuple[int, ...], ...]
 """For every group, which parameters it has, in order."""
 Agrees = Callable[[int, int, int], bool]
-"""Whether a parameter is that of a master: (parameter, group, number of the master in it)."""
+"""Tells whether a master belongs to a parameter: (parameter, group, number of the master in the group)."""
 
 
 def assign(
@@ -169,7 +169,6 @@ def assign(
     Raises:
         UnsupportedError: no assignment fits, or several do.
     """
-
     # The first policy that fits numbers, shapes and masters decides …
     refused = None
     for policy in policies:

@@ -40,8 +40,8 @@ def origins_of(
 
     Args:
         names: key of the source → Megatron's name of the tensor, which may stack layers and experts.
-        report: takes what is wrong (rules ``layout.stacks``, ``.entries``), which is then left out; raises it, if
-            none is given.
+        report: takes the problems (rules ``layout.stacks``, ``.entries``), whose subjects are then left out; raises
+            them, if none is given.
 
     Raises:
         CorruptError: two tensors are one, or a stack has other extents than the model.

@@ -337,7 +337,7 @@ class _RankFragments:
     copies: Mapping[str, Sequence[StoredArray]]
     facts: ModelFacts
     _pieces: dict[object, list[Piece]] = field(default_factory=dict, init=False)
-    """How the tensors that were asked for before are cut: those of one rule and one shape are cut alike."""
+    """Pieces of tensors that were asked for before, by rule and shape: such tensors are cut alike."""
 
     def fragments_of(self, key: str) -> Sequence[Fragment]:
         """Return one fragment for every piece that a rank holds of a tensor."""
@@ -349,6 +349,7 @@ class _RankFragments:
         return tuple(self._fragments(key, tensor, self.shapes[key]))
 
     def _fragments(self, key: str, tensor: RankTensor, shape: Shape) -> Iterator[Fragment]:
+        """Yield the fragments of a tensor, in the order of the ranks."""
         rule = tensor.rule
         for part in tensor.parts:
             number = 0 if rule.cut_axis is None else part.rank.within(rule.group)

@@ -72,6 +72,7 @@ def understood(
 
 
 def _read_ranks(catalog: Catalog, rules: Rules, report: Report, sample: Collection[str] | None) -> Understood:
+    """Read the model of rank files, and report its problems."""
     ranks = ranks_of(catalog)
     facts = facts_of(catalog.args, names=rules.model_of(local_names(ranks)))
     if sample is not None:
@@ -152,6 +153,7 @@ def _agreeing_parts(name: str, tensor: RankTensor, report: Report) -> list[RankP
 
 
 def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
+    """Read the model of a catalog of global tensors, and report its problems."""
     catalog = joined(catalog, rules)
     prefix = prefix_of(catalog, rules)
     common = common_entries(catalog)

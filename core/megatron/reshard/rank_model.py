@@ -37,7 +37,7 @@ from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
 
 @value(frozen=True, slots=True)
 class RankPart:
-    """What one rank holds of a tensor."""
+    """The part of a tensor that one rank holds."""
 
     rank: Rank
     folder: str
@@ -104,8 +104,8 @@ def merge_ranks(
     """Merge the chunks of all ranks under global names, each name with its place in the model.
 
     Args:
-        report: takes what is wrong (rules ``layout.ranks``, ``.chunks``, ``.names``, ``.layers``, ``.entries``), which
-            is then left out; raises it, if none is given.
+        report: takes the problems (rules ``layout.ranks``, ``.chunks``, ``.names``, ``.layers``, ``.entries``),
+            whose subjects are then left out; raises them, if none is given.
     """
     topology = facts.topology
     stages = facts.stages(topology.pp, topology.vpp)

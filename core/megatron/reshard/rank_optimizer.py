@@ -36,9 +36,9 @@ def read_states(
         catalog: ``core.formats.megatron.format``'s.
         files: all ranks.
         store: to compare masters with weights; None leaves that out.
-        report: takes what is wrong with single ranks (rules ``optim.numbers``, ``.groups``, ``.states``, ``.shape``,
-            ``.step``, ``.settings``, ``.entries``, ``.buffers``, ``.missing``), which is then left out; raises it, if
-            none is given.
+        report: takes the problems of single ranks (rules ``optim.numbers``, ``.groups``, ``.states``, ``.shape``,
+            ``.step``, ``.settings``, ``.entries``, ``.buffers``, ``.missing``), whose subjects are then left out;
+            raises them, if none is given.
 
     Raises:
         UnsupportedError: the optimizer is of a kind that is not read, or nothing proves which state is whose.

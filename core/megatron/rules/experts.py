@@ -176,6 +176,7 @@ def transposed(catalog: Catalog, keys: Collection[str]) -> Catalog:
 
 
 def _transposed(fragment: Fragment) -> Fragment:
+    """Return a fragment of the transposed matrix; its array is a transposed view."""
     array = fragment.array
     box = Box(fragment.box.offset[::-1], fragment.box.shape[::-1])
     if array is None:

@@ -83,7 +83,7 @@ class ModelKind:
 
     Args:
         kind: for people: ``GPT``, ``BERT``, ``T5`` …
-        stacks: what stands before the numbers of its layers, that of the main stack first.
+        stacks: beginnings of the names of its layers, that of the main stack first.
         embedding: the tensor of the input embedding.
         output: the tensor of the output layer, where it is a tensor of its own.
         head: the copy of the embedding that the last of several pipeline stages has where the two are shared.
@@ -122,7 +122,7 @@ class Layer:
     """A name within one of a model's layers.
 
     Args:
-        stack: what stands before the number, such as ``decoder.layers.``.
+        stack: beginning of the name before the number, such as ``decoder.layers.``.
         number: number of the layer, local or global.
         sub: the name within the layer.
     """
@@ -144,14 +144,14 @@ class Rules:
         stages: (pattern, ``first`` or ``last``) for parameters outside of layers.
         fused_names: (local, fused) beginnings of names within a layer.
         expert_forms: the ways to name experts.
-        stacks: what stands before the numbers of layers, in the order of a rank file.
+        stacks: beginnings of the names of layers, in the order of a rank file.
         models: the kinds of models, GPT first.
         layer_order: beginnings of names within a layer, in the order of a rank file.
         buffers: patterns of tensors that are no parameters.
         sizes: sizes that shapes tell.
         unstacked: beginnings of names within layers that torch_dist never stacks.
         renamed: beginnings of names within layers that differ between newer rank files and torch_dist.
-        inner: what stands before names of a layer that is within another layer, or None.
+        inner: pattern of the beginning of names of a layer that is within another layer, or None.
         tells_numbers_apart: a rule fits some layers or experts and not others.
     """
 

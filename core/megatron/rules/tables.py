@@ -47,6 +47,7 @@ def _load_own_rules(unknown: str) -> Rules:
 
 
 def _load_all_rules(extra: Path | None, unknown: str) -> Rules:
+    """Load the project's rules, with those of a user before them."""
     label = "megatron.toml"
     table = tomllib.loads(files("core.megatron.rules").joinpath(label).read_text(encoding="utf-8"))
 

@@ -122,15 +122,15 @@ def fit_buckets(sizes: Sequence[int], buckets: Sequence[int], *, step: int = ALI
 
 
 Fits = Callable[[int, int], bool]
-"""Whether a parameter (its place in the model's order) may start at an element of the buffer."""
+"""Tells whether a parameter (its place in the model's order) may start at an element of the buffer."""
 
 _MAX_BRANCHES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _PartialLayout:
-    """The beginning of a layout: the number of its last start, where that parameter ends, where its
-    bucket begins.
+    """The beginning of a layout: number of its last start, end of that parameter, start of its
+    bucket.
     """
 
     last: int
@@ -153,7 +153,6 @@ def discover(sizes: Sequence[int], n_elements: int, fits: Fits, *, divisors: Seq
     Returns:
         Every possibility, each in the model's order; [] if none fits, or if more than 64 do.
     """
-
     # Grow all layouts at once, from the last parameter, and forget those that do not fit.
     numbers: dict[tuple[int, int], int] = {}  # (number before, start), in order of their numbers
     branches = [_PartialLayout(-1, 0, 0)]

@@ -30,7 +30,7 @@ from core.pickle.inert import Global, TensorLeaf, as_mapping
 COALESCED = "buckets_coalesced"
 N_ELEMENTS = "numel_unpadded"
 PARAM = "param"
-"""What files call the masters."""
+"""Name of the masters in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,7 @@ def _buffer(
     *,
     rank: str,
 ) -> Buffer:
+    """Return one buffer of an optimizer."""
     if entry is None or len(entry) != 1:
         raise CorruptError(f"buffer {number} should have one entry, by its dtypes", rank=rank)
     ((key, value),) = entry.items()

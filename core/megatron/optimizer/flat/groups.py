@@ -49,7 +49,7 @@ def shared_groups(
     Args:
         entries: (rank directory, entry ``optimizer`` of its file, or that of one of its chained optimizers).
         note: takes (new key, old key) of every tensor among them.
-        report: takes what is wrong with single ranks; raises it, if none is given.
+        report: takes the problems of single ranks; raises them, if none is given.
 
     Raises:
         CorruptError: an entry is not an optimizer's, or ranks have trained differently.

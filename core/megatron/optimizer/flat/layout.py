@@ -63,7 +63,7 @@ class FlatSpace:
 
 @dataclass(frozen=True, slots=True)
 class ParamStarts:
-    """Where every parameter begins in a buffer.
+    """The elements at which the parameters of a buffer begin.
 
     Args:
         starts: elements of the buffer before each parameter, in the model's order.

@@ -231,6 +231,7 @@ class _CollectedStates:
                 report(err.breaking("optim.states"))
 
     def _add_param(self, param: Param, states: Mapping[str, object], *, rank: str) -> None:
+        """Add the states of one parameter."""
         names = tuple(name for name in states if name != STEP_NAME)
         if self.names is None:
             self.names = (names, f"{param.name} of {rank}")

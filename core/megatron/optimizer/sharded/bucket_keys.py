@@ -104,6 +104,7 @@ def groups_of(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
 
 
 def _group(catalog: Catalog, numbers: tuple[int, int], keys: _GroupKeys) -> BucketGroup:
+    """Return the buffers and entries that have these keys."""
     label = f"dp_group_idx_{numbers[1]}"
     group = BucketGroup(f"chained_{numbers[0]}.{label}" if numbers[0] else label)
     group.entries |= {name: value for name, value in keys.objects.items() if name not in _ENTRIES}
@@ -163,6 +164,7 @@ def _buffer(
     *,
     where: str,
 ) -> FlatBuffer:
+    """Return a buffer whose buckets have keys of their own."""
     names = list(buckets[0])
     states: dict[str, list[tuple[int, StoredArray]]] = {name: [] for name in names}
     sizes: list[int] = []

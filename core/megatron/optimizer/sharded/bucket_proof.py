@@ -56,6 +56,7 @@ class WeightSamples:
 def _samples(
     store: ReadStore, model: Catalog, key: str, pieces: Sequence[Piece], shape: Shape
 ) -> Iterator[_WeightSample]:
+    """Yield samples from the beginning and the end of each piece of a shard."""
     strides = c_strides(shape)
     fragments = model.fragments(key)
     for piece in pieces:

@@ -212,6 +212,7 @@ class _BucketReader:
     def _buffer_places(
         self, buffer: FlatBuffer, params: Sequence[BucketParam], rank: Rank, n_rank: int, label: str
     ) -> Iterator[_StatePlace]:
+        """Yield the places in one buffer; where masters can be read, they prove them."""
         topology = self.facts.topology
         space = FlatSpace(
             params=[

@@ -87,7 +87,7 @@ def read_states(
         model: the global per-layer form of its weights.
         entry: ``optimizer`` of the common state, or the object of that name.
         facts: facts about the run that saved.
-        prefix: what stands before Megatron's names in the model's keys; the optimizer's may have it as well.
+        prefix: prefix of Megatron's names in the model's keys; the optimizer's may have it as well.
         store: the checkpoint's files, to compare masters with weights; None leaves that out.
 
     Raises:

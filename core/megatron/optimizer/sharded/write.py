@@ -64,7 +64,9 @@ def _regrouped(target: ReshardTarget) -> Optimizer:
 
 
 class StackedOptimizer:
-    """The entries of an optimizer beside its tensors, in a torch_dist or zarr checkpoint; none where there is none.
+    """The entries of an optimizer apart from its tensors, in a torch_dist or zarr checkpoint.
+
+    There are none where there is no optimizer.
 
     Args:
         target: the destination: with expert parallelism, experts have groups of their own. None for no optimizer.
