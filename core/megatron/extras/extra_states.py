@@ -92,7 +92,7 @@ def _bytes_in(values: Iterable[object]) -> list[bytes]:
     return [bytes(leaf) for value in values for leaf in walk(value) if isinstance(leaf, (bytes, bytearray))]
 
 
-def for_experts(
+def adapt_expert_states(
     catalog: Catalog, topology: Topology, facts: ModelFacts, rules: Rules, *, expert_names: str | None
 ) -> Catalog:
     """Return the global form with the extra states of experts as the destination's rank files have them.

@@ -20,7 +20,7 @@ from core.megatron.model.pipeline_args import changes_for
 from core.megatron.model.topology import Topology
 
 
-def updated(
+def update_args(
     args: object,
     *,
     topology: Topology,

@@ -207,14 +207,14 @@ def by_policy(params: Sequence[Trained], groups: Sequence[Slots], policy: Policy
         traits = policy.traits(param.name, len(param.shape), is_expert=param.is_expert)
         if traits is None:
             continue
-        group = place.get(known(traits, wanted))
+        group = place.get(without_unused_traits(traits, wanted))
         if group is None:
             return None
         members[group].append(number)
     return tuple(map(tuple, members))
 
 
-def known(traits: Traits, wanted: Sequence[Traits]) -> Traits:
+def without_unused_traits(traits: Traits, wanted: Sequence[Traits]) -> Traits:
     """Return the traits without those that no group has."""
     return Traits(
         traits.is_exempt and any(of_group.is_exempt for of_group in wanted),

@@ -18,7 +18,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.megatron.extras.common_state import same
 from core.megatron.model.args import fields_of
 from core.megatron.model.version import OPTION, MegatronVersion
-from core.megatron.optimizer.groups import EXPERT, Policy, identity, known, policies_of, traits_of
+from core.megatron.optimizer.groups import EXPERT, Policy, identity, policies_of, traits_of, without_unused_traits
 from core.megatron.optimizer.reshard_target import ReshardTarget
 
 
@@ -226,6 +226,6 @@ def _groups_by_policy(policy: Policy, target: ReshardTarget, params: Mapping[str
     numbers: dict[str, int] = {}
     for name, n_axes in params.items():
         traits = policy.traits(name, n_axes, is_expert=target.rules.expert_of(name) is not None)
-        if traits is not None and known(traits, wanted) in wanted:
-            numbers[name] = wanted.index(known(traits, wanted))
+        if traits is not None and without_unused_traits(traits, wanted) in wanted:
+            numbers[name] = wanted.index(without_unused_traits(traits, wanted))
     return numbers

@@ -37,7 +37,7 @@ class _PartRange:
     extent: int
 
 
-def joined(catalog: Catalog, rules: Rules) -> Catalog:
+def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
     """Return a catalog in which the parts of a parameter are one tensor.
 
     Raises:
@@ -104,7 +104,7 @@ def _runs(param: str, axis: int, parts: Mapping[str, TensorMeta], names: Sequenc
     return runs
 
 
-def parted(catalog: Catalog[ArrayT], facts: ModelFacts, rules: Rules, *, is_target: bool) -> Catalog[ArrayT]:
+def separate_parts(catalog: Catalog[ArrayT], facts: ModelFacts, rules: Rules, *, is_target: bool) -> Catalog[ArrayT]:
     """Return a catalog in which every part of such a parameter is a tensor of its own.
 
     Args:

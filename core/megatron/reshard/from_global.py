@@ -35,7 +35,7 @@ from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import cut_vocab, find_true_rows
 from core.megatron.optimizer.sharded.read import read_states, with_states
-from core.megatron.placement.joined import joined
+from core.megatron.placement.joined import join_parts
 from core.megatron.placement.origins import Origin, OriginFragments, meta_of, names_in, origins_of
 from core.megatron.rules.rules import Layer, Rules
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, attributes, walk
@@ -59,7 +59,7 @@ def unshard_global(
 
     ``core.megatron.reshard.reshard.unshard`` explains the arguments.
     """
-    catalog = joined(catalog, rules)
+    catalog = join_parts(catalog, rules)
     prefix = prefix_of(catalog, rules)
     entries = _separate_entries(catalog)
     facts = facts_of(entries.common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules)))

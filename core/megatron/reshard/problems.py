@@ -21,7 +21,7 @@ from core.megatron.model.checks import check_complete, check_shape, fc2_of
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, with_sizes
 from core.megatron.optimizer.rank_state import RankFile
-from core.megatron.placement.joined import joined
+from core.megatron.placement.joined import join_parts
 from core.megatron.placement.origins import meta_of, origins_of
 from core.megatron.reshard.from_global import common_entries, is_random_state, numbered_names, prefix_of, without_prefix
 from core.megatron.reshard.from_ranks import global_shape_of, local_names, ranks_of, settle_rules
@@ -154,7 +154,7 @@ def _agreeing_parts(name: str, tensor: RankTensor, report: Report) -> list[RankP
 
 def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     """Read the model of a catalog of global tensors, and report its problems."""
-    catalog = joined(catalog, rules)
+    catalog = join_parts(catalog, rules)
     prefix = prefix_of(catalog, rules)
     common = common_entries(catalog)
     facts = facts_of(common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules)))

@@ -31,7 +31,7 @@ from core.megatron.extras.common_state import (
     plan_entry,
     sharded_object,
 )
-from core.megatron.extras.extra_states import for_experts
+from core.megatron.extras.extra_states import adapt_expert_states
 from core.megatron.extras.nested_dicts import nested
 from core.megatron.extras.order import by_place
 from core.megatron.extras.random_states import kept_states
@@ -39,7 +39,7 @@ from core.megatron.model.args import facts_of
 from core.megatron.model.checks import check_predictions
 from core.megatron.model.cut import Cut, check_target, cuts_of, param_array, zeros_of
 from core.megatron.model.facts import ModelFacts, pipeline_notes
-from core.megatron.model.new_args import updated
+from core.megatron.model.new_args import update_args
 from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.topology import Rank, Topology, check_rank_files, rank_dir
 from core.megatron.model.version import MegatronVersion
@@ -90,7 +90,7 @@ def shard(
     expert_names = _expert_names(catalog, facts, version=version, experts=experts)
 
     # Decide how every tensor is cut. The optimizer's files take its states, everything below is about the model.
-    catalog = for_experts(catalog, topology, facts, rules, expert_names=expert_names)
+    catalog = adapt_expert_states(catalog, topology, facts, rules, expert_names=expert_names)
     n_rows = rows_of(catalog, vocab_size)
     cuts = _cuts(catalog, topology, facts, rules, n_rows=n_rows, expert_names=expert_names)
     optimizer = _optimizer_files(catalog, topology, facts, rules, cuts, version)
@@ -311,7 +311,7 @@ def _new_args(
     unset = ["moe_single_grouped_weight", "moe_single_grouped_bias"]
     if not any(".linear_qkv_down_proj." in key for key in plan.model.tensors):
         unset.append("mla_down_proj_fusion")
-    return updated(
+    return update_args(
         plan.model.args,
         topology=topology,
         pipeline=pipeline,

@@ -38,7 +38,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import rows_of
 from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.sharded.write import StackedOptimizer
-from core.megatron.placement.joined import parted
+from core.megatron.placement.joined import separate_parts
 from core.megatron.rules.rules import GPT, Rules
 from core.pickle.inert import TensorLeaf, walk
 
@@ -177,8 +177,8 @@ def stack(
     )
     facts = with_sizes(facts, {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key}, rules)
     return Stacked(
-        parted(source_catalog, facts, rules, is_target=False),
-        parted(target_catalog, facts, rules, is_target=True),
+        separate_parts(source_catalog, facts, rules, is_target=False),
+        separate_parts(target_catalog, facts, rules, is_target=True),
     )
 
 
