@@ -138,6 +138,8 @@ def _paired_parts(a: object, b: object) -> list[tuple[object, object]] | None:
         assert isinstance(b, Inert)
         if a.how != b.how or (a.state is NO_STATE) != (b.state is NO_STATE):
             return None
+
+        # An object is equal to another one of the same origin, arguments and content.
         parts: list[tuple[object, object]] = [
             (a.fn, b.fn),
             (a.args, b.args),
@@ -321,6 +323,7 @@ def read_rank_extras(ranks: Mapping[Coords, tuple[str, object]], topology: Topol
     Raises:
         CorruptError: the ranks are not of one iteration.
     """
+    # Keep the entries on which all ranks agree.
     roots = [(folder, as_mapping(root) or {}) for folder, root in ranks.values()]
     common: dict[object, object] = {}
     dropped: list[str] = []
@@ -333,6 +336,7 @@ def read_rank_extras(ranks: Mapping[Coords, tuple[str, object]], topology: Topol
         else:
             dropped.append(f"{name} ({reason})")
 
+    # torch_dist has one random state for each (PP, TP): that of the first rank.
     objects: dict[str, StoredObject] = {}
     states: dict[Rank, object] = {}
     for coords, (_, root) in zip(ranks, roots, strict=True):

@@ -75,6 +75,8 @@ def _flatten(container: object, prefix: str, into: FlatDict, *, depth: int, rank
         raise CorruptError(f"the model is a {type(container).__name__}, not a dict", rank=rank)
     if depth > MAX_DEPTH:
         raise CorruptError(f"state dicts are nested deeper than {MAX_DEPTH} levels", key=prefix, rank=rank)
+
+    # Note what writing needs in order to give the same dicts.
     into.nesting[prefix] = is_ordered(container)
     for module, version in module_versions(container).items():
         into.versions[_joined(prefix, module) if module else prefix] = version

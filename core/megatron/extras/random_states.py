@@ -146,6 +146,8 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
     if rng == "keep" and not (states and has_place):
         reason = "the destination cannot store them" if states else "the checkpoint has none"
         raise UsageError(f"the random states cannot be kept: {reason}", hint="leave --rng out")
+
+    # Random states of single ranks have no place where only those of (TP, PP) do.
     removed = set(states) if rng == "drop" else set()
     model = catalog.facet(MegatronModel) or MegatronModel()
     if not removed and (has_ranks or not model.rng_states):

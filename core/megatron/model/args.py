@@ -66,6 +66,8 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
             hint="checkpoints from before Megatron-LM 2.0 are not read",
         )
     ep = size_in(fields, "expert_model_parallel_size", file=file) or 1
+
+    # An ETP that equals TP, or that no experts use, means the same as none.
     etp = size_in(fields, "expert_tensor_parallel_size", file=file)
     pp = size_in(fields, "pipeline_model_parallel_size", file=file) or 1
     return Topology(

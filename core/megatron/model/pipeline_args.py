@@ -113,6 +113,8 @@ def changes_for(fields: Mapping[str, object], pipeline: Pipeline) -> dict[str, o
     wanted: dict[str, object] = {}
     if pipeline.layout != own.layout:
         wanted[LAYOUT] = None if pipeline.layout is None else layout_text(pipeline.layout)
+
+    # Counts have two names; the ones that the arguments have are changed.
     for names, was, now in ((FIRST, own.first, pipeline.first), (LAST, own.last, pipeline.last)):
         if was != now:
             existing = [name for name in names if name in fields] or ([names[0]] if now is not None else [])

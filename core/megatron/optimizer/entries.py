@@ -92,6 +92,8 @@ def read_entries(entry: object, *, states: Iterable[str]) -> ReadEntries:
     if len({(member.kind, member.sharding) for member in chain}) > 1:
         raise CorruptError("the chained optimizers are of different kinds", key="optimizer")
     first = chain[0]
+
+    # Entries of other members, such as a second loss scaler, have no place in the global form.
     dropped = [
         f"optimizer {number}'s {name} (the first one's is kept)"
         for number, member in enumerate(chain[1:], start=1)

@@ -259,6 +259,7 @@ def _ways(params: Sequence[Trained], groups: Sequence[Slots], agrees: Agrees | N
     Goes through the parameters once. A state is how many entries and masters of each group are taken; it keeps two of
     the ways that lead to it.
     """
+    # Two ways are enough to know that the assignment is not certain.
     frontier: dict[_State, list[_Way]] = {tuple((0, 0) for _ in groups): [None]}
     for i, param in enumerate(params):
         grown: dict[_State, list[_Way]] = {}

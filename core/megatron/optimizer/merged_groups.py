@@ -98,6 +98,8 @@ class MergedGroups:
         if group is None:
             self._groups[group_id] = _Group(settings, rank, is_empty)
             return
+
+        # A rank without parameters in the group did not count its steps.
         free = {"step"} if is_empty or group.is_empty else set()
         for name in dict.fromkeys([*group.settings, *settings]):
             own, other = (source.get(name, _ABSENT) for source in (settings, group.settings))

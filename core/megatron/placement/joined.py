@@ -114,6 +114,8 @@ def separate_parts(catalog: Catalog[ArrayT], facts: ModelFacts, rules: Rules, *,
         UnsupportedError, CorruptError: as for ``core.megatron.model.parts.parts_of``.
     """
     tensors: dict[str, TensorMeta] = {}
+
+    # Give every part its range on the axis; other tensors stay as they are.
     runs: dict[str, tuple[int, str, _PartRange]] = {}
     for key, meta in catalog.tensors.items():
         rule = rules.parted_rule(param_of(key))

@@ -92,6 +92,8 @@ def names_in(name: str, facts: ModelFacts, rules: Rules) -> list[tuple[tuple[int
             )
     elif single is not None:
         names = [((), str(replace(single, sub=_sub(single.sub, facts, rules))))]
+
+    # Each of these may hold one expert or stack several.
     members: list[tuple[tuple[int, ...], str]] = []
     for at, global_name in names:
         expert = rules.expert_of(global_name)

@@ -203,6 +203,8 @@ def _add_entry(
     if not isinstance(leaf, TensorLeaf):
         _add_state(model, chunk, name, leaf, place=place)
         return
+
+    # A copy of shared embeddings is another part of the original.
     for number, global_name, array in chunk.arrays(name, _array(catalog, leaf)):
         tensor = model.tensors.get(global_name)
         rule = tensor.rule if tensor is not None else _rule_of(global_name, catalog, leaf.key, chunk)

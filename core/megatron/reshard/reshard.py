@@ -72,10 +72,14 @@ def unshard(
         target_tp=target_tp,
         store=store,
     )
+
+    # Reading the optimizer of rank files has compared masters with weights already.
     strange = [] if store is None or is_rank_local else strange_masters(model, store)
     if strange:
         reason = "do not round to their weights: were the weights changed after the optimizer's last step?"
         model = model.noted([f"masters of {listed(strange)} {reason}"])
+
+    # Tensors whose rule only the user vouches for are named.
     names = model.tensors if rules.takes_unknown else ()
     unknown = [key for key in names if state_of(key) is None and rules.is_unknown(key)]
     if unknown:

@@ -305,6 +305,8 @@ class _StackedModel:
             meta = self.catalog.meta(key)
             array = PlannedArray(key, meta.dtype, meta.shape)
             return (Fragment(key, whole(meta.shape), array, (0,) * len(meta.shape)),)
+
+        # A rank writes the tensors of its stage, and of its experts.
         by_holder: dict[tuple[int, int | None], list[_StackedTensor]] = {}
         for tensor in self.groups[key]:
             by_holder.setdefault((tensor.stage, tensor.ep), []).append(tensor)

@@ -188,6 +188,8 @@ def _transposed(fragment: Fragment) -> Fragment:
             key=fragment.key,
             hint=f"write one module for each expert with {OPTION} sequential",
         )
+
+    # A transposed view has the strides in the other order; its bytes stay where they are.
     shape, strides = swapped(array.shape), swapped(extent.strides or c_strides(array.shape))
     if extent.is_late:
         extent = replace(extent, is_swapped=not extent.is_swapped)

@@ -424,9 +424,12 @@ def proposal(name: str, shapes: Sequence[Shape], *, hidden_size: int | None = No
     Shards of which one axis is the model's hidden size are cut on the other, as linear layers are; what has the hidden
     size on all its axes, although there are several shards, is not cut.
     """
+    # Numbers of layers and experts become patterns.
     pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
     row = ["[[rule]]", f"pattern = '^{pattern}$'"]
     shape = shapes[0] if shapes else ()
+
+    # The hidden size is the axis that linear layers do not cut.
     other_axes = [axis for axis, extent in enumerate(shape) if extent != hidden_size]
     if len(set(shapes)) > 1:
         row += ['rule = "replicate"   # the ranks hold different shapes, which no rule describes']

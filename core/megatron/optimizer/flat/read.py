@@ -211,6 +211,7 @@ def _check_covered(
             return (param.chunk.where, param.name, rank.tp % etp, rank.ep)
         return (param.chunk.where, param.name, rank.tp)
 
+    # Every shard has a master, whatever its other states.
     covered = {shard(state.param) for state in states if state.state == MASTER}
     for file in files:
         lost = [param for param in file.params if shard(param) not in covered and rules.is_param(_global_name(param))]

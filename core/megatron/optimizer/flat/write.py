@@ -52,6 +52,8 @@ class FlatFiles:
         self.dropped: list[str] = []
         self._target = target
         self._args = {**fields_of(target.args), "data_parallel_size": dp_at(target.args, target.topology)}
+
+        # The target's own arguments decide how its buffers are laid out.
         self._bucketing = bucketing_of(self._args)
         if self._bucketing.is_chunk_alone:
             raise UnsupportedError(

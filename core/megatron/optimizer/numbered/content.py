@@ -76,6 +76,7 @@ def stored_optimizer(value: object, *, rank: str, report: Report = raising) -> S
     if len({member.has_masters for member in members}) > 1:
         raise CorruptError("only some of the chained optimizers have masters", rank=rank)
     if len(members) > 1:
+        # Megatron chains one optimizer for dense parameters and one for experts.
         kinds = [{bool(group.settings.get(EXPERT)) for group in member.groups} for member in members]
         if kinds != [{False}, {True}]:
             raise UnsupportedError(

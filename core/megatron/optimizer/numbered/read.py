@@ -232,6 +232,7 @@ class _CollectedStates:
 
     def _add_param(self, param: Param, states: Mapping[str, object], *, rank: str) -> None:
         """Add the states of one parameter."""
+        # Every parameter must have the states of the first one.
         names = tuple(name for name in states if name != STEP_NAME)
         if self.names is None:
             self.names = (names, f"{param.name} of {rank}")

@@ -73,6 +73,8 @@ class NumberedFiles:
         keys_of = {keys[0]: keys for keys in stored.values()}
         listed = self._groups.order(keys_of)
         self._note_order(listed, keys_of)
+
+        # Experts have an optimizer of their own, chained after the other.
         members = [[number for number in listed if not self._groups.is_expert(number)]]
         experts = [number for number in listed if self._groups.is_expert(number)]
         if experts:

@@ -82,6 +82,8 @@ def groups_of(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
         UnsupportedError: buffers of FP8 parameters, or objects that have not been read.
     """
     keys_of: dict[tuple[int, int], _GroupKeys] = {}
+
+    # Tensors are single states of single buckets …
     for key in catalog.tensors:
         group = _GROUP.fullmatch(key)
         bucket = None if group is None else _BUCKET.fullmatch(group[3])
@@ -90,6 +92,8 @@ def groups_of(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
         keys = keys_of.setdefault((int(group[1] or 0), int(group[2])), _GroupKeys())
         states = keys.buckets.setdefault((int(bucket[1]), bucket[2]), {}).setdefault(int(bucket[4]), {})
         states[MASTER if bucket[5] == PARAM else bucket[5]] = key
+
+    # … objects describe all buckets of a rank, or hold them.
     for key, item in catalog.objects.items():
         sharded = sharded_object(key)
         group = None if sharded is None else _GROUP.fullmatch(sharded[0])
@@ -170,6 +174,8 @@ def _buffer(
     sizes: list[int] = []
     if MASTER not in names:
         raise CorruptError(f"{where} has no masters ({PARAM!r})")
+
+    # Every bucket must have every state, of one length.
     for number in range(len(buckets)):
         if set(buckets[number]) != set(names):
             raise CorruptError(f"bucket {number} of {where} has the states {sorted(buckets[number])}, not {names}")

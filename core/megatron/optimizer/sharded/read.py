@@ -216,6 +216,8 @@ def in_true_shapes(catalog: Catalog, keys: Iterable[str]) -> Catalog:
         CorruptError: a true shape is none, or not that of the stored tensor.
     """
     facts = _facts_of(catalog)
+
+    # .metadata knows the true shapes; plain tensors have none there.
     shapes: dict[str, Shape] = {}
     for key in keys:
         fact = facts.get(key)
